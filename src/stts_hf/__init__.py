@@ -1,0 +1,1 @@
+"""STTS for Hugging Face."""
