@@ -1,0 +1,191 @@
+"""Configuration of STTS on Molmo2: what is scored, how much is dropped, and how the survivors are laid out."""
+
+import math
+
+from transformers.models.molmo2.configuration_molmo2 import (
+    Molmo2AdapterConfig,
+    Molmo2Config,
+    Molmo2TextConfig,
+    Molmo2VisionConfig,
+)
+
+SELECTORS = ("scorer", "cosine", "random")
+SCORE_RESCALINGS = ("row", "frame", "none")
+PACKINGS = ("varlen", "first_fit_descending")
+POSITION_RULES = ("original", "compact")
+
+
+def check_choice(name: str, value, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}, but must be one of {', '.join(repr(choice) for choice in choices)}.")
+
+
+def check_pruning_ratio(value, name: str = "pruning_ratio") -> float:
+    """Returns `value` as a float in [0, 1]; raises `ValueError` for anything else (NaN and bools included)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise ValueError(
+            f"`{name}` is {value!r}, but must be a number in [0, 1]: the share of a video's blocks to drop, "
+            "0 to keep all of them, 1 to drop every video token."
+        )
+    return float(value)
+
+
+class STTSVisionConfig(Molmo2VisionConfig):
+    r"""
+    Molmo2's vision tower with a scorer after layer `pruning_layer` (paper section 3). Values are checked whenever they
+    are set, and raise `ValueError`.
+
+    pruning_ratio (`float`, *optional*, defaults to 0.5):
+        Share `k` in [0, 1] of each video's `w x w` blocks that is dropped. Every call may override it.
+    pruning_layer (`int`, *optional*, defaults to 3):
+        Zero-based layer `l`: layers `0..l` run on all patches, layer `l + 1` takes the bias, later ones see survivors.
+    selector (`str`, *optional*, defaults to `"scorer"`):
+        What ranks the blocks: `"scorer"` (learned), `"cosine"` (most similar to the previous frame goes first, needs
+        no training) or `"random"`.
+    selector_seed (`int`, *optional*, defaults to 0):
+        Seed of `selector="random"`. Every video is drawn from this seed, so that a video's result does not depend on
+        its batch. In training mode the global generator is used instead.
+    score_rescaling (`str`, *optional*, defaults to `"row"`):
+        Range over which scores are stretched to `[e^-2, 1]` before the logarithm: each `"row"` of the patch grid
+        (released checkpoints), each `"frame"`, or `"none"` (the paper's plain logarithm).
+    packing (`str`, *optional*, defaults to `"varlen"`):
+        Layout of the surviving patches: `"varlen"` (one flat sequence) or `"first_fit_descending"` (Algorithm 1).
+    refill_single_frame_bins (`bool`, *optional*, defaults to `False`):
+        Whether a frame that is alone in its bin keeps its dropped patches as context until the ViT ends, as the
+        released training code does. Needs `packing="first_fit_descending"`.
+    pooling_size (`list[int]`, *optional*, defaults to `[3, 3]`):
+        `[height, width]` in patches of a block, which is also the connector's pooling window `w x w`. Must equal the
+        video processor's.
+    """
+
+    model_type = "stts_vision"
+    base_config_key = "vision_config"
+
+    pruning_ratio: float | int = 0.5
+    pruning_layer: int = 3
+    selector: str = "scorer"
+    selector_seed: int = 0
+    score_rescaling: str = "row"
+    packing: str = "varlen"
+    refill_single_frame_bins: bool = False
+    pooling_size: list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.pooling_size is None:
+            self.pooling_size = [3, 3]
+        super().__post_init__(**kwargs)
+        self.check_pruning()
+        self._checks_on_set = True
+
+    def __setattr__(self, key, value):
+        settled = self.__dict__.get("_checks_on_set", False) and key in self.__dataclass_fields__
+        before = self.__dict__.get(key)
+        super().__setattr__(key, value)
+        if settled:
+            try:
+                self.check_pruning()
+            except ValueError:
+                super().__setattr__(key, before)
+                raise
+
+    def to_dict(self):
+        output = super().to_dict()
+        output.pop("_checks_on_set", None)
+        return output
+
+    def to_diff_dict(self):
+        output = super().to_diff_dict()
+        output.pop("_checks_on_set", None)
+        return output
+
+    def check_pruning(self) -> None:
+        """Raises `ValueError`, naming field, value and remedy, where the pruning fields do not fit each other."""
+        check_pruning_ratio(self.pruning_ratio)
+        check_choice("selector", self.selector, SELECTORS)
+        check_choice("score_rescaling", self.score_rescaling, SCORE_RESCALINGS)
+        check_choice("packing", self.packing, PACKINGS)
+        if not 0 <= self.pruning_layer <= self.num_hidden_layers - 2:
+            raise ValueError(
+                f"`pruning_layer` is {self.pruning_layer}, but the layer after it takes the score bias, so with "
+                f"`num_hidden_layers` = {self.num_hidden_layers} it must be from 0 to {self.num_hidden_layers - 2}."
+            )
+        if self.refill_single_frame_bins and self.packing != "first_fit_descending":
+            raise ValueError(
+                "`refill_single_frame_bins` is True, which needs `packing` = 'first_fit_descending', "
+                f"but `packing` is {self.packing!r}."
+            )
+        grid = [side // self.patch_size for side in self.image_size]
+        fits = len(self.pooling_size) == 2 and all(
+            1 <= window <= side for window, side in zip(self.pooling_size, grid, strict=False)
+        )
+        if not fits:
+            raise ValueError(
+                f"`pooling_size` is {self.pooling_size}, but must be [height, width] in patches, each from 1 up to "
+                f"the side of the patch grid {grid} (`image_size` {self.image_size} over `patch_size` "
+                f"{self.patch_size})."
+            )
+
+    @property
+    def block_grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks in a frame; `n` is their product. A window over the border counts in full."""
+        rows, cols = (
+            math.ceil(side // self.patch_size / window)
+            for side, window in zip(self.image_size, self.pooling_size, strict=True)
+        )
+        return rows, cols
+
+
+class STTSConfig(Molmo2Config):
+    r"""
+    Molmo2's configuration with an `STTSVisionConfig` and the settings of training and of the shortened sequence.
+
+    temporal_loss_weight (`float`, *optional*, defaults to 1.0):
+        Weight of the temporal loss in the total loss: 1.0 in the paper, 0.5 in the released training code.
+    detach_temporal_target (`bool`, *optional*, defaults to `True`):
+        Whether the similarities that the scores are trained towards pass no gradient. The released code lets them.
+    pruned_position_ids (`str`, *optional*, defaults to `"original"`):
+        RoPE positions of the tokens that are left: `"original"` keeps those they had, `"compact"` closes the gaps.
+    """
+
+    model_type = "stts"
+    keys_to_ignore_at_inference = [
+        "past_key_values",
+        "image_hidden_states",
+        "task_loss",
+        "temporal_loss",
+        "token_scores",
+        "keep_mask",
+        "kept_positions",
+    ]
+    sub_configs_defaults = {
+        "text_config": Molmo2TextConfig,
+        "vision_config": STTSVisionConfig,
+        "adapter_config": Molmo2AdapterConfig,
+    }
+
+    temporal_loss_weight: float | int = 1.0
+    detach_temporal_target: bool = True
+    pruned_position_ids: str = "original"
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.check_training()
+
+    def __setattr__(self, key, value):
+        if key == "pruned_position_ids":
+            check_choice(key, value, POSITION_RULES)
+        if key == "temporal_loss_weight" and (isinstance(value, bool) or not 0.0 <= value < math.inf):
+            raise ValueError(f"`temporal_loss_weight` is {value!r}, but must be a finite number of at least 0.")
+        super().__setattr__(key, value)
+
+    def check_training(self) -> None:
+        """Raises `ValueError` where the vision config is not one that can prune (a stock Molmo2's, say)."""
+        if not hasattr(self.vision_config, "pruning_ratio"):
+            raise ValueError(
+                f"`vision_config` has `model_type` {self.vision_config.model_type!r}, but must be 'stts_vision'."
+            )
+
+
+STTSConfig.register_for_auto_class()
+
+__all__ = ["STTSConfig", "STTSVisionConfig"]
