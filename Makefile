@@ -1,0 +1,50 @@
+# `make demo` runs STTS on a video; `make test` runs what CI runs. Both set themselves up in $(VENV) on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# make demo VIDEO=clip.mp4 QUESTION="..." RATIO=0.3 SELECTOR=cosine CHECKPOINT=user/name
+VIDEO ?=
+QUESTION ?= What is moving in this video?
+CHECKPOINT ?= hub_configs/stts-tiny
+RATIO ?= 0.5
+SELECTOR ?= scorer
+OUT ?= outputs
+CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
+
+# Two worker processes with one thread each: many small models are faster that way than one process with two threads.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+WORKERS ?= 2
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed $(if $(VIDEO),,$(CLIP))
+	@$(BIN)/stts-hf run "$(CLIP)" "$(QUESTION)" --checkpoint "$(CHECKPOINT)" --pruning-ratio $(RATIO) \
+		--selector $(SELECTOR) --output "$(OUT)/contact_sheet.png"
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(OUT)/sample_clip.mp4: | $(VENV)/.installed
+	@echo "Making a sample clip: $@"
+	@mkdir -p $(OUT)
+	@$(BIN)/python -m stts_hf.visualize.sample_clip "$@"
+
+# The stamps follow pyproject.toml, so that a second run installs nothing.
+$(VENV)/.installed: pyproject.toml
+	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing stts-hf into $(VENV) (PyTorch is large: some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@

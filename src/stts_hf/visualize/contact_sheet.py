@@ -1,0 +1,169 @@
+"""A picture of what was dropped: every frame shown, its dropped blocks dimmed."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+MARGIN = 16
+GAP = 10
+BACKGROUND = (17, 19, 24)
+TEXT = (236, 238, 242)
+FAINT_TEXT = (150, 156, 168)
+KEPT = (88, 196, 132)
+TRACK = (52, 56, 66)
+MAX_WIDTH = 1920
+TILE_WIDTHS = (150, 400)
+
+
+def contact_sheet(
+    frames: np.ndarray | torch.Tensor,
+    keep_mask: np.ndarray | torch.Tensor,
+    grid: tuple[int, int],
+    timestamps: Sequence[float] | None = None,
+    token_scores: np.ndarray | torch.Tensor | None = None,
+    columns: int | None = None,
+    title: str | None = None,
+) -> Image.Image:
+    """
+    Draws the frames of one video in reading order. Kept blocks keep their colours; dropped ones turn dark and grey but
+    stay recognisable. Under each frame: its time, how many of its blocks were kept, and a bar of that share. The
+    processor squashes frames to a square, so blocks cover the frame's full extent in proportion.
+
+    Args:
+        frames: `(T, H, W, 3)` uint8, the frames the model saw, at any resolution.
+        keep_mask: `(T, n)` bool, as in the model's outputs; blocks row by row.
+        grid: rows and columns of blocks in a frame, `rows * cols == n`.
+        timestamps: `T` times in seconds.
+        token_scores: `(T, n)` scores in [0, 1]; adds each frame's mean score to its label.
+        columns: frames per row; chosen by the number of frames when not given.
+        title: a line above the summary, such as the question.
+
+    Returns:
+        An RGB image, at most 1920 pixels wide unless `columns` asks for more.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or `columns` below 1.
+        TypeError: frames that are not uint8, or a mask that is not bool.
+    """
+    frames, mask = _to_numpy(frames), _to_numpy(keep_mask)
+    scores = None if token_scores is None else _to_numpy(token_scores)
+    _check(frames, mask, grid, timestamps, scores, columns)
+
+    num_frames, height, width, _ = frames.shape
+    columns = min(columns or _choose_columns(num_frames, height, width), num_frames)
+    rows = math.ceil(num_frames / columns)
+    fitting = (MAX_WIDTH - 2 * MARGIN + GAP) // columns - GAP
+    tile_width = int(np.clip(fitting, *TILE_WIDTHS))
+    tile_height = max(1, round(tile_width * height / width))
+
+    label_size = int(np.clip(tile_width // 14, 11, 17))
+    label_font, title_font = ImageFont.load_default(label_size), ImageFont.load_default(22)
+    label_height = label_size + 18
+    sheet_width = max(2 * MARGIN + columns * (tile_width + GAP) - GAP, 640)
+    headlines = _wrap(title, title_font, sheet_width - 2 * MARGIN) if title else []
+    header_height = MARGIN + 32 * len(headlines) + 34
+    sheet_height = header_height + rows * (tile_height + label_height + GAP) - GAP + MARGIN
+
+    sheet = Image.new("RGB", (sheet_width, sheet_height), BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    for line, text in enumerate(headlines):
+        draw.text((MARGIN, MARGIN + 32 * line), text, font=title_font, fill=TEXT)
+    kept, total = int(mask.sum()), mask.size
+    summary = (
+        f"{num_frames} frames, {kept} of {total} video tokens kept ({kept / total:.0%}); dimmed blocks were dropped"
+    )
+    draw.text((MARGIN, header_height - 32), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
+
+    for index in range(num_frames):
+        left = MARGIN + (index % columns) * (tile_width + GAP)
+        top = header_height + (index // columns) * (tile_height + label_height + GAP)
+        tile = dim_dropped_blocks(frames[index], mask[index], grid, (tile_width, tile_height))
+        sheet.paste(tile, (left, top))
+
+        frame_kept, per_frame = int(mask[index].sum()), mask.shape[1]
+        bar = top + tile_height + 3
+        draw.rectangle((left, bar, left + tile_width - 1, bar + 3), fill=TRACK)
+        if frame_kept:
+            draw.rectangle((left, bar, left + round(tile_width * frame_kept / per_frame) - 1, bar + 3), fill=KEPT)
+        name = f"#{index}" if timestamps is None else f"{timestamps[index]:.1f} s"
+        if scores is not None and tile_width >= 200:
+            name += f"   score {scores[index].mean():.2f}"
+        count = f"{frame_kept}/{per_frame}"
+        draw.text((left, bar + 6), name, font=label_font, fill=TEXT)
+        count_left = left + tile_width - draw.textlength(count, font=label_font)
+        draw.text((count_left, bar + 6), count, font=label_font, fill=FAINT_TEXT)
+    return sheet
+
+
+def dim_dropped_blocks(
+    frame: np.ndarray, keep: np.ndarray, grid: tuple[int, int], size: tuple[int, int] | None = None
+) -> Image.Image:
+    """
+    One `(H, W, 3)` uint8 frame, resized to `size` (width, height) if given, with the blocks where `keep` `(n,)` is
+    False turned dark and grey, and a thin bright line along the border between kept and dropped.
+    """
+    image = Image.fromarray(np.ascontiguousarray(frame))
+    if size is not None:
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    pixels = np.asarray(image).astype(np.float32)
+    height, width = pixels.shape[:2]
+    rows, cols = grid
+    # Which block each pixel lies in: blocks need not divide the frame's size.
+    block_row = np.minimum(np.arange(height) * rows // height, rows - 1)
+    block_col = np.minimum(np.arange(width) * cols // width, cols - 1)
+    kept = keep.reshape(rows, cols)[block_row[:, None], block_col[None, :]]  # (H, W)
+
+    grey = pixels @ np.array([0.299, 0.587, 0.114], dtype=np.float32)
+    dimmed = 0.36 * grey[..., None] + np.array([18, 20, 28], dtype=np.float32)
+    result = np.where(kept[..., None], pixels, dimmed)
+    border = np.zeros_like(kept)
+    border[1:] |= kept[1:] != kept[:-1]
+    border[:, 1:] |= kept[:, 1:] != kept[:, :-1]
+    result[border] = 0.45 * result[border] + 0.55 * np.array([200, 210, 225], dtype=np.float32)
+    return Image.fromarray(result.round().clip(0, 255).astype(np.uint8))
+
+
+def _to_numpy(values) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+def _choose_columns(num_frames: int, height: int, width: int) -> int:
+    # About 16:10 as a whole, frames not below the smallest readable width.
+    ideal = round(math.sqrt(num_frames * 1.6 * (height + 0.12 * width) / width))
+    widest = (MAX_WIDTH - 2 * MARGIN + GAP) // (TILE_WIDTHS[0] + GAP)
+    choices = range(max(1, ideal - 1), max(1, min(ideal + 1, widest, num_frames)) + 1)
+    # Of the neighbours of the ideal, the one that leaves the fewest empty places in the last row.
+    return min(choices, key=lambda columns: (-num_frames % columns, abs(columns - ideal)))
+
+
+def _wrap(text: str, font, width: int) -> list[str]:
+    lines: list[str] = []
+    for word in text.split():
+        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines if len(lines) <= 3 else [*lines[:2], lines[2] + " ..."]
+
+
+def _check(frames, mask, grid, timestamps, scores, columns) -> None:
+    if frames.dtype != np.uint8:
+        raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
+    if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+        raise ValueError(f"`frames` has shape {frames.shape}, but must be (T, H, W, 3) with at least one frame.")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
+    if len(grid) != 2 or mask.shape != (len(frames), grid[0] * grid[1]):
+        raise ValueError(
+            f"`keep_mask` has shape {mask.shape}, but {len(frames)} frames with a `grid` of {tuple(grid)} blocks need "
+            f"{(len(frames), int(np.prod(grid)))}."
+        )
+    if timestamps is not None and len(timestamps) != len(frames):
+        raise ValueError(f"`timestamps` has {len(timestamps)} entries, but there are {len(frames)} frames.")
+    if scores is not None and scores.shape != mask.shape:
+        raise ValueError(f"`token_scores` has shape {scores.shape}, but `keep_mask` has {mask.shape}.")
+    if columns is not None and columns < 1:
+        raise ValueError(f"`columns` is {columns}, but must be at least 1.")

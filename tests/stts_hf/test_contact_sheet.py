@@ -1,0 +1,107 @@
+"""The contact sheet is measured in pixels of plain frames, where every pixel's expected colour is known."""
+
+import numpy as np
+import pytest
+import torch
+
+from stts_hf.visualize.contact_sheet import contact_sheet, dim_dropped_blocks
+
+
+def plain_frames(num_frames: int, height: int = 90, width: int = 160) -> np.ndarray:
+    frames = np.empty((num_frames, height, width, 3), dtype=np.uint8)
+    frames[:] = (200, 60, 40)
+    return frames
+
+
+def test_kept_blocks_keep_their_colours_and_dropped_ones_turn_dark_and_grey():
+    keep = np.array([True, False, True, True])
+    tile = np.asarray(dim_dropped_blocks(plain_frames(1)[0], keep, (2, 2)))
+    centres = {name: tile[y, x].astype(int) for name, (y, x) in {"kept": (22, 40), "dropped": (22, 120)}.items()}
+    assert centres["kept"].tolist() == [200, 60, 40]
+    assert centres["dropped"].max() < 70
+    assert np.ptp(centres["dropped"]) <= 12
+
+
+def test_a_dropped_block_stays_recognisable():
+    frame = plain_frames(1)[0]
+    frame[:, 80:] = 250
+    tile = np.asarray(dim_dropped_blocks(frame, np.zeros(1, dtype=bool), (1, 1))).astype(int)
+    assert tile[45, 120].mean() - tile[45, 40].mean() > 40
+
+
+@pytest.mark.parametrize("size", [(160, 90), (157, 83), (40, 300)], ids=["divides", "does_not_divide", "portrait"])
+def test_blocks_cover_the_whole_extent_in_proportion(size):
+    # Only the last block of a 9 x 9 grid is kept: it must reach the bottom right corner and start at 8/9 of the sides.
+    keep = np.zeros(81, dtype=bool)
+    keep[-1] = True
+    width, height = size
+    tile = np.asarray(dim_dropped_blocks(plain_frames(1, height, width)[0], keep, (9, 9)))
+    coloured = (tile == (200, 60, 40)).all(-1)
+    assert coloured[-1, -1]
+    rows, cols = np.nonzero(coloured)
+    # The border line takes one pixel of the block's side.
+    assert abs(rows.min() - height * 8 / 9) <= 2
+    assert abs(cols.min() - width * 8 / 9) <= 2
+
+
+def test_a_rectangular_grid_is_read_row_by_row():
+    keep = np.array([False, True, False, False, False, False])
+    tile = np.asarray(dim_dropped_blocks(plain_frames(1, 60, 90)[0], keep, (2, 3)))
+    assert tile[15, 45].tolist() == [200, 60, 40]
+    assert tile[45, 15].tolist() != [200, 60, 40]
+
+
+@pytest.mark.parametrize("num_frames", [1, 5, 64, 128])
+def test_the_sheet_shows_every_frame_at_a_readable_size(num_frames):
+    keep = np.ones((num_frames, 81), dtype=bool)
+    sheet = np.asarray(contact_sheet(plain_frames(num_frames), keep, (9, 9), [0.5 * i for i in range(num_frames)]))
+    shown = (sheet == (200, 60, 40)).all(-1).sum()
+    assert sheet.shape[1] <= 1920
+    assert shown >= num_frames * 150 * 84
+
+
+def test_columns_are_those_asked_for():
+    keep = np.ones((4, 81), dtype=bool)
+    one = contact_sheet(plain_frames(4), keep, (9, 9), columns=1)
+    four = contact_sheet(plain_frames(4), keep, (9, 9), columns=4)
+    assert one.height > 4 * 200
+    assert four.width > 4 * 300
+
+
+def test_times_counts_scores_and_title_are_drawn():
+    frames, keep = plain_frames(2), np.ones((2, 81), dtype=bool)
+    variants = [
+        contact_sheet(frames, keep, (9, 9), columns=2),
+        contact_sheet(frames, keep, (9, 9), [0.0, 7.5], columns=2),
+        contact_sheet(frames, keep, (9, 9), [0.0, 8.5], columns=2),
+        contact_sheet(frames, keep, (9, 9), [0.0, 7.5], token_scores=np.full((2, 81), 0.3), columns=2),
+        contact_sheet(frames, keep, (9, 9), columns=2, title="What moves?"),
+    ]
+    assert len({image.tobytes() for image in variants}) == len(variants)
+
+
+def test_tensors_draw_the_same_picture_as_arrays():
+    frames, keep = plain_frames(3), np.arange(243).reshape(3, 81) % 2 == 0
+    from_tensors = contact_sheet(torch.from_numpy(frames), torch.from_numpy(keep), (9, 9))
+    assert from_tensors.tobytes() == contact_sheet(frames, keep, (9, 9)).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"frames": plain_frames(2).astype(np.float32)}, TypeError, "`frames` has dtype float32"),
+        ({"frames": plain_frames(2)[..., :1]}, ValueError, r"must be \(T, H, W, 3\)"),
+        ({"frames": plain_frames(0)}, ValueError, "at least one frame"),
+        ({"keep_mask": np.ones((2, 81), dtype=np.int64)}, TypeError, "`keep_mask` has dtype int64"),
+        ({"keep_mask": np.ones((3, 81), dtype=bool)}, ValueError, r"need \(2, 81\)"),
+        ({"grid": (9, 8)}, ValueError, r"need \(2, 72\)"),
+        ({"timestamps": [0.0]}, ValueError, "`timestamps` has 1 entries"),
+        ({"token_scores": np.ones((2, 80))}, ValueError, "`token_scores` has shape"),
+        ({"columns": 0}, ValueError, "`columns` is 0"),
+    ],
+    ids=["float", "grey", "empty", "int_mask", "mask_rows", "grid", "times", "scores", "columns"],
+)
+def test_what_does_not_fit_is_refused_by_name(change, error, words):
+    arguments = {"frames": plain_frames(2), "keep_mask": np.ones((2, 81), dtype=bool), "grid": (9, 9), **change}
+    with pytest.raises(error, match=words):
+        contact_sheet(**arguments)
