@@ -48,9 +48,6 @@ class NaiveVisionOutput:
     num_refilled_patches: int
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
 def linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     """`x W^T + b`, the bias if there is one."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -109,9 +106,6 @@ def block_patches(hidden_states: torch.Tensor, block: torch.Tensor) -> torch.Ten
     return hidden_states.flatten(0, 1)[block[block >= 0]]
 
 
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
 def naive_scores(weights: Weights, num_heads: int, hidden_states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Scores of one video from its layer-l output (T, N, D) and its table (T*n, w*w): (T, n) in (0, 1).
 
@@ -138,7 +132,7 @@ def naive_similarity(hidden_states: torch.Tensor, table: torch.Tensor) -> torch.
     """Cosine similarity of each block's concatenated patches with the previous frame's: (T, n), frame 0 is 0."""
     num_frames = len(hidden_states)
     blocks = table.reshape(num_frames, -1, table.shape[-1])  # (T, n, w*w)
-    rows = [torch.zeros(blocks.shape[1])]
+    rows = [hidden_states.new_zeros(blocks.shape[1])]
     for t in range(1, num_frames):
         row = []
         for before, now in zip(blocks[t - 1], blocks[t], strict=True):
@@ -178,7 +172,7 @@ def naive_bias(
     order = torch.tensor([block_of_patch[patch] for patch in range(num_frames * num_patches)])
     spread = scores.flatten()[order].reshape(num_frames, *patch_grid)
 
-    bias = [torch.zeros(num_patches)]
+    bias = [scores.new_zeros(num_patches)]
     for frame in spread[1:]:
         groups = {"row": list(frame), "frame": [frame.flatten()], "none": []}[rescaling]
         if groups:
@@ -192,19 +186,22 @@ def _rescale(values: torch.Tensor) -> torch.Tensor:
     return LOWEST_RESCALED_SCORE + (1 - LOWEST_RESCALED_SCORE) * unit
 
 
-# --- selection and packing --------------------------------------------------------------------------------------------
+def naive_budget(pruning_ratio: float, num_frames: int, num_blocks: int) -> int:
+    """Blocks to drop from one video of T frames of n blocks: floor(ratio * n * T), frame 0 apart; all at ratio 1."""
+    if pruning_ratio == 1:
+        return num_frames * num_blocks
+    # 0.7 * (81 * 70) is 3968.9999999999995 in binary: the nudge keeps the count of the ratio as it was written.
+    return min(math.floor(pruning_ratio * num_frames * num_blocks + 1e-9), (num_frames - 1) * num_blocks)
 
 
 def naive_keep_mask(scores: torch.Tensor, pruning_ratio: float) -> torch.Tensor:
     """Blocks of one video that survive: bool (T, n). `scores` (T, n): the lowest go first, ties by (frame, block).
 
-    floor(ratio * n * T) blocks go, those of the first frame never, unless the ratio is 1: then all go."""
+    Frame 0 goes last: it loses blocks only at ratio 1, where everything goes."""
     num_frames, num_blocks = scores.shape
-    if pruning_ratio == 1:
-        return torch.zeros(scores.shape, dtype=torch.bool)
-    candidates = sorted((scores[t, i].item(), t, i) for t in range(1, num_frames) for i in range(num_blocks))
+    order = sorted((t == 0, scores[t, i].item(), t, i) for t in range(num_frames) for i in range(num_blocks))
     keep_mask = torch.ones(scores.shape, dtype=torch.bool)
-    for _, t, i in candidates[: math.floor(pruning_ratio * (num_blocks * num_frames))]:
+    for _, _, t, i in order[: naive_budget(pruning_ratio, num_frames, num_blocks)]:
         keep_mask[t, i] = False
     return keep_mask
 
@@ -228,9 +225,6 @@ def naive_first_fit_descending(counts: Sequence[int], capacity: int) -> list[lis
     return bins
 
 
-# --- the whole ----------------------------------------------------------------------------------------------------------
-
-
 def naive_connector(weights: Weights, num_heads: int, patches: torch.Tensor) -> torch.Tensor:
     """One kept block through attention pooling and SwiGLU projector: (at most w*w, D * layers) -> (text width,)."""
     query = patches.mean(dim=0, keepdim=True)
@@ -238,6 +232,24 @@ def naive_connector(weights: Weights, num_heads: int, patches: torch.Tensor) -> 
     name = f"{PROJECTOR}.image_projector"
     x = F.silu(linear(weights, f"{name}.gate_proj", x)) * linear(weights, f"{name}.up_proj", x)
     return linear(weights, f"{name}.down_proj", x).squeeze(0)
+
+
+def naive_remaining_layers(
+    weights: Weights, geometry: NaiveGeometry, hidden_states: torch.Tensor, patches_of_frame: Sequence[list[int]]
+) -> dict[int, torch.Tensor]:
+    """Outputs of layers l+2 to the deepest feature layer, each frame's listed patches among themselves.
+
+    `hidden_states` (F, N, D) is layer l+1's output. Outputs are (F, N, D) too, NaN where nothing was computed, so that
+    a wrong index cannot pass for a feature."""
+    outputs = {}
+    frames = [frame[patches] for frame, patches in zip(hidden_states, patches_of_frame, strict=True)]
+    for layer in range(geometry.pruning_layer + 2, max(geometry.feature_layers) + 1):
+        frames = [vit_layer(weights, geometry, layer, frame) if len(frame) else frame for frame in frames]
+        output = torch.full_like(hidden_states, torch.nan)
+        for t, patches in enumerate(patches_of_frame):
+            output[t, patches] = frames[t]
+        outputs[layer] = output
+    return outputs
 
 
 def naive_vision_tower(
@@ -259,28 +271,35 @@ def naive_vision_tower(
     Args:
         num_frames: frames of each video. table: (blocks of all videos, w*w), indices over all F * N patches.
         selector: "scorer", "cosine" (most similar to the previous frame goes first) or "given", which ranks by
-            `given_scores` (per video (T, n)) as the random selector does. Only the scorer biases layer l+1.
-        refill: a frame alone in its bin keeps its dropped patches as context for the rest of the ViT.
+            `given_scores` (per video (T, n)) as the random selector does. Only the scorer biases layer l+1, and only
+            where something is dropped: a video that loses no block goes through the ViT of stock Molmo2.
+        refill: a frame alone in its bin keeps its dropped patches as context for the rest of the ViT. All videos of
+            the call are packed together, so with refill a video's features depend on its company.
     """
-    dense, l = {}, geometry.pruning_layer
+    dense, pruning_layer = {}, geometry.pruning_layer
     frames = list(embed(weights, pixel_patches))
-    for layer in range(l + 1):
+    for layer in range(pruning_layer + 1):
         frames = [vit_layer(weights, geometry, layer, frame) for frame in frames]
         dense[layer] = torch.stack(frames)  # (F, N, D)
 
-    scores, keep_masks, similarities, biases = [], [], [], []
-    for video, (hidden_states, video_table) in enumerate(_videos(dense[l], num_frames, table)):
+    scores, keep_masks, similarities = [], [], []
+    biases: list[torch.Tensor | None] = []
+    for video, (hidden_states, video_table) in enumerate(_videos(dense[pruning_layer], num_frames, table)):
         similarities.append(naive_similarity(hidden_states, video_table))
         if selector == "scorer":
             scores.append(naive_scores(weights, geometry.num_heads, hidden_states, video_table))
+        if selector == "scorer" and naive_budget(pruning_ratio, *scores[-1].shape):
             biases.extend(naive_bias(scores[-1], video_table, geometry.patch_grid, score_rescaling))
         else:
             biases.extend([None] * len(hidden_states))
-        ranking = {"scorer": scores, "cosine": [1 - s for s in similarities], "given": given_scores}[selector][video]
-        keep_masks.append(naive_keep_mask(ranking, pruning_ratio))
+        rankings = {"scorer": scores, "cosine": [1 - s for s in similarities], "given": given_scores or []}
+        keep_masks.append(naive_keep_mask(rankings[selector][video], pruning_ratio))
 
-    dense[l + 1] = torch.stack(
-        [vit_layer(weights, geometry, l + 1, frame, bias) for frame, bias in zip(frames, biases, strict=True)]
+    dense[pruning_layer + 1] = torch.stack(
+        [
+            vit_layer(weights, geometry, pruning_layer + 1, frame, bias)
+            for frame, bias in zip(frames, biases, strict=True)
+        ]
     )
     kept_table = table[torch.cat([mask.flatten() for mask in keep_masks])]  # (K, w*w)
     num_patches = pixel_patches.shape[1]
@@ -288,23 +307,12 @@ def naive_vision_tower(
     for patch in sorted(kept_table[kept_table >= 0].tolist()):
         kept_of_frame[patch // num_patches].append(patch % num_patches)
     bins = naive_first_fit_descending([len(kept) for kept in kept_of_frame], num_patches)
-
     context_of_frame = list(kept_of_frame)
-    if refill:
-        for (frame,) in (alone for alone in bins if len(alone) == 1):
-            context_of_frame[frame] = list(range(num_patches))
-    outputs = dict(dense)
-    sparse = [dense[l + 1][t][context] for t, context in enumerate(context_of_frame)]
-    for layer in range(l + 2, max(geometry.feature_layers) + 1):
-        sparse = [vit_layer(weights, geometry, layer, frame) if len(frame) else frame for frame in sparse]
-        # NaN where nothing was computed: a wrong index cannot pass for a feature.
-        outputs[layer] = torch.stack(
-            [
-                torch.full((num_patches, frame.shape[-1]), torch.nan).index_put((torch.tensor(context).long(),), frame)
-                for frame, context in zip(sparse, context_of_frame, strict=True)
-            ]
-        )
+    for members in bins:
+        if refill and len(members) == 1:
+            context_of_frame[members[0]] = list(range(num_patches))
 
+    outputs = dense | naive_remaining_layers(weights, geometry, dense[pruning_layer + 1], context_of_frame)
     features = torch.cat([outputs[layer] for layer in geometry.feature_layers], dim=-1)  # (F, N, D * layers)
     heads = geometry.connector_heads or geometry.num_heads
     pooled = [naive_connector(weights, heads, block_patches(features, block)) for block in kept_table]
@@ -312,7 +320,7 @@ def naive_vision_tower(
     return NaiveVisionOutput(
         scores=scores or None,
         keep_masks=keep_masks,
-        pooled_features=torch.stack(pooled) if pooled else torch.zeros(0, text_width),
+        pooled_features=torch.stack(pooled) if pooled else features.new_zeros(0, text_width),
         temporal_loss=naive_temporal_loss(scores, similarities, detach_target) if scores else None,
         bins=bins,
         num_refilled_patches=sum(map(len, context_of_frame)) - sum(map(len, kept_of_frame)),
@@ -328,8 +336,6 @@ def _videos(hidden_states: torch.Tensor, num_frames: Sequence[int], table: torch
         yield hidden_states[first : first + frames], torch.where(rows >= 0, rows - start, rows)
         first += frames
 
-
-# --- names --------------------------------------------------------------------------------------------------------------
 
 _ORIGINAL_NAMES = {
     "image_vit.transformer.temporal_token_scorer.patch_token_pooler.": "vision_tower.scorer.token_pooler.",
