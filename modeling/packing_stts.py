@@ -1,0 +1,181 @@
+"""Where the surviving patches go: one flat sequence cut at frame borders, and optionally bins of whole frames' size.
+
+Pure tensors and plain numbers; nothing here knows of Molmo2. Patches of all frames of a call lie behind one another in
+`(F * N)` rows, `F` frames of `N` patches. Blocks and their `S` slots are those of `scoring_stts.py`: `block_patches`
+(G, S) holds the row of each block's patches, -1 where a window hangs over the border of the grid.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class FrameSequence:
+    """
+    Patches of all frames in one flat sequence of `P` slots, frame by frame and block by block.
+
+    patch_index: (P,) row of each slot's patch among the `F * N` patches.
+    cu_seqlens: (F + 1,) int32, where each frame starts and ends; a frame that lost everything is an empty stretch. Where
+        windows hang over the border, one more stretch at the end holds their padding slots: it keeps every size known
+        on the host and is seen by no frame.
+    max_seqlen: upper bound of a stretch's length, in patches.
+    window_index: (K, S) slots of each kept block, or None where they are simply consecutive.
+    window_valid: (K, S) bool, False for padding, or None where there is none.
+    """
+
+    patch_index: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    window_index: torch.Tensor | None = None
+    window_valid: torch.Tensor | None = None
+
+    def windows(self, hidden_states: torch.Tensor, window_size: int) -> torch.Tensor:
+        """Patches (P, D) as kept blocks (K, S, D), padding slots zero; a view where windows do not hang over."""
+        if self.window_index is None:
+            return hidden_states.unflatten(0, (-1, window_size))
+        windows = hidden_states[self.window_index]
+        return windows if self.window_valid is None else windows * self.window_valid[..., None].to(windows.dtype)
+
+    def without_padding(self, num_frames: int) -> "FrameSequence":
+        """The same without the stretch of padding slots; reads the lengths back from the device."""
+        if self.window_valid is None:
+            return self
+        num_valid = int(self.cu_seqlens[num_frames])
+        window_index = self.window_index.clamp_max(max(num_valid - 1, 0))
+        return FrameSequence(
+            self.patch_index[:num_valid],
+            self.cu_seqlens[: num_frames + 1],
+            self.max_seqlen,
+            window_index,
+            self.window_valid,
+        )
+
+
+@dataclass
+class FrameBins:
+    """
+    Bins of `capacity` slots that hold whole frames of a `FrameSequence` (paper Algorithm 1).
+
+    slot: (P,) place of each slot of the sequence among the `num_bins * capacity` places.
+    frame: (num_bins, capacity) frame of the patch in each place; every free place has a negative number of its own.
+    """
+
+    slot: torch.Tensor
+    frame: torch.Tensor
+
+    def pack(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(P, D) -> (num_bins, capacity, D), free places zero."""
+        bins = hidden_states.new_zeros(self.frame.numel(), hidden_states.shape[-1])
+        return bins.index_copy(0, self.slot, hidden_states).unflatten(0, tuple(self.frame.shape))
+
+    def unpack(self, bins: torch.Tensor) -> torch.Tensor:
+        """(num_bins, capacity, D) -> (P, D)."""
+        return bins.flatten(0, 1)[self.slot]
+
+    def attention_mask(self) -> torch.Tensor:
+        """(num_bins, 1, capacity, capacity) bool, True where query and key are of one frame. Free places see
+        themselves alone, so that no row is empty."""
+        return self.frame[:, None, :, None] == self.frame[:, None, None, :]
+
+
+def frame_of_blocks(frame_blocks: list[int], device: torch.device) -> torch.Tensor:
+    """For `F` frames of `frame_blocks[f]` blocks each: the frame of every block (G,)."""
+    return torch.cat([torch.full((count,), frame, device=device) for frame, count in enumerate(frame_blocks)])
+
+
+def sequence_kept_patches(
+    kept_blocks: torch.Tensor, block_patches: torch.Tensor, block_frame: torch.Tensor, num_frames: int, num_patches: int
+) -> FrameSequence:
+    """
+    The survivors as one flat sequence.
+
+    kept_blocks: (K,) ascending. block_patches: (G, S). block_frame: (G,) frame of each block. num_frames: `F`.
+    num_patches: `N`. Every size depends on these shapes alone, so nothing waits for the device.
+    """
+    windows = block_patches[kept_blocks]  # (K, S)
+    frame = block_frame[kept_blocks][:, None].expand_as(windows)  # (K, S)
+    window_size = windows.shape[1]
+    overhang = block_patches.numel() - num_frames * num_patches
+    lengths = torch.zeros(num_frames, dtype=torch.int64, device=windows.device)
+    if overhang <= 0:
+        lengths = lengths.index_add(0, frame[:, 0], torch.full_like(frame[:, 0], window_size))
+        return FrameSequence(windows.flatten(), cumulative_lengths(lengths), num_patches)
+    valid = windows >= 0
+    lengths = lengths.index_add(0, frame.flatten(), valid.flatten().long())
+    lengths = torch.cat([lengths, windows.numel() - lengths.sum(0, keepdim=True)])
+    order = torch.sort((~valid).flatten().long(), stable=True).indices  # (P,) padding slots behind everything
+    window_index = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return FrameSequence(
+        windows.flatten()[order].clamp_min(0),
+        cumulative_lengths(lengths),
+        max(num_patches, min(overhang, windows.numel())),
+        window_index.view_as(windows),
+        valid,
+    )
+
+
+def sequence_with_refill(
+    sequence: FrameSequence, frames: list[int], kept: torch.Tensor, window_size: int, num_patches: int
+) -> FrameSequence:
+    """
+    The same sequence with all `N` patches of the given `frames` in it, as context (released code, single-frame bins).
+
+    kept: (F * N,) bool, patches of kept blocks.
+    """
+    present = kept.clone().view(-1, num_patches)
+    present[frames] = True
+    lengths = present.sum(-1)
+    patch_index = present.flatten().nonzero().squeeze(-1)
+    slot_of_patch = torch.zeros_like(kept, dtype=torch.int64)
+    slot_of_patch[patch_index] = torch.arange(patch_index.numel(), device=kept.device)
+    windows = sequence.windows(sequence.patch_index[:, None], window_size).squeeze(-1)  # (K, S) patch rows
+    return FrameSequence(
+        patch_index, cumulative_lengths(lengths), num_patches, slot_of_patch[windows], sequence.window_valid
+    )
+
+
+def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    """(F,) -> (F + 1,) int32 with a leading zero."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def first_fit_descending(lengths: list[int], capacity: int) -> tuple[list[int], list[int], int]:
+    """
+    Paper Algorithm 1: frames, longest first, each into the first bin with room for it.
+
+    Returns bin and offset of each frame and the number of bins; an empty frame takes no room. A tournament tree over
+    the bins' free room finds the first fit in O(log F). Raises `ValueError` for a frame longer than a bin.
+    """
+    if lengths and max(lengths) > capacity:
+        raise ValueError(f"`lengths` holds a frame of {max(lengths)} patches, more than the `capacity` {capacity}.")
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [capacity] * (2 * leaves)  # room[i] is the most room below node i; bin j is leaf `leaves + j`
+    bins, offsets = [0] * len(lengths), [0] * len(lengths)
+    num_bins = 0
+    for frame in sorted(range(len(lengths)), key=lambda frame: -lengths[frame]):
+        length = lengths[frame]
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        bins[frame], offsets[frame] = node - leaves, capacity - room[node]
+        if length:
+            num_bins = max(num_bins, node - leaves + 1)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins, offsets, num_bins
+
+
+def bin_frames(sequence: FrameSequence, lengths: list[int], capacity: int) -> FrameBins:
+    """Places a sequence's frames of `lengths` patches into bins of `capacity` patches."""
+    device = sequence.patch_index.device
+    bins, offsets, num_bins = first_fit_descending(lengths, capacity)
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shift = torch.tensor([b * capacity + o - s for b, o, s in zip(bins, offsets, starts[:-1], strict=True)])
+    frame_of_slot = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    slot = torch.arange(starts[-1]) + shift[frame_of_slot]
+    frame = -1 - torch.arange(num_bins * capacity)
+    frame[slot] = frame_of_slot
+    return FrameBins(slot.to(device), frame.view(num_bins, capacity).to(device))
