@@ -130,7 +130,36 @@ def frame_by_frame(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, scalin
     return torch.cat(outputs)
 
 
-def eager_frame_attention(query, key, value, dropout_p: float, scale: float):
-    """(1, heads, frame, d) each; softmax in float32 as transformers' eager attention does it."""
-    weights = (query @ key.transpose(-1, -2) * scale).softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-    return F.dropout(weights, p=dropout_p) @ value
+def binned_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    implementation: str = "sdpa",
+) -> torch.Tensor:
+    """
+    Attention in bins of several frames under a mask (paper Algorithm 1).
+
+    query, key, value: (bins, capacity, heads, d). mask: (bins, 1, capacity, capacity) bool. Returns the query's shape.
+    Raises `ValueError` for flash attention, which takes no mask.
+    """
+    if implementation is not None and implementation.startswith("flash_attention"):
+        raise ValueError(
+            f"`packing` is 'first_fit_descending', which needs an attention mask, but `attn_implementation` is "
+            f"{implementation!r} for the vision tower. Use packing='varlen' or attn_implementation='sdpa'."
+        )
+    query, key, value = (states.transpose(1, 2) for states in (query, key, value))  # (bins, heads, capacity, d)
+    if implementation == "eager":
+        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        output = eager_frame_attention(query, key, value, dropout, scaling, bias)
+    else:
+        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    return output.transpose(1, 2)
+
+
+def eager_frame_attention(query, key, value, dropout_p: float, scale: float, bias: torch.Tensor | float = 0.0):
+    """(batch, heads, frame, d) each; softmax in float32 as transformers' eager attention does it."""
+    logits = query @ key.transpose(-1, -2) * scale + bias
+    return F.dropout(logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype), p=dropout_p) @ value

@@ -1,6 +1,7 @@
 """Configuration of STTS on Molmo2: what is scored, how much is dropped, and how the survivors are laid out."""
 
 import math
+from typing import ClassVar
 
 from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2AdapterConfig,
@@ -28,6 +29,14 @@ def check_pruning_ratio(value, name: str = "pruning_ratio") -> float:
             "0 to keep all of them, 1 to drop every video token."
         )
     return float(value)
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_stts.STTSConfig",
+    "AutoModel": "modeling_stts.STTSForConditionalGeneration",
+    "AutoModelForImageTextToText": "modeling_stts.STTSForConditionalGeneration",
+    "AutoModelForMultimodalLM": "modeling_stts.STTSForConditionalGeneration",
+}
 
 
 class STTSVisionConfig(Molmo2VisionConfig):
@@ -148,7 +157,7 @@ class STTSConfig(Molmo2Config):
     """
 
     model_type = "stts"
-    keys_to_ignore_at_inference = [
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
         "image_hidden_states",
         "task_loss",
@@ -157,7 +166,7 @@ class STTSConfig(Molmo2Config):
         "keep_mask",
         "kept_positions",
     ]
-    sub_configs_defaults = {
+    sub_configs_defaults: ClassVar[dict] = {
         "text_config": Molmo2TextConfig,
         "vision_config": STTSVisionConfig,
         "adapter_config": Molmo2AdapterConfig,
@@ -177,6 +186,11 @@ class STTSConfig(Molmo2Config):
         if key == "temporal_loss_weight" and (isinstance(value, bool) or not 0.0 <= value < math.inf):
             raise ValueError(f"`temporal_loss_weight` is {value!r}, but must be a finite number of at least 0.")
         super().__setattr__(key, value)
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
+        self.auto_map = dict(AUTO_MAP)  # entries of a Hub repository it was loaded from would point back there
+        return super().save_pretrained(save_directory, **kwargs)
 
     def check_training(self) -> None:
         """Raises `ValueError` where the vision config is not one that can prune (a stock Molmo2's, say)."""

@@ -16,9 +16,9 @@ class FrameSequence:
     Patches of all frames in one flat sequence of `P` slots, frame by frame and block by block.
 
     patch_index: (P,) row of each slot's patch among the `F * N` patches.
-    cu_seqlens: (F + 1,) int32, where each frame starts and ends; a frame that lost everything is an empty stretch. Where
-        windows hang over the border, one more stretch at the end holds their padding slots: it keeps every size known
-        on the host and is seen by no frame.
+    cu_seqlens: (F + 1,) int32, where each frame starts and ends; a frame that lost everything is an empty stretch.
+        Where windows hang over the border, one more stretch at the end holds their padding slots: it keeps every size
+        known on the host and is seen by no frame.
     max_seqlen: upper bound of a stretch's length, in patches.
     window_index: (K, S) slots of each kept block, or None where they are simply consecutive.
     window_valid: (K, S) bool, False for padding, or None where there is none.
@@ -36,6 +36,11 @@ class FrameSequence:
             return hidden_states.unflatten(0, (-1, window_size))
         windows = hidden_states[self.window_index]
         return windows if self.window_valid is None else windows * self.window_valid[..., None].to(windows.dtype)
+
+    def cu_seqlens_of_frames(self, num_frames: int, num_patches: int) -> torch.Tensor:
+        """Where whole frames of `N` patches start and end, with as many stretches as this sequence has."""
+        stretches = torch.arange(self.cu_seqlens.numel(), device=self.cu_seqlens.device, dtype=torch.int32)
+        return stretches.clamp_max(num_frames) * num_patches
 
     def without_padding(self, num_frames: int) -> "FrameSequence":
         """The same without the stretch of padding slots; reads the lengths back from the device."""
@@ -116,22 +121,31 @@ def sequence_kept_patches(
 
 
 def sequence_with_refill(
-    sequence: FrameSequence, frames: list[int], kept: torch.Tensor, window_size: int, num_patches: int
+    sequence: FrameSequence, frames: list[int], window_size: int, num_patches: int
 ) -> FrameSequence:
     """
     The same sequence with all `N` patches of the given `frames` in it, as context (released code, single-frame bins).
 
-    kept: (F * N,) bool, patches of kept blocks.
+    The sequence must be without padding; that reads sizes back from the device.
     """
-    present = kept.clone().view(-1, num_patches)
+    num_frames = sequence.cu_seqlens.numel() - 1
+    device = sequence.patch_index.device
+    present = torch.zeros(num_frames * num_patches, dtype=torch.bool, device=device)
+    present[sequence.patch_index] = True
+    present = present.view(num_frames, num_patches)
     present[frames] = True
-    lengths = present.sum(-1)
     patch_index = present.flatten().nonzero().squeeze(-1)
-    slot_of_patch = torch.zeros_like(kept, dtype=torch.int64)
-    slot_of_patch[patch_index] = torch.arange(patch_index.numel(), device=kept.device)
-    windows = sequence.windows(sequence.patch_index[:, None], window_size).squeeze(-1)  # (K, S) patch rows
+    slot_of_patch = torch.zeros(present.numel(), dtype=torch.int64, device=device)
+    slot_of_patch[patch_index] = torch.arange(patch_index.numel(), device=device)
+    window_patches = sequence.patch_index
+    if sequence.window_index is not None:
+        window_patches = window_patches[sequence.window_index]
     return FrameSequence(
-        patch_index, cumulative_lengths(lengths), num_patches, slot_of_patch[windows], sequence.window_valid
+        patch_index,
+        cumulative_lengths(present.sum(-1)),
+        num_patches,
+        slot_of_patch[window_patches].view(-1, window_size),
+        sequence.window_valid,
     )
 
 

@@ -148,11 +148,13 @@ class CachedPrompt:
     kept_positions: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
     next_position: (B, 1) RoPE position of the next token.
+    token_ids: (B, seen) those tokens, where known.
     """
 
     kept_positions: torch.Tensor
     seen: int
     next_position: torch.Tensor
+    token_ids: torch.Tensor | None = None
 
     def check(self, cache_length: int, batch_size: int) -> None:
         """Raises `ValueError` if the cache was cropped, extended or reordered since."""

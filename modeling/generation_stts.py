@@ -1,0 +1,209 @@
+"""`generate` for a prompt that loses tokens: prune first, generate natively, give the whole prompt back."""
+
+import copy
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from .inputs_stts import PrunedInputs, check_text_attention
+from .sequence_stts import CachedPrompt
+
+VISION_INPUTS = (
+    "pixel_values",
+    "image_token_pooling",
+    "image_grids",
+    "image_num_crops",
+    "pixel_values_videos",
+    "video_token_pooling",
+    "video_grids",
+)
+
+
+class WholePromptStreamer:
+    """Passes a stream on, with the caller's prompt in place of the shortened one that native `generate` puts first."""
+
+    def __init__(self, streamer, prompt: torch.Tensor):
+        self.streamer = streamer
+        self.prompt = prompt
+
+    def put(self, value):
+        self.streamer.put(value if self.prompt is None else self.prompt)
+        self.prompt = None
+
+    def end(self):
+        self.streamer.end()
+
+
+class VocabularyPromptLookup(CandidateGenerator):
+    """Prompt lookup whose candidates end where the prompt leaves the LM head's vocabulary, as placeholders do."""
+
+    def __init__(self, lookup: PromptLookupCandidateGenerator):
+        # It would index scores with every candidate, placeholders too. Forbidden candidates still lose against the
+        # model's own processed scores.
+        lookup.logits_processor = None
+        self.lookup = lookup
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs):
+        candidates, scores = self.lookup.get_candidates(input_ids, **kwargs)
+        length = input_ids.shape[1]
+        outside = (candidates[0, length:] >= self.lookup.vocab_size).nonzero()
+        return candidates[:, : length + int(outside[0])] if outside.numel() else candidates, scores
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        return self.lookup.update_candidate_strategy(input_ids, scores, num_matches)
+
+
+class STTSGeneration:
+    """Mixin that goes before `GenerationMixin`."""
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        generator = super()._get_candidate_generator(*args, **kwargs)
+        if isinstance(generator, PromptLookupCandidateGenerator):
+            return VocabularyPromptLookup(generator)
+        return generator
+
+    @torch.no_grad()
+    def generate(self, inputs: torch.Tensor | None = None, generation_config=None, pruning_ratio=None, **kwargs):
+        """
+        As transformers' `generate`, with every decoding method it has; returns the caller's whole prompt, then the new
+        tokens. `pruning_ratio` replaces the config's for this call; `max_length` and `min_length` count the whole
+        prompt. `past_key_values` of an earlier call may be reused with a longer prompt: leave out the videos that it
+        has already seen. Raises `ValueError` where cache and prompt do not belong together.
+        """
+        cache = kwargs.get("past_key_values")
+        cached: CachedPrompt | None = getattr(cache, "pruned_prompt", None)
+        if kwargs.get("pixel_values_videos") is None and cached is None:
+            return super().generate(inputs, generation_config, **kwargs)
+        check_text_attention(self.config.text_config)
+        prompt = inputs if inputs is not None else kwargs.pop("input_ids", None)
+        embeds = kwargs.pop("inputs_embeds", None)
+        if (prompt is None) == (embeds is None):
+            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds` to generate from videos.")
+        whole = prompt if prompt is not None else embeds
+        attention_mask = kwargs.get("attention_mask")
+        new = tokens_after_cache(whole, attention_mask, cached, cache)
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None and attention_mask is not None and new is whole:
+            position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
+        pruned = self.model.prune_inputs(
+            input_ids=new if embeds is None else None,
+            inputs_embeds=new if prompt is None else None,
+            attention_mask=attention_mask,
+            position_ids=None if position_ids is None else position_ids[:, -new.shape[1] :],
+            past_key_values=cache,
+            mm_token_type_ids=kwargs.get("mm_token_type_ids"),
+            pruning_ratio=pruning_ratio,
+            **{name: kwargs.pop(name) for name in VISION_INPUTS if name in kwargs},
+        )
+        kwargs.pop("image_num_crops", None)
+        length = pruned.kept_positions.shape[-1]
+        kwargs.update(native_inputs(self.model, pruned))
+        generation_config = shorten_limits(generation_config or self.generation_config, kwargs, whole.shape[1] - length)
+        if kwargs.get("streamer") is not None and prompt is not None:
+            kwargs["streamer"] = WholePromptStreamer(kwargs["streamer"], prompt.cpu())
+        if cached is not None:
+            del cache.pruned_prompt  # the steps below count in the cache's own columns
+        try:
+            output = super().generate(None, generation_config, **kwargs)
+        except BaseException:
+            if cached is not None:
+                cache.pruned_prompt = cached
+            raise
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        if prompt is not None:
+            copies = sequences.shape[0] // prompt.shape[0]
+            answer = sequences[:, length:]
+            sequences = torch.cat([prompt.repeat_interleave(copies, 0).to(answer.device), answer], dim=-1)
+        config = generation_config or self.generation_config
+        beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
+        if isinstance(output, torch.Tensor):
+            remember_prompt(cache, pruned, sequences, beams)
+            return sequences
+        output.sequences = sequences
+        remember_prompt(getattr(output, "past_key_values", None), pruned, sequences, beams)
+        return output
+
+
+def tokens_after_cache(
+    whole: torch.Tensor, attention_mask: torch.Tensor | None, cached: CachedPrompt | None, cache
+) -> torch.Tensor:
+    """
+    The part of a prompt (B, L) that a cache has not seen. As in transformers, a mask longer than the prompt says that
+    the prompt is only that part. Raises `ValueError` for a prompt that does not go on where the cache ends.
+    """
+    seen = cached.seen if cached is not None else (cache.get_seq_length() if cache is not None else 0)
+    if not seen or (attention_mask is not None and attention_mask.shape[-1] == seen + whole.shape[1]):
+        return whole
+    if whole.shape[1] <= seen:
+        raise ValueError(
+            f"The prompt has {whole.shape[1]} tokens, but `past_key_values` has already seen {seen}. Pass the whole "
+            "conversation, dropped video tokens included, with at least one new token."
+        )
+    known = cached.token_ids if cached is not None else None
+    if known is not None and whole.dim() == 2 and not torch.equal(known.to(whole.device), whole[:, :seen]):
+        raise ValueError(
+            "The prompt does not begin with the tokens that `past_key_values` has seen. Build the next turn from the "
+            "returned sequences, or call again without `past_key_values`."
+        )
+    return whole[:, seen:]
+
+
+def native_inputs(model, pruned: PrunedInputs) -> dict:
+    """What native `generate` gets in place of the caller's prompt: compact, with explicit mask and positions."""
+    token_types = pruned.mm_token_type_ids
+    columns = pruned.attention_mask.shape[-1] - pruned.kept_positions.shape[-1]
+    if token_types is not None and columns:  # read by position, cached columns included
+        token_types = torch.nn.functional.pad(token_types, (columns, 0))
+    inputs = {
+        "attention_mask": pruned.attention_mask,
+        "position_ids": pruned.position_ids,
+        "mm_token_type_ids": token_types,
+    }
+    if pruned.input_ids is None:
+        return inputs | {"inputs_embeds": model.merge_features(pruned)}
+    inputs["input_ids"] = pruned.input_ids
+    if pruned.features:
+        # One entry per row, in the order of its placeholders: beams and samples then repeat whole rows.
+        merged = torch.zeros(*pruned.input_ids.shape, pruned.features[0][1].shape[-1]).to(pruned.features[0][1])
+        for placeholders, features in pruned.features:
+            merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
+        everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
+        rows = [row[places] for row, places in zip(merged, everywhere, strict=True)]
+        inputs["mm_encoder_outputs"] = {"video": BaseModelOutputWithPooling(pooler_output=rows)}
+    return inputs
+
+
+def shorten_limits(own_config, generation_config, kwargs: dict, by: int):
+    """
+    Takes the `by` tokens of the prompt that native `generate` does not see off the limits that count them, wherever
+    they were set: in `kwargs`, in the call's `generation_config` (returned, None if there was none) or the model's.
+    """
+    if generation_config is not None:
+        generation_config = copy.deepcopy(generation_config)
+    for name in ("max_length", "min_length"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = max(kwargs[name] - by, 0)
+        elif generation_config is not None and getattr(generation_config, name) is not None:
+            setattr(generation_config, name, max(getattr(generation_config, name) - by, 0))
+        elif getattr(own_config, name) is not None:
+            kwargs[name] = max(getattr(own_config, name) - by, 0)
+    return generation_config
+
+
+def remember_prompt(cache, pruned: PrunedInputs, sequences: torch.Tensor, beams: bool) -> None:
+    """
+    Notes on a cache what it holds of the caller's `sequences` (B * copies, L + new), for the next turn. After beam
+    search the cache's rows are those of beams, so it is marked as one that no prompt fits.
+    """
+    after = pruned.cached_after
+    if after is None or cache is None:
+        return
+    copies = 0 if beams else sequences.shape[0] // after.kept_positions.shape[0]
+    grown = int(cache.get_seq_length()) - after.kept_positions.shape[1]
+    after = CachedPrompt(
+        after.kept_positions.repeat_interleave(copies, 0), after.seen, after.next_position.repeat_interleave(copies, 0)
+    ).extended(grown)
+    if sequences.shape[1] >= after.seen:
+        after.token_ids = sequences[:, : after.seen]
+    cache.pruned_prompt = after

@@ -1,0 +1,291 @@
+"""From the caller's arguments to what is left of them: checks, encoding, and dropping placeholders in step.
+
+Nothing here touches the language model; `prune_inputs` serves `forward` and `generate` alike.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .sequence_stts import (
+    CachedPrompt,
+    KeptSequence,
+    assign_videos_to_rows,
+    find_samples,
+    keep_positions,
+    keep_tokens,
+    placeholders_of_videos,
+)
+
+MASKED_TEXT_ATTENTION = ("eager", "sdpa", "flex_attention")
+
+
+@dataclass
+class PrunedInputs:
+    """
+    A call's arguments after dropping, all on the sequence that is left (B, L').
+
+    attention_mask covers cached columns too, (B, columns + L'), or is (B, heads, L', L'). features: pairs of a
+    placeholder mask (B, L') and the features that go there in order. kept_positions: (B, L') in the caller's sequence.
+    sample_ids: (B, L') where several samples may share a row. cached_after: what a cache will hold, or None if no token
+    was ever dropped. video: output of `get_video_features`.
+    """
+
+    input_ids: torch.Tensor | None
+    inputs_embeds: torch.Tensor | None
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    mm_token_type_ids: torch.Tensor | None
+    kept_positions: torch.Tensor
+    sample_ids: torch.Tensor | None = None
+    cached_after: CachedPrompt | None = None
+    video: Any = None
+    features: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+def read_grids(video_grids: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(V, 3) -> `(T, rows, cols)` of each video on the host; everything after this is of known size."""
+    return [(int(frames), int(rows), int(cols)) for frames, rows, cols in video_grids.tolist()]
+
+
+def check_text_attention(text_config) -> None:
+    """Raises `ValueError` for a text attention that would silently be causal among the vision tokens."""
+    implementation = text_config._attn_implementation
+    if implementation not in MASKED_TEXT_ATTENTION:
+        raise ValueError(
+            f"`attn_implementation` is {implementation!r} for the text model, but Molmo2's vision tokens attend to "
+            "each other in both directions, which it cannot express. Use 'sdpa' or 'flex_attention' there, for example "
+            "attn_implementation={'text_config': 'sdpa', 'vision_config': 'flash_attention_2'}."
+        )
+
+
+def check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vision_config) -> torch.Tensor:
+    """Returns the frames as (F, N, pixels); raises `ValueError` where they, grids and pooling do not fit each other."""
+    for name, value in (("video_token_pooling", video_token_pooling), ("video_grids", video_grids)):
+        if value is None:
+            raise ValueError(
+                f"`pixel_values_videos` needs `{name}`, but it is None; pass all that the processor returns."
+            )
+    if video_grids.dim() != 2 or video_grids.shape[1] != 3:
+        raise ValueError(
+            f"`video_grids` has shape {tuple(video_grids.shape)}, but must be (videos, 3): frames, rows, columns."
+        )
+    pixels = vision_config.patch_size**2 * vision_config.num_channels
+    expected = (vision_config.num_position_embeddings, pixels)
+    if pixel_values_videos.dim() == 4:
+        pixel_values_videos = pixel_values_videos.flatten(0, 1)
+    if pixel_values_videos.dim() != 3 or tuple(pixel_values_videos.shape[1:]) != expected:
+        raise ValueError(
+            f"`pixel_values_videos` has shape {tuple(pixel_values_videos.shape)}, but must be (frames, "
+            f"{expected[0]}, {expected[1]}): patches of a frame and values of a patch by `vision_config`."
+        )
+    grids = read_grids(video_grids)
+    if not grids or min(min(grid) for grid in grids) < 1:
+        raise ValueError(f"`video_grids` is {grids}, but every video needs at least one frame, row and column.")
+    num_frames = sum(frames for frames, _, _ in grids)
+    if num_frames != pixel_values_videos.shape[0]:
+        raise ValueError(
+            f"`video_grids` counts {num_frames} frames, but `pixel_values_videos` holds {pixel_values_videos.shape[0]}."
+        )
+    num_blocks = sum(frames * rows * cols for frames, rows, cols in grids)
+    window = vision_config.pooling_size[0] * vision_config.pooling_size[1]
+    if tuple(video_token_pooling.shape) != (num_blocks, window):
+        raise ValueError(
+            f"`video_token_pooling` has shape {tuple(video_token_pooling.shape)}, but `video_grids` and "
+            f"`vision_config.pooling_size` = {vision_config.pooling_size} make it ({num_blocks}, {window}). The video "
+            "processor's `pooling_size` must equal the config's."
+        )
+    if pixel_values_videos.device.type == "cpu" and not pixel_values_videos.isfinite().all():
+        # Elsewhere this would wait for the device; there, NaN pixels give NaN logits in their own row.
+        raise ValueError("`pixel_values_videos` holds NaN or infinite values; check how the frames were decoded.")
+    return pixel_values_videos
+
+
+def find_token(model, token_id: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
+    """Where (B, L) a token stands, by id or, lacking ids, by its embedding."""
+    if input_ids is not None:
+        return input_ids == token_id
+    embedding = model.get_input_embeddings()(torch.tensor(token_id, device=inputs_embeds.device))
+    return (inputs_embeds == embedding).all(-1)
+
+
+def find_video_placeholders(model, input_ids, inputs_embeds, with_images: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Placeholders of videos and of images, (B, L) each; Molmo2 has one id for both."""
+    config = model.config
+
+    def find(token_id: int) -> torch.Tensor:
+        return find_token(model, token_id, input_ids, inputs_embeds)
+
+    placeholders = find(config.image_patch_id)
+    if not with_images:
+        return placeholders, torch.zeros_like(placeholders)
+    image_starts = find(config.image_start_token_id) | find(config.low_res_image_start_token_id)
+    videos = placeholders_of_videos(placeholders, find(config.frame_start_token_id), image_starts)
+    return videos, placeholders & ~videos
+
+
+def prune_inputs(
+    model,
+    input_ids=None,
+    inputs_embeds=None,
+    pixel_values=None,
+    image_token_pooling=None,
+    image_grids=None,
+    pixel_values_videos=None,
+    video_token_pooling=None,
+    video_grids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    mm_token_type_ids=None,
+    pruning_ratio=None,
+    with_temporal_loss=False,
+) -> PrunedInputs:
+    """
+    Encodes the videos and images of a call and drops the placeholders of dropped blocks; `model` is an `STTSModel`.
+
+    Arguments as in `STTSModel.forward`; without videos, only takes up where `past_key_values` left off. Raises
+    `ValueError` where text and videos do not fit each other.
+    """
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
+    if model.training and mm_token_type_ids is None:
+        raise ValueError("`mm_token_type_ids` is None, but training needs it; pass all that the processor returns.")
+    batch_size, length = tokens.shape[:2]
+    cached = getattr(past_key_values, "pruned_prompt", None)
+    columns = past_key_values.get_seq_length() if past_key_values is not None else 0
+    ever_dropped = cached is not None
+    if cached is None:  # nothing was dropped so far: the cache's columns are the caller's tokens
+        places = torch.arange(int(columns), device=tokens.device)
+        cached = CachedPrompt(
+            places.expand(batch_size, -1), int(columns), torch.full((batch_size, 1), int(columns)).to(tokens.device)
+        )
+    cached.check(int(columns), batch_size)
+    if position_ids is None:
+        sample_ids = None
+        position_ids = cached.next_position + torch.arange(length, device=tokens.device)
+    else:
+        position_ids = position_ids.expand(batch_size, length)
+        sample_ids = find_samples(position_ids) if cached.seen == 0 else None
+    past_mask, new_mask = split_mask(attention_mask, cached, length)
+
+    features: list[tuple[torch.Tensor, torch.Tensor]] = []
+    video = None
+    sequence = KeptSequence(torch.arange(length, device=tokens.device).expand(batch_size, -1), length)
+    if pixel_values_videos is not None:
+        with_images = pixel_values is not None
+        if with_images and (image_token_pooling is None or image_grids is None):
+            raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
+        of_videos, of_images = find_video_placeholders(model, input_ids, inputs_embeds, with_images)
+        check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, model.config.vision_config)
+        plan = RowPlan.read(of_videos, new_mask, video_grids)
+        if with_images:
+            images = torch.cat(model.get_image_features(pixel_values, image_token_pooling, image_grids).pooler_output)
+        video = model.get_video_features(
+            pixel_values_videos, video_token_pooling, video_grids, pruning_ratio, with_temporal_loss
+        )
+        num_kept = [len(kept) for kept in video.pooler_output]
+        if sum(num_kept) < sum(plan.tokens_per_video):
+            ever_dropped = True
+            kept_tokens = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask]))
+            if plan.drops_padding:
+                kept_tokens = kept_tokens & new_mask.bool()
+            sequence = keep_positions(kept_tokens, plan.new_length(num_kept, length), plan.padded_right)
+        features.append((sequence.take(of_videos, False), torch.cat(video.pooler_output)))
+        if with_images:
+            placeholders = sequence.take(of_images, False)
+            if int(placeholders.sum()) != len(images):
+                raise ValueError(
+                    f"`pixel_values` make {len(images)} image tokens by `image_grids`, but the text has "
+                    f"{int(placeholders.sum())} image placeholders. Text and images must come from the same call."
+                )
+            features.append((placeholders, images))
+
+    positions = sequence.take_position_ids(position_ids, sample_ids, model.config.pruned_position_ids)
+    if new_mask is not None and new_mask.dim() == 4:
+        mask = sequence.take_4d_mask(new_mask)
+    else:
+        mask = torch.cat([past_mask, sequence.take_mask(new_mask)], dim=-1)
+    cached_after = None
+    if ever_dropped:
+        last = mask[:, -positions.shape[1] :].bool() if mask.dim() == 2 else ~sequence.is_filler
+        cached_after = CachedPrompt(
+            torch.cat(
+                [cached.kept_positions, sequence.kept_positions.add(cached.seen).masked_fill(sequence.is_filler, -1)],
+                dim=-1,
+            ),
+            cached.seen + length,
+            positions.masked_fill(~last, 0).amax(-1, keepdim=True) + 1,
+        )
+    filler_id = getattr(model.config, "pad_token_id", None) or 0
+    return PrunedInputs(
+        input_ids=None if input_ids is None else sequence.take(input_ids, filler_id),
+        inputs_embeds=None if inputs_embeds is None else sequence.take(inputs_embeds, 0.0),
+        attention_mask=mask,
+        position_ids=positions,
+        mm_token_type_ids=None if mm_token_type_ids is None else sequence.take(mm_token_type_ids[:, -length:], 0),
+        kept_positions=sequence.kept_positions,
+        sample_ids=None if sample_ids is None else sequence.take(sample_ids, 0),
+        cached_after=cached_after,
+        video=video,
+        features=features,
+    )
+
+
+def split_mask(
+    attention_mask: torch.Tensor | None, cached: CachedPrompt, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The caller's mask (B, seen + L), (B, L) or None as (B, cached columns) and (B, L); 4D masks are new ones."""
+    seen = KeptSequence(cached.kept_positions, cached.seen)
+    if attention_mask is None or attention_mask.dim() == 4:
+        return seen.take_mask(None), attention_mask
+    if attention_mask.shape[-1] == cached.seen + length:
+        past = seen.take_mask(attention_mask[:, : cached.seen]) if cached.seen else seen.take_mask(None)
+        return past, attention_mask[:, cached.seen :]
+    raise ValueError(
+        f"`attention_mask` has {attention_mask.shape[-1]} columns, but the sequence has {length} new tokens after "
+        f"{cached.seen} cached ones. It must cover both, dropped tokens included, or be None."
+    )
+
+
+@dataclass
+class RowPlan:
+    """Which videos lie in which row, and how many tokens a row has, all on the host and known before the ViT runs."""
+
+    rows: list[list[int]]
+    tokens_per_video: list[int]
+    real_tokens: list[int] | None
+    padded_right: bool
+
+    @property
+    def drops_padding(self) -> bool:
+        return self.real_tokens is not None
+
+    @classmethod
+    def read(cls, of_videos: torch.Tensor, mask: torch.Tensor | None, video_grids: torch.Tensor) -> "RowPlan":
+        """
+        of_videos: (B, L) placeholders. mask: (B, L) or None. One row needs no look at the device: all videos are its,
+        and its padding may stay.
+        """
+        tokens_per_video = [frames * rows * cols for frames, rows, cols in read_grids(video_grids)]
+        padding = mask is not None and mask.dim() == 2
+        if of_videos.shape[0] == 1:
+            if of_videos.device.type == "cpu":
+                assign_videos_to_rows([int(of_videos.sum())], tokens_per_video)
+            else:
+                torch._assert_async(of_videos.sum() == sum(tokens_per_video))
+            return cls([list(range(len(tokens_per_video)))], tokens_per_video, None, False)
+        counts = [of_videos.sum(-1)]
+        if padding:
+            counts += [mask.bool().sum(-1), mask[:, -1].bool().long()]
+        read = torch.stack(counts).tolist()
+        rows = assign_videos_to_rows(read[0], tokens_per_video)
+        return cls(rows, tokens_per_video, read[1] if padding else None, padding and not all(read[2]))
+
+    def new_length(self, num_kept: list[int], length: int) -> int:
+        """`L'`: the longest row after dropping."""
+        dropped = [sum(self.tokens_per_video[v] - num_kept[v] for v in videos) for videos in self.rows]
+        real = self.real_tokens or [length] * len(dropped)
+        return max(max(tokens - gone for tokens, gone in zip(real, dropped, strict=True)), 1)

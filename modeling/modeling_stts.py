@@ -1,0 +1,369 @@
+"""STTS on Molmo2: `STTSModel` sends videos through the pruning tower and shortens the LLM's sequence accordingly;
+`STTSForConditionalGeneration` adds head, losses and `generate`.
+
+A call without videos is native Molmo2. With videos, `STTSModel.forward` goes `encode videos -> drop placeholders ->
+merge features -> mask -> native forward on embeddings`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.models.molmo2.modeling_molmo2 import (
+    Molmo2CausalLMOutputWithPast,
+    Molmo2ForConditionalGeneration,
+    Molmo2Model,
+    Molmo2ModelOutputWithPast,
+    Molmo2TextModel,
+)
+from transformers.utils import can_return_tuple
+
+from .configuration_stts import STTSConfig, check_pruning_ratio
+from .generation_stts import STTSGeneration
+from .inputs_stts import PrunedInputs, check_text_attention, check_video_inputs, prune_inputs, read_grids
+from .sequence_stts import find_samples
+from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, VideoPruning
+
+
+@dataclass
+class STTSVideoFeatures(BaseModelOutputWithPooling):
+    """
+    pooler_output: per video (K, text hidden size), features of the kept blocks. token_scores: per video (T, n) float32.
+    keep_mask: per video (T, n) bool. temporal_loss: scalar or None.
+    """
+
+    token_scores: tuple[torch.Tensor, ...] | None = None
+    keep_mask: tuple[torch.Tensor, ...] | None = None
+    temporal_loss: torch.Tensor | None = None
+
+
+@dataclass
+class STTSModelOutputWithPast(Molmo2ModelOutputWithPast):
+    """Molmo2's, and the fields of `STTSVideoFeatures`; `kept_positions` (B, L') as in `STTSCausalLMOutputWithPast`."""
+
+    temporal_loss: torch.Tensor | None = None
+    token_scores: tuple[torch.Tensor, ...] | None = None
+    keep_mask: tuple[torch.Tensor, ...] | None = None
+    kept_positions: torch.Tensor | None = None
+
+
+@dataclass
+class STTSCausalLMOutputWithPast(Molmo2CausalLMOutputWithPast):
+    """
+    Molmo2's output on the sequence that is left, and what was left.
+
+    loss: `task_loss + temporal_loss_weight * temporal_loss`. task_loss: cross entropy of the next token.
+    temporal_loss: unweighted, None without a trained scorer or videos. token_scores, keep_mask: per video (T, n).
+    kept_positions: (B, L') place of every row of `logits` in the caller's sequence, -1 for filler.
+    """
+
+    task_loss: torch.Tensor | None = None
+    temporal_loss: torch.Tensor | None = None
+    token_scores: tuple[torch.Tensor, ...] | None = None
+    keep_mask: tuple[torch.Tensor, ...] | None = None
+    kept_positions: torch.Tensor | None = None
+
+
+class STTSModel(Molmo2Model):
+    """Molmo2 without a head, whose videos lose the blocks of least score."""
+
+    config: STTSConfig
+
+    def __init__(self, config: STTSConfig):
+        # Past Molmo2Model.__init__, which would build a second vision tower and language model.
+        super(Molmo2Model, self).__init__(config)
+        self.vision_tower = STTSVisionModel(config.vision_config)
+        self.multi_modal_projector = STTSAdapter(config.adapter_config)
+        self.language_model = Molmo2TextModel(config.text_config)
+        self.post_init()
+
+    @can_return_tuple
+    def get_video_features(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_token_pooling: torch.Tensor,
+        video_grids: torch.Tensor,
+        pruning_ratio: float | None = None,
+        with_temporal_loss: bool = False,
+        **kwargs,
+    ) -> tuple | STTSVideoFeatures:
+        """
+        Features of the kept blocks of each video.
+
+        pixel_values_videos: (F, N, pixels) frames of all videos. video_token_pooling: (G, S) patches of each block, -1
+        for padding. video_grids: (V, 3) = (T, rows, cols). pruning_ratio: in place of the config's. Raises `ValueError`
+        where these do not fit each other.
+        """
+        vision_config = self.config.vision_config
+        if pruning_ratio is None:
+            pruning_ratio = vision_config.pruning_ratio
+        pixel_values_videos = check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vision_config)
+        num_layers = vision_config.num_hidden_layers
+        pruning = VideoPruning(
+            video_token_pooling.to(pixel_values_videos.device).long(),
+            read_grids(video_grids),
+            check_pruning_ratio(pruning_ratio),
+            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer],
+            with_temporal_loss,
+            self.config.detach_temporal_target,
+        )
+        vision: STTSVisionOutput = self.vision_tower(pixel_values_videos, pruning)
+        features = self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state
+        sizes = [frames * rows * cols for frames, rows, cols in pruning.grids]
+
+        def per_video(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            videos = zip(blocks.split(sizes), pruning.grids, strict=True)
+            return tuple(video.view(frames, rows * cols) for video, (frames, rows, cols) in videos)
+
+        return STTSVideoFeatures(
+            pooler_output=features.split(pruning.num_kept),
+            token_scores=per_video(vision.token_scores),
+            keep_mask=per_video(vision.keep_mask),
+            temporal_loss=vision.temporal_loss,
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_token_pooling: torch.Tensor | None = None,
+        image_grids: torch.Tensor | None = None,
+        image_num_crops: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_token_pooling: torch.Tensor | None = None,
+        video_grids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        mm_token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        pruning_ratio: float | None = None,
+        with_temporal_loss: bool = False,
+        **kwargs,
+    ) -> tuple | STTSModelOutputWithPast:
+        """
+        As Molmo2's forward. `pruning_ratio` replaces the config's for this call; `past_key_values` from an earlier
+        call that dropped tokens takes up where that left off, in the caller's positions.
+        """
+        cached = getattr(past_key_values, "pruned_prompt", None)
+        if pixel_values is not None or pixel_values_videos is not None or mm_encoder_outputs:
+            check_text_attention(self.config.text_config)
+        if pixel_values_videos is None and (cached is None or pixel_values is not None):
+            if cached is not None:
+                raise ValueError(
+                    "`pixel_values` came with `past_key_values` of a call that dropped video tokens, which is not "
+                    "supported. Call again without `past_key_values`."
+                )
+            if pixel_values is not None and (image_token_pooling is None or image_grids is None):
+                raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
+            outputs = super().forward(
+                input_ids=input_ids,
+                pixel_values=pixel_values,
+                image_token_pooling=image_token_pooling,
+                image_grids=image_grids,
+                image_num_crops=image_num_crops,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                mm_token_type_ids=mm_token_type_ids,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                mm_encoder_outputs=mm_encoder_outputs,
+                return_dict=True,
+                **kwargs,
+            )
+            return STTSModelOutputWithPast(**outputs)
+
+        if mm_encoder_outputs:
+            raise ValueError("`mm_encoder_outputs` and `pixel_values_videos` exclude each other; pass one of them.")
+        if "cu_seq_lens_q" in kwargs:
+            raise ValueError(
+                "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
+                "arguments; packed samples are told apart by `position_ids` that start over."
+            )
+        inputs = self.prune_inputs(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values,
+            image_token_pooling=image_token_pooling,
+            image_grids=image_grids,
+            pixel_values_videos=pixel_values_videos,
+            video_token_pooling=video_token_pooling,
+            video_grids=video_grids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            mm_token_type_ids=mm_token_type_ids,
+            pruning_ratio=pruning_ratio,
+            with_temporal_loss=with_temporal_loss,
+        )
+        inputs_embeds = self.merge_features(inputs)
+        outputs = super().forward(
+            inputs_embeds=inputs_embeds,
+            attention_mask=self.make_mask(inputs, inputs_embeds, past_key_values),
+            position_ids=inputs.position_ids,
+            past_key_values=past_key_values,
+            mm_token_type_ids=inputs.mm_token_type_ids,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        if isinstance(outputs.past_key_values, Cache):
+            outputs.past_key_values.pruned_prompt = inputs.cached_after
+        result = STTSModelOutputWithPast(**outputs)
+        result.kept_positions = inputs.kept_positions
+        if inputs.video is not None:
+            result.image_hidden_states = torch.cat(inputs.video.pooler_output)
+            for field in ("temporal_loss", "token_scores", "keep_mask"):
+                setattr(result, field, getattr(inputs.video, field))
+        return result
+
+    def prune_inputs(self, **inputs) -> PrunedInputs:
+        """Encodes videos and images and drops the placeholders of dropped blocks; arguments as in `forward`."""
+        return prune_inputs(self, **inputs)
+
+    def merge_features(self, inputs: PrunedInputs) -> torch.Tensor:
+        """Embeddings (B, L', text hidden size) of what is left, with features added onto their placeholders."""
+        embeds = inputs.inputs_embeds
+        if embeds is None:
+            embeds = self.get_input_embeddings()(inputs.input_ids)
+        for placeholders, features in inputs.features:
+            # Added through a scatter: no boolean indexing, which would wait for the device.
+            places = placeholders[..., None].expand_as(embeds)
+            embeds = embeds + torch.zeros_like(embeds).masked_scatter(places, features.to(embeds))
+        return embeds
+
+    def make_mask(self, inputs: PrunedInputs, inputs_embeds: torch.Tensor, past_key_values: Cache | None):
+        """Causal, but bidirectional among the vision tokens of a sample, and closed between samples of a row."""
+        if inputs.attention_mask.dim() == 4:
+            return inputs.attention_mask
+        samples = inputs.sample_ids
+        blocks = None
+        if inputs.mm_token_type_ids is not None:
+            block = torch.zeros_like(inputs.mm_token_type_ids) if samples is None else samples
+            blocks = torch.where(inputs.mm_token_type_ids == 1, block, -1)
+            past = inputs.attention_mask.shape[-1] - blocks.shape[-1]
+            blocks = nn.functional.pad(blocks, (past, 0), value=-1)
+        same_sample = None
+        if samples is not None:
+
+            def same_sample(batch_idx, head_idx, q_idx, kv_idx):
+                return samples[batch_idx, q_idx] == samples[batch_idx, kv_idx]
+
+        return create_causal_mask(
+            config=self.config.get_text_config(),
+            inputs_embeds=inputs_embeds,
+            attention_mask=inputs.attention_mask,
+            past_key_values=past_key_values,
+            block_sequence_ids=blocks,
+            and_mask_function=same_sample,
+        )
+
+
+class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
+    """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
+
+    config: STTSConfig
+
+    def __init__(self, config: STTSConfig):
+        super(Molmo2ForConditionalGeneration, self).__init__(config)
+        self.model = STTSModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.vocab_size = config.text_config.vocab_size
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_token_pooling: torch.Tensor | None = None,
+        image_grids: torch.Tensor | None = None,
+        image_num_crops: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_token_pooling: torch.Tensor | None = None,
+        video_grids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        mm_token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        pruning_ratio: float | None = None,
+        **kwargs,
+    ) -> tuple | STTSCausalLMOutputWithPast:
+        """
+        As Molmo2's forward, on the sequence that is left when the placeholders of dropped blocks are gone.
+
+        pruning_ratio: `k` in [0, 1] in place of the config's, for this call. labels: (B, L) like the caller's
+        sequence. logits_to_keep counts in the sequence that is left. Several samples may share a row where
+        `position_ids` start over. Returns `STTSCausalLMOutputWithPast`; raises `ValueError` for inputs that do not fit.
+        """
+        outputs: STTSModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            image_token_pooling=image_token_pooling,
+            image_grids=image_grids,
+            image_num_crops=image_num_crops,
+            pixel_values_videos=pixel_values_videos,
+            video_token_pooling=video_token_pooling,
+            video_grids=video_grids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            mm_token_type_ids=mm_token_type_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            mm_encoder_outputs=mm_encoder_outputs,
+            pruning_ratio=pruning_ratio,
+            with_temporal_loss=labels is not None or self.training,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        kept_positions = outputs.kept_positions
+        loss = task_loss = None
+        if labels is not None:
+            if position_ids is not None:  # the first token of a sample is not the next of the sample before it
+                samples = find_samples(position_ids.expand(labels.shape))
+                labels = labels.masked_fill(samples.diff(dim=-1, prepend=samples[:, :1]) != 0, -100)
+            if kept_positions is not None:
+                taken = labels.gather(-1, kept_positions.clamp_min(0))
+                labels = taken.masked_fill(kept_positions < 0, -100)
+            loss = task_loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+            if outputs.temporal_loss is not None:
+                loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
+        if kept_positions is None and past_key_values is None:
+            places = torch.arange(outputs.last_hidden_state.shape[1], device=logits.device)
+            kept_positions = places.expand(logits.shape[0], -1)
+        if kept_positions is not None:
+            kept_positions = slice_logits_to_keep(kept_positions[..., None], logits_to_keep)[..., 0]
+        return STTSCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            image_hidden_states=outputs.image_hidden_states,
+            task_loss=task_loss,
+            temporal_loss=outputs.temporal_loss,
+            token_scores=outputs.token_scores,
+            keep_mask=outputs.keep_mask,
+            kept_positions=kept_positions,
+        )
+
+
+STTSForConditionalGeneration.register_for_auto_class("AutoModel")
+
+__all__ = ["STTSForConditionalGeneration", "STTSModel", "STTSVisionModel"]

@@ -1,0 +1,295 @@
+"""Molmo2's vision tower and connector with token scoring: dense layers, bias, drop, layers on what is left.
+
+`pixel patches -> layers 0..l -> score -> layer l + 1 with bias -> drop -> layers l + 2.. on survivors -> connector`
+(paper section 3). Images take the native path untouched.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.molmo2.modeling_molmo2 import (
+    Molmo2Adapter,
+    Molmo2VisionAttention,
+    Molmo2VisionEncoderLayer,
+    Molmo2VisionModel,
+)
+from transformers.utils import ModelOutput
+
+from .attention_stts import binned_attention, packed_attention
+from .configuration_stts import STTSVisionConfig
+from .packing_stts import (
+    FrameBins,
+    FrameSequence,
+    bin_frames,
+    first_fit_descending,
+    frame_of_blocks,
+    sequence_kept_patches,
+    sequence_with_refill,
+)
+from .scoring_stts import (
+    TokenScorer,
+    num_kept_blocks,
+    random_ranking,
+    score_bias,
+    select_blocks,
+    temporal_loss,
+    temporal_similarity,
+)
+
+
+@dataclass
+class VideoPruning:
+    """
+    What the tower has to know of a call's videos, all of it on the host.
+
+    block_patches: (G, S) row of each block's patches among all frames' patches, -1 for padding
+        (`video_token_pooling`). grids: `(T, rows, cols)` of each video. pruning_ratio: `k`.
+    feature_layers: layers whose outputs the connector takes, not negative. with_temporal_loss: whether to compute it.
+    """
+
+    block_patches: torch.Tensor
+    grids: list[tuple[int, int, int]]
+    pruning_ratio: float
+    feature_layers: list[int]
+    with_temporal_loss: bool = False
+    detach_temporal_target: bool = True
+
+    @property
+    def num_kept(self) -> list[int]:
+        return [num_kept_blocks(frames, rows * cols, self.pruning_ratio) for frames, rows, cols in self.grids]
+
+
+@dataclass
+class STTSVisionOutput(ModelOutput):
+    """
+    features: (K, S, D * feature layers), the patches of kept blocks. valid: (K, S) bool or None, False for padding.
+    token_scores: (G,) float32. keep_mask: (G,) bool. temporal_loss: scalar or None.
+    """
+
+    features: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+    token_scores: torch.Tensor | None = None
+    keep_mask: torch.Tensor | None = None
+    temporal_loss: torch.Tensor | None = None
+
+
+class STTSVisionAttention(Molmo2VisionAttention):
+    """Native attention, and beside it attention within the frames of a packed sequence."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        key_bias: torch.Tensor | None = None,
+        sequence: FrameSequence | None = None,
+        bins: FrameBins | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        With `sequence`: hidden_states (P, D); keys from encoder_hidden_states (F, N, D) and key_bias (F * N,), or from
+        the sequence itself. With `bins`: (num_bins, capacity, D). With neither: as in Molmo2.
+        """
+        if sequence is None and bins is None:
+            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        sources = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (..., heads, d)
+        key = self.k_proj(sources).unflatten(-1, (-1, self.head_dim))
+        value = self.v_proj(sources).unflatten(-1, (-1, self.head_dim))
+        if self.num_key_value_groups > 1:
+            key = key.repeat_interleave(self.num_key_value_groups, dim=-2)
+            value = value.repeat_interleave(self.num_key_value_groups, dim=-2)
+        settings = {
+            "scaling": self.scaling,
+            "dropout": self.attention_dropout if self.training else 0.0,
+            "implementation": self.config._attn_implementation,
+        }
+        if bins is not None:
+            output = binned_attention(query, key, value, bins.attention_mask(), **settings)
+            return self.o_proj(output.flatten(-2)), None
+        cu_seqlens, max_seqlen = sequence.cu_seqlens, sequence.max_seqlen
+        if encoder_hidden_states is not None:
+            cu_seqlens, max_seqlen = sequence.cu_seqlens_of_frames(*sources.shape[:2]), sources.shape[1]
+            key, value = key.flatten(0, 1), value.flatten(0, 1)
+        output = packed_attention(
+            query,
+            key,
+            value,
+            sequence.cu_seqlens,
+            cu_seqlens,
+            sequence.max_seqlen,
+            max_seqlen,
+            key_bias=key_bias,
+            **settings,
+        )
+        return self.o_proj(output.flatten(-2)), None
+
+
+class STTSVisionEncoderLayer(Molmo2VisionEncoderLayer):
+    """Native layer; as layer `l + 1` it also drops patches."""
+
+    def __init__(self, config: STTSVisionConfig):
+        super().__init__(config)
+        self.self_attn = STTSVisionAttention(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_bias: torch.Tensor | None = None,
+        survivors: FrameSequence | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """
+        With `survivors`, as layer `l + 1`: (F, N, D) -> (P, D). All patches serve as keys and values, with key_bias
+        (F * N,) or None, but only survivors have outputs, so only theirs are computed. Else as in Molmo2.
+        """
+        if survivors is None:
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        sources = self.layer_norm1(hidden_states)
+        attended, _ = self.self_attn(
+            sources.flatten(0, 1)[survivors.patch_index], sources, key_bias=key_bias, sequence=survivors
+        )
+        hidden_states = hidden_states.flatten(0, 1)[survivors.patch_index] + attended
+        return hidden_states + self.mlp(self.layer_norm2(hidden_states))
+
+
+class STTSVisionModel(Molmo2VisionModel):
+    """Molmo2's ViT, which for videos scores blocks after layer `pruning_layer` and drops the lowest."""
+
+    config: STTSVisionConfig
+    _no_split_modules: ClassVar[list[str]] = ["STTSVisionEncoderLayer", "TokenScorer"]
+
+    def __init__(self, config: STTSVisionConfig):
+        super().__init__(config)
+        self.layers = nn.ModuleList([STTSVisionEncoderLayer(config) for _ in range(config.num_hidden_layers)])
+        self.scorer = TokenScorer(
+            config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim
+        )
+        self.post_init()
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, TokenScorer):
+            init.zeros_(module.score_layer.weight)
+            init.zeros_(module.score_layer.bias)
+
+    def forward(self, pixel_values: torch.Tensor, pruning: VideoPruning | None = None, **kwargs):
+        """
+        pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
+        returns an `STTSVisionOutput`.
+        """
+        if pruning is None:
+            return super().forward(pixel_values, **kwargs)
+        hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
+        hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)
+        features: dict[int, torch.Tensor] = {}
+        pruning_layer = self.config.pruning_layer
+        for index, layer in enumerate(self.layers[: pruning_layer + 1]):
+            hidden_states = layer(hidden_states, None)
+            if index in pruning.feature_layers:
+                features[index] = hidden_states
+
+        block_patches = pruning.block_patches
+        overhang = block_patches.numel() > hidden_states.shape[0] * hidden_states.shape[1]
+        valid = block_patches >= 0 if overhang else None
+        blocks = hidden_states.flatten(0, 1)[block_patches.clamp_min(0) if overhang else block_patches]  # (G, S, D)
+        if overhang:
+            blocks = blocks * valid[..., None].to(blocks.dtype)
+        token_scores, key_bias = self.score(blocks, valid, pruning, hidden_states.shape[:2])
+        output = STTSVisionOutput(token_scores=token_scores)
+        if pruning.with_temporal_loss and self.config.selector == "scorer":
+            output.temporal_loss = temporal_loss(token_scores, blocks, pruning.grids, pruning.detach_temporal_target)
+        output.keep_mask, kept_blocks = select_blocks(token_scores, pruning.grids, pruning.num_kept)
+
+        window_size = block_patches.shape[1]
+        if kept_blocks.numel() == 0:  # k = 1: nothing is left to encode
+            width = hidden_states.shape[-1] * len(pruning.feature_layers)
+            output.features = blocks.new_zeros(0, window_size, width)
+            return output
+        sequence, bins = self.lay_out(kept_blocks, output.keep_mask, pruning, *hidden_states.shape[:2])
+        output.valid = sequence.window_valid
+        features = {index: states.flatten(0, 1)[sequence.patch_index] for index, states in features.items()}  # (P, D)
+        for index in range(pruning_layer + 1, max([pruning_layer, *pruning.feature_layers]) + 1):
+            layer = self.layers[index]
+            if index == pruning_layer + 1:
+                hidden_states = layer(hidden_states, None, key_bias, sequence)  # (F, N, D) -> (P, D)
+                if bins is not None:
+                    hidden_states = bins.pack(hidden_states)
+            else:
+                hidden_states = layer(hidden_states, None, sequence=None if bins else sequence, bins=bins)
+            if index in pruning.feature_layers:
+                features[index] = hidden_states if bins is None else bins.unpack(hidden_states)
+        features_in_order = torch.cat([features[index] for index in pruning.feature_layers], dim=-1)
+        output.features = sequence.windows(features_in_order, window_size)  # (K, S, D * feature layers)
+        return output
+
+    def score(
+        self, blocks: torch.Tensor, valid: torch.Tensor | None, pruning: VideoPruning, frame_shape: torch.Size
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Ranks blocks (G, S, D). Returns scores (G,) and layer `l + 1`'s bias per key (F * N,), None for the untrained
+        selectors.
+        """
+        if self.config.selector == "cosine":
+            return 1 - temporal_similarity(blocks.detach(), pruning.grids), None
+        if self.config.selector == "random":
+            seed = None if self.training else self.config.selector_seed
+            return random_ranking(pruning.grids, blocks.device, seed), None
+        scores = self.scorer(blocks, pruning.grids, valid)
+        bias = score_bias(scores, pruning.grids, self.config.score_rescaling)  # (G,)
+        bias = bias[:, None].expand(pruning.block_patches.shape)  # (G, S)
+        num_patches = frame_shape[0] * frame_shape[1]
+        # One spare place past the end takes the padding slots.
+        place = torch.where(pruning.block_patches < 0, num_patches, pruning.block_patches)
+        key_bias = bias.new_zeros(num_patches + 1).scatter(0, place.flatten(), bias.flatten())
+        return scores, key_bias[:num_patches]
+
+    def lay_out(
+        self, kept_blocks: torch.Tensor, keep_mask: torch.Tensor, pruning: VideoPruning, num_frames: int, size: int
+    ) -> tuple[FrameSequence, FrameBins | None]:
+        """The layout of the survivors among `F` frames of `N = size` patches: their sequence, and bins if wanted."""
+        frame_blocks = [rows * cols for frames, rows, cols in pruning.grids for _ in range(frames)]
+        block_frame = frame_of_blocks(frame_blocks, kept_blocks.device)
+        sequence = sequence_kept_patches(kept_blocks, pruning.block_patches, block_frame, num_frames, size)
+        if self.config.packing == "varlen":
+            return sequence, None
+        sequence = sequence.without_padding(num_frames)
+        lengths = sequence.cu_seqlens.diff().tolist()
+        if self.config.refill_single_frame_bins:
+            frame_bin, _, _ = first_fit_descending(lengths, size)
+            shared = torch.bincount(torch.tensor([b for b, n in zip(frame_bin, lengths, strict=True) if n]))
+            alone = [f for f, b in enumerate(frame_bin) if lengths[f] and shared[b] == 1]
+            sequence = sequence_with_refill(sequence, alone, pruning.block_patches.shape[1], size)
+            lengths = sequence.cu_seqlens.diff().tolist()
+        return sequence, bin_frames(sequence, lengths, size)
+
+
+class STTSAdapter(Molmo2Adapter):
+    """Molmo2's connector, which also takes blocks that are already gathered."""
+
+    def forward(self, image_features: torch.Tensor, pooled_patches_idx: torch.Tensor | None = None, **kwargs):
+        """
+        With `pooled_patches_idx` as in Molmo2. Without: image_features (K, S, D * feature layers) are kept blocks and
+        `valid` (K, S) bool or None says which slots are no padding; `last_hidden_state` is (K, text hidden size).
+        """
+        if pooled_patches_idx is not None:
+            return super().forward(image_features, pooled_patches_idx, **kwargs)
+        valid = kwargs.pop("valid", None)
+        if image_features.shape[0] == 0:
+            return BaseModelOutput(last_hidden_state=image_features.new_zeros(0, self.config.text_hidden_size))
+        if valid is None:
+            query, attention_mask = image_features.mean(dim=1, keepdim=True), None  # (K, 1, D')
+        else:
+            counts = valid.sum(dim=1)[:, None, None].to(image_features.dtype)
+            query = image_features.sum(dim=1, keepdim=True) / counts
+            attention_mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=query, attention_mask=valid, encoder_hidden_states=image_features
+            )
+        pooled, _ = self.image_pooling_2d(query, image_features, attention_mask=attention_mask, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.image_projector(pooled.squeeze(1)))
