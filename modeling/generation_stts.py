@@ -13,7 +13,6 @@ VISION_INPUTS = (
     "pixel_values",
     "image_token_pooling",
     "image_grids",
-    "image_num_crops",
     "pixel_values_videos",
     "video_token_pooling",
     "video_grids",
@@ -86,6 +85,7 @@ class STTSGeneration:
         position_ids = kwargs.get("position_ids")
         if position_ids is None and attention_mask is not None and new is whole:
             position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
+        kwargs.pop("image_num_crops", None)
         pruned = self.model.prune_inputs(
             input_ids=new if embeds is None else None,
             inputs_embeds=new if prompt is None else None,
@@ -96,10 +96,10 @@ class STTSGeneration:
             pruning_ratio=pruning_ratio,
             **{name: kwargs.pop(name) for name in VISION_INPUTS if name in kwargs},
         )
-        kwargs.pop("image_num_crops", None)
         length = pruned.kept_positions.shape[-1]
         kwargs.update(native_inputs(self.model, pruned))
-        generation_config = shorten_limits(generation_config or self.generation_config, kwargs, whole.shape[1] - length)
+        shortened_by = whole.shape[1] - length
+        generation_config = shorten_limits(self.generation_config, generation_config, kwargs, shortened_by)
         if kwargs.get("streamer") is not None and prompt is not None:
             kwargs["streamer"] = WholePromptStreamer(kwargs["streamer"], prompt.cpu())
         if cached is not None:

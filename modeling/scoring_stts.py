@@ -89,17 +89,28 @@ def split_videos(blocks: torch.Tensor, grids: list[tuple[int, int, int]]) -> tup
     return blocks.split([num_frames * rows * cols for num_frames, rows, cols in grids])
 
 
-def score_bias(scores: torch.Tensor, grids: list[tuple[int, int, int]], rescaling: str = "row") -> torch.Tensor:
+def num_blocks(grid: tuple[int, int, int]) -> int:
+    """Blocks of a video with grid `(T, rows, cols)`."""
+    return math.prod(grid)
+
+
+def score_bias(
+    scores: torch.Tensor, grids: list[tuple[int, int, int]], rescaling: str = "row", biased: list[bool] | None = None
+) -> torch.Tensor:
     """
     The bias that the scores (G,) add to the attention logits of layer `l + 1`, per key (paper 3.2, log of the score).
 
     `rescaling` "row" or "frame" first stretches the scores linearly to `[e^-2, 1]` between the minimum and maximum of
     each row of the patch grid or of each frame (`+1e-6` in the denominator); "none" takes the plain logarithm. All
     patches of a block share its score, so a row of patches and a row of blocks have the same extremes. Frame 0 of each
-    video gets no bias. Returns (G,) in float32.
+    video gets no bias, nor does a video that is not `biased`: one that loses nothing, as in the released code.
+    Returns (G,) in float32.
     """
     biases = []
-    for video, grid in zip(split_videos(scores.float(), grids), grids, strict=True):
+    for index, (video, grid) in enumerate(zip(split_videos(scores.float(), grids), grids, strict=True)):
+        if biased is not None and not biased[index]:
+            biases.append(torch.zeros_like(video))
+            continue
         weights = video.view(grid)[1:]  # (T - 1, rows, cols)
         if rescaling != "none":
             over = (-1,) if rescaling == "row" else (-2, -1)
@@ -160,7 +171,8 @@ def num_kept_blocks(num_frames: int, blocks_per_frame: int, pruning_ratio: float
     if pruning_ratio >= 1:
         return 0
     num_blocks = num_frames * blocks_per_frame
-    dropped = math.floor(pruning_ratio * num_blocks)
+    # The nudge undoes binary fractions: 0.7 * 5670 is 3968.9999999999995, where 7/10 of 5670 is 3969.
+    dropped = math.floor(pruning_ratio * num_blocks + 1e-9)
     return num_blocks - min(dropped, num_blocks - blocks_per_frame)
 
 

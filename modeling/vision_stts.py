@@ -33,6 +33,7 @@ from .packing_stts import (
 )
 from .scoring_stts import (
     TokenScorer,
+    num_blocks,
     num_kept_blocks,
     random_ranking,
     score_bias,
@@ -233,8 +234,8 @@ class STTSVisionModel(Molmo2VisionModel):
         self, blocks: torch.Tensor, valid: torch.Tensor | None, pruning: VideoPruning, frame_shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Ranks blocks (G, S, D). Returns scores (G,) and layer `l + 1`'s bias per key (F * N,), None for the untrained
-        selectors.
+        Ranks blocks (G, S, D). Returns scores (G,) and layer `l + 1`'s bias per key (F * N,): None for the untrained
+        selectors, and where no video loses anything.
         """
         if self.config.selector == "cosine":
             return 1 - temporal_similarity(blocks.detach(), pruning.grids), None
@@ -242,7 +243,10 @@ class STTSVisionModel(Molmo2VisionModel):
             seed = None if self.training else self.config.selector_seed
             return random_ranking(pruning.grids, blocks.device, seed), None
         scores = self.scorer(blocks, pruning.grids, valid)
-        bias = score_bias(scores, pruning.grids, self.config.score_rescaling)  # (G,)
+        loses = [kept < num_blocks(grid) for kept, grid in zip(pruning.num_kept, pruning.grids, strict=True)]
+        if not any(loses):
+            return scores, None
+        bias = score_bias(scores, pruning.grids, self.config.score_rescaling, loses)  # (G,)
         bias = bias[:, None].expand(pruning.block_patches.shape)  # (G, S)
         num_patches = frame_shape[0] * frame_shape[1]
         # One spare place past the end takes the padding slots.
