@@ -1,0 +1,95 @@
+"""Text, images and videos to model inputs: Molmo2's processor, with timestamps that are those of the frames shown."""
+
+from typing import Any
+
+from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
+
+from .video_processing_stts import plain_videos
+
+_TOKENS = (
+    "<im_start>",
+    "<im_end>",
+    "<im_patch>",
+    "<im_col>",
+    "<low_res_im_start>",
+    "<im_low>",
+    "<frame_start>",
+    "<frame_end>",
+)
+
+
+class STTSProcessor(Molmo2Processor):
+    """Molmo2's processor around an `STTSVideoProcessor`.
+
+    The prompt gives each frame's real time in seconds since the first frame, whatever the file's frame rate and start
+    time. The video processor's settings (`num_frames`, `max_fps`, `fps`, `test_time_scaling`, ...) work per call too.
+    A text holds at most one video and any number of images; a batch may mix texts with and without them.
+
+    Args:
+        image_processor, video_processor, tokenizer, chat_template: as in every transformers processor.
+        image_use_col_tokens: whether each row of an image's high-resolution view ends with `<im_col>`.
+        use_single_crop_col_tokens: the same for its low-resolution view, `None` follows `image_use_col_tokens`.
+        use_single_crop_start_token: whether the low-resolution view starts with `<low_res_im_start>`.
+        video_use_col_tokens: whether each row of a video frame ends with `<im_col>`.
+        use_frame_special_tokens: whether frames are wrapped in `<frame_start>`, `<frame_end>` or in an image's tokens.
+
+    Raises:
+        ValueError: the tokenizer lacks tokens that stand for images and videos, or has neither a bos nor an eos token.
+    """
+
+    def __init__(  # every argument by name: only those are saved
+        self,
+        image_processor: Any = None,
+        video_processor: Any = None,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        image_use_col_tokens: bool | None = True,
+        use_single_crop_col_tokens: bool | None = None,
+        use_single_crop_start_token: bool | None = True,
+        video_use_col_tokens: bool | None = False,
+        use_frame_special_tokens: bool | None = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            image_processor,
+            video_processor,
+            tokenizer,
+            chat_template=chat_template,
+            image_use_col_tokens=image_use_col_tokens,
+            use_single_crop_col_tokens=use_single_crop_col_tokens,
+            use_single_crop_start_token=use_single_crop_start_token,
+            video_use_col_tokens=video_use_col_tokens,
+            use_frame_special_tokens=use_frame_special_tokens,
+            **kwargs,
+        )
+        self._check_tokenizer()
+
+    def _check_tokenizer(self) -> None:
+        vocabulary = self.tokenizer.get_vocab()
+        missing = [token for token in (*_TOKENS, self.image_token, self.video_token) if token not in vocabulary]
+        if missing:
+            raise ValueError(
+                f"tokenizer lacks {', '.join(missing)}. Use a Molmo2 tokenizer or add them as special tokens."
+            )
+        if self.tokenizer.bos_token is None and self.tokenizer.eos_token is None:
+            raise ValueError(
+                "tokenizer has neither bos_token nor eos_token, and every prompt starts with one. Set one."
+            )
+
+    def prepare_inputs_layout(
+        self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Native layout of the inputs, with videos given as path objects or non-RGB images made plain."""
+        return super().prepare_inputs_layout(
+            images=images, text=text, videos=plain_videos(videos), audio=audio, **kwargs
+        )
+
+    def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:
+        """The text that stands for a video: per frame its time in seconds and one `<im_patch>` per block of patches."""
+        frame_times = getattr(video_inputs["video_metadata"][video_idx], "frame_times", None)
+        if frame_times is None:
+            return super().replace_video_token(video_inputs, video_idx, **kwargs)
+        return self.get_video_string(video_inputs["video_grids"][video_idx], frame_times)
+
+
+STTSProcessor.register_for_auto_class("AutoProcessor")
