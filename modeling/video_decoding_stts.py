@@ -70,7 +70,8 @@ def decode_video(
         ValueError: the file is missing, empty, not a video, has only sound, or no frame of it can be decoded.
         ImportError: PyAV is not installed.
 
-    Warns when the file ends before the duration it claims; what is there is used, with its true times.
+    Warns when frames are damaged or the file ends before the duration it claims; what is there is used, with its true
+    times.
     """
     with _Reader(source) as reader:
         times = reader.times
@@ -88,6 +89,13 @@ def decode_video(
                 metadata.height, metadata.width = frame.shape[:2]
         if not frames:
             raise ValueError(f"Not one frame of {reader.name} could be decoded. Pass a file that a video player opens.")
+        missing = len(set(wanted) - set(shown))
+        if missing:
+            warnings.warn(
+                f"{missing} of {len(wanted)} frames wanted from {reader.name} are damaged; whole frames before them "
+                "are shown instead where there are any.",
+                stacklevel=2,
+            )
         metadata.frames_indices = shown
         metadata.frame_times = [times[position] for position in shown]
         return frames, metadata
@@ -111,14 +119,18 @@ class _Reader:
         try:
             self._index()
         except BaseException:
-            self._container.close()
+            self.close()
             raise
 
     def __enter__(self) -> "_Reader":
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._container.close()
+        self.close()
+
+    def close(self) -> None:
+        if self._container is not None:
+            self._container.close()
 
     def read(self, positions: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The frames at ascending `positions` in the order of showing, uint8 `(height, width, 3)`.
@@ -131,8 +143,7 @@ class _Reader:
 
     def _open(self) -> None:
         """Opens the file, or opens it again at its very beginning, where no container fails to go."""
-        if self._container is not None:
-            self._container.close()
+        self.close()
         if not isinstance(self._source, str):
             self._source.seek(0)
         try:
@@ -169,7 +180,7 @@ class _Reader:
             length = max(length for pts, length, _ in packets if pts == ticks[-1]) * stream.time_base
             if self._container.format.name != "avi":  # AVI stores times in the order of decoding
                 self._ticks = ticks
-        fps = (len(shown) - 1) / shown[-1] if len(shown) > 1 else header_fps
+        fps = (len(shown) - 1) / shown[-1] if len(shown) > 1 else 1 / (length or 1 / _FALLBACK_FPS)
         self.times = [float(time) for time in shown]
         self.duration = float(shown[-1] + (length or 1 / fps))
         self.fps = float(fps)
@@ -216,7 +227,7 @@ class _Reader:
                     break
             before = max(2 * before, round(1 / self._stream.time_base))
         self._open()
-        return itertools.dropwhile(lambda packet: packet.pts != keyframe or not packet.is_keyframe, self._packets())
+        return itertools.dropwhile(lambda packet: packet.pts != keyframe, self._packets())
 
     def _decode(self, packets: Iterator[Any], wanted: set[int] | None = None) -> Iterator[Any]:
         """Frames in the order of showing. Given `wanted` (ticks), leaves out others that no frame refers to."""
@@ -225,9 +236,10 @@ class _Reader:
             skip = wanted is not None and packet is not None and packet.pts not in wanted
             context.skip_frame = "NONREF" if skip else "DEFAULT"
             try:
-                yield from context.decode(packet)
-            except (av.error.FFmpegError, EOFError):
+                frames = context.decode(packet)
+            except (av.error.FFmpegError, EOFError):  # damaged: what comes after may be whole
                 continue
+            yield from (frame for frame in frames if not frame.is_corrupt)
 
     def _read_by_seeking(self, positions: Sequence[int], ticks: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         wanted = {ticks[position] for position in positions}
@@ -298,8 +310,9 @@ def _video_stream(container: Any, name: str) -> Any:
     """The stream to show: the first that is neither a cover picture nor text drawn as a picture (FFmpeg's `tty`)."""
     cover = av.stream.Disposition.attached_pic
     streams = [stream for stream in container.streams.video if not stream.disposition & cover]
-    if not streams or container.format.name == "tty":
-        kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
+    is_text = container.format.name == "tty"
+    if is_text or not streams:
+        kinds = "text" if is_text else ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
         container.close()
         raise ValueError(f"There is no video in {name}, it holds {kinds}. Pass a file with a video stream.")
     return streams[0]
