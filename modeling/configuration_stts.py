@@ -1,8 +1,9 @@
 """Configuration of STTS on Molmo2: what is scored, how much is dropped, and how the survivors are laid out."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from huggingface_hub.dataclasses import strict
 from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2AdapterConfig,
     Molmo2Config,
@@ -31,6 +32,12 @@ def check_pruning_ratio(value, name: str = "pruning_ratio") -> float:
     return float(value)
 
 
+def check_vision_config(value) -> None:
+    """Raises `ValueError` for a vision config that cannot prune, such as a stock Molmo2's."""
+    if not hasattr(value, "pruning_ratio"):
+        raise ValueError(f"`vision_config` has `model_type` {value.model_type!r}, but must be 'stts_vision'.")
+
+
 AUTO_MAP = {
     "AutoConfig": "configuration_stts.STTSConfig",
     "AutoModel": "modeling_stts.STTSForConditionalGeneration",
@@ -39,10 +46,12 @@ AUTO_MAP = {
 }
 
 
+@strict
 class STTSVisionConfig(Molmo2VisionConfig):
     r"""
     Molmo2's vision tower with a scorer after layer `pruning_layer` (paper section 3). Values are checked whenever they
-    are set, and raise `ValueError`.
+    are set and raise `ValueError`, wrong types transformers' `StrictDataclassFieldValidationError`; the value set
+    before stays.
 
     pruning_ratio (`float`, *optional*, defaults to 0.5):
         Share `k` in [0, 1] of each video's `w x w` blocks that is dropped. Every call may override it.
@@ -70,7 +79,7 @@ class STTSVisionConfig(Molmo2VisionConfig):
     model_type = "stts_vision"
     base_config_key = "vision_config"
 
-    pruning_ratio: float | int = 0.5
+    pruning_ratio: Any = 0.5  # `check_pruning_ratio` says more of a wrong type than `@strict` would
     pruning_layer: int = 3
     selector: str = "scorer"
     selector_seed: int = 0
@@ -93,7 +102,7 @@ class STTSVisionConfig(Molmo2VisionConfig):
         if settled:
             try:
                 self.check_pruning()
-            except ValueError:
+            except Exception:
                 super().__setattr__(key, before)
                 raise
 
@@ -113,6 +122,8 @@ class STTSVisionConfig(Molmo2VisionConfig):
         check_choice("selector", self.selector, SELECTORS)
         check_choice("score_rescaling", self.score_rescaling, SCORE_RESCALINGS)
         check_choice("packing", self.packing, PACKINGS)
+        if not 0 <= self.selector_seed < 2**63:
+            raise ValueError(f"`selector_seed` is {self.selector_seed}, but must be from 0 to 2**63 - 1.")
         if not 0 <= self.pruning_layer <= self.num_hidden_layers - 2:
             raise ValueError(
                 f"`pruning_layer` is {self.pruning_layer}, but the layer after it takes the score bias, so with "
@@ -123,10 +134,15 @@ class STTSVisionConfig(Molmo2VisionConfig):
                 "`refill_single_frame_bins` is True, which needs `packing` = 'first_fit_descending', "
                 f"but `packing` is {self.packing!r}."
             )
-        grid = [side // self.patch_size for side in self.image_size]
-        fits = len(self.pooling_size) == 2 and all(
-            1 <= window <= side for window, side in zip(self.pooling_size, grid, strict=False)
-        )
+        sizes = self.image_size or []
+        if len(sizes) != 2 or not 1 <= self.patch_size <= min(sizes):
+            raise ValueError(
+                f"`image_size` is {self.image_size} and `patch_size` {self.patch_size}, but they must be "
+                "[height, width] and the side of a patch, in pixels, with room for at least one patch."
+            )
+        grid = [side // self.patch_size for side in sizes]
+        windows = self.pooling_size or []
+        fits = len(windows) == 2 and all(1 <= window <= side for window, side in zip(windows, grid, strict=True))
         if not fits:
             raise ValueError(
                 f"`pooling_size` is {self.pooling_size}, but must be [height, width] in patches, each from 1 up to "
@@ -144,6 +160,7 @@ class STTSVisionConfig(Molmo2VisionConfig):
         return rows, cols
 
 
+@strict
 class STTSConfig(Molmo2Config):
     r"""
     Molmo2's configuration with an `STTSVisionConfig` and the settings of training and of the shortened sequence.
@@ -178,26 +195,21 @@ class STTSConfig(Molmo2Config):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        self.check_training()
+        check_vision_config(self.vision_config)
 
     def __setattr__(self, key, value):
         if key == "pruned_position_ids":
             check_choice(key, value, POSITION_RULES)
-        if key == "temporal_loss_weight" and (isinstance(value, bool) or not 0.0 <= value < math.inf):
+        if key == "temporal_loss_weight" and not 0.0 <= value < math.inf:
             raise ValueError(f"`temporal_loss_weight` is {value!r}, but must be a finite number of at least 0.")
+        if key == "vision_config" and value is not None and not isinstance(value, dict):
+            check_vision_config(value)
         super().__setattr__(key, value)
 
     def save_pretrained(self, save_directory, **kwargs):
         """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
         self.auto_map = dict(AUTO_MAP)  # entries of a Hub repository it was loaded from would point back there
         return super().save_pretrained(save_directory, **kwargs)
-
-    def check_training(self) -> None:
-        """Raises `ValueError` where the vision config is not one that can prune (a stock Molmo2's, say)."""
-        if not hasattr(self.vision_config, "pruning_ratio"):
-            raise ValueError(
-                f"`vision_config` has `model_type` {self.vision_config.model_type!r}, but must be 'stts_vision'."
-            )
 
 
 STTSConfig.register_for_auto_class()

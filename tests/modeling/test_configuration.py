@@ -1,0 +1,273 @@
+"""`STTSVisionConfig` and `STTSConfig`: what they refuse, and that they come back as they were saved."""
+
+import copy
+import json
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.molmo2.configuration_molmo2 import Molmo2Config, Molmo2VisionConfig
+
+from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
+from tests.tiny import tiny_config
+
+NAN = float("nan")
+
+# field, value, what the message says of the remedy
+INVALID_VALUES = [
+    pytest.param("pruning_ratio", 1.01, "in [0, 1]", id="ratio-above-1"),
+    pytest.param("pruning_ratio", -1e-9, "in [0, 1]", id="ratio-below-0"),
+    pytest.param("pruning_ratio", NAN, "in [0, 1]", id="ratio-nan"),
+    pytest.param("pruning_ratio", True, "in [0, 1]", id="ratio-bool"),
+    pytest.param("pruning_ratio", "0.5", "in [0, 1]", id="ratio-string"),
+    pytest.param("pruning_ratio", None, "in [0, 1]", id="ratio-none"),
+    pytest.param("pruning_layer", 24, "from 0 to 23", id="layer-is-the-last"),
+    pytest.param("pruning_layer", -1, "from 0 to 23", id="layer-negative"),
+    pytest.param("num_hidden_layers", 4, "from 0 to 2", id="too-few-layers"),
+    pytest.param("selector", "learned", "'scorer', 'cosine', 'random'", id="selector"),
+    pytest.param("selector_seed", -1, "from 0", id="seed-negative"),
+    pytest.param("score_rescaling", "column", "'row', 'frame', 'none'", id="rescaling"),
+    pytest.param("packing", "padded", "'varlen', 'first_fit_descending'", id="packing"),
+    pytest.param("refill_single_frame_bins", True, "'first_fit_descending'", id="refill-without-bins"),
+    pytest.param("pooling_size", [28, 3], "patch grid [27, 27]", id="window-higher-than-grid"),
+    pytest.param("pooling_size", [3, 0], "each from 1", id="window-of-no-width"),
+    pytest.param("pooling_size", [3], "[height, width]", id="window-of-one-side"),
+    pytest.param("pooling_size", [3, 3, 3], "[height, width]", id="window-of-three-sides"),
+]
+WRONG_TYPES = [
+    pytest.param("pruning_layer", 1.0, id="layer-float"),
+    pytest.param("pruning_layer", "3", id="layer-string"),
+    pytest.param("selector", None, id="selector-none"),
+    pytest.param("selector_seed", 0.5, id="seed-float"),
+    pytest.param("refill_single_frame_bins", 1, id="refill-int"),
+    pytest.param("pooling_size", 3, id="window-int"),
+    pytest.param("pooling_size", [3.0, 3.0], id="window-of-floats"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "remedy"), INVALID_VALUES)
+def test_an_invalid_value_is_refused_at_init(field, value, remedy):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked below)
+        STTSVisionConfig(**{field: value})
+    message = str(error.value)
+    assert remedy in message
+    assert repr(value) in message or field == "num_hidden_layers"
+
+
+@pytest.mark.parametrize(("field", "value", "remedy"), INVALID_VALUES)
+def test_an_invalid_value_is_refused_when_set_and_the_old_one_stays(field, value, remedy):
+    config = STTSVisionConfig()
+    before = getattr(config, field)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        setattr(config, field, value)
+    assert remedy in str(error.value)
+    assert getattr(config, field) == before
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_TYPES)
+def test_a_wrong_type_is_refused(field, value):
+    config = STTSVisionConfig()
+    before = getattr(config, field)
+    with pytest.raises(StrictDataclassError, match=field):
+        STTSVisionConfig(**{field: value})
+    with pytest.raises(StrictDataclassError, match=field):
+        setattr(config, field, value)
+    assert getattr(config, field) == before
+
+
+def test_pooling_size_cannot_be_unset():
+    config = STTSVisionConfig()
+    with pytest.raises(ValueError, match="pooling_size"):
+        config.pooling_size = None
+    assert config.pooling_size == [3, 3]
+
+
+def test_refill_must_be_turned_off_before_bins():
+    config = STTSVisionConfig(packing="first_fit_descending", refill_single_frame_bins=True)
+    with pytest.raises(ValueError, match="refill_single_frame_bins"):
+        config.packing = "varlen"
+    assert config.packing == "first_fit_descending"
+    config.refill_single_frame_bins = False
+    config.packing = "varlen"
+
+
+def test_a_smaller_image_must_hold_the_window():
+    with pytest.raises(ValueError, match="pooling_size"):
+        STTSVisionConfig(image_size=[28, 378])
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 0.0, 1.0, 0.3])
+def test_ratios_from_0_to_1_are_accepted(ratio):
+    assert STTSVisionConfig(pruning_ratio=ratio).pruning_ratio == ratio
+
+
+@pytest.mark.parametrize("layer", [0, 23])
+def test_first_and_last_possible_pruning_layer_are_accepted(layer):
+    assert STTSVisionConfig(pruning_layer=layer).pruning_layer == layer
+
+
+@pytest.mark.parametrize(
+    ("image_size", "pooling_size", "expected"),
+    [
+        pytest.param([378, 378], [3, 3], (9, 9), id="divisible"),
+        pytest.param([112, 112], [3, 3], (3, 3), id="borders"),
+        pytest.param([56, 84], [2, 3], (2, 2), id="not-square"),
+    ],
+)
+def test_block_grid_counts_windows_over_the_border(image_size, pooling_size, expected):
+    assert STTSVisionConfig(image_size=image_size, pooling_size=pooling_size).block_grid == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        pytest.param("temporal_loss_weight", -0.5, id="weight-negative"),
+        pytest.param("temporal_loss_weight", NAN, id="weight-nan"),
+        pytest.param("temporal_loss_weight", float("inf"), id="weight-infinite"),
+        pytest.param("pruned_position_ids", "gaps", id="position-rule"),
+    ],
+)
+def test_an_invalid_model_setting_is_refused_and_the_old_one_stays(field, value):
+    with pytest.raises(ValueError, match=field):
+        STTSConfig(**{field: value})
+    config = tiny_config()
+    before = getattr(config, field)
+    with pytest.raises(ValueError, match=field):
+        setattr(config, field, value)
+    assert getattr(config, field) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        pytest.param("temporal_loss_weight", "1", id="weight-string"),
+        pytest.param("detach_temporal_target", 1, id="detach-int"),
+        pytest.param("pruned_position_ids", None, id="position-rule-none"),
+    ],
+)
+def test_a_wrong_type_of_a_model_setting_is_refused(field, value):
+    with pytest.raises(StrictDataclassError, match=field):
+        STTSConfig(**{field: value})
+
+
+def test_the_vision_config_of_stock_molmo2_is_refused():
+    config = tiny_config()
+    with pytest.raises(ValueError, match="stts_vision"):
+        STTSConfig(vision_config=Molmo2VisionConfig())
+    with pytest.raises(ValueError, match="stts_vision"):
+        config.vision_config = Molmo2VisionConfig()
+    assert config.vision_config.model_type == "stts_vision"
+
+
+def test_a_feature_layer_that_does_not_exist_is_refused():
+    with pytest.raises(StrictDataclassError, match="vision_feature_layer"):
+        tiny_config(feature_layers=[6, 1])
+
+
+def test_sub_configs_may_be_plain_dicts():
+    config = STTSConfig(
+        vision_config={"pruning_ratio": 0.3, "hidden_size": 64},
+        adapter_config={"vision_feature_layer": [7, 2]},
+        text_config={"hidden_size": 96},
+    )
+    assert type(config.vision_config) is STTSVisionConfig
+    assert (config.vision_config.pruning_ratio, config.vision_config.hidden_size) == (0.3, 64)
+    assert config.adapter_config.vision_feature_layer == [7, 2]
+    assert config.text_config.hidden_size == 96
+
+
+def test_an_invalid_setting_in_a_sub_config_dict_is_refused():
+    with pytest.raises(ValueError, match="pruning_ratio"):
+        STTSConfig(vision_config={"pruning_ratio": 3})
+
+
+def test_the_config_of_stock_molmo2_can_be_taken_over():
+    stock = Molmo2Config(vision_config={"hidden_size": 64}).to_dict()
+    config = STTSConfig(**{key: stock[key] for key in ("vision_config", "adapter_config", "text_config")})
+    assert config.vision_config.model_type == "stts_vision"
+    assert (config.vision_config.hidden_size, config.vision_config.pruning_ratio) == (64, 0.5)
+
+
+@pytest.fixture
+def changed_config() -> STTSConfig:
+    """Every field of ours away from its default."""
+    return tiny_config(
+        pruning_ratio=1,
+        pruning_layer=1,
+        selector="random",
+        selector_seed=7,
+        score_rescaling="frame",
+        packing="first_fit_descending",
+        refill_single_frame_bins=True,
+        pooling_size=[2, 3],
+        model_overrides={
+            "temporal_loss_weight": 0.5,
+            "detach_temporal_target": False,
+            "pruned_position_ids": "compact",
+        },
+    )
+
+
+def test_a_saved_config_comes_back(changed_config, tmp_path):
+    changed_config.save_pretrained(tmp_path)
+    loaded = STTSConfig.from_pretrained(tmp_path)
+    assert loaded.to_dict() == changed_config.to_dict()
+    loaded.save_pretrained(tmp_path)
+    assert STTSConfig.from_pretrained(tmp_path) == loaded
+
+
+def test_a_saved_vision_config_comes_back_out_of_the_whole(changed_config, tmp_path):
+    changed_config.save_pretrained(tmp_path)
+    loaded = STTSVisionConfig.from_pretrained(tmp_path)
+    assert loaded.selector_seed == 7
+    assert loaded.pooling_size == [2, 3]
+
+
+def test_only_documented_fields_are_saved(changed_config, tmp_path):
+    changed_config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    native = Molmo2Config().to_dict()
+    assert set(saved) - set(native) - {"auto_map"} == {
+        "temporal_loss_weight",
+        "detach_temporal_target",
+        "pruned_position_ids",
+    }
+    assert set(saved["vision_config"]) - set(native["vision_config"]) == {
+        "pruning_ratio",
+        "pruning_layer",
+        "selector",
+        "selector_seed",
+        "score_rescaling",
+        "packing",
+        "refill_single_frame_bins",
+        "pooling_size",
+    }
+
+
+def test_every_auto_class_is_in_the_saved_auto_map(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    model = "modeling_stts.STTSForConditionalGeneration"
+    assert auto_map == {
+        "AutoConfig": "configuration_stts.STTSConfig",
+        "AutoModel": model,
+        "AutoModelForImageTextToText": model,
+        "AutoModelForMultimodalLM": model,
+    }
+
+
+def test_a_copy_is_equal_and_still_checked(changed_config):
+    duplicate = copy.deepcopy(changed_config)
+    assert duplicate == changed_config
+    with pytest.raises(ValueError, match="pruning_ratio"):
+        duplicate.vision_config.pruning_ratio = 2
+    assert duplicate == changed_config
+
+
+def test_configs_that_differ_in_one_field_are_not_equal():
+    assert tiny_config(pruning_ratio=0.3) != tiny_config(pruning_ratio=0.4)
+
+
+def test_windows_of_the_default_are_not_shared():
+    first, second = STTSVisionConfig(), STTSVisionConfig()
+    first.pooling_size[0] = 2
+    assert second.pooling_size == [3, 3]
