@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import slice_logits_to_keep
@@ -340,7 +341,9 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
                 labels = labels.masked_fill(samples.diff(dim=-1, prepend=samples[:, :1]) != 0, -100)
             if kept_positions is not None:
                 taken = labels.gather(-1, kept_positions.clamp_min(0))
-                labels = taken.masked_fill(kept_positions < 0, -100)
+                is_filler = kept_positions < 0
+                after_filler = nn.functional.pad(is_filler[:, :-1], (1, 0))  # nothing predicts a row's first token
+                labels = taken.masked_fill(is_filler | after_filler, -100)
             loss = task_loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
             if outputs.temporal_loss is not None:
                 loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
@@ -363,6 +366,10 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
             kept_positions=kept_positions,
         )
 
+
+# Without these, original Molmo2 weights would load into random parameters with no more than a warning: transformers
+# renames keys only for model types it knows.
+register_checkpoint_conversion_mapping("stts", get_checkpoint_conversion_mapping("molmo2"), overwrite=True)
 
 STTSForConditionalGeneration.register_for_auto_class("AutoModel")
 
