@@ -79,10 +79,9 @@ class STTSProcessor(Molmo2Processor):
     def prepare_inputs_layout(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """Native layout of the inputs, with videos given as path objects or non-RGB images made plain."""
-        return super().prepare_inputs_layout(
-            images=images, text=text, videos=plain_videos(videos), audio=audio, **kwargs
-        )
+        """Native layout of the inputs; takes videos as path objects and images of any mode, an empty list as none."""
+        videos = None if isinstance(videos, list | tuple) and not videos else plain_videos(videos)
+        return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:
         """The text that stands for a video: per frame its time in seconds and one `<im_patch>` per block of patches."""

@@ -162,7 +162,7 @@ class _Reader:
         packets = [
             (packet.pts, packet.duration or 0, packet.is_keyframe)
             for packet in self._packets()
-            if not (packet.is_discard or packet.is_corrupt)
+            if not packet.is_discard
         ]
         if not packets:
             raise ValueError(f"{self.name} holds no video frames. Pass a file that a video player opens.")
@@ -236,17 +236,17 @@ class _Reader:
             skip = wanted is not None and packet is not None and packet.pts not in wanted
             context.skip_frame = "NONREF" if skip else "DEFAULT"
             try:
-                frames = context.decode(packet)
+                yield from context.decode(packet)
             except (av.error.FFmpegError, EOFError):  # damaged: what comes after may be whole
                 continue
-            yield from (frame for frame in frames if not frame.is_corrupt)
 
     def _read_by_seeking(self, positions: Sequence[int], ticks: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         wanted = {ticks[position] for position in positions}
         for keyframe, targets in self._groups(positions, ticks):
             shown = None
             for frame in self._decode(self._packets_from(keyframe), wanted):
-                if frame.pts is None or frame.pts < keyframe:  # refers to frames before the keyframe
+                # What is shown before the keyframe refers to frames that were skipped.
+                if frame.pts is None or frame.pts < keyframe or frame.is_corrupt:
                     continue
                 while targets and frame.pts > ticks[targets[0]]:  # that one was damaged and never came out
                     targets.pop(0)

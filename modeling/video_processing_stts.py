@@ -10,7 +10,7 @@ from huggingface_hub.utils import httpx
 from PIL import Image
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import get_size_dict
-from transformers.image_utils import ChannelDimension, SizeDict, infer_channel_dimension_format
+from transformers.image_utils import ChannelDimension, SizeDict, infer_channel_dimension_format, load_image
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor, Molmo2VideoProcessorKwargs
 from transformers.utils import logging
 from transformers.video_utils import VideoMetadata, make_batched_videos
@@ -77,9 +77,9 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         """
         limits = self._sampling_limits(kwargs)
         options = {name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
-        videos = make_batched_videos(plain_videos(videos))
-        if not videos:
+        if isinstance(videos, list | tuple) and not videos:
             raise ValueError("videos is empty. Pass at least one video, or leave videos out.")
+        videos = make_batched_videos(plain_videos(videos))
         metadata = _one_each(options["video_metadata"], len(videos))
         loaded = [self._load(video, metadata[index], index, options, limits) for index, video in enumerate(videos)]
         return super().preprocess(
@@ -150,8 +150,12 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             images, found = decode_video(source, moments, lambda frame: self._resized(frame, options))
             return torch.stack(images), found
         if isinstance(video, list | tuple):  # paths or URLs of images
-            video = np.stack([np.asarray(image.convert("RGB")) for image in self.fetch_images(list(video))])
-        frames = _frames_tensor(video, index, options["input_data_format"])
+            pictures = [load_image(picture).convert("RGB") for picture in video]
+            _check_sizes({(picture.height, picture.width) for picture in pictures})
+            video = np.stack([np.asarray(picture) for picture in pictures])
+            frames = _frames_tensor(video, index, ChannelDimension.LAST)
+        else:
+            frames = _frames_tensor(video, index, options["input_data_format"])
         metadata = _checked_metadata(metadata, len(frames), index, bool(sample))
         if sample:
             chosen = self._sample_array(metadata, limits)
@@ -188,10 +192,15 @@ def plain_videos(videos: Any) -> Any:
         return videos.convert("RGB")
     if not isinstance(videos, list | tuple):
         return videos
-    sizes = sorted({image.size for image in videos if isinstance(image, Image.Image)})
-    if len(sizes) > 1:
-        raise ValueError(f"The frames of one video must have one size, got (width, height) {sizes}. Resize them first.")
+    _check_sizes({(image.height, image.width) for image in videos if isinstance(image, Image.Image)})
     return [plain_videos(video) for video in videos]
+
+
+def _check_sizes(sizes: set[tuple[int, ...]]) -> None:
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The frames of one video must have one size, got (height, width) {sorted(sizes)}. Resize them first."
+        )
 
 
 def _one_each(metadata: Any, num_videos: int) -> list[Any]:

@@ -1,0 +1,89 @@
+"""The moments that are shown: the paper's recipe, worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from stts_hf.modeling.frame_sampling_stts import frame_budget, sample_indices, sample_times
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "pruning_ratio", "budget"),
+    [
+        (64, 0.3, 92),
+        (64, 0.4, 107),
+        (64, 0.5, 128),
+        (64, 0, 64),
+        (7, 0.3, 10),  # 7 / (1 - 0.3) is a little more than 10 in floating point
+        (64, 1 - 0.36, 178),
+        (64, 0.999, 64000),
+    ],
+)
+def test_budget_makes_up_for_what_is_pruned(num_frames, pruning_ratio, budget):
+    assert frame_budget(num_frames, pruning_ratio) == budget
+
+
+def test_no_budget_makes_up_for_pruning_everything():
+    with pytest.raises(ValueError, match="below 1, got 1"):
+        frame_budget(64, 1.0)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, "0.5", None])
+def test_ratio_out_of_range_is_refused(ratio):
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        frame_budget(64, ratio)
+
+
+@pytest.mark.parametrize(
+    ("duration", "num_frames", "rate", "times"),
+    [
+        pytest.param(2.2, 64, 2, [0, 0.5, 1, 1.5, 2, 2.2], id="at the rate, plus the end"),
+        pytest.param(2.0, 64, 2, [0, 0.5, 1, 1.5, 2], id="the end falls on the rate"),
+        pytest.param(2.0, 5, 2, [0, 0.5, 1, 1.5, 2], id="the budget just suffices"),
+        pytest.param(2.1, 5, 2, [0, 0.525, 1.05, 1.575, 2.1], id="the budget just does not suffice"),
+        pytest.param(100.0, 5, 2, [0, 25, 50, 75, 100], id="spread evenly"),
+        pytest.param(2.0, 3, None, [0, 1, 2], id="no rate"),
+        pytest.param(2.2, None, 1, [0, 1, 2, 2.2], id="no budget"),
+        pytest.param(0.04, 64, 2, [0, 0.04], id="one frame"),
+        pytest.param(9.0, 2, 2, [0, 9], id="two frames"),
+        pytest.param(9.0, 1, 2, [9], id="budget of one shows the last"),
+    ],
+)
+def test_times(duration, num_frames, rate, times):
+    assert sample_times(duration, num_frames, rate).tolist() == pytest.approx(times, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_times_end_with_the_video_and_keep_the_budget(seed):
+    rng = np.random.default_rng(seed)
+    duration, num_frames = rng.uniform(0.01, 200), int(rng.integers(1, 130))
+    times = sample_times(duration, num_frames, 2)
+    assert times[-1] == duration
+    assert len(times) <= num_frames
+    assert (np.diff(times) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("total", "fps", "num_frames", "rate", "indices"),
+    [
+        pytest.param(10, 10, 64, 2, [0, 5, 9], id="at the rate, plus the last"),
+        pytest.param(11, 10, 64, 2, [0, 5, 10], id="the last falls on the rate"),
+        pytest.param(100, 10, 4, 2, [0, 33, 66, 99], id="spread evenly"),
+        pytest.param(4, 1, 64, 2, [0, 1, 2, 3], id="slower than the rate: none twice"),
+        pytest.param(3, 25, 64, None, [0, 1, 2], id="fewer than asked"),
+        pytest.param(2, 25, 64, 2, [0, 1], id="two"),
+        pytest.param(1, 25, 64, 2, [0], id="one"),
+        pytest.param(50, 25, 1, 2, [49], id="budget of one shows the last"),
+        pytest.param(50, 25, None, 1, [0, 25, 49], id="no budget"),
+    ],
+)
+def test_indices(total, fps, num_frames, rate, indices):
+    assert sample_indices(total, fps, num_frames, rate).tolist() == indices
+
+
+def test_neither_budget_nor_rate_is_refused():
+    with pytest.raises(ValueError, match="Set num_frames"):
+        sample_times(5.0, None, None)
+    with pytest.raises(ValueError, match="Set num_frames"):
+        sample_indices(50, 25, None, None)

@@ -1,0 +1,271 @@
+"""The seeking decoder against a reader that decodes everything, over the containers and accidents of real files."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from stts_hf.modeling import video_decoding_stts
+from stts_hf.modeling.video_decoding_stts import decode_video
+from tests.clips import (
+    decode_everything,
+    frame_number,
+    numbered_frame,
+    set_display_matrix,
+    shown_at,
+    write_audio,
+    write_clip,
+)
+
+UNEVEN = np.cumsum(np.random.default_rng(0).uniform(0.01, 0.4, 80)).round(3).tolist()
+CLIPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mp4": ("a.mp4", {"max_b_frames": 2}),
+    "mp4 with one keyframe": ("a.mp4", {"max_b_frames": 2, "gop": 1000}),
+    "mp4 with open groups": (
+        "a.mp4",
+        {"max_b_frames": 3, "codec_options": {"x264-params": "open-gop=1:keyint=10:bframes=3"}},
+    ),
+    "mp4 with sound": ("a.mp4", {"audio": True}),
+    "fragmented mp4": ("a.mp4", {"container_options": {"movflags": "frag_keyframe+empty_moov"}}),
+    "late mp4": ("a.mp4", {"start": 3.0, "max_b_frames": 2}),
+    "uneven mp4": ("a.mp4", {"times": UNEVEN, "max_b_frames": 2}),
+    "mpeg-ts": ("a.ts", {"max_b_frames": 2}),
+    "late mpeg-ts": ("a.ts", {"start": 3.0, "max_b_frames": 2}),
+    "mkv": ("a.mkv", {"max_b_frames": 2}),
+    "streamed mkv": ("a.mkv", {"container_options": {"live": "1"}}),
+    "uneven mkv": ("a.mkv", {"times": UNEVEN, "max_b_frames": 2}),
+    "streamed webm": ("a.webm", {"codec": "libvpx", "container_options": {"live": "1"}}),
+    "vp9 with hidden frames": (
+        "a.webm",
+        {"codec": "libvpx-vp9", "codec_options": {"auto-alt-ref": "1", "lag-in-frames": "10", "cpu-used": "8"}},
+    ),
+    "mpeg-ps": ("a.mpg", {"codec": "mpeg2video", "max_b_frames": 2}),
+    "keyframes only": ("a.mov", {"codec": "mjpeg"}),
+    "avi": ("a.avi", {"codec": "mpeg4", "max_b_frames": 2}),
+}
+WAYS: dict[str, Callable[[float], Any]] = {
+    "twice a second": lambda duration: [*np.arange(0, duration, 0.5), duration],
+    "evenly": lambda duration: np.linspace(0, duration, 9),
+    "one": lambda duration: [0.7 * duration],
+    "more than there are": lambda duration: np.linspace(0, duration, 500),
+}
+
+
+@pytest.fixture(scope="module", params=CLIPS)
+def clip(request, tmp_path_factory):
+    name, options = CLIPS[request.param]
+    path = write_clip(tmp_path_factory.mktemp("clip") / name, **({"num_frames": 80} | options))
+    return path, *decode_everything(path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_frames_are_those_a_full_decode_shows(clip, way):
+    path, times, pictures, duration = clip
+    moments = WAYS[way](float(duration))
+    expected = sorted({shown_at(times, moment) for moment in moments})
+    frames, metadata = decode_video(path, lambda _: moments)
+    assert metadata.frames_indices == expected
+    assert metadata.frame_times == pytest.approx([float(times[index]) for index in expected], abs=1e-9)
+    assert [frame_number(frame) for frame in frames] == expected
+    assert all(np.array_equal(frame, pictures[index]) for frame, index in zip(frames, expected, strict=True))
+
+
+def test_duration_reaches_to_the_end_of_the_last_frame(clip):
+    path, times, _, duration = clip
+    _, metadata = decode_video(path, lambda _: [0])
+    # Exact but for containers that do not store how long the last frame lasts: there it is the average.
+    assert metadata.duration == pytest.approx(float(duration), abs=1e-9 if path.suffix != ".ts" else 1e-3)
+    assert metadata.total_num_frames == len(times)
+
+
+def test_without_sampling_every_frame_comes(clip):
+    path, _, pictures, _ = clip
+    frames, metadata = decode_video(path)
+    assert metadata.frames_indices == list(range(len(pictures)))
+    assert all(np.array_equal(frame, picture) for frame, picture in zip(frames, pictures, strict=True))
+
+
+def test_raw_stream_without_any_times_is_counted(tmp_path):
+    path = write_clip(tmp_path / "a.h264", 50, container_format="h264", max_b_frames=2)
+    frames, metadata = decode_video(path, lambda found: [0, 0.5, found.duration])
+    assert metadata.frame_times == [0.0, 0.48, 1.96]
+    assert [frame_number(frame) for frame in frames] == [0, 12, 49]
+
+
+def test_recording_that_starts_over_is_counted(tmp_path):
+    part = write_clip(tmp_path / "a.ts", 50).read_bytes()
+    (tmp_path / "joined.ts").write_bytes(part + part)
+    frames, metadata = decode_video(tmp_path / "joined.ts", lambda found: [0, 2.0, found.duration])
+    assert [frame_number(frame) for frame in frames] == [0, 0, 49]
+    assert metadata.total_num_frames == 100
+
+
+def test_leaves_out_what_lies_between(tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "a.mp4", 600, gop=20)
+    packets = []
+    decode = video_decoding_stts._Reader._decode
+
+    def noted(source):
+        for packet in source:
+            packets.append(packet)
+            yield packet
+
+    def counted(self, source, wanted=None):
+        return decode(self, noted(source), wanted)
+
+    monkeypatch.setattr(video_decoding_stts._Reader, "_decode", counted)
+    decode_video(path, lambda found: np.linspace(0, found.duration, 4))
+    # Four groups of at most 20 frames each, plus what the decoder's threads read ahead.
+    assert len(packets) <= 4 * (20 + 16)
+
+
+def test_transform_sees_frames_one_at_a_time(tmp_path):
+    sizes, metadata = decode_video(
+        write_clip(tmp_path / "a.mp4", 30), lambda found: [0, found.duration], lambda frame: frame.shape
+    )
+    assert sizes == [(96, 128, 3)] * 2
+    assert (metadata.height, metadata.width) == (96, 128)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file", "path", "string"])
+def test_kinds_of_source(tmp_path, kind):
+    path = write_clip(tmp_path / "a.mp4", 50)
+    source = {"bytes": path.read_bytes(), "file": io.BytesIO(path.read_bytes()), "path": path, "string": str(path)}[
+        kind
+    ]
+    frames, _ = decode_video(source, lambda found: [0, found.duration])
+    assert [frame_number(frame) for frame in frames] == [0, 49]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turn"),
+    [
+        pytest.param((1, 0, 0, 1), lambda picture: picture, id="as it is"),
+        pytest.param((0, 1, -1, 0), lambda picture: np.rot90(picture, -1), id="90 clockwise"),
+        pytest.param((-1, 0, 0, -1), lambda picture: np.rot90(picture, 2), id="180"),
+        pytest.param((0, -1, 1, 0), lambda picture: np.rot90(picture, 1), id="90 counterclockwise"),
+        pytest.param((-1, 0, 0, 1), lambda picture: picture[:, ::-1], id="mirrored"),
+        pytest.param((0, 1, 1, 0), lambda picture: picture.swapaxes(0, 1), id="mirrored and turned"),
+    ],
+)
+def test_frames_are_upright(tmp_path, matrix, turn):
+    path = write_clip(tmp_path / "a.mp4", 5)
+    _, (picture, *_), _ = decode_everything(path)
+    set_display_matrix(path, matrix)
+    (frame,), metadata = decode_video(path, lambda _: [0])
+    assert np.array_equal(frame, turn(picture))
+    assert (metadata.height, metadata.width) == frame.shape[:2]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+def test_still_image_is_a_video_of_one_frame(tmp_path, name):
+    from PIL import Image
+
+    Image.fromarray(numbered_frame(9)).save(tmp_path / name)
+    frames, metadata = decode_video(tmp_path / name, lambda found: [0, found.duration])
+    assert [frame_number(frame) for frame in frames] == [9]
+    assert metadata.frame_times == [0.0]
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.ts", "a.mkv"])
+def test_single_frame_comes_once(tmp_path, name):
+    frames, metadata = decode_video(write_clip(tmp_path / name, 1), lambda found: np.linspace(0, found.duration, 64))
+    assert [frame_number(frame) for frame in frames] == [0]
+    assert 0 < metadata.duration < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        pytest.param("a.mp4", b"these are words\n" * 50, "not a video file", id="text called mp4"),
+        pytest.param("a.txt", b"these are words\n" * 50, "holds text", id="text"),
+        pytest.param("a.mp4", bytes(range(256)) * 100, "not a video file", id="noise"),
+        pytest.param("a.mp4", b"", "is empty", id="empty"),
+    ],
+)
+def test_file_that_is_no_video_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        decode_video(tmp_path / name)
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"There is no video file .*missing\.mp4"):
+        decode_video(tmp_path / "missing.mp4")
+
+
+def test_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="There is no video file"):
+        decode_video(tmp_path)
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(ValueError, match="got int"):
+        decode_video(3)
+
+
+def test_sound_alone_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds audio"):
+        decode_video(write_audio(tmp_path / "a.m4a"))
+
+
+def test_cut_off_before_the_index_is_refused(tmp_path):
+    data = write_clip(tmp_path / "a.mp4", 80).read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="cut off before its index"):
+        decode_video(tmp_path / "cut.mp4")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("a.mkv", {}), ("a.mp4", {"container_options": {"movflags": "faststart"}})],
+    ids=["mkv", "mp4 with its index in front"],
+)
+def test_cut_off_file_gives_what_is_there_and_warns(tmp_path, name, options):
+    path = write_clip(tmp_path / name, 150, **options)
+    _, pictures, _ = decode_everything(path)
+    path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
+    with pytest.warns(UserWarning, match="may be cut off"):
+        frames, metadata = decode_video(path, lambda found: np.linspace(0, found.duration, 6))
+    assert len(frames) >= 4
+    assert metadata.duration < 5
+    for frame, time in zip(frames, metadata.frame_times, strict=True):
+        assert np.array_equal(frame, pictures[round(25 * time)])
+
+
+def test_cut_off_mpeg_ts_gives_what_is_there(tmp_path):
+    path = write_clip(tmp_path / "a.ts", 150)
+    path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
+    frames, metadata = decode_video(path, lambda found: np.linspace(0, found.duration, 6))
+    assert [frame_number(frame) for frame in frames] == [round(25 * time) for time in metadata.frame_times]
+
+
+def test_damaged_frames_are_left_out_with_a_warning(tmp_path):
+    path = write_clip(tmp_path / "a.mkv", 150)
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 3000] = np.random.default_rng(0).bytes(3000)
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match="are damaged"):
+        frames, metadata = decode_video(path)
+    assert len(frames) < 150
+    assert frame_number(frames[0]) == 0
+    assert frame_number(frames[-1]) == 149
+    assert metadata.frame_times[-1] == 5.96
+
+
+def test_frame_rate_is_measured_where_the_header_is_wrong(tmp_path):
+    path = write_clip(tmp_path / "a.mkv", times=[0, 1, 3, 4])
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].average_rate == 25
+    _, metadata = decode_video(path, lambda _: [0])
+    assert metadata.fps == 0.75  # three steps in four seconds
+
+
+def test_import_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(video_decoding_stts, "av", None)
+    with pytest.raises(ImportError, match="pip install av"):
+        decode_video(tmp_path / "a.mp4")

@@ -1,0 +1,289 @@
+"""`STTSVideoProcessor`: what may be passed, what is refused, and pixels equal to the native processor's."""
+
+import functools
+import http.server
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
+from transformers.video_utils import VideoMetadata
+
+from stts_hf.modeling.video_decoding_stts import decode_video
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from tests.clips import decode_everything, numbered_frame, write_clip
+
+SIZE = {"height": 42, "width": 42}  # 3 x 3 patches, one block of them per frame
+PATCHES = 9
+
+
+@pytest.fixture
+def processor():
+    return STTSVideoProcessor(size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write_clip(tmp_path_factory.mktemp("clips") / "clip.mp4", 200)
+
+
+@pytest.fixture(scope="module")
+def short_clip(tmp_path_factory):
+    return write_clip(tmp_path_factory.mktemp("clips") / "short.mp4", 30)
+
+
+def frames_of(count):
+    return np.stack([numbered_frame(number) for number in range(count)])
+
+
+def shown(processor, videos, **kwargs):
+    """Indices of the frames shown, per video."""
+    outputs = processor(videos, return_metadata=True, **kwargs)
+    indices = [list(metadata.frames_indices) for metadata in outputs["video_metadata"]]
+    assert outputs["video_grids"][:, 0].tolist() == [len(one) for one in indices]
+    return indices
+
+
+def native_pixels(frames, **kwargs):
+    native = Molmo2VideoProcessor(size=SIZE, do_rescale=True, do_normalize=True)
+    return native([frames], do_sample_frames=False, return_tensors="pt", **kwargs)["pixel_values_videos"]
+
+
+def test_pixels_of_a_file_equal_the_native_ones(processor, clip):
+    _, pictures, _ = decode_everything(clip)
+    outputs = processor(str(clip), return_tensors="pt", return_metadata=True)
+    indices = outputs["video_metadata"][0].frames_indices
+    assert indices == [0, 12, 25, 37, 50, 62, 75, 87, 100, 112, 125, 137, 150, 162, 175, 187, 199]
+    assert torch.equal(outputs["pixel_values_videos"], native_pixels(np.stack([pictures[i] for i in indices])))
+
+
+def test_pixels_of_an_array_equal_the_native_ones(processor):
+    frames = frames_of(6)
+    outputs = processor(frames, do_sample_frames=False, return_tensors="pt")
+    assert torch.equal(outputs["pixel_values_videos"], native_pixels(frames))
+
+
+def test_frames_are_small_before_they_are_gathered(processor, clip):
+    options = {"size": SIZE, "resample": 2, "device": None, "default_to_square": True}
+    assert processor._resized(numbered_frame(0, (480, 640)), options).shape == (3, 42, 42)
+
+
+FORMS = {
+    "numpy": lambda frames: frames,
+    "torch": lambda frames: torch.from_numpy(frames),
+    "channels first": lambda frames: frames.transpose(0, 3, 1, 2),
+    "reversed view": lambda frames: frames[::-1][::-1],
+    "list of arrays": list,
+    "list of PIL images": lambda frames: [Image.fromarray(frame) for frame in frames],
+    "list of PIL images with alpha": lambda frames: [Image.fromarray(frame).convert("RGBA") for frame in frames],
+    "batch of one array": lambda frames: frames[None],
+    "list of one array": lambda frames: [frames],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_decoded_frames(processor, form):
+    frames = frames_of(6)
+    expected = processor(frames, do_sample_frames=False, return_tensors="pt")["pixel_values_videos"]
+    outputs = processor(FORMS[form](frames), do_sample_frames=False, return_tensors="pt")
+    assert torch.equal(outputs["pixel_values_videos"], expected)
+
+
+def test_grey_frames_become_rgb(processor):
+    frames = frames_of(4)[..., :1]
+    outputs = processor(frames, do_sample_frames=False, return_tensors="pt")
+    assert torch.equal(outputs["pixel_values_videos"], native_pixels(frames.repeat(3, axis=-1)))
+
+
+def test_image_files_are_frames(processor, tmp_path):
+    frames = frames_of(3)
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for path, frame in zip(paths, frames, strict=True):
+        Image.fromarray(frame).save(path)
+    outputs = processor([[paths]], return_tensors="pt")
+    assert torch.equal(outputs["pixel_values_videos"], native_pixels(frames))
+
+
+def test_files_and_arrays_of_both_layouts_in_one_batch(processor, clip):
+    frames = frames_of(6)
+    videos = [str(clip), frames, torch.from_numpy(frames.transpose(0, 3, 1, 2).copy())]
+    together = processor(videos, return_tensors="pt")
+    alone = [processor(video, return_tensors="pt") for video in videos]
+    assert torch.equal(
+        together["pixel_values_videos"], torch.cat([outputs["pixel_values_videos"] for outputs in alone])
+    )
+    assert together["video_grids"].tolist() == [[17, 1, 1], [6, 1, 1], [6, 1, 1]]
+    assert together["video_token_pooling"].max() == 29 * PATCHES - 1
+
+
+def test_url_is_downloaded(processor, clip):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(clip.parent)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        assert shown(processor, f"{address}/{clip.name}") == shown(processor, str(clip))
+        with pytest.raises(ValueError, match="Cannot download"):
+            processor(f"{address}/missing.mp4")
+    finally:
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 17),
+        ({"num_frames": 5}, 5),
+        ({"max_fps": 5}, 41),
+        ({"max_fps": 0.5}, 5),
+        ({"max_fps": None}, 64),
+        ({"fps": 1}, 9),
+        ({"fps": 25}, 200),
+        ({"num_frames": 5, "test_time_scaling": True}, 10),
+        ({"num_frames": 5, "test_time_scaling": True, "pruning_ratio": 0.3}, 8),
+        ({"do_sample_frames": False}, 200),
+    ],
+    ids=str,
+)
+def test_settings_per_call_and_in_the_config(clip, settings, count):
+    (per_call,) = shown(STTSVideoProcessor(size=SIZE), str(clip), **settings)
+    (configured,) = shown(STTSVideoProcessor(size=SIZE, **settings), str(clip))
+    assert per_call == configured
+    assert len(per_call) == count
+    assert per_call[-1] == 199
+
+
+def test_num_frames_of_a_call_beats_fps_of_the_config(clip):
+    assert len(shown(STTSVideoProcessor(size=SIZE, fps=1), str(clip), num_frames=3)[0]) == 3
+
+
+def test_fewer_frames_than_asked_shows_each_once(processor, short_clip):
+    assert shown(processor, str(short_clip), num_frames=64, max_fps=None) == [list(range(30))]
+
+
+def test_arrays_are_sampled_by_their_frame_rate(processor):
+    metadata = {"total_num_frames": 50, "fps": 25.0}
+    assert shown(processor, frames_of(50), video_metadata=metadata) == [[0, 12, 25, 38, 49]]
+
+
+def test_arrays_without_metadata_count_as_two_frames_a_second(processor):
+    assert shown(processor, frames_of(6)) == [[0, 1, 2, 3, 4, 5]]
+    assert shown(processor, frames_of(9), num_frames=5) == [[0, 2, 4, 6, 8]]
+
+
+def test_metadata_may_leave_out_the_number_of_frames(processor):
+    assert shown(processor, frames_of(50), video_metadata=[{"fps": 25.0}]) == [[0, 12, 25, 38, 49]]
+
+
+def test_callers_metadata_is_left_as_it_was(processor):
+    metadata = VideoMetadata(total_num_frames=50, fps=25.0)
+    shown(processor, frames_of(50), video_metadata=[metadata])
+    assert metadata.frames_indices is None
+
+
+def test_frames_decoded_before_keep_their_times(processor, clip):
+    frames, metadata = decode_video(clip, lambda _: [0, 1.7, 5])
+    outputs = processor(
+        np.stack(frames), video_metadata=[metadata], do_sample_frames=False, return_metadata=True, return_tensors="pt"
+    )
+    assert outputs["video_metadata"][0].timestamps == [0.0, 1.68, 5.0]
+    assert outputs["video_metadata"][0].frames_indices == [0, 42, 125]
+
+
+def test_native_hook_samples_by_the_settings(processor):
+    metadata = VideoMetadata(total_num_frames=50, fps=25.0)
+    assert processor.sample_frames(metadata).tolist() == [0, 12, 25, 38, 49]
+    assert processor.sample_frames(metadata, num_frames=2).tolist() == [0, 49]
+
+
+def test_save_and_load_keeps_the_settings(tmp_path):
+    saved = STTSVideoProcessor(size=SIZE, num_frames=12, max_fps=1.5, test_time_scaling=True, pruning_ratio=0.3)
+    saved.save_pretrained(tmp_path)
+    loaded = STTSVideoProcessor.from_pretrained(tmp_path)
+    assert loaded.to_dict() == saved.to_dict()
+    assert (loaded.num_frames, loaded.max_fps, loaded.test_time_scaling, loaded.pruning_ratio) == (12, 1.5, True, 0.3)
+
+
+BAD_SETTINGS = [
+    ({"num_frames": 0}, "num_frames must be"),
+    ({"num_frames": 2.5}, "num_frames must be"),
+    ({"max_fps": 0}, "max_fps must be"),
+    ({"max_fps": -1}, "max_fps must be"),
+    ({"fps": float("nan")}, "fps must be"),
+    ({"pruning_ratio": 1.5}, "pruning_ratio must be"),
+    ({"pruning_ratio": -0.1}, "pruning_ratio must be"),
+    ({"test_time_scaling": True, "pruning_ratio": 1.0}, "needs pruning_ratio below 1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=str)
+def test_bad_setting_is_refused_per_call(processor, clip, settings, message):
+    with pytest.raises(ValueError, match=message):
+        processor(str(clip), **settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=str)
+def test_bad_setting_is_refused_in_the_config(settings, message):
+    with pytest.raises(ValueError, match=message):
+        STTSVideoProcessor(**settings)
+
+
+def test_num_frames_and_fps_in_one_call_are_refused(processor, clip):
+    with pytest.raises(ValueError, match="exclude each other"):
+        processor(str(clip), num_frames=5, fps=1)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_pixels_that_are_no_numbers_are_refused_by_index(processor, value):
+    frames = frames_of(4).astype(np.float32)
+    broken = frames.copy()
+    broken[2, 5, 5, 1] = value
+    with pytest.raises(ValueError, match=r"videos\[1\] has NaN or infinite"):
+        processor([frames, broken])
+
+
+@pytest.mark.parametrize("shape", [(0, 96, 128, 3), (4, 0, 128, 3)], ids=str)
+def test_frames_without_pixels_are_refused(processor, shape):
+    with pytest.raises(ValueError, match=r"videos\[0\] must hold frames"):
+        processor([np.zeros(shape, dtype=np.uint8)])
+
+
+def test_no_videos_are_refused(processor):
+    with pytest.raises(ValueError, match="videos is empty"):
+        processor([])
+
+
+def test_frames_of_two_sizes_are_refused(processor):
+    frames = [Image.new("RGB", (64, 48)), Image.new("RGB", (48, 64))]
+    with pytest.raises(ValueError, match="must have one size"):
+        processor(frames)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kwargs", "message"),
+    [
+        ({"total_num_frames": 99, "fps": 25.0}, {}, "pass do_sample_frames=False"),
+        ({"total_num_frames": 99, "fps": 25.0}, {"do_sample_frames": False}, "Pass frames_indices"),
+        ({"total_num_frames": 99, "frames_indices": [0, 1]}, {"do_sample_frames": False}, "2 frames_indices"),
+        ({"total_num_frames": 6, "fps": 0.0}, {}, "has fps=0.0"),
+        ([{"total_num_frames": 6}] * 2, {}, "2 entries for 1 videos"),
+    ],
+    ids=["sampled before", "which frames", "too few indices", "frame rate", "number of entries"],
+)
+def test_metadata_that_contradicts_the_frames_is_refused(processor, metadata, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        processor(frames_of(6), video_metadata=metadata, **kwargs)
+
+
+@pytest.mark.gpu
+def test_device_is_passed_on(processor, clip):
+    outputs = processor(str(clip), device="cuda", return_tensors="pt")
+    assert outputs["pixel_values_videos"].device.type == "cuda"
+    on_cpu = processor(str(clip), return_tensors="pt")["pixel_values_videos"]
+    # Both round to whole pixel values, so they differ by at most one of 255 steps where a half was rounded.
+    assert (outputs["pixel_values_videos"].cpu() - on_cpu).abs().max() <= 2 / 255 + 1e-6

@@ -1,0 +1,71 @@
+"""The clip of the demo: it decodes, its background holds still, and something moves in it."""
+
+import numpy as np
+import pytest
+
+from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.clips import decode_everything
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    write_sample_clip(path, seconds=2.0, fps=25, size=(180, 320))
+    return decode_everything(path)
+
+
+def test_has_the_frames_asked_for(clip):
+    times, pictures, duration = clip
+    assert len(pictures) == 50
+    assert pictures[0].shape == (180, 320, 3)
+    assert duration == 2
+    assert times[1] - times[0] == pytest.approx(0.04)
+
+
+def test_background_is_still(clip):
+    # The sky above everything that moves changes by no more than compression does.
+    sky = np.stack(clip[1])[:, :30].astype(int)
+    assert np.abs(sky - sky[0]).mean() < 3
+
+
+def test_something_moves_in_every_frame(clip):
+    pictures = np.stack(clip[1]).astype(int)
+    assert (np.abs(np.diff(pictures, axis=0)).max(axis=(1, 2, 3)) > 50).all()
+
+
+def test_box_appears_half_way(clip):
+    pictures = np.stack(clip[1]).astype(int)
+    box = pictures[:, 128:158, 232:262].mean(axis=(1, 2))
+    assert np.abs(box[:24] - box[0]).max() < 12
+    assert np.abs(box[26] - box[22]).max() > 20
+
+
+def test_texture_is_no_flat_colour(clip):
+    assert clip[1][0][:60].std(axis=(0, 1)).min() > 3
+
+
+def test_same_pictures_every_time(clip, tmp_path):
+    write_sample_clip(tmp_path / "again.mp4", seconds=2.0, fps=25, size=(180, 320))
+    again = decode_everything(tmp_path / "again.mp4")[1]
+    assert all(np.array_equal(one, other) for one, other in zip(clip[1], again, strict=True))
+
+
+def test_without_h264_it_is_mpeg4(tmp_path, monkeypatch):
+    monkeypatch.setattr("stts_hf.visualize.sample_clip.av.codecs_available", {"mpeg4"})
+    write_sample_clip(tmp_path / "old.mp4", seconds=0.4, size=(96, 128))
+    assert len(decode_everything(tmp_path / "old.mp4")[1]) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": (63, 640)}, "size must be"),
+        ({"size": (361, 640)}, "size must be"),
+        ({"seconds": 0}, "at least one frame"),
+        ({"fps": 0}, "at least one frame"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        write_sample_clip(tmp_path / "clip.mp4", **arguments)
