@@ -188,8 +188,8 @@ def select_blocks(
     """
     keep_masks, kept_blocks, start = [], [], 0
     for video, (_, rows, cols), kept in zip(split_videos(ranking.detach(), grids), grids, num_kept, strict=True):
-        # Blocks of a score that is no number go first, never in place of frame 0.
-        video = video.float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        # Blocks of a score that is no number go first, and none, infinite or not, outranks frame 0.
+        video = video.float().nan_to_num(nan=-math.inf, neginf=-math.inf)
         video[: rows * cols] = math.inf
         dropped_first = torch.sort(video, stable=True).indices  # (T * n,)
         survivors = dropped_first[video.numel() - kept :].sort().values  # (K,)
