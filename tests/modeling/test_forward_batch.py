@@ -1,0 +1,146 @@
+"""A batch gives every row what it would get alone, however rows are padded and whatever they hold."""
+
+import pytest
+import torch
+
+from tests.modeling.reference import (
+    CLOSE,
+    assert_gradients_equal,
+    gradients,
+    kept_of_row,
+    logits_of_row,
+    naive_forward,
+    one_by_one,
+)
+from tests.tiny import Image, Part, Video, build_inputs, tiny_model
+
+BATCHES: dict[str, list[list[Part]]] = {
+    "one_video": [[3, Video(3), 4]],
+    "different_lengths": [[3, Video(4), 5], [2, Video(2), 9]],
+    "equal_lengths": [[3, Video(3), 5], [1, Video(3), 7]],
+    "row_without_video": [[12], [3, Video(3), 4]],
+    "single_frame": [[3, Video(1), 4], [3, Video(3), 4]],
+    "several_videos_in_a_row": [[2, Video(3), 3, Video(2), 4], [2, Video(2), 4]],
+    "adjacent_videos": [[2, Video(2), Video(3), 4]],
+    "image_and_video_in_rows": [[2, Image(), 4], [3, Video(3), 4]],
+    "image_and_video_in_one_row": [[2, Image(), 2, Video(3), 4], [2, Video(2), 3, Image((1, 1)), 3], [7]],
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+def test_rows_of_a_batch_equal_the_naive_construction(model, rows, padding_side):
+    inputs = build_inputs(rows, padding_side=padding_side)
+    with torch.no_grad():
+        outputs = model(**inputs)
+        for index, row in enumerate(one_by_one(inputs, rows)):
+            expected = naive_forward(model, row)
+            assert kept_of_row(outputs, inputs, index) == expected.kept
+            torch.testing.assert_close(logits_of_row(outputs, inputs, index), expected.logits, **CLOSE)
+
+
+@pytest.mark.parametrize("rows", [BATCHES["different_lengths"], BATCHES["image_and_video_in_one_row"]])
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.3, 1.0])
+def test_rows_equal_the_naive_construction_at_every_ratio(model, rows, pruning_ratio):
+    inputs = build_inputs(rows)
+    with torch.no_grad():
+        outputs = model(**inputs, pruning_ratio=pruning_ratio)
+        for index, row in enumerate(one_by_one(inputs, rows)):
+            expected = naive_forward(model, row, pruning_ratio)
+            torch.testing.assert_close(logits_of_row(outputs, inputs, index), expected.logits, **CLOSE)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_losses_and_gradients_equal_those_of_separate_rows(model, padding_side):
+    rows: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9], [6]]
+    inputs = build_inputs(rows, padding_side=padding_side, labels=True)
+    outputs = model(**inputs)
+    check_losses(model, outputs, one_by_one(inputs, rows))
+
+
+def test_losses_and_gradients_equal_those_of_separate_rows_without_a_mask(model):
+    rows: list[list[Part]] = [[3, Video(4), 5], [2, Video(3), 18]]
+    inputs = build_inputs(rows, labels=True)
+    separate = one_by_one(inputs, rows)
+    assert inputs.pop("attention_mask").all()
+    outputs = model(**inputs)
+    assert (outputs.kept_positions < 0).any()  # rows lose different numbers of tokens, so one of them has filler
+    check_losses(model, outputs, separate)
+
+
+def check_losses(model, outputs, separate):
+    """A batch's task loss is the mean over its predicted tokens, its temporal loss that over blocks of later frames."""
+    task_loss = torch.cat([naive_forward(model, row).task_losses for row in separate]).mean()
+    alone = [model(**row) for row in separate if "video_grids" in row]
+    blocks = [out.token_scores[0][1:].numel() for out in alone]
+    temporal_loss = sum(out.temporal_loss * count for out, count in zip(alone, blocks, strict=True)) / sum(blocks)
+    torch.testing.assert_close(outputs.task_loss, task_loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(outputs.temporal_loss, temporal_loss, atol=1e-6, rtol=0)
+    torch.testing.assert_close(outputs.loss, task_loss + temporal_loss, atol=1e-5, rtol=0)
+    assert_gradients_equal(gradients(model, outputs.loss), gradients(model, task_loss + temporal_loss))
+
+
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5])
+def test_embeddings_in_place_of_ids_give_the_same(model, pruning_ratio):
+    rows = BATCHES["image_and_video_in_one_row"]
+    inputs = build_inputs(rows)
+    with torch.no_grad():
+        expected = model(**inputs, pruning_ratio=pruning_ratio)
+        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+        outputs = model(**inputs, inputs_embeds=embeds, pruning_ratio=pruning_ratio)
+    assert torch.equal(outputs.kept_positions, expected.kept_positions)
+    for index in range(len(rows)):
+        assert torch.equal(logits_of_row(outputs, inputs, index), logits_of_row(expected, inputs, index))
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("expanded", [True, False], ids=["per_row", "one_for_all_rows"])
+def test_a_4d_mask_is_cut_in_step(model, kind, expanded):
+    rows: list[list[Part]] = [[3, Video(4), 5], [2, Video(3), 18]]  # equally long, so that one mask can serve both
+    inputs = build_inputs(rows)
+    with torch.no_grad():
+        expected = model(**inputs)
+        length = inputs["input_ids"].shape[1]
+        vision = inputs["mm_token_type_ids"].bool()
+        masks = torch.ones(length, length, dtype=torch.bool).tril() | (vision[:, :, None] & vision[:, None, :])
+        if not expanded:  # causal among vision tokens, for both rows: only the shape is of interest
+            masks = torch.ones(1, length, length, dtype=torch.bool).tril()
+            expected = model(**{name: value for name, value in inputs.items() if name != "mm_token_type_ids"})
+        masks = masks[:, None]
+        if kind == "additive":
+            masks = torch.where(masks, 0.0, torch.finfo(torch.float32).min)
+        outputs = model(**(inputs | {"attention_mask": masks}))
+    for index in range(2):
+        torch.testing.assert_close(
+            outputs.logits[index, outputs.kept_positions[index] >= 0],
+            expected.logits[index, expected.kept_positions[index] >= 0],
+            **CLOSE,
+        )
+
+
+@pytest.mark.parametrize("rows", [BATCHES["different_lengths"], BATCHES["image_and_video_in_one_row"]])
+def test_no_row_depends_on_another(model, rows):
+    inputs = build_inputs(rows)
+    with torch.no_grad():
+        before = model(**inputs)
+        changed = {name: value.clone() for name, value in inputs.items()}
+        changed["input_ids"][0, -1] = 7
+        changed["pixel_values_videos"][: int(inputs["video_grids"][0, 0])] += 1.0
+        after = model(**changed)
+    assert not torch.equal(logits_of_row(after, inputs, 0), logits_of_row(before, inputs, 0))
+    for index in range(1, len(rows)):
+        torch.testing.assert_close(logits_of_row(after, inputs, index), logits_of_row(before, inputs, index), **CLOSE)
+
+
+def test_videos_in_the_wrong_order_are_noticed_by_the_comparison(model):
+    rows: list[list[Part]] = [[3, Video(3), 4], [3, Video(3), 4]]
+    inputs = build_inputs(rows)
+    swapped = inputs | {"pixel_values_videos": inputs["pixel_values_videos"].roll(3, 0)}
+    with torch.no_grad():
+        right, wrong = model(**inputs), model(**swapped)
+    assert (right.logits[:, -1] - wrong.logits[:, -1]).abs().max() > 0.1
