@@ -4,12 +4,8 @@ import math
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers.models.molmo2.configuration_molmo2 import (
-    Molmo2AdapterConfig,
-    Molmo2Config,
-    Molmo2TextConfig,
-    Molmo2VisionConfig,
-)
+from transformers.configuration_utils import SubConfigSpec
+from transformers.models.molmo2.configuration_molmo2 import Molmo2Config, Molmo2VisionConfig
 
 SELECTORS = ("scorer", "cosine", "random")
 SCORE_RESCALINGS = ("row", "frame", "none")
@@ -184,9 +180,8 @@ class STTSConfig(Molmo2Config):
         "kept_positions",
     ]
     sub_configs_defaults: ClassVar[dict] = {
-        "text_config": Molmo2TextConfig,
-        "vision_config": STTSVisionConfig,
-        "adapter_config": Molmo2AdapterConfig,
+        **Molmo2Config.sub_configs_defaults,
+        "vision_config": SubConfigSpec(config_class=STTSVisionConfig),
     }
 
     temporal_loss_weight: float | int = 1.0

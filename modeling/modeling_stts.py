@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2CausalLMOutputWithPast,
     Molmo2ForConditionalGeneration,
@@ -332,7 +331,8 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, rows])
         kept_positions = outputs.kept_positions
         loss = task_loss = None
         if labels is not None:
@@ -351,7 +351,7 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
             places = torch.arange(outputs.last_hidden_state.shape[1], device=logits.device)
             kept_positions = places.expand(logits.shape[0], -1)
         if kept_positions is not None:
-            kept_positions = slice_logits_to_keep(kept_positions[..., None], logits_to_keep)[..., 0]
+            kept_positions = kept_positions[:, rows]
         return STTSCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
