@@ -46,7 +46,8 @@ def packed_attention(
     """
     head_dim = query.shape[-1]
     if query.shape[0] == 0:
-        return query.new_zeros(query.shape) + 0 * (key.sum() + value.sum())
+        reached = key.sum() + value.sum() if key_bias is None else key.sum() + value.sum() + key_bias.sum()
+        return query * reached  # empty, and its gradients are zeros
     if key_bias is not None:
         query, key, value = fold_bias_into_keys(query, key, value, key_bias, scaling)
     backend = choose_backend(implementation, query, dropout)

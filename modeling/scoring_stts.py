@@ -118,7 +118,8 @@ def score_bias(
             unit = (weights - low) / (high - low + 1e-6)
             weights = SMALLEST_BIAS_WEIGHT + (1 - SMALLEST_BIAS_WEIGHT) * unit
         biases.append(video.new_zeros(grid[1] * grid[2]))
-        biases.append(weights.log().flatten())
+        # A saturated score is 0 in float32, and minus infinity would become NaN on its way through the kernels.
+        biases.append(weights.clamp_min(torch.finfo(torch.float32).tiny).log().flatten())
     return torch.cat(biases)
 
 

@@ -257,6 +257,14 @@ def test_first_frames_and_videos_that_lose_nothing_have_no_bias():
     assert bias[6:].abs().max() > 1
 
 
+def test_a_score_of_zero_has_a_finite_bias():
+    scores = torch.tensor([0.5, 0.5, 0.0, 1.0], requires_grad=True)
+    bias = score_bias(scores, [(2, 1, 2)], "none")
+    (gradient,) = torch.autograd.grad(bias.sum(), scores)
+    assert bias.isfinite().all()
+    assert gradient.isfinite().all()
+
+
 def test_bias_is_float32_for_half_precision_scores():
     assert score_bias(torch.rand(8).bfloat16(), [(2, 2, 2)]).dtype == torch.float32
 

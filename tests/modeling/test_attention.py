@@ -1,0 +1,265 @@
+"""Attention over packed frames against softmax written out, forward and gradients."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from stts_hf.modeling.attention_stts import binned_attention, choose_backend, fold_bias_into_keys, packed_attention
+from stts_hf.modeling.packing_stts import cumulative_lengths
+
+HEADS, HEAD_DIM = 2, 8
+SCALING = HEAD_DIM**-0.5
+FLOAT32_TOLERANCE = 2e-6  # outputs and gradients of order one, sums of at most ten terms
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Queries and keys of each frame.
+LENGTHS = {
+    "whole-frames": ([5, 3, 7], [5, 3, 7]),
+    "kept-queries": ([2, 6, 4], [6, 6, 6]),
+    "empty-frames": ([3, 0, 2, 0], [3, 0, 2, 0]),
+    "frame-without-queries": ([0, 4, 1], [6, 6, 6]),
+    "padding-slots-behind": ([2, 4, 3], [6, 6, 0]),
+    "one-frame": ([4], [9]),
+}
+
+
+@pytest.fixture(params=LENGTHS, ids=str)
+def lengths(request) -> tuple[list[int], list[int]]:
+    return LENGTHS[request.param]
+
+
+def make_inputs(lengths: tuple[list[int], list[int]], seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    num_queries, num_keys = map(sum, lengths)
+    shapes = {"query": num_queries, "key": num_keys, "value": num_keys}
+    inputs = {name: torch.randn(count, HEADS, HEAD_DIM, generator=generator) for name, count in shapes.items()}
+    inputs["key_bias"] = -2 * torch.rand(num_keys, generator=generator)
+    return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+
+
+def attend(inputs: dict[str, torch.Tensor], lengths: tuple[Sequence[int], Sequence[int]], implementation="sdpa"):
+    bounds = [cumulative_lengths(torch.tensor(side, device=inputs["query"].device)) for side in lengths]
+    return packed_attention(
+        **inputs,
+        cu_seqlens_q=bounds[0],
+        cu_seqlens_k=bounds[1],
+        max_seqlen_q=max(lengths[0]),
+        max_seqlen_k=max(lengths[1]),
+        scaling=SCALING,
+        implementation=implementation,
+    )
+
+
+def naive_attention(inputs: dict[str, torch.Tensor], lengths: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
+    """One masked softmax over everything, in float64; queries without any key give zero."""
+    query, key, value = (inputs[name].double() for name in ("query", "key", "value"))
+    frames = [torch.repeat_interleave(torch.arange(len(side)), torch.tensor(side)) for side in lengths]
+    same_frame = (frames[0][:, None] == frames[1][None]).to(query.device)  # (P_q, P_k)
+    logits = torch.einsum("qhd,khd->hqk", query, key) * SCALING
+    if "key_bias" in inputs:
+        logits = logits + inputs["key_bias"].double()
+    exponentials = torch.where(same_frame, (logits - logits.detach().amax()).exp(), 0)
+    weights = exponentials / exponentials.sum(-1, keepdim=True).clamp_min(1e-300)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def without_bias(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in inputs.items() if name != "key_bias"}
+
+
+def gradients(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return dict(zip(inputs, torch.autograd.grad((output * weights).sum(), list(inputs.values())), strict=True))
+
+
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_packed_attention_is_the_naive_one(lengths, implementation, biased):
+    inputs = make_inputs(lengths)
+    inputs = inputs if biased else without_bias(inputs)
+    output, expected = attend(inputs, lengths, implementation), naive_attention(inputs, lengths)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_gradients_of_packed_attention_are_the_naive_ones(lengths, implementation, biased):
+    inputs = make_inputs(lengths)
+    inputs = inputs if biased else without_bias(inputs)
+    actual = gradients(attend(inputs, lengths, implementation), inputs)
+    expected = gradients(naive_attention(inputs, lengths), inputs)
+    for name in inputs:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=FLOAT32_TOLERANCE, msg=name)
+
+
+def test_a_border_that_is_off_by_one_changes_the_result():
+    lengths = ([5, 3, 7], [5, 3, 7])
+    inputs = make_inputs(lengths)
+    expected = naive_attention(inputs, lengths)
+    shifted = attend(inputs, ([5, 3, 7], [6, 2, 7])).double()
+    assert (shifted - expected).abs().amax() > 1e4 * FLOAT32_TOLERANCE
+    # The last frame's border did not move.
+    torch.testing.assert_close(shifted[8:], expected[8:], rtol=0, atol=FLOAT32_TOLERANCE)
+
+
+def test_a_frame_that_leaks_into_another_changes_the_result():
+    lengths = ([5, 3], [5, 3])
+    inputs = make_inputs(lengths)
+    leaked = attend(inputs, ([8], [8])).double()
+    assert (leaked - naive_attention(inputs, lengths)).abs().amax(dim=(1, 2)).min() > 1e3 * FLOAT32_TOLERANCE
+
+
+def test_a_bias_on_the_wrong_key_changes_the_result():
+    lengths = ([4], [6])
+    inputs = make_inputs(lengths)
+    expected = naive_attention(inputs, lengths)
+    inputs["key_bias"] = inputs["key_bias"].roll(1)
+    assert (attend(inputs, lengths) - expected).abs().max() > 1e4 * FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_no_frame_depends_on_another(implementation):
+    lengths = ([3, 4, 2], [5, 6, 4])
+    inputs = {name: tensor.detach() for name, tensor in make_inputs(lengths).items()}
+    before = attend(inputs, lengths, implementation)
+    for name in ("key", "value", "key_bias"):
+        inputs[name][5:11] = torch.nan  # frame 1
+    after = attend(inputs, lengths, implementation)
+    assert torch.equal(before[:3], after[:3])
+    assert torch.equal(before[7:], after[7:])
+    assert after[3:7].isnan().all()
+
+
+def test_without_any_query_the_result_is_empty_and_differentiable():
+    lengths = ([0, 0], [3, 3])
+    inputs = make_inputs(lengths)
+    output = attend(inputs, lengths)
+    assert output.shape == (0, HEADS, HEAD_DIM)
+    assert not any(gradient.any() for gradient in gradients(output, inputs).values())
+
+
+@pytest.mark.parametrize("head_dim", [8, 7, 72])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_folded_bias_is_exact_to_float32_rounding(dtype, head_dim):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(20, HEADS, head_dim, generator=generator).to(dtype) for _ in range(3))
+    bias = -2 * torch.rand(20, generator=generator)
+    scaling = head_dim**-0.5
+    folded_query, folded_key, folded_value = fold_bias_into_keys(query, key, value, bias, scaling)
+
+    def logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scaling
+
+    added = logits(folded_query, folded_key) - logits(query, key)
+    # bias / scaling is rounded to float32 once, the parts carry all of it; one bf16 part alone would miss by 2^-9.
+    torch.testing.assert_close(added, bias.double().expand_as(added), rtol=0, atol=2 * 2.0**-23)
+    assert folded_query.shape[-1] == folded_key.shape[-1] == folded_value.shape[-1]
+    assert folded_key.shape[-1] % 8 == 0
+    assert folded_key.dtype == folded_query.dtype == dtype
+
+
+def test_a_head_of_72_has_room_for_the_bias_up_to_80():
+    states = torch.zeros(1, 1, 72, dtype=torch.bfloat16)
+    assert fold_bias_into_keys(states, states, states, torch.zeros(1), 1.0)[1].shape[-1] == 80
+
+
+def test_bfloat16_is_as_good_as_its_rounding():
+    lengths = ([2, 6, 4], [6, 6, 6])
+    inputs = {name: tensor.detach() for name, tensor in make_inputs(lengths).items()}
+    inputs |= {name: inputs[name].bfloat16() for name in ("query", "key", "value")}
+    output = attend(inputs, lengths)
+    assert output.dtype == torch.bfloat16
+    # Weights and output are rounded to 8 bits.
+    torch.testing.assert_close(output.double(), naive_attention(inputs, lengths), rtol=0, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_flash_attention_on_a_cpu_is_refused(dtype):
+    lengths = ([3], [3])
+    inputs = {name: tensor.detach().to(dtype) for name, tensor in make_inputs(lengths).items()}
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        attend(inputs, lengths, "flash_attention_2")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "expected"),
+    [("sdpa", "sdpa"), ("flex_attention", "sdpa"), (None, "sdpa"), ("eager", "eager")],
+)
+def test_backends_of_a_cpu(implementation, expected):
+    assert choose_backend(implementation, torch.zeros(1, 1, 8, dtype=torch.bfloat16)) == expected
+
+
+def make_bins(seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Two bins of 6 places: frames of 4 and 2 patches, a frame of 3 and three free places."""
+    generator = torch.Generator().manual_seed(seed)
+    frame = torch.tensor([[0, 0, 0, 0, 1, 1], [2, 2, 2, -1, -2, -3]])
+    mask = frame[:, None, :, None] == frame[:, None, None, :]
+    states = {name: torch.randn(2, 6, HEADS, HEAD_DIM, generator=generator) for name in ("query", "key", "value")}
+    return {name: tensor.requires_grad_() for name, tensor in states.items()}, mask
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_binned_attention_is_packed_attention(implementation):
+    inputs, mask = make_bins()
+    places = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    lengths = ([4, 2, 3], [4, 2, 3])
+    output = binned_attention(**inputs, mask=mask, scaling=SCALING, implementation=implementation)
+    expected = naive_attention({name: tensor.flatten(0, 1)[places] for name, tensor in inputs.items()}, lengths)
+    actual = output.flatten(0, 1)[places]
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    expected_gradients = gradients(expected, inputs)
+    for name, gradient in gradients(actual, inputs).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=FLOAT32_TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_free_places_of_a_bin_stay_finite(implementation):
+    inputs, mask = make_bins()
+    output = binned_attention(**inputs, mask=mask, scaling=SCALING, implementation=implementation)
+    assert output.isfinite().all()
+
+
+def test_flash_attention_over_bins_is_refused():
+    inputs, mask = make_bins()
+    with pytest.raises(ValueError, match="packing='varlen'"):
+        binned_attention(**inputs, mask=mask, scaling=SCALING, implementation="flash_attention_2")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
+@pytest.mark.parametrize(("implementation", "backend"), [("sdpa", "torch_varlen"), ("flash_attention_2", "flash_attn")])
+def test_cuda_kernels_agree_with_the_naive_one(implementation, backend, biased):
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    lengths = ([40, 0, 64, 3], [81, 81, 81, 81])
+    cpu = make_inputs(lengths)
+    cpu = cpu if biased else without_bias(cpu)
+    inputs = {
+        name: tensor.detach().cuda().to(torch.float32 if name == "key_bias" else torch.bfloat16).requires_grad_()
+        for name, tensor in cpu.items()
+    }
+    assert choose_backend(implementation, inputs["query"]) == backend
+    output, expected = attend(inputs, lengths, implementation), naive_attention(inputs, lengths)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2.0**-6)
+    expected_gradients = gradients(expected, inputs)
+    for name, gradient in gradients(output, inputs).items():
+        reference = expected_gradients[name].double()
+        # Gradients are rounded to bf16 several times over; those of the bias are sums over all queries of a frame.
+        atol = 2.0**-5 * max(1.0, reference.abs().max().item())
+        torch.testing.assert_close(gradient.double(), reference, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])], ids=["cpu", "cuda"]
+)
+def test_a_bias_that_bfloat16_cannot_hold_counts(device):
+    # Two keys alike but for their bias: in one bf16 part the difference of 0.25 would be one of 0.71.
+    state = torch.zeros(2, 1, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    value = torch.tensor([1.0, -1.0], device=device, dtype=torch.bfloat16)[:, None, None].expand(state.shape)
+    bias = torch.tensor([-100.0, -100.25], device=device)
+    output = attend({"query": state[:1], "key": state, "value": value, "key_bias": bias}, ([1], [2]))
+    assert output[0, 0, 0].item() == pytest.approx(math.tanh(0.125), rel=0.02)  # weights are rounded to 8 bits
