@@ -96,10 +96,13 @@ def check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vi
             f"`vision_config.pooling_size` = {vision_config.pooling_size} make it ({num_blocks}, {window}). The video "
             "processor's `pooling_size` must equal the config's."
         )
-    if pixel_values_videos.device.type == "cpu" and not pixel_values_videos.isfinite().all():
-        # Elsewhere this would wait for the device; there, NaN pixels give NaN logits in their own row.
-        raise ValueError("`pixel_values_videos` holds NaN or infinite values; check how the frames were decoded.")
     return pixel_values_videos
+
+
+def check_finite(pixel_values_videos: torch.Tensor) -> None:
+    """Raises `ValueError` for NaN or infinite pixels in CPU memory; elsewhere the look would wait for the device."""
+    if pixel_values_videos.device.type == "cpu" and not pixel_values_videos.isfinite().all():
+        raise ValueError("`pixel_values_videos` holds NaN or infinite values; check how the frames were decoded.")
 
 
 def find_token(model, token_id: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
@@ -180,6 +183,7 @@ def prune_inputs(
             raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
         of_videos, of_images = find_video_placeholders(model, input_ids, inputs_embeds, with_images)
         check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, model.config.vision_config)
+        video_grids = video_grids.cpu()  # read once, before the ViT runs
         plan = RowPlan.read(of_videos, new_mask, video_grids)
         if with_images:
             images = torch.cat(model.get_image_features(pixel_values, image_token_pooling, image_grids).pooler_output)

@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_stts import STTSConfig, check_pruning_ratio
 from .generation_stts import STTSGeneration
-from .inputs_stts import PrunedInputs, check_text_attention, check_video_inputs, prune_inputs, read_grids
+from .inputs_stts import PrunedInputs, check_finite, check_text_attention, check_video_inputs, prune_inputs, read_grids
 from .sequence_stts import find_samples
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, VideoPruning
 
@@ -103,6 +103,7 @@ class STTSModel(Molmo2Model):
         if pruning_ratio is None:
             pruning_ratio = vision_config.pruning_ratio
         pixel_values_videos = check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vision_config)
+        check_finite(pixel_values_videos)
         num_layers = vision_config.num_hidden_layers
         pruning = VideoPruning(
             video_token_pooling.to(pixel_values_videos.device).long(),
@@ -164,6 +165,10 @@ class STTSModel(Molmo2Model):
                 )
             if pixel_values is not None and (image_token_pooling is None or image_grids is None):
                 raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
+            if mm_encoder_outputs and attention_mask is None and past_key_values is None:
+                # `generate` without a cache, after dropping: gaps in the positions would pass for packed samples.
+                tokens = input_ids if input_ids is not None else inputs_embeds
+                attention_mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
             outputs = super().forward(
                 input_ids=input_ids,
                 pixel_values=pixel_values,
@@ -246,17 +251,18 @@ class STTSModel(Molmo2Model):
         if inputs.attention_mask.dim() == 4:
             return inputs.attention_mask
         samples = inputs.sample_ids
-        blocks = None
+        # Always given: a plain causal mask may be left out, and gaps in the positions then pass for packed samples.
+        blocks = torch.full_like(inputs.kept_positions, -1)
         if inputs.mm_token_type_ids is not None:
-            block = torch.zeros_like(inputs.mm_token_type_ids) if samples is None else samples
-            blocks = torch.where(inputs.mm_token_type_ids == 1, block, -1)
-            past = inputs.attention_mask.shape[-1] - blocks.shape[-1]
-            blocks = nn.functional.pad(blocks, (past, 0), value=-1)
+            blocks = torch.where(inputs.mm_token_type_ids == 1, 0 if samples is None else samples, blocks)
+        past = inputs.attention_mask.shape[-1] - blocks.shape[-1]
+        blocks = nn.functional.pad(blocks, (past, 0), value=-1)
         same_sample = None
         if samples is not None:
+            last = samples.shape[-1] - 1  # a static cache has more columns than that, all of them out of sight
 
             def same_sample(batch_idx, head_idx, q_idx, kv_idx):
-                return samples[batch_idx, q_idx] == samples[batch_idx, kv_idx]
+                return samples[batch_idx, q_idx] == samples[batch_idx, kv_idx.clamp(max=last)]
 
         return create_causal_mask(
             config=self.config.get_text_config(),

@@ -5,6 +5,7 @@ Pure tensors and plain numbers; nothing here knows of Molmo2. Patches of all fra
 (G, S) holds the row of each block's patches, -1 where a window hangs over the border of the grid.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,12 @@ class FrameBins:
 
 def frame_of_blocks(frame_blocks: list[int], device: torch.device) -> torch.Tensor:
     """For `F` frames of `frame_blocks[f]` blocks each: the frame of every block (G,)."""
-    return torch.cat([torch.full((count,), frame, device=device) for frame, count in enumerate(frame_blocks)])
+    runs, frame = [], 0
+    for blocks, frames in itertools.groupby(frame_blocks):  # one tensor per run of like frames, not per frame
+        num_frames = len(list(frames))
+        runs.append(torch.arange(num_frames * blocks, device=device) // blocks + frame)
+        frame += num_frames
+    return torch.cat(runs)
 
 
 def sequence_kept_patches(
