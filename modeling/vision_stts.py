@@ -176,9 +176,10 @@ class STTSVisionModel(Molmo2VisionModel):
 
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, TokenScorer):
-            init.zeros_(module.score_layer.weight)
-            init.zeros_(module.score_layer.bias)
+        # transformers skips modules of custom code that hold no parameters themselves, so this asks for the layer.
+        if hasattr(self, "scorer") and module is self.scorer.score_layer:
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
 
     def forward(self, pixel_values: torch.Tensor, pruning: VideoPruning | None = None, **kwargs):
         """
