@@ -152,9 +152,10 @@ def tokens_after_cache(
 def native_inputs(model, pruned: PrunedInputs) -> dict:
     """What native `generate` gets in place of the caller's prompt: compact, with explicit mask and positions."""
     token_types = pruned.mm_token_type_ids
+    if token_types is None:  # zeros say the same, but see to it that a mask is made and not guessed from positions
+        token_types = torch.zeros_like(pruned.kept_positions)
     columns = pruned.attention_mask.shape[-1] - pruned.kept_positions.shape[-1]
-    if token_types is not None and columns:  # read by position, cached columns included
-        token_types = torch.nn.functional.pad(token_types, (columns, 0))
+    token_types = torch.nn.functional.pad(token_types, (columns, 0))  # read by position, cached columns included
     inputs = {
         "attention_mask": pruned.attention_mask,
         "position_ids": pruned.position_ids,

@@ -1,0 +1,137 @@
+"""What `forward` returns beside logits: losses, scores, masks, and the way back to the caller's sequence."""
+
+import pytest
+import torch
+
+from tests.tiny import PATCH, Part, Video, build_inputs, tiny_config, tiny_model
+
+ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 3, Video(3), 9], [8]]
+VIDEO_FRAMES = [4, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return build_inputs(ROWS, labels=True)
+
+
+def test_loss_is_task_loss_plus_weighted_temporal_loss(inputs):
+    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.25}))
+    outputs = model(**inputs)
+    assert outputs.task_loss > 0
+    assert outputs.temporal_loss > 0
+    torch.testing.assert_close(outputs.loss, outputs.task_loss + 0.25 * outputs.temporal_loss, atol=0, rtol=0)
+
+
+def test_task_loss_is_the_mean_over_kept_labels(model, inputs):
+    outputs = model(**inputs)
+    kept = outputs.kept_positions
+    labels = inputs["labels"].gather(-1, kept.clamp_min(0)).masked_fill(kept < 0, -100)
+    targets = labels[:, 1:].masked_fill(kept[:, :-1] < 0, -100).flatten()
+    expected = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets)
+    torch.testing.assert_close(outputs.task_loss, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("selector", ["cosine", "random"])
+def test_an_untrained_selector_has_no_temporal_loss(inputs, selector):
+    outputs = tiny_model(tiny_config(selector=selector))(**inputs)
+    assert outputs.temporal_loss is None
+    assert torch.equal(outputs.loss, outputs.task_loss)
+
+
+def test_without_labels_there_is_no_loss(model, inputs):
+    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    assert outputs.loss is None
+    assert outputs.task_loss is None
+    assert outputs.temporal_loss is None
+
+
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.4, 1.0])
+def test_scores_and_masks_are_per_video(model, inputs, pruning_ratio):
+    outputs = model(**inputs, pruning_ratio=pruning_ratio)
+    assert [tuple(scores.shape) for scores in outputs.token_scores] == [(frames, 9) for frames in VIDEO_FRAMES]
+    assert [tuple(mask.shape) for mask in outputs.keep_mask] == [(frames, 9) for frames in VIDEO_FRAMES]
+    dropped = [int(mask.numel() - mask.sum()) for mask in outputs.keep_mask]
+    assert dropped == [int(pruning_ratio * 9 * frames) for frames in VIDEO_FRAMES]
+    assert all(mask.dtype == torch.bool for mask in outputs.keep_mask)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_kept_positions_name_all_tokens_but_dropped_blocks(model, padding_side):
+    inputs = build_inputs(ROWS, padding_side=padding_side)
+    outputs = model(**inputs)
+    assert outputs.kept_positions.shape == outputs.logits.shape[:2]
+    placeholders = inputs["input_ids"] == PATCH
+    kept_tokens = torch.ones_like(placeholders)
+    kept_tokens[placeholders] = torch.cat([mask.flatten() for mask in outputs.keep_mask])
+    kept_tokens &= inputs["attention_mask"].bool()
+    for row, kept in enumerate(outputs.kept_positions):
+        assert torch.equal(kept[kept >= 0], kept_tokens[row].nonzero()[:, 0])
+        filler = (kept < 0).nonzero()[:, 0].tolist()
+        first = 0 if padding_side == "left" else len(kept) - len(filler)
+        assert filler == list(range(first, first + len(filler)))
+    assert (outputs.kept_positions >= 0).all(-1).any()  # the longest row has no filler
+
+
+@pytest.mark.parametrize("kind", ["text", "pruning_nothing"])
+def test_kept_positions_are_all_where_nothing_was_dropped(model, kind):
+    inputs = build_inputs([[5], [9]] if kind == "text" else ROWS)
+    outputs = model(**inputs, pruning_ratio=0)
+    assert torch.equal(outputs.kept_positions, torch.arange(outputs.logits.shape[1]).expand(len(outputs.logits), -1))
+
+
+@pytest.mark.parametrize("logits_to_keep", [1, 5, torch.tensor([0, 3, -2])], ids=["last", "last_five", "chosen"])
+@pytest.mark.parametrize("kind", ["video", "text"])
+def test_logits_to_keep_counts_in_what_is_left(model, kind, logits_to_keep):
+    inputs = build_inputs(ROWS if kind == "video" else [[5], [9]])
+    everything = model(**inputs)
+    some = model(**inputs, logits_to_keep=logits_to_keep)
+    rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    torch.testing.assert_close(some.logits, everything.logits[:, rows], atol=5e-6, rtol=0)
+    assert torch.equal(some.kept_positions, everything.kept_positions[:, rows])
+
+
+@pytest.mark.parametrize("kind", ["video", "text"])
+def test_return_dict_false_gives_a_tuple(model, kind):
+    inputs = build_inputs(ROWS if kind == "video" else [[5], [9]], labels=True)
+    outputs = model(**inputs)
+    as_tuple = model(**inputs, return_dict=False)
+    assert isinstance(as_tuple, tuple)
+    assert torch.equal(as_tuple[0], outputs.loss)
+    assert torch.equal(as_tuple[1], outputs.logits)
+    assert isinstance(model.model(**{n: v for n, v in inputs.items() if n != "labels"}, return_dict=False), tuple)
+
+
+def test_hidden_states_and_attentions_are_those_of_the_shortened_sequence(inputs):
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    outputs = model(**inputs, output_hidden_states=True, output_attentions=True)
+    batch, length = outputs.kept_positions.shape
+    layers = model.config.text_config.num_hidden_layers
+    assert [tuple(states.shape) for states in outputs.hidden_states] == [(batch, length, 48)] * (layers + 1)
+    assert [tuple(weights.shape) for weights in outputs.attentions] == [(batch, 4, length, length)] * layers
+
+
+def test_image_hidden_states_are_the_kept_features(model, inputs):
+    outputs = model(**inputs)
+    assert tuple(outputs.image_hidden_states.shape) == (sum(int(mask.sum()) for mask in outputs.keep_mask), 48)
+
+
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+def test_the_task_loss_alone_reaches_every_scorer_weight(inputs, packing):
+    model = tiny_model(tiny_config(packing=packing, model_overrides={"temporal_loss_weight": 0.0}))
+    model(**inputs).loss.backward()
+    for name, parameter in model.model.vision_tower.scorer.named_parameters():
+        assert parameter.grad is not None, name
+        if not name.endswith("k_proj.bias"):  # softmax does not see a shift of all its logits
+            assert parameter.grad.abs().max() > 1e-7, name
+
+
+def test_every_weight_up_to_the_last_feature_layer_is_trained(inputs):
+    model = tiny_model()
+    model(**inputs).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
