@@ -100,6 +100,11 @@ class STTSGeneration:
         kwargs.update(native_inputs(self.model, pruned))
         shortened_by = whole.shape[1] - length
         generation_config = shorten_limits(self.generation_config, generation_config, kwargs, shortened_by)
+        chunk_size = setting("prefill_chunk_size", kwargs, generation_config, self.generation_config)
+        if chunk_size is not None and pruned.mm_token_type_ids is not None:
+            # Vision tokens attend to each other in both directions, so no chunk may end between them.
+            vision_columns = pruned.mm_token_type_ids.any(0).nonzero()
+            kwargs["prefill_chunk_size"] = max(chunk_size, *vision_columns[-1:, 0].add(1).tolist(), 1)
         if kwargs.get("streamer") is not None and prompt is not None:
             kwargs["streamer"] = WholePromptStreamer(kwargs["streamer"], prompt.cpu())
         if cached is not None:
@@ -115,8 +120,7 @@ class STTSGeneration:
             copies = sequences.shape[0] // prompt.shape[0]
             answer = sequences[:, length:]
             sequences = torch.cat([prompt.repeat_interleave(copies, 0).to(answer.device), answer], dim=-1)
-        config = generation_config or self.generation_config
-        beams = (kwargs.get("num_beams") or config.num_beams or 1) > 1
+        beams = (setting("num_beams", kwargs, generation_config, self.generation_config) or 1) > 1
         if isinstance(output, torch.Tensor):
             remember_prompt(cache, pruned, sequences, beams)
             return sequences
@@ -155,11 +159,10 @@ def native_inputs(model, pruned: PrunedInputs) -> dict:
     if token_types is None:  # zeros say the same, but see to it that a mask is made and not guessed from positions
         token_types = torch.zeros_like(pruned.kept_positions)
     columns = pruned.attention_mask.shape[-1] - pruned.kept_positions.shape[-1]
-    token_types = torch.nn.functional.pad(token_types, (columns, 0))  # read by position, cached columns included
-    inputs = {
+    inputs = {  # chunks of a prefill are cut out of all three by their place in the cache
         "attention_mask": pruned.attention_mask,
-        "position_ids": pruned.position_ids,
-        "mm_token_type_ids": token_types,
+        "position_ids": torch.nn.functional.pad(pruned.position_ids, (columns, 0)),
+        "mm_token_type_ids": torch.nn.functional.pad(token_types, (columns, 0)),
     }
     if pruned.input_ids is None:
         return inputs | {"inputs_embeds": model.merge_features(pruned)}
@@ -173,6 +176,12 @@ def native_inputs(model, pruned: PrunedInputs) -> dict:
         rows = [row[places] for row, places in zip(merged, everywhere, strict=True)]
         inputs["mm_encoder_outputs"] = {"video": BaseModelOutputWithPooling(pooler_output=rows)}
     return inputs
+
+
+def setting(name: str, kwargs: dict, *generation_configs):
+    """What `generate` will go by: the first of the call's arguments, its configuration and the model's to set it."""
+    values = [kwargs.get(name), *(getattr(config, name, None) for config in generation_configs)]
+    return next((value for value in values if value is not None), None)
 
 
 def shorten_limits(own_config, generation_config, kwargs: dict, by: int):

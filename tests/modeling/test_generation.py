@@ -1,0 +1,219 @@
+"""Every decoding method, on prompts that lose tokens, against a loop that recomputes everything at each step."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from tests.modeling.reference import Inputs, one_by_one
+from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
+
+NEW_TOKENS = 8
+PROMPTS: dict[str, list[list[Part]]] = {
+    "one_video": [[3, Video(4), 5]],
+    "different_lengths": [[3, Video(4), 5], [2, Video(2), 9], [6]],
+    "images_and_videos": [[2, Image(), 2, Video(3), 4], [2, Video(2), 3], [2, Image((1, 1)), 3]],
+    "single_frame": [[3, Video(1), 4]],
+}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module", params=["original", "compact"])
+def model(request):
+    return tiny_model(tiny_config(model_overrides={"pruned_position_ids": request.param}))
+
+
+def next_scores(model, inputs: Inputs, prompt: torch.Tensor, pruning_ratio: float | None = None) -> torch.Tensor:
+    """Scores (1, vocabulary) of the token after `prompt` (1, L), the text so far, with everything computed anew."""
+    added = prompt.shape[1] - inputs["input_ids"].shape[1]
+    longer = inputs | {
+        "input_ids": prompt,
+        "attention_mask": torch.ones_like(prompt),
+        "mm_token_type_ids": torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, added)),
+    }
+    return model(**longer, pruning_ratio=pruning_ratio, use_cache=False).logits[:, -1]
+
+
+@torch.no_grad()
+def recompute(model, inputs: Inputs, pruning_ratio: float | None = None, steps: int = NEW_TOKENS) -> torch.Tensor:
+    """Greedy answer (1, steps) to a single row."""
+    prompt = inputs["input_ids"]
+    for _ in range(steps):
+        best = next_scores(model, inputs, prompt, pruning_ratio).argmax(-1, keepdim=True)
+        prompt = torch.cat([prompt, best], dim=-1)
+    return prompt[:, -steps:]
+
+
+def expected_sequences(model, inputs: Inputs, rows: list[list[Part]], pruning_ratio: float | None = None):
+    """The caller's whole prompt, then each row's greedy answer."""
+    answers = [recompute(model, row, pruning_ratio) for row in one_by_one(inputs, rows)]
+    return torch.cat([inputs["input_ids"], torch.cat(answers)], dim=-1)
+
+
+@pytest.mark.parametrize("rows", PROMPTS.values(), ids=PROMPTS.keys())
+@pytest.mark.parametrize("pruning_ratio", [None, 0.0, 0.3, 1.0])
+def test_greedy_equals_recomputing(model, rows, pruning_ratio):
+    inputs = build_inputs(rows)
+    sequences = model.generate(**inputs, **GREEDY, pruning_ratio=pruning_ratio)
+    assert torch.equal(sequences, expected_sequences(model, inputs, rows, pruning_ratio))
+
+
+def test_pruning_changes_the_answer(model):
+    """Otherwise the tests of this file would show nothing about pruning."""
+    inputs = build_inputs(PROMPTS["one_video"])
+    answers = [model.generate(**inputs, **GREEDY, pruning_ratio=ratio) for ratio in (0.0, 0.5, 1.0)]
+    assert len({tuple(answer[0].tolist()) for answer in answers}) == len(answers)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "without_cache": {"use_cache": False},
+    "static_cache": {"cache_implementation": "static", "disable_compile": True},
+    "own_cache": {"past_key_values": DynamicCache},
+    "chunks_that_would_split_a_video": {"prefill_chunk_size": 7},
+    "chunks_within_the_text": {"prefill_chunk_size": 31},
+}
+
+
+@pytest.mark.parametrize("left_out", ["nothing", "mm_token_type_ids", "attention_mask"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("rows", [[[3, Video(4), 25]], [[2, Image(), Video(2), 4], [3, Video(4), 53]]], ids=["1", "2"])
+def test_every_way_of_caching_gives_the_tokens_of_recomputing(model, rows, way, left_out):
+    inputs = build_inputs(rows)
+    expected = expected_sequences(model, inputs, rows)
+    if left_out == "attention_mask":
+        assert inputs.pop("attention_mask").all()
+    elif left_out == "mm_token_type_ids":  # then vision tokens are causal, as in stock Molmo2
+        expected = model.generate(**inputs, **GREEDY)
+    arguments = {name: value() if isinstance(value, type) else value for name, value in way.items()}
+    assert torch.equal(model.generate(**inputs, **GREEDY, **arguments), expected)
+
+
+@pytest.mark.parametrize("rows", [PROMPTS["one_video"], PROMPTS["images_and_videos"]], ids=["one", "mixed"])
+def test_beam_search_equals_beam_search_row_by_row(model, rows):
+    inputs = build_inputs(rows)
+    settings = GREEDY | {"num_beams": 3, "num_return_sequences": 2}
+    sequences = model.generate(**inputs, **settings)
+    length = inputs["input_ids"].shape[1]
+    assert torch.equal(sequences[:, :length], inputs["input_ids"].repeat_interleave(2, 0))
+    alone = [model.generate(**row, **settings)[:, -NEW_TOKENS:] for row in one_by_one(inputs, rows)]
+    assert torch.equal(sequences[:, length:], torch.cat(alone))
+    without_cache = model.generate(**inputs, **settings, use_cache=False)
+    assert torch.equal(sequences, without_cache)
+
+
+def test_one_beam_of_many_scores_at_least_as_well_as_greedy(model):
+    inputs = build_inputs(PROMPTS["one_video"])
+    greedy = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    chosen = greedy.sequences[:, -NEW_TOKENS:]
+    steps = torch.stack(greedy.logits, dim=1).log_softmax(-1)
+    score = steps.gather(-1, chosen[..., None]).sum()
+    beams = model.generate(**inputs, **GREEDY, num_beams=4, return_dict_in_generate=True, output_scores=True)
+    # Beam search divides by the number of new tokens to the power of `length_penalty` = 1.
+    assert float(beams.sequences_scores[0]) * NEW_TOKENS >= float(score) - 1e-4
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_sampling_equals_drawing_from_recomputed_scores(model, copies):
+    inputs = build_inputs(PROMPTS["one_video"])
+    settings = GREEDY | {"do_sample": True, "top_k": 0, "temperature": 0.7}
+    torch.manual_seed(5)
+    sequences = model.generate(**inputs, **settings, num_return_sequences=copies)
+    torch.manual_seed(5)
+    prompts = inputs["input_ids"].repeat(copies, 1)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            scores = torch.cat([next_scores(model, inputs, prompt[None]) for prompt in prompts])
+            drawn = torch.multinomial((scores / 0.7).softmax(-1), num_samples=1)
+            prompts = torch.cat([prompts, drawn], dim=-1)
+    assert torch.equal(sequences, prompts)
+
+
+def test_embeddings_in_place_of_ids_give_the_same_answer(model):
+    inputs = build_inputs(PROMPTS["images_and_videos"])
+    expected = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert torch.equal(model.generate(**inputs, **GREEDY, inputs_embeds=embeds), expected)
+
+
+def test_positions_of_the_caller_are_followed(model):
+    inputs = build_inputs(PROMPTS["different_lengths"])
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    expected = model.generate(**inputs, **GREEDY)
+    # Only distances between positions count, so a shift of all of them changes nothing.
+    assert torch.equal(model.generate(**inputs, **GREEDY, position_ids=positions + 100), expected)
+    jump = positions + 50 * (positions > 12)
+    assert not torch.equal(model.generate(**inputs, **GREEDY, position_ids=jump), expected)
+
+
+@pytest.mark.parametrize("where", ["argument", "generation_config", "model"])
+def test_max_length_counts_the_whole_prompt(model, where):
+    inputs = build_inputs(PROMPTS["one_video"])
+    limit = inputs["input_ids"].shape[1] + 3
+    settings = {name: value for name, value in GREEDY.items() if name != "max_new_tokens"}
+    before = model.generation_config
+    try:
+        if where == "argument":
+            sequences = model.generate(**inputs, **settings, max_length=limit)
+        elif where == "generation_config":
+            sequences = model.generate(**inputs, generation_config=GenerationConfig(**settings, max_length=limit))
+        else:
+            model.generation_config = GenerationConfig(**settings, max_length=limit)
+            sequences = model.generate(**inputs)
+    finally:
+        model.generation_config = before
+    assert sequences.shape[1] == limit
+
+
+@pytest.mark.parametrize("as_embeddings", [False, True], ids=["ids", "embeddings"])
+def test_min_length_counts_the_whole_prompt(model, as_embeddings):
+    inputs = build_inputs(PROMPTS["one_video"])
+    length = inputs["input_ids"].shape[1]
+    first = int(model.generate(**inputs, **GREEDY)[0, length])
+    if as_embeddings:
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    settings = GREEDY | {"eos_token_id": first}
+    shown = 0 if as_embeddings else length
+    assert model.generate(**inputs, **settings).shape[1] == shown + 1
+    # As in transformers, an end is forbidden while the text so far is shorter.
+    assert model.generate(**inputs, **settings, min_length=length).shape[1] == shown + 1
+    assert model.generate(**inputs, **settings, min_length=length + 1).shape[1] > shown + 1
+    assert model.generate(**inputs, **settings, min_length=length + 5).shape[1] > shown + 5
+
+
+def test_the_callers_generation_config_is_left_alone(model):
+    inputs = build_inputs(PROMPTS["one_video"])
+    config = GenerationConfig(**{**GREEDY, "max_new_tokens": None}, max_length=60, min_length=59)
+    before = config.to_dict()
+    own = model.generation_config.to_dict()
+    model.generate(**inputs, generation_config=config)
+    assert config.to_dict() == before
+    assert model.generation_config.to_dict() == own
+
+
+def test_the_callers_inputs_are_left_alone(model):
+    inputs = build_inputs(PROMPTS["images_and_videos"])
+    before = {name: value.clone() for name, value in inputs.items()}
+    model.generate(**inputs, **GREEDY)
+    assert all(torch.equal(inputs[name], value) for name, value in before.items())
+
+
+class Recorder:
+    def __init__(self):
+        self.values: list[torch.Tensor] = []
+        self.ended = False
+
+    def put(self, value):
+        self.values.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_streamer_gets_the_whole_prompt_and_then_each_token(model):
+    inputs = build_inputs(PROMPTS["one_video"])
+    streamer = Recorder()
+    sequences = model.generate(**inputs, **GREEDY, streamer=streamer)
+    assert torch.equal(streamer.values[0], inputs["input_ids"])
+    assert torch.equal(torch.cat(streamer.values[1:]), sequences[0, inputs["input_ids"].shape[1] :])
+    assert streamer.ended
