@@ -1,0 +1,274 @@
+"""The vision tower and connector against the naive reference and against stock Molmo2, forward and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
+from transformers.models.molmo2.modeling_molmo2 import Molmo2Model
+
+from stts_hf.modeling import packing_stts
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.packing_stts import FrameBins
+from tests.modeling.towers import (
+    FFD,
+    FORWARD_TOLERANCE,
+    assert_features_close,
+    assert_gradients_close,
+    encode,
+    encode_naively,
+    gradients,
+    largest_difference,
+    video_inputs,
+    weighted,
+)
+from tests.tiny import image_inputs, tiny_config, tiny_model
+
+
+def case(name: str, num_frames: list[int] | None = None, ratio: float = 0.5, **overrides: Any):
+    return pytest.param(num_frames or [4, 2, 1], ratio, overrides, id=name)
+
+
+CASES = [
+    case("varlen"),
+    case("bins", packing=FFD),
+    case("refill", packing=FFD, refill_single_frame_bins=True),
+    case("refill-two-in-three", packing=FFD, refill_single_frame_bins=True, ratio=0.3),
+    case("cosine", selector="cosine"),
+    case("cosine-bins", selector="cosine", packing=FFD),
+    case("random", selector="random"),
+    case("rescaled-by-frame", score_rescaling="frame"),
+    case("not-rescaled", score_rescaling="none"),
+    case("ratio-0", ratio=0.0),
+    case("ratio-0-bins", ratio=0.0, packing=FFD),
+    case("ratio-30", ratio=0.3),
+    case("ratio-80", ratio=0.8),
+    case("ratio-80-bins", ratio=0.8, packing=FFD),
+    case("ratio-99", ratio=0.99),
+    case("single-frame", [1]),
+    case("features-before-only", feature_layers=[2, 0]),
+    case("features-at-and-before", feature_layers=[0, 2, 5]),
+    case("features-right-after", feature_layers=[3]),
+    case("features-right-after-bins", feature_layers=[3], packing=FFD),
+    case("features-everywhere", feature_layers=[4, 2, 5, 3, 1]),
+    case("features-everywhere-refilled", feature_layers=[4, 2, 5, 3, 1], packing=FFD, refill_single_frame_bins=True),
+    case("features-counted-from-the-end", feature_layers=[-1, -4]),
+    case("layer-0", pruning_layer=0),
+    case("layer-0-features-0-and-1", pruning_layer=0, feature_layers=[1, 0]),
+    case("layer-last", pruning_layer=4),
+    case("layer-last-bins", pruning_layer=4, packing=FFD),
+    case("borders-8x8", image_size=[16, 16]),
+    case("borders-8x8-bins", image_size=[16, 16], packing=FFD),
+    case("borders-8x8-refill", image_size=[16, 16], packing=FFD, refill_single_frame_bins=True),
+    case("borders-8x8-cosine", image_size=[16, 16], selector="cosine"),
+    case("borders-on-all-sides-7x10", image_size=[14, 20]),
+    case("borders-ratio-0", image_size=[14, 20], ratio=0.0),
+    case("borders-features-everywhere", image_size=[14, 20], feature_layers=[4, 2, 3, 1]),
+    case("not-square", image_size=[12, 18]),
+    case("window-2x3", image_size=[12, 18], pooling_size=[2, 3]),
+    case("window-2x3-bins", image_size=[12, 18], pooling_size=[2, 3], packing=FFD),
+    case("window-3x2-borders", image_size=[14, 18], pooling_size=[3, 2]),
+    case("window-1x1", image_size=[6, 8], pooling_size=[1, 1]),
+    case("window-of-the-whole-frame", image_size=[6, 6], pooling_size=[3, 3]),
+    case("molmo2-27x27", [2, 2], ratio=0.6, image_size=[54, 54]),
+    case("molmo2-27x27-refill", [3], ratio=0.4, image_size=[54, 54], packing=FFD, refill_single_frame_bins=True),
+]
+
+
+@pytest.mark.parametrize(("num_frames", "ratio", "overrides"), CASES)
+def test_tower_is_the_naive_one(num_frames, ratio, overrides):
+    model = tiny_model(tiny_config(**overrides))
+    inputs = video_inputs(model.config, num_frames)
+    actual, expected = encode(model, inputs, ratio), encode_naively(model, inputs, ratio, num_frames)
+
+    assert [mask.tolist() for mask in actual.keep_mask] == [mask.tolist() for mask in expected.keep_masks]
+    features = torch.cat(actual.pooler_output)
+    assert_features_close(features, expected.pooled_features)
+    assert_gradients_close(gradients(weighted(features), model), gradients(weighted(expected.pooled_features), model))
+    if expected.scores is None:
+        assert actual.temporal_loss is None
+        return
+    for scores, expected_scores in zip(actual.token_scores, expected.scores, strict=True):
+        torch.testing.assert_close(scores, expected_scores, rtol=0, atol=FORWARD_TOLERANCE)
+    torch.testing.assert_close(actual.temporal_loss, expected.temporal_loss, rtol=0, atol=FORWARD_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"packing": FFD}, {"image_size": [16, 16]}], ids=["varlen", "bins", "borders"]
+)
+def test_eager_attention_gives_the_same(overrides):
+    model = tiny_model(tiny_config(**overrides))
+    inputs = video_inputs(model.config, [4, 2])
+    expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    expected_gradients = gradients(weighted(expected), model)
+    model.set_attn_implementation("eager")
+    actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    assert_features_close(actual, expected)
+    assert_gradients_close(gradients(weighted(actual), model), expected_gradients)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("image_size", [[18, 18], [14, 20]], ids=["divisible", "borders"])
+def test_both_layouts_give_the_same(image_size, ratio):
+    model = tiny_model(tiny_config(image_size=image_size))
+    inputs = video_inputs(model.config, [5, 1, 3])
+    varlen = encode(model, inputs, ratio)
+    model.config.vision_config.packing = FFD
+    bins = encode(model, inputs, ratio)
+    assert torch.equal(torch.cat(varlen.keep_mask), torch.cat(bins.keep_mask))
+    features, expected = torch.cat(bins.pooler_output), torch.cat(varlen.pooler_output)
+    assert_features_close(features, expected)
+    assert_gradients_close(gradients(weighted(features), model), gradients(weighted(expected), model))
+
+
+def test_a_leaked_neighbour_in_the_sequence_would_be_seen(monkeypatch):
+    model = tiny_model()
+    inputs = video_inputs(model.config, [4, 2])
+    expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    exact = packing_stts.cumulative_lengths
+
+    def off_by_one(lengths: torch.Tensor) -> torch.Tensor:
+        bounds = exact(lengths)
+        bounds[1] -= 1
+        return bounds
+
+    monkeypatch.setattr(packing_stts, "cumulative_lengths", off_by_one)
+    actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    assert largest_difference(actual, expected) > 100 * FORWARD_TOLERANCE
+
+
+def test_a_frame_leaked_into_its_bin_would_be_seen(monkeypatch):
+    model = tiny_model(tiny_config(packing=FFD))
+    inputs = video_inputs(model.config, [4, 2])
+    expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    monkeypatch.setattr(FrameBins, "attention_mask", lambda bins: (bins.frame >= 0)[:, None, None, :])
+    actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    assert largest_difference(actual, expected) > 100 * FORWARD_TOLERANCE
+
+
+def test_the_previous_video_taken_for_the_previous_frame_would_be_seen():
+    model = tiny_model()
+    inputs = video_inputs(model.config, [3, 3])
+    actual = torch.cat(encode(model, inputs, 0.5).token_scores)
+    wrong = encode_naively(model, inputs, 0.5, [6]).scores[0]
+    assert (actual[3] - wrong[3]).abs().max() > 100 * FORWARD_TOLERANCE
+    torch.testing.assert_close(actual[[0, 1, 2, 4, 5]], wrong[[0, 1, 2, 4, 5]], rtol=0, atol=FORWARD_TOLERANCE)
+
+
+@pytest.mark.parametrize("selector", ["scorer", "cosine", "random"])
+@pytest.mark.parametrize("packing", ["varlen", FFD])
+def test_a_video_does_not_depend_on_its_batch(packing, selector):
+    model = tiny_model(tiny_config(packing=packing, selector=selector))
+    together = video_inputs(model.config, [4, 2])
+    num_patches = together["pixel_values_videos"].shape[1]
+    features = encode(model, together, 0.5).pooler_output
+    for video, frames in enumerate([slice(0, 4), slice(4, 6)]):
+        alone = video_inputs(model.config, [frames.stop - frames.start])
+        alone["pixel_values_videos"] = together["pixel_values_videos"][frames]
+        assert alone["video_token_pooling"].max() < len(alone["pixel_values_videos"]) * num_patches
+        assert_features_close(encode(model, alone, 0.5).pooler_output[0], features[video])
+
+
+def test_the_second_video_changes_nothing_of_the_first():
+    model = tiny_model()
+    inputs = video_inputs(model.config, [3, 3])
+    before = encode(model, inputs, 0.5)
+    inputs["pixel_values_videos"][3:] = torch.randn_like(inputs["pixel_values_videos"][3:])
+    after = encode(model, inputs, 0.5)
+    assert torch.equal(before.token_scores[0], after.token_scores[0])
+    assert_features_close(after.pooler_output[0], before.pooler_output[0])
+    assert not torch.equal(before.token_scores[1], after.token_scores[1])
+
+
+def test_after_the_pruning_layer_only_survivors_are_computed():
+    model = tiny_model()
+    inputs = video_inputs(model.config, [4])
+    rows = {}
+    for index, layer in enumerate(model.model.vision_tower.layers):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.fc1"):
+
+            def count(module, arguments, key=(index, name)):
+                rows[key] = arguments[0].shape[:-1].numel()
+
+            layer.get_submodule(name).register_forward_pre_hook(count)
+    encode(model, inputs, 0.5)
+    everything, survivors = 4 * 81, 2 * 81
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.fc1")
+    assert [rows[2, name] for name in names] == [everything] * 4
+    assert [rows[3, name] for name in names] == [survivors, everything, survivors, survivors]
+    assert [rows[4, name] for name in names] == [survivors] * 4
+
+
+def test_ratio_one_leaves_no_feature():
+    model = tiny_model()
+    output = encode(model, video_inputs(model.config, [3, 2]), 1.0)
+    assert [features.shape for features in output.pooler_output] == [(0, 48), (0, 48)]
+    assert not torch.cat(output.keep_mask).any()
+    assert [scores.shape for scores in output.token_scores] == [(3, 9), (2, 9)]
+
+
+@pytest.fixture(scope="module")
+def stock_and_ours() -> tuple[Molmo2Model, STTSForConditionalGeneration]:
+    """Stock Molmo2 and ours with the same weights."""
+    model = tiny_model()
+    settings = model.config.to_dict()
+    stock = Molmo2Model(
+        Molmo2Config(**{name: settings[name] for name in ("vision_config", "adapter_config", "text_config")})
+    )
+    loaded = stock.load_state_dict(model.model.state_dict(), strict=False)
+    assert not loaded.missing_keys
+    assert all(".scorer." in name for name in loaded.unexpected_keys)
+    return stock.eval(), model
+
+
+def test_images_go_through_the_tower_as_in_stock_molmo2(stock_and_ours):
+    stock, model = stock_and_ours
+    pixels = image_inputs([(1, 2)], model.config)["pixel_values"]
+    expected = stock.vision_tower(pixels, output_hidden_states=True)
+    actual = model.model.vision_tower(pixels, output_hidden_states=True)
+    assert torch.equal(actual.last_hidden_state, expected.last_hidden_state)
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for ours, theirs in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_image_features_are_those_of_stock_molmo2(stock_and_ours):
+    stock, model = stock_and_ours
+    inputs = image_inputs([(1, 2), (2, 1)], model.config)
+    arguments = {name: inputs[name] for name in ("pixel_values", "image_token_pooling", "image_grids")}
+    expected = stock.get_image_features(**arguments).pooler_output
+    actual = model.model.get_image_features(**arguments).pooler_output
+    assert [torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("packing", ["varlen", FFD])
+def test_ratio_zero_is_stock_molmo2(stock_and_ours, packing):
+    stock, model = stock_and_ours
+    inputs = video_inputs(model.config, [3, 2])
+    expected = stock.get_video_features(**inputs).pooler_output
+    model.config.vision_config.packing = packing
+    actual = encode(model, inputs, 0.0).pooler_output
+    model.config.vision_config.packing = "varlen"
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_features_close(ours, theirs)
+
+
+def test_an_untrained_scorer_scores_one_half():
+    model = STTSForConditionalGeneration(tiny_config())
+    output = encode(model, video_inputs(model.config, [3]), 0.5)
+    assert (output.token_scores[0] == 0.5).all()
+
+
+def test_grouped_key_heads_are_repeated():
+    grouped = tiny_model(tiny_config(num_key_value_heads=2))
+    full = tiny_model()
+    state = grouped.state_dict()
+    for name, weight in state.items():
+        if ".vision_tower.layers." in name and (".k_proj." in name or ".v_proj." in name):
+            heads = weight.unflatten(0, (2, 8)).repeat_interleave(2, dim=0)
+            state[name] = heads.flatten(0, 1)
+    full.load_state_dict(state)
+    inputs = video_inputs(full.config, [4])
+    for ratio in (0.0, 0.5):
+        expected = torch.cat(encode(full, inputs, ratio).pooler_output)
+        assert_features_close(torch.cat(encode(grouped, inputs, ratio).pooler_output), expected)

@@ -1,0 +1,134 @@
+"""The vision tower in training: where gradients go, checkpointing, half precision, and what is random."""
+
+import pytest
+import torch
+
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from tests.modeling.towers import (
+    FFD,
+    assert_gradients_close,
+    encode,
+    encode_naively,
+    gradients,
+    video_inputs,
+    vision_parameters,
+    weighted,
+)
+from tests.tiny import tiny_config, tiny_model
+
+
+@pytest.mark.parametrize("packing", ["varlen", FFD])
+def test_features_alone_send_gradients_to_every_scorer_weight(packing):
+    model = tiny_model(tiny_config(packing=packing))
+    inputs = video_inputs(model.config, [4, 2])
+    found = gradients(weighted(torch.cat(encode(model, inputs, 0.5).pooler_output)), model)
+    scorer = {name: gradient for name, gradient in found.items() if ".scorer." in name}
+    assert len(scorer) == 14
+    without = {name for name, gradient in scorer.items() if gradient.abs().max() < 1e-7}
+    # A key's bias shifts all logits of a query alike, so softmax gives it none but rounding.
+    assert without <= {"vision_tower.scorer.token_pooler.k_proj.bias"}
+
+
+@pytest.mark.parametrize("selector", ["cosine", "random"])
+def test_an_untrained_selector_asks_nothing_of_the_scorer(selector):
+    model = tiny_model(tiny_config(selector=selector))
+    inputs = video_inputs(model.config, [3])
+    output = encode(model, inputs, 0.5)
+    assert output.temporal_loss is None
+    found = gradients(weighted(output.pooler_output[0]), model)
+    assert not any(gradient.any() for name, gradient in found.items() if ".scorer." in name)
+
+
+def training_gradients(model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of features and temporal loss, through `backward` as a trainer does it."""
+    model.zero_grad()
+    output = encode(model, inputs, 0.5)
+    (weighted(torch.cat(output.pooler_output)) + output.temporal_loss).backward()
+    return {name: p.grad.clone() for name, p in vision_parameters(model).items() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the layers below a trained scorer
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-trained", "scorer-alone"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+@pytest.mark.parametrize("packing", ["varlen", FFD])
+def test_gradient_checkpointing_changes_no_gradient(packing, use_reentrant, frozen):
+    model = tiny_model(tiny_config(packing=packing)).train()
+    if frozen:
+        model.requires_grad_(False)
+        model.model.vision_tower.scorer.requires_grad_(True)
+    inputs = video_inputs(model.config, [4, 2])
+    expected = training_gradients(model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    calls = []
+    model.model.vision_tower.layers[3].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    actual = training_gradients(model, inputs)
+    assert len(calls) == 2  # computed again in the backward pass
+    assert actual.keys() == expected.keys()
+    assert any(".scorer." in name for name in actual)
+    assert_gradients_close(actual, expected)
+
+
+@pytest.mark.parametrize("packing", ["varlen", FFD])
+def test_bfloat16_autocast_keeps_scores_in_float32(packing):
+    model = tiny_model(tiny_config(packing=packing)).train()
+    inputs = video_inputs(model.config, [4, 2])
+    exact = encode(model, inputs, 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = encode(model, inputs, 0.5)
+        loss = weighted(torch.cat(output.pooler_output).float()) + output.temporal_loss
+    loss.backward()
+    scores = torch.cat(output.token_scores)
+    assert scores.dtype == output.temporal_loss.dtype == torch.float32
+    torch.testing.assert_close(scores, torch.cat(exact.token_scores), rtol=0, atol=0.1)  # 8 bits, four layers deep
+    assert [mask.sum() for mask in output.keep_mask] == [mask.sum() for mask in exact.keep_mask]
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert model.model.vision_tower.scorer.input_layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("image_size", [[18, 18], [14, 20]], ids=["divisible", "borders"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_is_finite_forward_and_backward(dtype, image_size):
+    model = tiny_model(tiny_config(image_size=image_size)).to(dtype)
+    output = encode(model, video_inputs(model.config, [4, 2]), 0.5)
+    features = torch.cat(output.pooler_output)
+    assert features.dtype == dtype
+    assert torch.cat(output.token_scores).dtype == torch.float32
+    (weighted(features.float()) + output.temporal_loss).backward()
+    found = [p.grad for p in vision_parameters(model).values() if p.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in found)
+    assert features.isfinite().all()
+
+
+def test_random_selection_differs_between_calls_in_training_alone():
+    model = tiny_model(tiny_config(selector="random"))
+    inputs = video_inputs(model.config, [4])
+    masks = [encode(model, inputs, 0.5).keep_mask[0] for _ in range(2)]
+    assert torch.equal(*masks)
+    model.train()
+    masks = [encode(model, inputs, 0.5).keep_mask[0] for _ in range(2)]
+    assert not torch.equal(*masks)
+
+
+def test_the_seed_decides_the_random_selection():
+    inputs = video_inputs(tiny_config(), [4])
+    masks = []
+    for seed in (0, 1, 0):
+        model = tiny_model(tiny_config(selector="random", selector_seed=seed))
+        masks.append(encode(model, inputs, 0.5).keep_mask[0])
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_temporal_loss_is_left_out_unless_asked_for():
+    model = tiny_model()
+    output = model.model.get_video_features(**video_inputs(model.config, [3]), pruning_ratio=0.5)
+    assert output.temporal_loss is None
+
+
+@pytest.mark.parametrize("detach", [True, False], ids=["detached", "attached"])
+def test_targets_of_the_temporal_loss_pass_gradients_as_configured(detach):
+    model = tiny_model(tiny_config(model_overrides={"detach_temporal_target": detach}))
+    inputs = video_inputs(model.config, [3])
+    actual, expected = encode(model, inputs, 0.5), encode_naively(model, inputs, 0.5, [3])
+    assert_gradients_close(gradients(actual.temporal_loss, model), gradients(expected.temporal_loss, model))
