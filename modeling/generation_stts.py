@@ -6,6 +6,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from .configuration_stts import check_pruning_ratio
 from .inputs_stts import PrunedInputs, check_text_attention
 from .sequence_stts import CachedPrompt
 
@@ -70,6 +71,8 @@ class STTSGeneration:
         prompt. `past_key_values` of an earlier call may be reused with a longer prompt: leave out the videos that it
         has already seen. Raises `ValueError` where cache and prompt do not belong together.
         """
+        if pruning_ratio is not None:
+            check_pruning_ratio(pruning_ratio)
         cache = kwargs.get("past_key_values")
         cached: CachedPrompt | None = getattr(cache, "pruned_prompt", None)
         if kwargs.get("pixel_values_videos") is None and cached is None:
@@ -82,8 +85,10 @@ class STTSGeneration:
         whole = prompt if prompt is not None else embeds
         attention_mask = kwargs.get("attention_mask")
         new = tokens_after_cache(whole, attention_mask, cached, cache)
+        if cached is not None and setting("use_cache", kwargs, generation_config, self.generation_config) is False:
+            raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
         position_ids = kwargs.get("position_ids")
-        if position_ids is None and attention_mask is not None and new is whole:
+        if position_ids is None and attention_mask is not None and cached is None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
         kwargs.pop("image_num_crops", None)
         pruned = self.model.prune_inputs(
@@ -115,17 +120,17 @@ class STTSGeneration:
             if cached is not None:
                 cache.pruned_prompt = cached
             raise
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        sequences = answer = output if isinstance(output, torch.Tensor) else output.sequences
         if prompt is not None:
             copies = sequences.shape[0] // prompt.shape[0]
             answer = sequences[:, length:]
             sequences = torch.cat([prompt.repeat_interleave(copies, 0).to(answer.device), answer], dim=-1)
         beams = (setting("num_beams", kwargs, generation_config, self.generation_config) or 1) > 1
         if isinstance(output, torch.Tensor):
-            remember_prompt(cache, pruned, sequences, beams)
+            remember_prompt(cache, pruned.cached_after, answer, beams)
             return sequences
         output.sequences = sequences
-        remember_prompt(getattr(output, "past_key_values", None), pruned, sequences, beams)
+        remember_prompt(getattr(output, "past_key_values", None), pruned.cached_after, answer, beams)
         return output
 
 
@@ -201,19 +206,21 @@ def shorten_limits(own_config, generation_config, kwargs: dict, by: int):
     return generation_config
 
 
-def remember_prompt(cache, pruned: PrunedInputs, sequences: torch.Tensor, beams: bool) -> None:
+def remember_prompt(cache, prompt: CachedPrompt | None, answer: torch.Tensor, beams: bool) -> None:
     """
-    Notes on a cache what it holds of the caller's `sequences` (B * copies, L + new), for the next turn. After beam
-    search the cache's rows are those of beams, so it is marked as one that no prompt fits.
+    Notes on a cache that it holds a `prompt` and the `answer` (B * copies, new), for the next turn. After beam search
+    the cache's rows are those of beams, so it is marked as one that no prompt fits.
     """
-    after = pruned.cached_after
-    if after is None or cache is None:
+    if prompt is None or cache is None:
         return
-    copies = 0 if beams else sequences.shape[0] // after.kept_positions.shape[0]
-    grown = int(cache.get_seq_length()) - after.kept_positions.shape[1]
+    copies = 0 if beams else answer.shape[0] // prompt.kept_positions.shape[0]
+    grown = int(cache.get_seq_length()) - prompt.kept_positions.shape[1]
     after = CachedPrompt(
-        after.kept_positions.repeat_interleave(copies, 0), after.seen, after.next_position.repeat_interleave(copies, 0)
+        prompt.kept_positions.repeat_interleave(copies, 0),
+        prompt.seen,
+        prompt.next_position.repeat_interleave(copies, 0),
     ).extended(grown)
-    if sequences.shape[1] >= after.seen:
-        after.token_ids = sequences[:, : after.seen]
+    if prompt.token_ids is not None and copies:
+        known = prompt.token_ids.repeat_interleave(copies, 0).to(answer.device)
+        after.token_ids = torch.cat([known, answer[:, :grown]], dim=-1)
     cache.pruned_prompt = after

@@ -158,6 +158,13 @@ def prune_inputs(
         raise ValueError("`mm_token_type_ids` is None, but training needs it; pass all that the processor returns.")
     batch_size, length = tokens.shape[:2]
     cached = getattr(past_key_values, "pruned_prompt", None)
+    if cached is not None and (pixel_values is not None or pixel_values_videos is not None):
+        raise ValueError(
+            f"`{'pixel_values' if pixel_values_videos is None else 'pixel_values_videos'}` came with `past_key_values` "
+            "that hold a video already. Vision tokens attend to each other in both directions, so the cached ones "
+            "would not be the same any more. Leave out what the cache has seen; for anything new, pass the whole "
+            "conversation with all its videos and images again, without `past_key_values`."
+        )
     columns = past_key_values.get_seq_length() if past_key_values is not None else 0
     ever_dropped = cached is not None
     if cached is None:  # nothing was dropped so far: the cache's columns are the caller's tokens
@@ -214,6 +221,9 @@ def prune_inputs(
         mask = torch.cat([past_mask, sequence.take_mask(new_mask)], dim=-1)
     cached_after = None
     if ever_dropped:
+        token_ids = input_ids if cached.seen == 0 else None
+        if input_ids is not None and cached.token_ids is not None:
+            token_ids = torch.cat([cached.token_ids.to(input_ids.device), input_ids], dim=-1)
         last = mask[:, -positions.shape[1] :].bool() if mask.dim() == 2 else ~sequence.is_filler
         cached_after = CachedPrompt(
             torch.cat(
@@ -222,6 +232,7 @@ def prune_inputs(
             ),
             cached.seen + length,
             positions.masked_fill(~last, 0).amax(-1, keepdim=True) + 1,
+            token_ids,
         )
     filler_id = getattr(model.config, "pad_token_id", None) or 0
     return PrunedInputs(
@@ -283,9 +294,14 @@ class RowPlan:
             return cls([list(range(len(tokens_per_video)))], tokens_per_video, None, False)
         counts = [of_videos.sum(-1)]
         if padding:
-            counts += [mask.bool().sum(-1), mask[:, -1].bool().long()]
+            counts += [mask.bool().sum(-1), mask[:, -1].bool().long(), (of_videos & ~mask.bool()).sum(-1)]
         read = torch.stack(counts).tolist()
         rows = assign_videos_to_rows(read[0], tokens_per_video)
+        if padding and any(read[3]):
+            raise ValueError(
+                f"`attention_mask` hides {sum(read[3])} video placeholder tokens, but may hide only padding. Take the "
+                "videos themselves out of the call."
+            )
         return cls(rows, tokens_per_video, read[1] if padding else None, padding and not all(read[2]))
 
     def new_length(self, num_kept: list[int], length: int) -> int:

@@ -157,12 +157,9 @@ class STTSModel(Molmo2Model):
         cached = getattr(past_key_values, "pruned_prompt", None)
         if pixel_values is not None or pixel_values_videos is not None or mm_encoder_outputs:
             check_text_attention(self.config.text_config)
-        if pixel_values_videos is None and (cached is None or pixel_values is not None):
-            if cached is not None:
-                raise ValueError(
-                    "`pixel_values` came with `past_key_values` of a call that dropped video tokens, which is not "
-                    "supported. Call again without `past_key_values`."
-                )
+        if pruning_ratio is not None:
+            check_pruning_ratio(pruning_ratio)
+        if pixel_values_videos is None and cached is None:
             if pixel_values is not None and (image_token_pooling is None or image_grids is None):
                 raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
             if mm_encoder_outputs and attention_mask is None and past_key_values is None:
