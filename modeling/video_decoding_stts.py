@@ -159,25 +159,26 @@ class _Reader:
     def _index(self) -> None:
         """Reads all packets; sets `times`, `duration`, `fps` and, where frames can be found by time, `_ticks`."""
         stream = self._stream
+        # An edit list may hide frames (`is_discard`), also keyframes that others are decoded from.
         packets = [
-            (packet.pts, packet.duration or 0, packet.is_keyframe)
-            for packet in self._packets()
-            if not packet.is_discard
+            (packet.pts, packet.duration or 0, packet.is_discard, packet.is_keyframe) for packet in self._packets()
         ]
-        if not packets:
+        visible = [(pts, length) for pts, length, is_hidden, _ in packets if not is_hidden]
+        if not visible:
             raise ValueError(f"{self.name} holds no video frames. Pass a file that a video player opens.")
-        self._keyframes = [pts for pts, _, is_keyframe in packets if is_keyframe] or [packets[0][0]]
+        self._keyframes = [pts for pts, _, _, is_keyframe in packets if is_keyframe] or [packets[0][0]]
         self._ticks: list[int] | None = None
         header_fps = stream.average_rate or stream.guessed_rate or _FALLBACK_FPS
-        if any(pts is None for pts, _, _ in packets) or _descends(self._keyframes):
+        if any(pts is None for pts, _, _, _ in packets) or _descends(self._keyframes):
             # A raw stream has no times, and a recording that was joined together starts over: only counting is left.
-            shown = [position / header_fps for position in range(len(packets))]
+            shown = [position / header_fps for position in range(len(visible))]
             length = 1 / header_fps
         else:
-            start = self._keyframes[0]  # what is shown before it refers to frames that are not in the file
-            ticks = sorted({pts for pts, _, _ in packets if pts >= start})
-            shown = [(tick - start) * stream.time_base for tick in ticks]
-            length = max(length for pts, length, _ in packets if pts == ticks[-1]) * stream.time_base
+            # What is shown before the first keyframe refers to frames that are not in the file.
+            times = {pts for pts, _ in visible}
+            ticks = sorted({pts for pts in times if pts >= self._keyframes[0]} or times)
+            shown = [(tick - ticks[0]) * stream.time_base for tick in ticks]
+            length = max(length for pts, length in visible if pts == ticks[-1]) * stream.time_base
             if self._container.format.name != "avi":  # AVI stores times in the order of decoding
                 self._ticks = ticks
         fps = (len(shown) - 1) / shown[-1] if len(shown) > 1 else 1 / (length or 1 / _FALLBACK_FPS)
@@ -312,9 +313,10 @@ def _video_stream(container: Any, name: str) -> Any:
     streams = [stream for stream in container.streams.video if not stream.disposition & cover]
     is_text = container.format.name == "tty"
     if is_text or not streams:
-        kinds = "text" if is_text else ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
+        kinds = {"a cover picture" if stream.type == "video" else stream.type for stream in container.streams}
+        held = "text" if is_text else ", ".join(sorted(kinds)) or "nothing"
         container.close()
-        raise ValueError(f"There is no video in {name}, it holds {kinds}. Pass a file with a video stream.")
+        raise ValueError(f"There is no video in {name}, it holds {held}. Pass a file with a video stream.")
     return streams[0]
 
 

@@ -91,10 +91,16 @@ def write_clip(
     return path
 
 
-def write_audio(path: Path | str) -> Path:
-    """A file with sound and nothing to see."""
-    with av.open(str(path), "w") as container:
+def write_audio(path: Path | str, cover: bool = False) -> Path:
+    """A file with sound and nothing to see, but for a cover picture if asked for."""
+    with av.open(str(path), "w", format="mp4") as container:
         sound = container.add_stream("aac", rate=16000)
+        if cover:
+            picture: Any = container.add_stream("mjpeg", rate=1)
+            picture.height, picture.width, picture.pix_fmt = 96, 128, "yuvj420p"
+            picture.disposition = av.stream.Disposition.attached_pic
+            container.mux(picture.encode(av.VideoFrame.from_ndarray(numbered_frame(0), format="rgb24")))
+            container.mux(picture.encode(None))
         for second in range(2):
             _mux_one_second_of_silence(container, sound, second)
         container.mux(sound.encode(None))
@@ -120,6 +126,15 @@ def set_display_matrix(path: Path | str, matrix: tuple[int, int, int, int]) -> N
     start = header + (56 if version == 1 else 44)
     a, b, c, d = (value << 16 for value in matrix)
     data[start : start + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    Path(path).write_bytes(bytes(data))
+
+
+def hide_beginning(path: Path | str, seconds: float) -> None:
+    """Makes an mp4's edit list start `seconds` into the video, as a lossless cut does (ISO 14496-12, 8.6.6)."""
+    data = bytearray(Path(path).read_bytes())
+    scale = struct.unpack_from(">I", data, data.index(b"mdhd") + 16)[0]
+    first_entry = data.index(b"elst") + 12  # type, version and flags, number of entries
+    struct.pack_into(">i", data, first_entry + 4, round(seconds * scale))
     Path(path).write_bytes(bytes(data))
 
 

@@ -16,6 +16,7 @@ from stts_hf.modeling.frame_sampling_stts import frame_budget, sample_indices, s
         (64, 0.5, 128),
         (64, 0, 64),
         (7, 0.3, 10),  # 7 / (1 - 0.3) is a little more than 10 in floating point
+        (9, 0.1, 10),  # and so is 9 / (1 - 0.1) when the float 0.1 is taken at its exact value
         (64, 1 - 0.36, 178),
         (64, 0.999, 64000),
     ],

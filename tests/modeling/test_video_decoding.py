@@ -13,6 +13,7 @@ from stts_hf.modeling.video_decoding_stts import decode_video
 from tests.clips import (
     decode_everything,
     frame_number,
+    hide_beginning,
     numbered_frame,
     set_display_matrix,
     shown_at,
@@ -101,6 +102,22 @@ def test_recording_that_starts_over_is_counted(tmp_path):
     frames, metadata = decode_video(tmp_path / "joined.ts", lambda found: [0, 2.0, found.duration])
     assert [frame_number(frame) for frame in frames] == [0, 0, 49]
     assert metadata.total_num_frames == 100
+
+
+def test_h264_in_avi_is_counted(tmp_path):
+    path = write_clip(tmp_path / "a.avi", 60, max_b_frames=2)
+    frames, metadata = decode_video(path, lambda found: [0, 0.3, 0.6, 1.5, found.duration])
+    assert [frame_number(frame) for frame in frames] == [0, 7, 15, 37, 59]
+    assert metadata.frame_times == pytest.approx([0, 0.28, 0.6, 1.48, 2.36])
+
+
+def test_beginning_hidden_by_an_edit_list_stays_hidden(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", 40)
+    hide_beginning(path, 5 / 25)  # in the middle of a group: its keyframe is hidden but needed
+    frames, metadata = decode_video(path, lambda found: [0, 0.08, 1.0, found.duration])
+    assert [frame_number(frame) for frame in frames] == [5, 7, 30, 39]
+    assert metadata.frame_times == pytest.approx([0, 0.08, 1.0, 1.36])
+    assert metadata.total_num_frames == 35
 
 
 def test_leaves_out_what_lies_between(tmp_path, monkeypatch):
@@ -210,6 +227,11 @@ def test_other_objects_are_refused():
 def test_sound_alone_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds audio"):
         decode_video(write_audio(tmp_path / "a.m4a"))
+
+
+def test_sound_with_a_cover_picture_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds a cover picture, audio"):
+        decode_video(write_audio(tmp_path / "a.m4a", cover=True))
 
 
 def test_cut_off_before_the_index_is_refused(tmp_path):
