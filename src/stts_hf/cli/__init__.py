@@ -1,0 +1,1 @@
+"""The `stts-hf` command: `main` dispatches, and each sub-command has its file."""

@@ -1,0 +1,1 @@
+../../modeling/inputs_stts.py

@@ -1,0 +1,1 @@
+../../modeling/video_decoding_stts.py

@@ -1,0 +1,1 @@
+../../modeling/configuration_stts.py

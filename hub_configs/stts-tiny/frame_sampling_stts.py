@@ -1,0 +1,1 @@
+../../modeling/frame_sampling_stts.py

@@ -1,0 +1,1 @@
+../../modeling/packing_stts.py

@@ -1,0 +1,45 @@
+"""Entry point of `stts-hf`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from stts_hf import __version__
+from stts_hf.cli import run
+from stts_hf.cli.errors import CommandError
+
+COMMANDS = {"run": run}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all sub-commands."""
+    parser = argparse.ArgumentParser(
+        prog="stts-hf", description="Video language models that drop redundant video tokens inside the ViT (STTS)."
+    )
+    parser.add_argument("--version", action="version", version=f"stts-hf {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Runs one command and returns its exit status: 0 when it worked, 2 for a mistake of the user's (one line on stderr),
+    130 when interrupted. Everything else is a bug and keeps its traceback.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        COMMANDS[arguments.command].execute(arguments)
+    except CommandError as error:
+        print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stts-hf {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

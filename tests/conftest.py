@@ -1,0 +1,44 @@
+"""What several test files share."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# A finder of an editable install answers even `python -I`; a None in `sys.modules` is what stops an import for sure.
+WITHOUT_PACKAGE = "import sys; sys.modules['stts_hf'] = None\n"
+
+
+@pytest.fixture(scope="session")
+def hub_configs() -> Path:
+    """The folder of preset checkpoints."""
+    return REPOSITORY / "hub_configs"
+
+
+@pytest.fixture
+def run_without_package(tmp_path) -> Callable[..., str]:
+    """
+    Runs Python code in a fresh process that cannot import `stts_hf`, sees no network and starts with an empty cache of
+    remote code; returns what it printed.
+    """
+
+    def run(code: str, *arguments: str) -> str:
+        environment = {**os.environ, "HF_HOME": str(tmp_path / "hf_home"), "HF_HUB_OFFLINE": "1"}
+        environment.pop("HF_MODULES_CACHE", None)
+        result = subprocess.run(
+            [sys.executable, "-c", WITHOUT_PACKAGE + code, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run

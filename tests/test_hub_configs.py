@@ -1,0 +1,191 @@
+"""The preset folders: laid out like Hub repositories, loadable as they lie, and of the sizes their names promise."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+
+PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
+MOLMO2 = PRESETS[:3]
+AUTO_CLASSES = {
+    "AutoConfig": "configuration_stts.STTSConfig",
+    "AutoModel": "modeling_stts.STTSForConditionalGeneration",
+    "AutoModelForImageTextToText": "modeling_stts.STTSForConditionalGeneration",
+    "AutoModelForMultimodalLM": "modeling_stts.STTSForConditionalGeneration",
+    "AutoProcessor": "processing_stts.STTSProcessor",
+    "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
+}
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def siblings_of(module: Path) -> set[str]:
+    """Modules of the same folder that a module imports, however deep in its code."""
+    imports = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {node.module for node in imports if node.level == 1 and node.module}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_code_is_linked_relatively_and_every_link_resolves_to_the_one_copy(hub_configs, preset):
+    files = sorted((hub_configs / preset).glob("*.py"))
+    assert files
+    for file in files:
+        assert file.is_symlink(), file
+        assert not file.readlink().is_absolute(), file
+        assert file.resolve(strict=True).parent == hub_configs.parent / "modeling"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_folder_holds_every_module_that_its_auto_map_leads_to(hub_configs, preset):
+    folder = hub_configs / preset
+    wanted = {reference.split(".")[0] for reference in AUTO_CLASSES.values()}
+    seen: set[str] = set()
+    while wanted - seen:
+        module = (wanted - seen).pop()
+        seen.add(module)
+        wanted |= siblings_of(folder / f"{module}.py")
+    assert {file.stem for file in folder.glob("*.py")} == seen
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_config_and_processor_name_all_auto_classes(hub_configs, preset):
+    folder = hub_configs / preset
+    processor = read_json(folder / "processor_config.json")
+    assert read_json(folder / "config.json")["auto_map"] == AUTO_CLASSES
+    assert processor["auto_map"]["AutoProcessor"] == AUTO_CLASSES["AutoProcessor"]
+    assert processor["video_processor"]["auto_map"]["AutoVideoProcessor"] == AUTO_CLASSES["AutoVideoProcessor"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset):
+    vision = read_json(hub_configs / preset / "config.json")["vision_config"]
+    processors = read_json(hub_configs / preset / "processor_config.json")
+    for processor in (processors["image_processor"], processors["video_processor"]):
+        assert [processor["size"]["height"], processor["size"]["width"]] == vision["image_size"]
+        assert processor["patch_size"] == vision["patch_size"]
+    assert processors["video_processor"]["pooling_size"] == vision["pooling_size"]
+    assert processors["video_processor"]["num_frames"] == 64
+    assert processors["video_processor"]["max_fps"] == 2
+
+
+def test_presets_load_without_the_package(hub_configs, run_without_package):
+    code = """
+import json
+from transformers import AutoConfig, AutoVideoProcessor
+loaded = {}
+for folder in sys.argv[1:]:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    video_processor = AutoVideoProcessor.from_pretrained(folder, trust_remote_code=True)
+    loaded[folder] = [type(config).__name__, config.vision_config.selector, type(video_processor).__name__]
+print(json.dumps(loaded))
+"""
+    folders = [str(hub_configs / preset) for preset in PRESETS]
+    loaded = json.loads(run_without_package(code, *folders))
+    assert loaded == {folder: ["STTSConfig", "scorer", "STTSVideoProcessor"] for folder in folders}
+
+
+# The released weights are float32 and 18.1, 32.3 and 28.9 GiB large; every wrong width or depth changes these counts.
+@pytest.mark.parametrize(
+    ("preset", "gibibytes", "text"),
+    [("stts-molmo2-4b", 18.1, 4.02e9), ("stts-molmo2-8b", 32.3, 7.57e9), ("stts-molmo2-o-7b", 28.9, 6.89e9)],
+)
+def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, preset, gibibytes, text):
+    with torch.device("meta"):
+        model = STTSForConditionalGeneration(STTSConfig.from_pretrained(hub_configs / preset))
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    scorer = sum(count for name, count in counts.items() if ".scorer." in name)
+    assert round(4 * (sum(counts.values()) - scorer) / 2**30, 1) == gibibytes
+    assert sum(p.numel() for p in model.model.language_model.parameters()) == pytest.approx(text, rel=0.002)
+    # The pooler's four projections, then 2 D -> M -> M -> 1 (DESIGN item 2 and 3), D = 1152, M = 4304.
+    assert scorer == 4 * (1152**2 + 1152) + (2 * 1152 * 4304 + 4304) + (4304**2 + 4304) + (4304 + 1)
+
+
+@pytest.mark.parametrize("preset", MOLMO2)
+def test_placeholder_ids_follow_the_text_vocabulary(hub_configs, preset):
+    config = read_json(hub_configs / preset / "config.json")
+    first = config["text_config"]["vocab_size"]
+    names = ("image_start", "image_end", "low_res_image_start", "frame_start", "frame_end")
+    assert [config[f"{name}_token_id"] - first for name in names] == [0, 1, 4, 7, 8]
+    assert config["image_patch_id"] - first == 2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_cards_have_the_metadata_the_hub_reads(hub_configs, preset):
+    card = (hub_configs / preset / "README.md").read_text()
+    metadata = card.split("---\n")[1]
+    for line in ("library_name: transformers", "pipeline_tag: video-text-to-text", "license: apache-2.0"):
+        assert line in metadata
+
+
+def render(folder: Path, messages: list[dict], **kwargs) -> str:
+    template = (folder / "chat_template.jinja").read_text()
+    rendered = render_jinja_template(conversations=[messages], chat_template=template, **kwargs)
+    return rendered[0][0]
+
+
+def user(*content) -> dict:
+    return {"role": "user", "content": list(content)}
+
+
+def text(words: str, **extra) -> dict:
+    return {"type": "text", "text": words, **extra}
+
+
+VIDEO, IMAGE = {"type": "video", "video": "clip.mp4"}, {"type": "image", "image": "a.png"}
+ANSWER = {"role": "assistant", "content": "A ball."}
+
+
+# Written by hand from the released models' conversation format.
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user(text("Why?"))], "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"),
+        ([user(text("Why?"), VIDEO)], "<|video|><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"),
+        ([user(IMAGE, text("Why?"))], "<|image|><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            [user(IMAGE, IMAGE, text("Why?"))],
+            "Image 1<|image|>Image 2<|image|><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            [{"role": "subtitle", "content": "0.0 - 1.0 Hello."}, user(VIDEO, text("Why?"))],
+            "<|video|>0.0 - 1.0 Hello.<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            [user(VIDEO, text("What?")), ANSWER, user(text("Why?"))],
+            "<|video|><|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nA ball.<|im_end|>\n"
+            "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            [user(text("a", style="vqa2"), text("b", style="video_count"))],
+            "<|im_start|>user\nvqa2: a b<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+    ids=["text", "video", "image", "images", "subtitle", "second_turn", "styles"],
+)
+def test_chat_template(hub_configs, messages, expected):
+    assert render(hub_configs / "stts-tiny", messages, add_generation_prompt=True) == expected
+
+
+def test_a_second_turn_continues_the_first(hub_configs):
+    first = [user(VIDEO, text("What?"))]
+    prompt = render(hub_configs / "stts-tiny", first, add_generation_prompt=True)
+    second = render(hub_configs / "stts-tiny", [*first, ANSWER, user(text("Why?"))], add_generation_prompt=True)
+    assert second.startswith(prompt + "A ball.<|im_end|>")
+
+
+def test_chat_template_refuses_two_user_turns_in_a_row(hub_configs):
+    with pytest.raises(TemplateError, match="must alternate"):
+        render(hub_configs / "stts-tiny", [user(text("a")), user(text("b"))])
+
+
+def test_all_presets_share_one_chat_template(hub_configs):
+    assert len({(hub_configs / preset / "chat_template.jinja").read_text() for preset in PRESETS}) == 1
