@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from transformers.utils import is_flash_attn_2_available
 
 if is_flash_attn_2_available():
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
 else:
     flash_attn_varlen_func = None
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # PyTorch before 2.10
-    varlen_attn = None
+    varlen_attn = None  # type: ignore[assignment]
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -87,7 +87,8 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
         return "flash_attn"
     if implementation == "eager":
         return "eager"
-    if varlen_attn is not None and query.is_cuda and half and dropout == 0.0:
+    flash_fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    if varlen_attn is not None and query.is_cuda and half and flash_fits and dropout == 0.0:
         return "torch_varlen"
     return "sdpa"
 

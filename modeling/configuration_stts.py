@@ -151,7 +151,7 @@ class STTSVisionConfig(Molmo2VisionConfig):
         """Rows and columns of blocks in a frame; `n` is their product. A window over the border counts in full."""
         rows, cols = (
             math.ceil(side // self.patch_size / window)
-            for side, window in zip(self.image_size, self.pooling_size, strict=True)
+            for side, window in zip(self.image_size or (), self.pooling_size or (), strict=True)
         )
         return rows, cols
 
@@ -201,10 +201,10 @@ class STTSConfig(Molmo2Config):
             check_vision_config(value)
         super().__setattr__(key, value)
 
-    def save_pretrained(self, save_directory, **kwargs):
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
         self.auto_map = dict(AUTO_MAP)  # entries of a Hub repository it was loaded from would point back there
-        return super().save_pretrained(save_directory, **kwargs)
+        return super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
 
 STTSConfig.register_for_auto_class()

@@ -45,7 +45,7 @@ class FrameSequence:
 
     def without_padding(self, num_frames: int) -> "FrameSequence":
         """The same without the stretch of padding slots; reads the lengths back from the device."""
-        if self.window_valid is None:
+        if self.window_valid is None or self.window_index is None:
             return self
         num_valid = int(self.cu_seqlens[num_frames])
         window_index = self.window_index.clamp_max(max(num_valid - 1, 0))

@@ -64,6 +64,17 @@ class VideoPruning:
     def num_kept(self) -> list[int]:
         return [num_kept_blocks(frames, rows * cols, self.pruning_ratio) for frames, rows, cols in self.grids]
 
+    def check_blocks(self, num_patches: int) -> None:
+        """Raises `ValueError` where a video's blocks have fewer slots than its frames have patches (`N`)."""
+        window_size = self.block_patches.shape[1]
+        for _, rows, cols in self.grids:
+            if rows * cols * window_size < num_patches:
+                raise ValueError(
+                    f"`video_grids` has {rows} x {cols} blocks of {window_size} patches, too few for the {num_patches} "
+                    "patches of a frame. The video processor's `size`, `patch_size` and `pooling_size` must be those "
+                    "of `vision_config`."
+                )
+
 
 @dataclass
 class STTSVisionOutput(ModelOutput):
@@ -113,6 +124,7 @@ class STTSVisionAttention(Molmo2VisionAttention):
         if bins is not None:
             output = binned_attention(query, key, value, bins.attention_mask(), **settings)
             return self.o_proj(output.flatten(-2)), None
+        assert sequence is not None  # one of the two is given
         cu_seqlens, max_seqlen = sequence.cu_seqlens, sequence.max_seqlen
         if encoder_hidden_states is not None:
             cu_seqlens, max_seqlen = sequence.cu_seqlens_of_frames(*sources.shape[:2]), sources.shape[1]
@@ -164,7 +176,7 @@ class STTSVisionModel(Molmo2VisionModel):
     """Molmo2's ViT, which for videos scores blocks after layer `pruning_layer` and drops the lowest."""
 
     config: STTSVisionConfig
-    _no_split_modules: ClassVar[list[str]] = ["STTSVisionEncoderLayer", "TokenScorer"]
+    _no_split_modules: ClassVar[list[str]] = ["STTSVisionEncoderLayer", "TokenScorer"]  # type: ignore[misc]
 
     def __init__(self, config: STTSVisionConfig):
         super().__init__(config)
@@ -184,10 +196,11 @@ class STTSVisionModel(Molmo2VisionModel):
     def forward(self, pixel_values: torch.Tensor, pruning: VideoPruning | None = None, **kwargs):
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
-        returns an `STTSVisionOutput`.
+        returns an `STTSVisionOutput`. Raises `ValueError` where the blocks of `pruning` leave out patches.
         """
         if pruning is None:
             return super().forward(pixel_values, **kwargs)
+        pruning.check_blocks(pixel_values.shape[1])
         hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
         hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)
         features: dict[int, torch.Tensor] = {}
@@ -201,7 +214,7 @@ class STTSVisionModel(Molmo2VisionModel):
         overhang = block_patches.numel() > hidden_states.shape[0] * hidden_states.shape[1]
         valid = block_patches >= 0 if overhang else None
         blocks = hidden_states.flatten(0, 1)[block_patches.clamp_min(0) if overhang else block_patches]  # (G, S, D)
-        if overhang:
+        if valid is not None:
             blocks = blocks * valid[..., None].to(blocks.dtype)
         token_scores, key_bias = self.score(blocks, valid, pruning, hidden_states.shape[:2])
         output = STTSVisionOutput(token_scores=token_scores)

@@ -150,7 +150,7 @@ def test_the_previous_video_taken_for_the_previous_frame_would_be_seen():
     model = tiny_model()
     inputs = video_inputs(model.config, [3, 3])
     actual = torch.cat(encode(model, inputs, 0.5).token_scores)
-    wrong = encode_naively(model, inputs, 0.5, [6]).scores[0]
+    (wrong,) = encode_naively(model, inputs, 0.5, [6]).scores or []
     assert (actual[3] - wrong[3]).abs().max() > 100 * FORWARD_TOLERANCE
     torch.testing.assert_close(actual[[0, 1, 2, 4, 5]], wrong[[0, 1, 2, 4, 5]], rtol=0, atol=FORWARD_TOLERANCE)
 
@@ -251,6 +251,15 @@ def test_ratio_zero_is_stock_molmo2(stock_and_ours, packing):
     model.config.vision_config.packing = "varlen"
     for ours, theirs in zip(actual, expected, strict=True):
         assert_features_close(ours, theirs)
+
+
+def test_blocks_that_leave_out_patches_are_refused():
+    model = tiny_model()
+    inputs = video_inputs(model.config, [2])
+    inputs["video_grids"] = torch.tensor([[2, 2, 2]])
+    inputs["video_token_pooling"] = inputs["video_token_pooling"][:8]
+    with pytest.raises(ValueError, match="2 x 2 blocks of 9 patches, too few for the 81"):
+        encode(model, inputs, 0.5)
 
 
 def test_an_untrained_scorer_scores_one_half():

@@ -131,4 +131,6 @@ def test_targets_of_the_temporal_loss_pass_gradients_as_configured(detach):
     model = tiny_model(tiny_config(model_overrides={"detach_temporal_target": detach}))
     inputs = video_inputs(model.config, [3])
     actual, expected = encode(model, inputs, 0.5), encode_naively(model, inputs, 0.5, [3])
+    assert actual.temporal_loss is not None
+    assert expected.temporal_loss is not None
     assert_gradients_close(gradients(actual.temporal_loss, model), gradients(expected.temporal_loss, model))
