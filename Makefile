@@ -13,7 +13,7 @@ OUT ?= outputs
 CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 
 # Two worker processes with one thread each: many small models are faster that way than one process with two threads.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 
 .PHONY: demo test lint clean

@@ -1,6 +1,10 @@
 """What several test files share."""
 
 import os
+
+# Read once, when huggingface_hub is imported: no test needs the network, and none waits for it.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import subprocess
 import sys
 from collections.abc import Callable

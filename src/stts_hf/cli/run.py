@@ -51,12 +51,14 @@ def execute(arguments: argparse.Namespace) -> None:
         import torch
 
     device = choose_device(arguments.device)
-    with stage(f"Loading {checkpoint} on {device}"):
-        model, processor = load(checkpoint, device, arguments)
-    ratio = model.config.vision_config.pruning_ratio if arguments.pruning_ratio is None else arguments.pruning_ratio
+    config, processor = load_processor(checkpoint, arguments)
+    ratio = config.vision_config.pruning_ratio if arguments.pruning_ratio is None else arguments.pruning_ratio
 
+    # Before the weights, which may take minutes: a file that cannot be read says so now.
     with stage(f"Decoding {arguments.video}"):
         inputs, metadata = prepare(processor, arguments, ratio)
+    with stage(f"Loading {checkpoint} on {device}"):
+        model = load_model(checkpoint, config, device, arguments)
         inputs = inputs.to(device, dtype=model.dtype)
 
     with stage(f"Prompt with {ratio:.0%} of the video tokens dropped"), torch.no_grad():
@@ -107,6 +109,8 @@ def find_checkpoint(checkpoint: str | None) -> str:
         if path.is_dir():
             if not (path / "config.json").is_file():
                 raise CommandError(f"--checkpoint {checkpoint} holds no config.json, so it is not a checkpoint")
+            if not any(path.glob("*.safetensors")):
+                raise CommandError(f"--checkpoint {checkpoint} holds no weights (*.safetensors)")
             return str(path)
         if looks_like_a_path or path.exists():
             raise CommandError(f"--checkpoint {checkpoint} is not a folder; pass a checkpoint's folder or user/name")
@@ -135,24 +139,42 @@ def choose_device(name: str) -> Any:
     return device
 
 
-def load(checkpoint: str, device: Any, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns model and processor, running the checkpoint's own code."""
-    from transformers import AutoConfig, AutoModelForMultimodalLM, AutoProcessor
+def load_processor(checkpoint: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns configuration and processor, by the checkpoint's own code."""
+    from transformers import AutoConfig, AutoProcessor
 
-    options = {"trust_remote_code": True, "revision": arguments.revision or "main"}
-    try:
-        config = AutoConfig.from_pretrained(checkpoint, **options)
+    with loading(checkpoint):
+        config = AutoConfig.from_pretrained(checkpoint, **remote_code(arguments))
         if not hasattr(config, "vision_config") or not hasattr(config.vision_config, "pruning_ratio"):
             raise CommandError(
                 f"--checkpoint {checkpoint} is a {config.model_type!r} model, but must be an STTS checkpoint"
             )
         if arguments.selector is not None:
             config.vision_config.selector = arguments.selector
-        processor = AutoProcessor.from_pretrained(checkpoint, **options)
-        model = AutoModelForMultimodalLM.from_pretrained(checkpoint, config=config, dtype=arguments.dtype, **options)
+        return config, AutoProcessor.from_pretrained(checkpoint, **remote_code(arguments))
+
+
+def load_model(checkpoint: str, config: Any, device: Any, arguments: argparse.Namespace) -> Any:
+    """Returns the model, by the checkpoint's own code."""
+    from transformers import AutoModelForMultimodalLM
+
+    with loading(checkpoint):
+        model = AutoModelForMultimodalLM.from_pretrained(
+            checkpoint, config=config, dtype=arguments.dtype, **remote_code(arguments)
+        )
+    return model.to(device).eval()
+
+
+def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"trust_remote_code": True, "revision": arguments.revision or "main"}
+
+
+@contextlib.contextmanager
+def loading(checkpoint: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, ImportError) as error:
         raise CommandError(f"--checkpoint {checkpoint} cannot be loaded: {one_line(error)}") from error
-    return model.to(device).eval(), processor
 
 
 def prepare(processor: Any, arguments: argparse.Namespace, ratio: float) -> tuple[Any, Any]:

@@ -134,9 +134,9 @@ def _choose_columns(num_frames: int, height: int, width: int) -> int:
     # About 16:10 as a whole, frames not below the smallest readable width.
     ideal = round(math.sqrt(num_frames * 1.6 * (height + 0.12 * width) / width))
     widest = (MAX_WIDTH - 2 * MARGIN + GAP) // (TILE_WIDTHS[0] + GAP)
-    choices = range(max(1, ideal - 1), max(1, min(ideal + 1, widest, num_frames)) + 1)
-    # Of the neighbours of the ideal, the one that leaves the fewest empty places in the last row.
-    return min(choices, key=lambda columns: (-num_frames % columns, abs(columns - ideal)))
+    ideal = max(1, min(ideal, widest, num_frames))
+    # One more column where that leaves fewer empty places in the last row.
+    return min((ideal, min(ideal + 1, widest)), key=lambda columns: -num_frames % columns)
 
 
 def _wrap(text: str, font, width: int) -> list[str]:
