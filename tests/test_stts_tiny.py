@@ -1,0 +1,135 @@
+"""`hub_configs/stts-tiny`: complete, small, usable without the package, and what its script makes."""
+
+import json
+
+import pytest
+from transformers import AutoProcessor
+
+from stts_hf.convert import make_tiny
+from stts_hf.visualize.sample_clip import write_sample_clip
+
+
+@pytest.fixture(scope="module")
+def folder(hub_configs):
+    return hub_configs / "stts-tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tiny.build_tokenizer()
+
+
+ANSWER = """
+import json
+import torch, transformers
+folder, clip = sys.argv[1:3]
+processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+content = [{"type": "video", "video": clip}, {"type": "text", "text": "What moves?"}]
+inputs = processor.apply_chat_template(
+    [{"role": "user", "content": content}],
+    add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+)
+answers = {}
+for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
+    output = model.generate(**inputs, max_new_tokens=4, do_sample=False, pruning_ratio=0.5)
+    answers[name] = [type(model).__name__, output[0].tolist()]
+kept = model(**inputs, pruning_ratio=0.5).keep_mask[0]
+print(json.dumps({"prompt": inputs["input_ids"][0].tolist(), "answers": answers, "kept": kept.sum(dim=1).tolist()}))
+if len(sys.argv) > 3:
+    model.save_pretrained(sys.argv[3])
+    processor.save_pretrained(sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    write_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
+    return str(path)
+
+
+def test_it_answers_through_every_auto_class_without_the_package(folder, clip, run_without_package):
+    printed = json.loads(run_without_package(ANSWER, str(folder), clip).splitlines()[-1])
+    prompt, answers = printed["prompt"], printed["answers"]
+    assert {name for name, _ in answers.values()} == {"STTSForConditionalGeneration"}
+    sequences = [tokens for _, tokens in answers.values()]
+    assert sequences[0] == sequences[1] == sequences[2]
+    # The caller's whole prompt, placeholders of dropped blocks included, then the new tokens.
+    assert sequences[0][: len(prompt)] == prompt
+    assert len(prompt) < len(sequences[0]) <= len(prompt) + 4
+    # Five frames; the first keeps all of its 81 blocks, and floor(0.5 * 405) are dropped from the others.
+    assert printed["kept"][0] == 81
+    assert sum(printed["kept"]) == 405 - 202
+
+
+def test_what_it_saves_is_a_whole_checkpoint_of_real_files(folder, clip, run_without_package, tmp_path):
+    saved = tmp_path / "saved"
+    first = run_without_package(ANSWER, str(folder), clip, str(saved)).splitlines()[-1]
+    assert (
+        {"modeling_stts.py"} < {file.name for file in saved.glob("*.py")} <= {file.name for file in folder.glob("*.py")}
+    )
+    assert not any(file.is_symlink() for file in saved.iterdir())
+    assert run_without_package(ANSWER, str(saved), clip).splitlines()[-1] == first
+
+
+def test_it_is_small(folder):
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert size < 10 * 2**20
+
+
+def test_the_script_makes_the_same_tokenizer(folder, tokenizer):
+    assert json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"] == {
+        token: index for token, index in tokenizer.get_vocab().items() if index < make_tiny.VOCAB_SIZE - 3
+    }
+
+
+def test_the_script_makes_the_same_configuration(folder, tokenizer):
+    made = make_tiny.build_config(tokenizer).to_dict()
+    saved = json.loads((folder / "config.json").read_text())
+    for part in ("vision_config", "adapter_config", "text_config"):
+        assert {key: made[part][key] for key in saved[part]} == saved[part]
+
+
+def test_special_tokens_lie_where_the_released_models_have_them(tokenizer):
+    chat = tokenizer.convert_tokens_to_ids(list(make_tiny.CHAT_TOKENS))
+    vision = tokenizer.convert_tokens_to_ids(list(make_tiny.VISION_TOKENS))
+    assert chat == [1021, 1022, 1023]
+    assert vision == list(range(1024, 1034))
+
+
+def test_the_tokenizer_loses_no_text(tokenizer):
+    text = "<|im_start|>user\nHow many? 12.5 s, Zürich 日本 🎈<|im_end|>\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_video_prompt_ends_its_turns_with_the_end_of_sequence_token(folder):
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = processor(text=[text])["input_ids"][0]
+    assert ids[0] == processor.tokenizer.bos_token_id == processor.tokenizer.eos_token_id
+    assert ids.count(processor.tokenizer.eos_token_id) == 2
+
+
+def test_the_scorer_follows_what_moves(folder):
+    """A shape that moves over a still background has higher scores than the background."""
+    import torch
+    from transformers import AutoModel
+
+    from stts_hf.convert.tiny_scorer import moving_clips
+
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True).video_processor
+    clip = torch.from_numpy(next(moving_clips(seed=7, num_frames=8, side=108))).permute(0, 3, 1, 2)
+    inputs = processor([clip], do_sample_frames=False, return_tensors="pt")
+    with torch.no_grad():
+        scores = model.model.get_video_features(**inputs, pruning_ratio=0.5).token_scores[0][1:]
+    # Mean absolute change of each block's pixels, in grey levels: noise alone changes them by about 2.
+    change = (clip[1:].float() - clip[:-1].float()).abs().mean(1)
+    change = change.view(7, 9, 12, 9, 12).mean(dim=(2, 4)).flatten(1)
+    moving, still = scores[change > 20], scores[change < 4]
+    assert len(moving) > 20
+    assert len(still) > 20
+    assert moving.median() > 5 * still.median()
