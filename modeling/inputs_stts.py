@@ -105,6 +105,16 @@ def check_finite(pixel_values_videos: torch.Tensor) -> None:
         raise ValueError("`pixel_values_videos` holds NaN or infinite values; check how the frames were decoded.")
 
 
+def check_shape(name: str, value: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
+    """Returns a value per token as (B, L), given like that or as (1, L); raises `ValueError` for other shapes."""
+    if tuple(value.shape) not in ((batch_size, length), (1, length)):
+        raise ValueError(
+            f"`{name}` has shape {tuple(value.shape)}, but must be ({batch_size}, {length}): one entry for every token "
+            "of the sequence, also for those that will be dropped."
+        )
+    return value.expand(batch_size, length)
+
+
 def find_token(model, token_id: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
     """Where (B, L) a token stands, by id or, lacking ids, by its embedding."""
     if input_ids is not None:
@@ -173,13 +183,17 @@ def prune_inputs(
             places.expand(batch_size, -1), int(columns), torch.full((batch_size, 1), int(columns)).to(tokens.device)
         )
     cached.check(int(columns), batch_size)
+    past_mask, new_mask = split_mask(attention_mask, cached, length)
+    if mm_token_type_ids is not None:
+        if mm_token_type_ids.shape[-1] == cached.seen + length:
+            mm_token_type_ids = mm_token_type_ids[:, cached.seen :]
+        check_shape("mm_token_type_ids", mm_token_type_ids, batch_size, length)
     if position_ids is None:
         sample_ids = None
         position_ids = cached.next_position + torch.arange(length, device=tokens.device)
     else:
-        position_ids = position_ids.expand(batch_size, length)
+        position_ids = check_shape("position_ids", position_ids, batch_size, length)
         sample_ids = find_samples(position_ids) if cached.seen == 0 else None
-    past_mask, new_mask = split_mask(attention_mask, cached, length)
 
     features: list[tuple[torch.Tensor, torch.Tensor]] = []
     video = None
@@ -240,7 +254,7 @@ def prune_inputs(
         inputs_embeds=None if inputs_embeds is None else sequence.take(inputs_embeds, 0.0),
         attention_mask=mask,
         position_ids=positions,
-        mm_token_type_ids=None if mm_token_type_ids is None else sequence.take(mm_token_type_ids[:, -length:], 0),
+        mm_token_type_ids=None if mm_token_type_ids is None else sequence.take(mm_token_type_ids, 0),
         kept_positions=sequence.kept_positions,
         sample_ids=None if sample_ids is None else sequence.take(sample_ids, 0),
         cached_after=cached_after,

@@ -25,7 +25,15 @@ from transformers.utils import can_return_tuple
 
 from .configuration_stts import STTSConfig, check_pruning_ratio
 from .generation_stts import STTSGeneration
-from .inputs_stts import PrunedInputs, check_finite, check_text_attention, check_video_inputs, prune_inputs, read_grids
+from .inputs_stts import (
+    PrunedInputs,
+    check_finite,
+    check_shape,
+    check_text_attention,
+    check_video_inputs,
+    prune_inputs,
+    read_grids,
+)
 from .sequence_stts import find_samples
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, VideoPruning
 
@@ -313,6 +321,8 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
         sequence. logits_to_keep counts in the sequence that is left. Several samples may share a row where
         `position_ids` start over. Returns `STTSCausalLMOutputWithPast`; raises `ValueError` for inputs that do not fit.
         """
+        if labels is not None and (tokens := input_ids if input_ids is not None else inputs_embeds) is not None:
+            labels = check_shape("labels", labels, *tokens.shape[:2])
         outputs: STTSModelOutputWithPast = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,

@@ -1,0 +1,227 @@
+"""Bad input: each a `ValueError` that names the argument, what it was, and what would be right."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.modeling.reference import Inputs
+from tests.tiny import PATCH, Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
+
+ROWS: list[list[Part]] = [[3, Video(3), 5], [2, Video(2), 9]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(params=["forward", "generate"])
+def call(request, model):
+    if request.param == "forward":
+        return model
+    return lambda **inputs: model.generate(**inputs, max_new_tokens=2)
+
+
+def take_columns(inputs: Inputs, columns) -> Inputs:
+    per_token = ("input_ids", "attention_mask", "mm_token_type_ids", "labels")
+    return {name: value[:, columns] if name in per_token else value for name, value in inputs.items()}
+
+
+def test_text_truncated_within_a_video(call):
+    inputs = build_inputs([[3, Video(3), 5]])
+    with pytest.raises(ValueError, match=r"Row 0 .* 16 video placeholder tokens, .* \[27\] tokens .* not be truncated"):
+        call(**take_columns(inputs, slice(0, 24)))
+
+
+def test_text_truncated_in_a_batch(call):
+    inputs = build_inputs(ROWS, padding_side="right")
+    with pytest.raises(ValueError, match=r"Row 0 .* 16 video placeholder tokens, .* \[27\] tokens"):
+        call(**take_columns(inputs, slice(0, 24)))
+
+
+def test_more_placeholders_than_features(call):
+    inputs = build_inputs([[3, Video(3), 5]])
+    inputs["input_ids"][0, -2] = PATCH
+    with pytest.raises(ValueError, match=r"Row 0 .* 28 video placeholder tokens, .* \[27\] tokens"):
+        call(**inputs)
+
+
+def test_placeholders_in_the_wrong_row(call):
+    inputs = build_inputs(ROWS)
+    swapped = {name: inputs[name].flip(0) for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    with pytest.raises(ValueError, match=r"Row 0 .* 18 video placeholder tokens, .* \[27\] tokens"):
+        call(**(inputs | swapped))
+
+
+def test_a_video_too_many(call):
+    inputs = build_inputs([[3, Video(3), 5], [2, Video(2), 9]])
+    with pytest.raises(ValueError, match=r"`pixel_values_videos` holds 2 videos, .* those of 1"):
+        call(**{name: value[:1] if name.endswith(("_ids", "_mask")) else value for name, value in inputs.items()})
+
+
+def test_placeholders_without_the_video(call):
+    """Here stock Molmo2 would answer from the bare placeholders; so do we, as it is a valid text-only call there."""
+    inputs = build_inputs([[3, Video(3), 5]])
+    text = {name: inputs[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    assert call(**text) is not None
+
+
+def test_a_mask_that_hides_placeholders(call):
+    inputs = build_inputs(ROWS)
+    inputs["attention_mask"][1, (inputs["input_ids"][1] == PATCH).nonzero()[0]] = 0
+    with pytest.raises(ValueError, match=r"`attention_mask` hides 1 video placeholder tokens, but may hide only pad"):
+        call(**inputs)
+
+
+@pytest.mark.parametrize("missing", ["video_grids", "video_token_pooling"])
+def test_pixel_values_without_their_companions(call, missing):
+    inputs = build_inputs(ROWS)
+    del inputs[missing]
+    with pytest.raises(ValueError, match=f"`pixel_values_videos` needs `{missing}`, but it is None"):
+        call(**inputs)
+
+
+@pytest.mark.parametrize("beside", ["alone", "beside_a_video"])
+@pytest.mark.parametrize("missing", ["image_grids", "image_token_pooling"])
+def test_images_without_their_companions(model, missing, beside):
+    inputs = image_inputs() if beside == "alone" else build_inputs([[2, Image(), Video(2), 4]])
+    del inputs[missing]
+    with pytest.raises(ValueError, match="`pixel_values` needs `image_token_pooling` and `image_grids`"):
+        model(**inputs)
+
+
+def test_image_placeholders_that_do_not_match_beside_a_video(call):
+    inputs = build_inputs([[2, Image(), Video(2), 4]])
+    place = (inputs["input_ids"][0] == PATCH).nonzero()[0]
+    inputs["input_ids"][0, place] = 7
+    with pytest.raises(ValueError, match=r"`pixel_values` make 70 image tokens .* has 69 image placeholders"):
+        call(**inputs)
+
+
+def change(**changes: Any):
+    return lambda inputs: inputs | {name: edit(inputs[name]) for name, edit in changes.items()}
+
+
+SHAPES = {
+    "fewer_frames_than_grids": (
+        change(pixel_values_videos=lambda pixels: pixels[:-1]),
+        r"`video_grids` counts 5 frames, but `pixel_values_videos` holds 4",
+    ),
+    "wrong_patch_count": (
+        change(pixel_values_videos=lambda pixels: pixels[:, :-1]),
+        r"`pixel_values_videos` has shape \(5, 80, 12\), but must be \(frames, 81, 12\)",
+    ),
+    "wrong_patch_size": (
+        change(pixel_values_videos=lambda pixels: pixels[..., :-1]),
+        r"`pixel_values_videos` has shape \(5, 81, 11\), but must be \(frames, 81, 12\)",
+    ),
+    "not_patches": (
+        change(pixel_values_videos=lambda pixels: torch.zeros(5, 3, 18, 18, 1)),
+        r"`pixel_values_videos` has shape .* but must be \(frames, 81, 12\)",
+    ),
+    "windows_of_another_size": (
+        change(video_token_pooling=lambda table: table[:, :4]),
+        r"`video_token_pooling` has shape \(45, 4\), .* `vision_config.pooling_size` = \[3, 3\] make it \(45, 9\)",
+    ),
+    "too_few_windows": (
+        change(video_token_pooling=lambda table: table[:-1]),
+        r"`video_token_pooling` has shape \(44, 9\), .* make it \(45, 9\)",
+    ),
+    "grids_of_images": (
+        change(video_grids=lambda grids: torch.nn.functional.pad(grids, (0, 1))),
+        r"`video_grids` has shape \(2, 4\), but must be \(videos, 3\)",
+    ),
+    "no_frames": (
+        change(video_grids=lambda grids: grids * torch.tensor([0, 1, 1])),
+        r"`video_grids` is .* but every video needs at least one frame",
+    ),
+    "nan_pixels": (
+        change(pixel_values_videos=lambda pixels: pixels.index_fill(0, torch.tensor([1]), math.nan)),
+        r"`pixel_values_videos` holds NaN or infinite values",
+    ),
+    "infinite_pixels": (
+        change(pixel_values_videos=lambda pixels: pixels.index_fill(0, torch.tensor([1]), math.inf)),
+        r"`pixel_values_videos` holds NaN or infinite values",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), SHAPES.values(), ids=SHAPES.keys())
+def test_videos_that_do_not_fit_their_grids(call, edit, message):
+    with pytest.raises(ValueError, match=message):
+        call(**edit(build_inputs(ROWS)))
+
+
+@pytest.mark.parametrize("pruning_ratio", [-0.1, 1.01, math.nan, math.inf, True, "0.5"], ids=str)
+@pytest.mark.parametrize("kind", ["video", "image", "text"])
+def test_a_ratio_out_of_range(call, kind, pruning_ratio):
+    inputs = {"video": build_inputs(ROWS), "image": image_inputs(), "text": build_inputs([[6]])}[kind]
+    with pytest.raises(ValueError, match=r"`pruning_ratio` is .* but must be a number in \[0, 1\]"):
+        call(**inputs, pruning_ratio=pruning_ratio)
+
+
+@pytest.mark.parametrize("kind", ["video", "image", "text"])
+def test_training_without_token_types(kind):
+    model = tiny_model().train()
+    inputs = {"video": build_inputs(ROWS), "image": image_inputs(), "text": build_inputs([[6]])}[kind]
+    del inputs["mm_token_type_ids"]
+    with pytest.raises(ValueError, match="`mm_token_type_ids`"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("given", ["both", "neither"])
+def test_ids_and_embeddings_exclude_each_other(call, model, given):
+    inputs = build_inputs(ROWS)
+    ids = inputs.pop("input_ids")
+    if given == "both":
+        inputs |= {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}
+    with pytest.raises(ValueError, match="exactly one of `input_ids` and `inputs_embeds`"):
+        call(**inputs)
+
+
+@pytest.mark.parametrize("columns", [-1, 1], ids=["too_short", "too_long"])
+def test_a_mask_of_the_wrong_length(call, columns):
+    inputs = build_inputs(ROWS)
+    length = inputs["input_ids"].shape[1]
+    inputs["attention_mask"] = torch.ones(2, length + columns, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"`attention_mask` has {length + columns} columns, .* {length} new tokens"):
+        call(**inputs)
+
+
+def test_a_4d_mask_of_the_wrong_length(model):
+    inputs = build_inputs(ROWS)
+    inputs["attention_mask"] = torch.ones(2, 1, 7, 7, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"`attention_mask` has shape \(2, 1, 7, 7\), but a 4D mask .* 2D padding"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "mm_token_type_ids", "labels"])
+def test_other_arguments_of_the_wrong_length(model, name):
+    inputs = build_inputs(ROWS, labels=True)
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).expand(2, -1)
+    length = inputs["input_ids"].shape[1]
+    inputs[name] = inputs[name][:, 1:]
+    with pytest.raises(ValueError, match=rf"`{name}` has shape \(2, {length - 1}\), but must be \(2, {length}\)"):
+        model(**inputs)
+
+
+def test_lengths_of_a_sequence_that_will_be_shortened(model):
+    inputs = build_inputs([[3, Video(2), 4]])
+    lengths = torch.tensor([0, inputs["input_ids"].shape[1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="`cu_seq_lens_q` describes the sequence before video tokens are dropped"):
+        model(**inputs, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+
+
+def test_encoder_outputs_beside_a_video(model):
+    inputs = build_inputs([[3, Video(2), 4]])
+    with pytest.raises(ValueError, match="`mm_encoder_outputs` and `pixel_values_videos` exclude each other"):
+        model(**inputs, mm_encoder_outputs={"video": object()})
+
+
+def test_frames_and_videos_may_come_nested(model):
+    """Documented: pixel values may be (videos, frames, N, pixels) where all videos are equally long."""
+    inputs = build_inputs([[3, Video(2), 4], [3, Video(2), 4]], tiny_config())
+    nested = inputs | {"pixel_values_videos": inputs["pixel_values_videos"].unflatten(0, (2, 2))}
+    assert torch.equal(model(**nested).logits, model(**inputs).logits)
