@@ -199,6 +199,15 @@ def test_after_the_pruning_layer_only_survivors_are_computed():
     assert [rows[4, name] for name in names] == [survivors] * 4
 
 
+def test_layers_that_no_feature_needs_are_not_run():
+    model = tiny_model(tiny_config(feature_layers=[3, 1]))
+    ran = []
+    for index, layer in enumerate(model.model.vision_tower.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    encode(model, video_inputs(model.config, [3]), 0.5)
+    assert ran == [0, 1, 2, 3]
+
+
 def test_ratio_one_leaves_no_feature():
     model = tiny_model()
     output = encode(model, video_inputs(model.config, [3, 2]), 1.0)
