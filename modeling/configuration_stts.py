@@ -6,6 +6,9 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import SubConfigSpec
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config, Molmo2VisionConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 SELECTORS = ("scorer", "cosine", "random")
 SCORE_RESCALINGS = ("row", "frame", "none")
@@ -39,6 +42,8 @@ AUTO_MAP = {
     "AutoModel": "modeling_stts.STTSForConditionalGeneration",
     "AutoModelForImageTextToText": "modeling_stts.STTSForConditionalGeneration",
     "AutoModelForMultimodalLM": "modeling_stts.STTSForConditionalGeneration",
+    "AutoProcessor": "processing_stts.STTSProcessor",
+    "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
 }
 
 
@@ -201,10 +206,33 @@ class STTSConfig(Molmo2Config):
             check_vision_config(value)
         super().__setattr__(key, value)
 
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """As in transformers; a Molmo2 checkpoint's configuration becomes an STTS one, with a note on the scorer."""
+        config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if config.get("model_type") == Molmo2Config.model_type:
+            logger.warning(
+                f"{pretrained_model_name_or_path} is a Molmo2 checkpoint: all its weights are used, but STTS's scorer "
+                "is new and untrained, and what it drops means nothing. Train it, or set "
+                "`config.vision_config.selector` to 'cosine', which needs no training, or `pruning_ratio` to 0."
+            )
+            config = as_stts(config)
+        return config, kwargs
+
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
         self.auto_map = dict(AUTO_MAP)  # entries of a Hub repository it was loaded from would point back there
         return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+
+def as_stts(config: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a Molmo2 checkpoint's `config.json`, native or original, as those of an STTS checkpoint."""
+    config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
+    config["model_type"] = STTSConfig.model_type
+    for key in ("vision_config", "vit_config"):  # the original's name is the latter
+        if isinstance(config.get(key), dict):
+            config[key] = config[key] | {"model_type": STTSVisionConfig.model_type}
+    return config
 
 
 STTSConfig.register_for_auto_class()

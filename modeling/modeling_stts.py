@@ -6,6 +6,7 @@ merge features -> mask -> native forward on embeddings`.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from transformers.models.molmo2.modeling_molmo2 import (
 )
 from transformers.utils import can_return_tuple
 
+from .card_stts import TAGS
 from .configuration_stts import STTSConfig, check_pruning_ratio
 from .generation_stts import STTSGeneration
 from .inputs_stts import (
@@ -34,8 +36,13 @@ from .inputs_stts import (
     prune_inputs,
     read_grids,
 )
+from .saving_stts import SavingMixin
 from .sequence_stts import find_samples
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, VideoPruning
+
+if TYPE_CHECKING:
+    # Never imported, but transformers saves what it finds named here: so a saved model carries the processor's code.
+    from .processing_stts import STTSProcessor  # noqa: F401
 
 
 @dataclass
@@ -279,7 +286,7 @@ class STTSModel(Molmo2Model):
         )
 
 
-class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
+class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
     """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
 
     config: STTSConfig
@@ -289,6 +296,7 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
         self.model = STTSModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.vocab_size = config.text_config.vocab_size
+        self.model_tags = list(TAGS)  # `Trainer` puts them into its card
         self.post_init()
 
     @can_return_tuple

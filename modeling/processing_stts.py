@@ -1,10 +1,16 @@
 """Text, images and videos to model inputs: Molmo2's processor, with timestamps that are those of the frames shown."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 
+from .saving_stts import ProcessorSavingMixin
 from .video_processing_stts import plain_videos
+
+if TYPE_CHECKING:
+    # Never imported, but transformers saves what it finds named here: so a saved processor carries the model's code,
+    # which `Trainer` counts on when it pushes a checkpoint in the middle of training.
+    from .modeling_stts import STTSForConditionalGeneration  # noqa: F401
 
 _TOKENS = (
     "<im_start>",
@@ -18,7 +24,7 @@ _TOKENS = (
 )
 
 
-class STTSProcessor(Molmo2Processor):
+class STTSProcessor(ProcessorSavingMixin, Molmo2Processor):
     """Molmo2's processor around an `STTSVideoProcessor`.
 
     The prompt gives each frame's real time in seconds since the first frame, whatever the file's frame rate and start

@@ -252,6 +252,8 @@ def test_every_auto_class_is_in_the_saved_auto_map(tmp_path):
         "AutoModel": model,
         "AutoModelForImageTextToText": model,
         "AutoModelForMultimodalLM": model,
+        "AutoProcessor": "processing_stts.STTSProcessor",
+        "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
     }
 
 

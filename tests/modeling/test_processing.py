@@ -245,14 +245,10 @@ def test_saved_config_holds_every_setting(processor, tmp_path):
     assert (video["test_time_scaling"], video["pruning_ratio"]) == (False, 0.5)
 
 
-def test_saved_folder_holds_the_code(processor, tmp_path):
+def test_saved_folder_holds_all_the_code_of_a_checkpoint(processor, tmp_path, hub_configs):
     processor.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.py")} == {
-        "frame_sampling_stts.py",
-        "processing_stts.py",
-        "video_decoding_stts.py",
-        "video_processing_stts.py",
-    }
+    modules = {path.name for path in (hub_configs / "stts-tiny").glob("*.py")}
+    assert {path.name for path in tmp_path.glob("*.py")} == modules
 
 
 LOAD = """

@@ -1,0 +1,1 @@
+../../modeling/card_stts.py

@@ -1,0 +1,1 @@
+../../modeling/saving_stts.py

@@ -1,0 +1,1 @@
+"""What a checkpoint needs on the Hub: its card, and the push."""

@@ -1,0 +1,62 @@
+"""Writes the model card of a checkpoint folder."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stts_hf.modeling.card_stts import CARD, UNNAMED, model_card
+
+
+def write_model_card(
+    folder: str | Path,
+    *,
+    base_model: str | None = None,
+    name: str | None = None,
+    repo_id: str | None = None,
+    license: str = "apache-2.0",
+    tags: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+    training: str | None = None,
+    figures: Mapping[str, Any] | None = None,
+    scorer_trained: bool | None = None,
+) -> None:
+    """
+    Writes `README.md` into a checkpoint folder, over one that is there. Settings are read from its `config.json` and
+    `processor_config.json`, everything else is as in `stts_hf.modeling.card_stts.model_card`.
+
+    base_model: Hub id of the model it was made from. name: heading, "STTS on <base model>" by default. repo_id: for the
+    usage section; a push fills it in later. datasets, training, figures: training data, prose, and measured results,
+    where known. scorer_trained: False adds a warning. Raises `ValueError` for a folder without an STTS `config.json`.
+    """
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    if config is None or config.get("model_type") != "stts":
+        found = "holds no config.json" if config is None else f"has `model_type` {config.get('model_type')!r}"
+        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` 'stts'.")
+    if name is None:
+        name = f"STTS on {base_model.split('/')[-1]}" if base_model else "STTS"
+    card = model_card(
+        config,
+        name=name,
+        checkpoint=repo_id or UNNAMED,
+        base_model=base_model,
+        license=license,
+        tags=tags,
+        datasets=datasets,
+        training=training,
+        figures=figures,
+        frames=_frames(read_json(folder / "processor_config.json")),
+        scorer_trained=scorer_trained,
+    )
+    card.save(folder / CARD)
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Returns the contents of a JSON file, None where there is no such file."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _frames(processor: dict[str, Any] | None) -> tuple[int, float | None] | None:
+    settings = (processor or {}).get("video_processor", {})
+    return (settings["num_frames"], settings.get("max_fps")) if settings.get("num_frames") else None
