@@ -84,6 +84,12 @@ class STTSGeneration:
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds` to generate from videos.")
         whole = prompt if prompt is not None else embeds
         attention_mask = kwargs.get("attention_mask")
+        if attention_mask is None and prompt is not None:
+            pad, end = (
+                setting(name, kwargs, generation_config, self.generation_config)
+                for name in ("pad_token_id", "eos_token_id")
+            )
+            attention_mask = infer_mask(prompt, pad, end)
         new = tokens_after_cache(whole, attention_mask, cached, cache)
         if cached is not None and setting("use_cache", kwargs, generation_config, self.generation_config) is False:
             raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
@@ -132,6 +138,14 @@ class STTSGeneration:
         output.sequences = sequences
         remember_prompt(getattr(output, "past_key_values", None), pruned.cached_after, answer, beams)
         return output
+
+
+def infer_mask(prompt: torch.Tensor, pad_token_id: int | None, eos_token_id: int | list[int] | None):
+    """As transformers does without a mask: hides padding in (B, L), unless padding may also be the end of a text."""
+    ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    if pad_token_id is None or pad_token_id in ends or not (prompt == pad_token_id).any():
+        return None
+    return (prompt != pad_token_id).long()
 
 
 def tokens_after_cache(

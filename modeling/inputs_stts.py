@@ -190,13 +190,15 @@ def prune_inputs(
         check_shape("mm_token_type_ids", mm_token_type_ids, batch_size, length)
     if position_ids is None:
         sample_ids = None
-        position_ids = cached.next_position + torch.arange(length, device=tokens.device)
+        whole_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        position_ids = cached.positions_of_new(length, whole_mask)
     else:
         position_ids = check_shape("position_ids", position_ids, batch_size, length)
-        sample_ids = find_samples(position_ids) if cached.seen == 0 else None
+        padding_mask = new_mask if new_mask is not None and new_mask.dim() == 2 else None
+        sample_ids = find_samples(position_ids, padding_mask) if cached.seen == 0 else None
 
     features: list[tuple[torch.Tensor, torch.Tensor]] = []
-    video = None
+    video = dropped = None
     sequence = KeptSequence(torch.arange(length, device=tokens.device).expand(batch_size, -1), length)
     if pixel_values_videos is not None:
         with_images = pixel_values is not None
@@ -215,6 +217,8 @@ def prune_inputs(
         if sum(num_kept) < sum(plan.tokens_per_video):
             ever_dropped = True
             kept_tokens = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask]))
+            if model.config.pruned_position_ids == "compact":
+                dropped = ~kept_tokens  # before padding goes too, which positions do not close up on
             if plan.drops_padding:
                 kept_tokens = kept_tokens & new_mask.bool()
             sequence = keep_positions(kept_tokens, plan.new_length(num_kept, length), plan.padded_right)
@@ -228,7 +232,7 @@ def prune_inputs(
                 )
             features.append((placeholders, images))
 
-    positions = sequence.take_position_ids(position_ids, sample_ids, model.config.pruned_position_ids)
+    positions = sequence.take_position_ids(position_ids, dropped, sample_ids)
     if new_mask is not None and new_mask.dim() == 4:
         mask = sequence.take_4d_mask(new_mask)
     else:
@@ -245,7 +249,7 @@ def prune_inputs(
                 dim=-1,
             ),
             cached.seen + length,
-            positions.masked_fill(~last, 0).amax(-1, keepdim=True) + 1,
+            torch.where(last, positions, cached.next_position - 1).amax(-1, keepdim=True) + 1,
             token_ids,
         )
     filler_id = getattr(model.config, "pad_token_id", None) or 0

@@ -7,6 +7,7 @@ it `L'`. `B` rows may lose different numbers of tokens: shorter rows then get fi
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 @dataclass
@@ -54,19 +55,14 @@ class KeptSequence:
         return masks.masked_fill(self.is_filler[:, None, None, :], hidden)
 
     def take_position_ids(
-        self, position_ids: torch.Tensor, sample_ids: torch.Tensor | None = None, rule: str = "original"
+        self, position_ids: torch.Tensor, dropped: torch.Tensor | None = None, sample_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """
-        Positions (B, L) or (1, L) of what is left, (B, L'): as they were for `rule` "original"; for "compact", less the
+        Positions (B, L) or (1, L) of what is left, (B, L'): as they were, or, with `dropped` (B, L) bool, less the
         number of dropped tokens before each in its sample (`sample_ids` (B, L), or one sample a row). Filler gets 0.
         """
-        batch_size = self.kept_positions.shape[0]
-        position_ids = position_ids.expand(batch_size, self.length)
-        if rule == "compact":
-            dropped = torch.ones(batch_size, self.length + 1, dtype=torch.int64, device=position_ids.device)
-            dropped.scatter_(1, torch.where(self.is_filler, self.length, self.kept_positions), 0)
-            dropped = dropped[:, : self.length]
-            before = dropped.cumsum(-1) - dropped  # dropped tokens ahead of each
+        if dropped is not None:
+            before = dropped.long().cumsum(-1) - dropped.long()  # dropped tokens ahead of each
             if sample_ids is not None:
                 starts = sample_ids.diff(dim=-1, prepend=sample_ids[:, :1] - 1) != 0
                 before = before - torch.where(starts, before, 0).cummax(-1).values
@@ -74,9 +70,19 @@ class KeptSequence:
         return self.take(position_ids, 0)
 
 
-def find_samples(position_ids: torch.Tensor) -> torch.Tensor:
-    """Samples that share a row: a new one begins wherever (B, L) positions do not grow. Returns (B, L) numbers."""
-    restarts = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) <= 0
+def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Samples that share a row: a new one begins wherever (B, L) positions do not grow. Tokens that a (B, L) mask hides
+    begin none, whatever their positions. Returns (B, L) numbers.
+    """
+    if attention_mask is None:
+        restarts = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) <= 0
+        return restarts.long().cumsum(-1)
+    shown = attention_mask.bool()
+    place = torch.arange(shown.shape[-1], device=shown.device).expand_as(shown)
+    last_shown = nn.functional.pad(torch.where(shown, place, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
+    grows = position_ids > position_ids.gather(-1, last_shown.clamp_min(0))
+    restarts = shown & (~grows | (last_shown < 0))
     return restarts.long().cumsum(-1)
 
 
@@ -149,12 +155,24 @@ class CachedPrompt:
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
     next_position: (B, 1) RoPE position of the next token.
     token_ids: (B, seen) those tokens, where known.
+    answered: how many of them, at the end, are an answer; each took a position, also those after a row's end.
     """
 
     kept_positions: torch.Tensor
     seen: int
     next_position: torch.Tensor
     token_ids: torch.Tensor | None = None
+    answered: int = 0
+
+    def positions_of_new(self, num_tokens: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """
+        Positions (B, L) of the next `L = num_tokens`. attention_mask: (B, seen + L) or None; tokens that it hides take
+        no position, neither of the answer nor of the new ones. With nothing seen yet they do, as in transformers.
+        """
+        if attention_mask is None or not self.seen:
+            return self.next_position + torch.arange(num_tokens, device=self.next_position.device)
+        shown = attention_mask[:, self.seen - self.answered :].bool().cumsum(-1)  # (B, answered + L)
+        return self.next_position - self.answered + shown[:, self.answered :] - 1
 
     def check(self, cache_length: int, batch_size: int) -> None:
         """Raises `ValueError` if the cache was cropped, extended or reordered since."""
@@ -170,5 +188,8 @@ class CachedPrompt:
         steps = torch.arange(num_tokens, device=self.kept_positions.device)
         added = (self.seen + steps).expand(self.kept_positions.shape[0], -1)
         return CachedPrompt(
-            torch.cat([self.kept_positions, added], dim=-1), self.seen + num_tokens, self.next_position + num_tokens
+            torch.cat([self.kept_positions, added], dim=-1),
+            self.seen + num_tokens,
+            self.next_position + num_tokens,
+            answered=self.answered + num_tokens,
         )

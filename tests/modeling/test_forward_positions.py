@@ -93,3 +93,18 @@ def test_gaps_in_positions_are_not_taken_for_packed_samples(model, use_cache, ma
             del inputs["attention_mask"]
         outputs = model(**inputs, use_cache=use_cache)
     torch.testing.assert_close(outputs.logits[0], expected.logits, **CLOSE)
+
+
+@pytest.mark.parametrize("hidden_position", ["zero", "counted"])
+@torch.no_grad()
+def test_hidden_tokens_within_a_row_do_not_part_it(model, hidden_position):
+    """Such as padding after an answer that ended early: what follows still sees what came before."""
+    rows: list[list[Part]] = [[3, Video(2), 12], [2, Video(3), 7]]
+    inputs = build_inputs(rows)
+    inputs["attention_mask"][0, -7:-4] = 0
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    given = positions.masked_fill(inputs["attention_mask"] == 0, 0) if hidden_position == "zero" else positions
+    outputs = model(**inputs, position_ids=given)
+    for index, row in enumerate(one_by_one(inputs, rows)):
+        expected = naive_forward(model, row, rule=model.config.pruned_position_ids)
+        torch.testing.assert_close(logits_of_row(outputs, inputs, index), expected.logits, **CLOSE)

@@ -143,3 +143,12 @@ def test_generate_without_pruning_equals_stock(model, stock, kind, arguments):
     inputs = build_inputs(rows[kind])
     settings = {"max_new_tokens": 6, "pad_token_id": 0, **arguments}
     assert torch.equal(model.generate(**inputs, **settings), stock.generate(**inputs, **settings))
+
+
+def test_generate_infers_the_mask_of_padding_as_stock_does(model, stock):
+    inputs = build_inputs([[2, Video(3), 4], [2, Video(2), 4]])
+    assert not inputs.pop("attention_mask").all()
+    settings: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": False}
+    for end in (None, 1, [1, 2], 0):
+        ours = model.generate(**inputs, **settings, eos_token_id=end)
+        assert torch.equal(ours, stock.generate(**inputs, **settings, eos_token_id=end))

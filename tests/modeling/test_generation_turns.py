@@ -96,6 +96,22 @@ def test_three_turns_and_each_way_in_turn(model):
         said = expected
 
 
+def test_rows_that_ended_early_go_on_as_if_nothing_had_followed(model):
+    inputs = build_inputs(PROMPTS["padded_batch"])
+    length = inputs["input_ids"].shape[1]
+    end = int(model.generate(**inputs, **GREEDY)[0, length + 1])
+    first = first_turn(model, inputs, eos_token_id=end)
+    assert (first.sequences[0, length + 2 :] == 0).all()
+    said = first.sequences
+    for turn_number in range(2):
+        turn = longer(inputs, said, seed=turn_number)
+        turn["attention_mask"] &= turn["input_ids"] != 0
+        expected = model.generate(**turn, **(GREEDY | {"eos_token_id": end}))
+        first = first_turn(model, without_vision(turn), past_key_values=first.past_key_values, eos_token_id=end)
+        assert torch.equal(first.sequences, expected)
+        said = expected
+
+
 @pytest.mark.parametrize("way", ["handed_in", "static", "sampled_copies"])
 def test_other_caches_can_be_reused_too(model, way):
     inputs = build_inputs(PROMPTS["one_video"])

@@ -1,0 +1,112 @@
+"""What a trainer does: train mode, gradient checkpointing, mixed precision, a few steps that learn something."""
+
+import pytest
+import torch
+
+from tests.modeling.reference import assert_gradients_equal, gradients
+from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
+
+ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
+
+
+@pytest.fixture
+def inputs():
+    return build_inputs(ROWS, labels=True, padding_side="right")
+
+
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+def test_gradient_checkpointing_changes_nothing(inputs, packing, use_reentrant):
+    model = tiny_model(tiny_config(packing=packing)).train()
+    expected_loss = model(**inputs).loss
+    expected = gradients(model, expected_loss)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    calls = []
+    towers = (model.model.vision_tower, model.model.language_model)
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for tower in towers for layer in tower.layers
+    ]
+    loss = model(**inputs).loss
+    assert torch.equal(loss, expected_loss)
+    assert_gradients_equal(gradients(model, loss), expected)
+    assert len(calls) == 2 * len(hooks)  # once forward, once more for the gradient
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_train_and_eval_give_the_same_loss(inputs, mode):
+    """Molmo2 has no dropout by default."""
+    model = tiny_model()
+    expected = model(**inputs).loss
+    assert torch.equal(model.train(mode == "train")(**inputs).loss, expected)
+
+
+def test_the_loss_is_not_divided_by_items_in_the_batch(inputs):
+    model = tiny_model()
+    assert model.accepts_loss_kwargs is False
+
+
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+def test_mixed_precision_stays_near_full_precision(inputs, packing):
+    model = tiny_model(tiny_config(packing=packing)).train()
+    full = model(**inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model(**inputs)
+    mixed.loss.backward()
+    # bfloat16 has 8 bits; scores near the threshold may swap, which changes the loss a little.
+    torch.testing.assert_close(mixed.loss, full.loss, atol=0, rtol=0.05)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_bfloat16_model_runs(inputs):
+    model = tiny_model().to(torch.bfloat16).train()
+    outputs = model(**inputs)
+    outputs.loss.backward()
+    assert outputs.logits.dtype == torch.bfloat16
+    assert outputs.temporal_loss.dtype == torch.float32
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+def test_every_ratio_trains(inputs, pruning_ratio):
+    model = tiny_model().train()
+    outputs = model(**inputs, pruning_ratio=pruning_ratio)
+    outputs.loss.backward()
+    assert outputs.loss.isfinite()
+    grads = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert "lm_head.weight" in grads
+    assert ("model.multi_modal_projector.image_projector.down_proj.weight" in grads) == (pruning_ratio < 1)
+    assert "model.vision_tower.scorer.score_layer.weight" in grads  # from the temporal loss, where not from the bias
+
+
+@pytest.mark.parametrize("detach", [True, False], ids=["detached", "not_detached"])
+def test_the_temporal_loss_reaches_the_tower_through_its_target_only_if_asked(inputs, detach):
+    model = tiny_model(tiny_config(model_overrides={"detach_temporal_target": detach}))
+    with torch.no_grad():  # cut the way through the scores
+        model.model.vision_tower.scorer.score_layer.weight.zero_()
+    found = gradients(model, model(**inputs).temporal_loss)
+    assert bool(found["model.vision_tower.patch_embedding.weight"].any()) != detach
+
+
+def test_a_few_steps_lower_both_losses(inputs):
+    torch.manual_seed(0)
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    history = []
+    for _ in range(8):
+        outputs = model(**inputs)
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        optimizer.step()
+        history.append((outputs.task_loss.item(), outputs.temporal_loss.item()))
+    assert history[-1][0] < 0.5 * history[0][0]
+    assert history[-1][1] < history[0][1]
+
+
+def test_batches_of_images_and_of_text_train_like_stock(inputs):
+    model = tiny_model().train()
+    for batch in (image_inputs(labels=True), build_inputs([[9]], labels=True)):
+        outputs = model(**batch)
+        assert outputs.temporal_loss is None
+        assert torch.equal(outputs.loss, outputs.task_loss)
+        outputs.loss.backward()
