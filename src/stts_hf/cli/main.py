@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__
-from stts_hf.cli import run
+from stts_hf.cli import push, run
 from stts_hf.cli.errors import CommandError
 
-COMMANDS = {"run": run}
+COMMANDS = {"run": run, "push": push}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,11 +1,14 @@
-"""Writes the model card of a checkpoint folder."""
+"""The model card of a checkpoint folder."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stts_hf.modeling.card_stts import CARD, UNNAMED, model_card
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import ModelCard
+
+from stts_hf.modeling.card_stts import CARD, TAGS, UNNAMED, is_provisional, model_card
 
 
 def write_model_card(
@@ -30,26 +33,63 @@ def write_model_card(
     where known. scorer_trained: False adds a warning. Raises `ValueError` for a folder without an STTS `config.json`.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    if config is None or config.get("model_type") != "stts":
-        found = "holds no config.json" if config is None else f"has `model_type` {config.get('model_type')!r}"
-        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` 'stts'.")
-    if name is None:
-        name = f"STTS on {base_model.split('/')[-1]}" if base_model else "STTS"
-    card = model_card(
-        config,
+    card = _new_card(
+        folder,
         name=name,
-        checkpoint=repo_id or UNNAMED,
+        repo_id=repo_id,
         base_model=base_model,
         license=license,
         tags=tags,
         datasets=datasets,
         training=training,
         figures=figures,
-        frames=_frames(read_json(folder / "processor_config.json")),
         scorer_trained=scorer_trained,
     )
     card.save(folder / CARD)
+
+
+def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
+    """
+    Returns the card to push with a checkpoint folder: its `README.md` with the metadata it lacks, or a new one where
+    there is none. `repo_id` takes its place in the usage section. Raises `ValueError` where the metadata is no YAML.
+    """
+    file = Path(folder) / CARD
+    if is_provisional(file):
+        return _new_card(Path(folder), repo_id=repo_id)
+    try:
+        card = ModelCard(file.read_text(encoding="utf-8").replace(UNNAMED, repo_id), ignore_metadata_errors=False)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"Invalid metadata in README.md: {error}") from error
+    for key, value in (("library_name", "transformers"), ("pipeline_tag", "video-text-to-text")):
+        if card.data.get(key) is None:
+            card.data[key] = value
+    tags = card.data.get("tags") or []
+    card.data["tags"] = [*tags, *(tag for tag in TAGS if tag not in tags)]
+    return card
+
+
+def _new_card(
+    folder: Path,
+    *,
+    name: str | None = None,
+    repo_id: str | None = None,
+    base_model: str | None = None,
+    **details: Any,
+) -> ModelCard:
+    config = read_json(folder / "config.json")
+    if config is None or config.get("model_type") != "stts":
+        found = "holds no config.json" if config is None else f"has `model_type` {config.get('model_type')!r}"
+        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` 'stts'.")
+    if name is None:
+        name = f"STTS on {base_model.split('/')[-1]}" if base_model else "STTS"
+    return model_card(
+        config,
+        name=name,
+        checkpoint=repo_id or UNNAMED,
+        base_model=base_model,
+        frames=_frames(read_json(folder / "processor_config.json")),
+        **details,
+    )
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
