@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__
-from stts_hf.cli import push, run
+from stts_hf.cli import convert, doctor, push, run
 from stts_hf.cli.errors import CommandError
 
-COMMANDS = {"run": run, "push": push}
+COMMANDS = {"run": run, "convert": convert, "doctor": doctor, "push": push}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,19 +26,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs one command and returns its exit status: 0 when it worked, 2 for a mistake of the user's (one line on stderr),
-    130 when interrupted. Everything else is a bug and keeps its traceback.
+    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, 2 for a mistake of the
+    user's (one line on stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
     try:
-        COMMANDS[arguments.command].execute(arguments)
+        status = COMMANDS[arguments.command].execute(arguments)
     except CommandError as error:
         print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"stts-hf {arguments.command}: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ _TEXT_LAYER = {
     "ff_out": "mlp.down_proj",
 }
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+_EXTRA_EMBEDDING = "transformer.wte.new_embedding"
 _ORIGINAL_SCORER = "vision_backbone.image_vit.transformer.temporal_token_scorer"
 _MODULES = {
     "transformer.ln_f": "model.language_model.norm",
@@ -164,36 +165,49 @@ def iter_converted_tensors(
 
     Raises `ValueError`, before the first tensor, naming every key that is not known.
     """
-    targets = {name: _target(name) for name in state_dict}
-    unexpected = sorted(name for name, target in targets.items() if target is None)
-    if "transformer.wte.new_embedding" in state_dict and "transformer.wte.embedding" not in state_dict:
-        unexpected.append("transformer.wte.new_embedding")
-    if unexpected:
-        raise ValueError(f"The checkpoint has {len(unexpected)} unexpected keys: {', '.join(unexpected)}.")
-
-    for name, target in targets.items():
-        if target is None or _is_unused_layer(target, num_vision_layers):
+    for name, target in _targets(state_dict).items():
+        if _is_unused_layer(target, num_vision_layers):
             continue
-        if target.endswith("att_proj"):
+        if ".att_proj." in target:
             # The output projection's width is that of the queries; keys and values share the rest.
-            layer, kind = name.rsplit(".att_proj.", 1)
+            layer = name.rsplit(".att_proj.", 1)[0]
             query_width = state_dict[f"{layer}.attn_out.weight"].shape[1]
             fused = state_dict[name]
             widths = [query_width, *[(fused.shape[0] - query_width) // 2] * 2]
             for projection, tensor in zip(("q_proj", "k_proj", "v_proj"), fused.split(widths), strict=True):
-                yield f"{target.removesuffix('att_proj')}{projection}.{kind}", tensor
-        elif target.endswith("ff_proj"):
+                yield target.replace("att_proj", projection), tensor
+        elif ".ff_proj." in target:
             for projection, tensor in zip(("up_proj", "gate_proj"), state_dict[name].chunk(2), strict=True):
-                yield f"{target.removesuffix('ff_proj')}{projection}.weight", tensor
+                yield target.replace("ff_proj", projection), tensor
         elif target == "embedding":
             base = state_dict[name]
-            extra = state_dict.get("transformer.wte.new_embedding")
+            extra = state_dict.get(_EXTRA_EMBEDDING)
             yield "model.language_model.embed_tokens.weight", base if extra is None else torch.cat([base, extra])
             if "transformer.ff_out.weight" not in state_dict:
                 # Tied in training; native Molmo2 cannot tie, since only the embedding covers the extra tokens.
                 yield "lm_head.weight", base.clone()
         elif target != "extra embedding":
             yield target, state_dict[name]
+
+
+def original_parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """What the weights are made of: native name to the original tensors whose rows, joined, are that weight's.
+
+    A fused tensor stands under the first weight it holds (`q_proj`, `up_proj`), and is followed by the others.
+    Raises `ValueError` naming every key that is not known.
+    """
+    parts: dict[str, list[str]] = {}
+    for name, target in _targets(names).items():
+        if target == "embedding":
+            parts["model.language_model.embed_tokens.weight"] = [name]
+            parts.setdefault("lm_head.weight", [name])  # tied in training, unless it has a head of its own
+        elif target == "lm_head.weight":
+            parts[target] = [name]
+        elif target != "extra embedding":
+            parts[target.replace(".att_proj", ".q_proj").replace(".ff_proj", ".up_proj")] = [name]
+    if _EXTRA_EMBEDDING in names:
+        parts["model.language_model.embed_tokens.weight"].append(_EXTRA_EMBEDDING)
+    return parts
 
 
 def convert_original_config(config: Mapping[str, Any], special_token_ids: Mapping[str, int]) -> dict[str, Any]:
@@ -226,11 +240,27 @@ def convert_original_config(config: Mapping[str, Any], special_token_ids: Mappin
         raise ValueError(f"The checkpoint's config.yaml lacks {error} in its `model` section.") from error
 
 
+def _targets(names: Iterable[str]) -> dict[str, str]:
+    """`_target` of every name; raises `ValueError` where some are not known."""
+    targets, unexpected = {}, []
+    for name in names:
+        target = _target(name)
+        if target is None:
+            unexpected.append(name)
+        else:
+            targets[name] = target
+    if _EXTRA_EMBEDDING in targets and "transformer.wte.embedding" not in targets:
+        unexpected.append(_EXTRA_EMBEDDING)
+    if unexpected:
+        raise ValueError(f"The checkpoint has {len(unexpected)} unexpected keys: {', '.join(sorted(unexpected))}.")
+    return targets
+
+
 def _target(name: str) -> str | None:
     """Native name of one original tensor, the name of a rule for the fused ones, None for an unknown key."""
     if name == "transformer.wte.embedding":
         return "embedding"
-    if name == "transformer.wte.new_embedding":
+    if name == _EXTRA_EMBEDDING:
         return "extra embedding"
     if name == "vision_backbone.image_vit.positional_embedding":
         return "model.vision_tower.positional_embedding"
@@ -243,9 +273,9 @@ def _target(name: str) -> str | None:
         if match := pattern.fullmatch(module):
             index, part = match.groups()
             if names is _TEXT_LAYER and part == "att_proj":
-                return f"{layers}.{index}.self_attn.att_proj"
+                return f"{layers}.{index}.self_attn.att_proj.{kind}"
             if names is _TEXT_LAYER and part == "ff_proj" and kind == "weight":
-                return f"{layers}.{index}.mlp.ff_proj"
+                return f"{layers}.{index}.mlp.ff_proj.weight"
             return f"{layers}.{index}.{names[part]}.{kind}" if part in names else None
     return None
 

@@ -89,6 +89,9 @@ class ShardedStateDict(Mapping[str, torch.Tensor]):
                 for name, record in metadata["state_dict_metadata"].items()
                 if name.startswith(prefix) and record.state and "chunks" in record.state
             }
+            self._properties = {
+                name: metadata["state_dict_metadata"][prefix + name].state.get("properties") for name in self._sizes
+            }
             self._chunks: dict[str, list[tuple[tuple[int, ...], dict]]] = {name: [] for name in self._sizes}
             for index, info in metadata["storage_data"].items():
                 name = index.state["fqn"].removeprefix(prefix)
@@ -97,6 +100,21 @@ class ShardedStateDict(Mapping[str, torch.Tensor]):
                     self._chunks[name].append((tuple(offsets), info.state))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.folder / METADATA_FILE} is not the metadata of a checkpoint: {error!r}") from error
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, from the metadata."""
+        return {name: tuple(size) for name, size in self._sizes.items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of every tensor, from the metadata; where it has none there, the tensor is read."""
+        dtypes = {}
+        for name, record in self._properties.items():
+            state = getattr(record, "state", None)
+            dtype = state.get("dtype") if isinstance(state, dict) else state[0] if state else None
+            dtypes[name] = dtype if isinstance(dtype, torch.dtype) else self[name].dtype
+        return dtypes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sizes)
@@ -125,15 +143,44 @@ class ShardedStateDict(Mapping[str, torch.Tensor]):
             raise ValueError(f"`{name}` is stored as {info['transform_descriptors']}: save it without compression.")
         if not path.is_file():
             raise ValueError(f"{path} is missing, and `{name}` is stored there: copy the checkpoint again.")
-        with path.open("rb") as file:
-            file.seek(info["offset"])
-            data = file.read(info["length"])
-        if len(data) != info["length"]:
+        if path.stat().st_size < info["offset"] + info["length"]:
             raise ValueError(f"{path} ends before the data of `{name}`: copy the checkpoint again.")
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            with path.open("rb") as file:
+                chunk = _FileSlice(file, info["offset"], info["length"])
+                tensor = torch.load(chunk, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            if not isinstance(tensor, torch.Tensor):
+                raise pickle.UnpicklingError(f"it is a {type(tensor).__name__}")
+            return tensor
         except (pickle.UnpicklingError, RuntimeError) as error:
             raise ValueError(f"{path} does not hold a plain tensor for `{name}`: {error}") from error
+
+
+class _FileSlice(io.RawIOBase):
+    """A stretch of an open file as a file of its own, so that a tensor is not in memory twice while it is read."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int):
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = max(0, offset + (0, self._position, self._length)[whence])
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view)
+        self._position += count
+        return count
 
 
 def _read_metadata(path: Path) -> dict:

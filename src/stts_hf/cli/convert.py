@@ -1,0 +1,82 @@
+"""`stts-hf convert SOURCE DESTINATION`: makes an STTS checkpoint of a Molmo2 or an original training checkpoint."""
+
+import argparse
+import sys
+
+from stts_hf.cli.errors import CommandError, one_line
+
+HELP = "make an STTS checkpoint of a Molmo2 model, or of a training checkpoint of STTS's authors"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="Molmo2 folder or Hub repository, or the folder of an original training checkpoint "
+        "(model.pt or model_and_optim/, with config.yaml)",
+    )
+    parser.add_argument("destination", metavar="DESTINATION", help="folder to write; appears whole or not at all")
+    parser.add_argument(
+        "--base",
+        metavar="PATH_OR_REPO",
+        help="Molmo2 folder or repository that gives tokenizer, processor and chat template; "
+        "needed for an original training checkpoint",
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of SOURCE, if it is a repository")
+    parser.add_argument(
+        "--packing",
+        choices=("varlen", "first_fit_descending"),
+        help="layout of the survivors; default: the source's, which is first_fit_descending with refill for a "
+        "training checkpoint of STTS",
+    )
+    parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
+    parser.add_argument("--selector", choices=("scorer", "cosine", "random"), help="what ranks the tokens")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the source's")
+    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="most of one file (default: 50GB)")
+    parser.add_argument("--seed", type=int, default=0, help="of a new scorer's weights (default: 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is at DESTINATION")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Runs the command; raises `CommandError` for what the user got wrong."""
+    print("Reading the source ...", file=sys.stderr, flush=True)
+    from tqdm import tqdm
+
+    from stts_hf.convert.checkpoint import convert_checkpoint
+
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1000, desc="Writing", file=sys.stderr, delay=0.5) as bar:
+
+        def show(written: int, total: int) -> None:
+            bar.total = total
+            bar.update(written - bar.n)
+
+        try:
+            result = convert_checkpoint(
+                arguments.source,
+                arguments.destination,
+                base=arguments.base,
+                revision=arguments.revision,
+                packing=arguments.packing,
+                pruning_ratio=arguments.pruning_ratio,
+                selector=arguments.selector,
+                dtype=arguments.dtype,
+                max_shard_size=arguments.max_shard_size,
+                overwrite=arguments.overwrite,
+                seed=arguments.seed,
+                on_progress=show,
+            )
+        except (ValueError, OSError) as error:
+            bar.leave = False
+            raise CommandError(one_line(error, limit=1000)) from error
+    vision = result.config.vision_config
+    layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")
+    lines = [
+        ("checkpoint", f"{result.folder} ({result.num_bytes / 1e9:.2f} GB, {result.dtype})"),
+        ("scorer", "trained" if result.scorer_trained else "new, untrained"),
+        ("pruning", f"{vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, {layout}"),
+    ]
+    for label, value in lines:
+        print(f"{label + ':':<12}{value}")
+    for sentence in result.notes:
+        print(f"note: {sentence}", file=sys.stderr)

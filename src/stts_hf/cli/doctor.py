@@ -1,0 +1,33 @@
+"""`stts-hf doctor FOLDER`: says what is wrong with a checkpoint folder, and how to mend it."""
+
+import argparse
+
+from stts_hf.cli.errors import CommandError
+
+HELP = "check a checkpoint folder, and say what is wrong with it and how to mend it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("folder", metavar="FOLDER", help="a checkpoint folder; none of its code runs")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for mere warnings too")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Prints every check's result, and returns 1 where something is wrong, else 0."""
+    from stts_hf.convert.doctor import examine
+
+    try:
+        findings = examine(arguments.folder)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    for name, found in findings.items():
+        if not found:
+            print(f"ok       {name}")
+        for finding in found:
+            print(f"{'WRONG' if finding.fatal else 'warning':<9}{name}: {finding.what}\n         -> {finding.remedy}")
+    everything = [finding for found in findings.values() for finding in found]
+    wrong = sum(finding.fatal for finding in everything)
+    warnings = len(everything) - wrong
+    print(f"\n{arguments.folder}: {wrong} wrong, {warnings} warning{'' if warnings == 1 else 's'}")
+    return int(wrong > 0 or (arguments.strict and warnings > 0))
