@@ -135,3 +135,19 @@ def test_a_row_of_a_batch_continues_as_it_would_alone(model):
     for index, row in enumerate(one_by_one(inputs, rows)):
         alone = model(**with_text(row, torch.tensor([[11]])))
         torch.testing.assert_close(together.logits[index], alone.logits[0, -1:], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_row_whose_step_is_hidden_goes_on_where_it_was(model):
+    inputs = build_inputs(BATCHES["padded"])
+    text = torch.randint(1, 512, (3, 2), generator=torch.Generator().manual_seed(2))
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+    mask[0, -2] = 0
+    cache = model(**inputs, use_cache=True).past_key_values
+    model(input_ids=text[:, :1], attention_mask=mask[:, :-1], past_key_values=cache)
+    outputs = model(input_ids=text[:, 1:], attention_mask=mask, past_key_values=cache)
+    cache = model(**inputs, use_cache=True).past_key_values
+    expected = model(
+        input_ids=text[:, 1:], attention_mask=torch.cat([mask[:, :-2], mask[:, -1:]], dim=-1), past_key_values=cache
+    )
+    torch.testing.assert_close(outputs.logits[0], expected.logits[0], **CLOSE)
