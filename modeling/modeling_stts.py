@@ -357,11 +357,11 @@ class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditi
         kept_positions = outputs.kept_positions
         loss = task_loss = None
         if labels is not None:
-            if position_ids is not None:  # the first token of a sample is not the next of the sample before it
-                padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-                samples = find_samples(position_ids.expand(labels.shape), padding_mask)
-                labels = labels.masked_fill(samples.diff(dim=-1, prepend=samples[:, :1]) != 0, -100)
             if kept_positions is not None:
+                if position_ids is not None:  # the first token of a sample is not the next of the sample before it
+                    padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+                    samples = find_samples(position_ids.expand(labels.shape), padding_mask)
+                    labels = labels.masked_fill(samples.diff(dim=-1, prepend=samples[:, :1]) != 0, -100)
                 taken = labels.gather(-1, kept_positions.clamp_min(0))
                 is_filler = kept_positions < 0
                 after_filler = nn.functional.pad(is_filler[:, :-1], (1, 0))  # nothing predicts a row's first token
