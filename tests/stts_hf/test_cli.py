@@ -12,6 +12,7 @@ from transformers import AutoModelForMultimodalLM
 
 from stts_hf.cli import timing
 from stts_hf.cli.main import main
+from stts_hf.convert.tiny_answer import ANSWER
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 # 2 seconds at 2 frames per second, and the last frame: 0, 0.5, 1, 1.5 s and the end.
@@ -53,6 +54,11 @@ def test_it_answers_counts_and_draws(run):
         assert image.width > 600
     for step in ("Loading", "Decoding", "Answering", "Drawing"):
         assert step in err
+
+
+def test_the_answer_is_what_the_tiny_model_was_taught(run):
+    _, out, _, _ = run("--max-new-tokens", "40")
+    assert re.search(rf"^answer: +{ANSWER}$", out, re.M)
 
 
 def test_the_prompt_shrinks_by_what_was_dropped(run):

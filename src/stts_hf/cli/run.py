@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="PATH_OR_REPO",
         help="folder or Hub repository of an STTS checkpoint; its own code runs (trust_remote_code). "
-        "Default: the tiny, untrained checkpoint of a source checkout",
+        "Default: stts-tiny of a source checkout, a model for tests",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
@@ -118,7 +118,7 @@ def find_checkpoint(checkpoint: str | None) -> str:
     for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
         if (root / TINY / "config.json").is_file():
             folder = root / TINY
-            note("No --checkpoint: using the tiny untrained one, whose answers mean nothing")
+            note("No --checkpoint: using stts-tiny, which knows nothing about videos but drops what stands still")
             return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
     raise CommandError(
         f"--checkpoint is needed: the folder or Hub name of an STTS checkpoint. (Only a source checkout has {TINY}.)"

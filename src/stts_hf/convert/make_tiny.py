@@ -3,12 +3,11 @@
     python -m stts_hf.convert.make_tiny hub_configs/stts-tiny
 
 It keeps what the method is sensitive to (a 27 x 27 patch grid, 3 x 3 blocks, the released special tokens and chat
-template) and shrinks everything else. The weights are random but for the scorer's, which a minute of training on the
-temporal loss teaches to follow what moves.
+template) and shrinks everything else. The weights are random but for two things: the scorer learns to follow what
+moves, and the language model learns to say that it knows nothing.
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
 
+from stts_hf.convert.tiny_answer import fit_answer
 from stts_hf.convert.tiny_scorer import fit_scorer
 from stts_hf.convert.tiny_text import training_sentences
 from stts_hf.modeling.configuration_stts import STTSConfig
@@ -139,40 +139,32 @@ def build_model(config: STTSConfig, tokenizer: PreTrainedTokenizerFast, seed: in
     return model
 
 
-def complete_auto_map(file: Path) -> None:
-    """Adds the processors to a `config.json`, in which saving a model names the model's own classes only."""
-    config = json.loads(file.read_text())
-    config["auto_map"] |= {
-        "AutoProcessor": "processing_stts.STTSProcessor",
-        "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
-    }
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def write_checkpoint(folder: Path, seed: int = 0, scorer_steps: int = 600) -> None:
-    """
-    Writes weights, configuration, tokenizer and processor into `folder`, which holds `chat_template.jinja` already.
-    Code files that are links, as they are in this repository, stay links.
-    """
+def write_checkpoint(folder: Path, seed: int = 0, scorer_steps: int = 600, answer_steps: int = 200) -> None:
+    """Makes the model and saves it into `folder`, which holds `chat_template.jinja` already; takes some minutes."""
     processor = build_processor((folder / "chat_template.jinja").read_text())
     model = build_model(build_config(processor.tokenizer), processor.tokenizer, seed)
     fit_scorer(model, processor.video_processor, seed, scorer_steps)
+    fit_answer(model, processor, seed, answer_steps)
+    save_into(folder, model, processor)
+
+
+def save_into(folder: Path, model: STTSForConditionalGeneration, processor: STTSProcessor) -> None:
+    """Saves everything but a card that is there already, and leaves code files that are links as they are."""
     with tempfile.TemporaryDirectory() as temporary:
         model.save_pretrained(temporary)
         processor.save_pretrained(temporary)
-        complete_auto_map(Path(temporary) / "config.json")
         for file in Path(temporary).iterdir():
-            if not (folder / file.name).is_symlink():
-                shutil.copyfile(file, folder / file.name)
+            target = folder / file.name
+            if not target.is_symlink() and not (file.name == "README.md" and target.is_file()):
+                shutil.copyfile(file, target)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny checkpoint.")
     parser.add_argument("folder", type=Path, help="where to write it; must hold chat_template.jinja")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scorer-steps", type=int, default=600, help="training steps of the scorer (default: 600)")
     arguments = parser.parse_args()
-    write_checkpoint(arguments.folder, arguments.seed, arguments.scorer_steps)
+    write_checkpoint(arguments.folder, arguments.seed)
     size = sum(file.stat().st_size for file in arguments.folder.iterdir())
     print(f"{arguments.folder}: {size / 2**20:.1f} MiB")
 
