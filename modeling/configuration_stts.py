@@ -208,8 +208,15 @@ class STTSConfig(Molmo2Config):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """As in transformers; a Molmo2 checkpoint's configuration becomes an STTS one, with a note on the scorer."""
+        """
+        As in transformers; a Molmo2 checkpoint's configuration becomes an STTS one, with a note on the scorer. Raises
+        `OSError` where there is no `config.json` (transformers would go on with the sizes of an 8B model).
+        """
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not config:
+            raise OSError(
+                f"{pretrained_model_name_or_path} holds no config.json. Pass a checkpoint's folder or Hub id."
+            )
         if config.get("model_type") == Molmo2Config.model_type:
             logger.warning(
                 f"{pretrained_model_name_or_path} is a Molmo2 checkpoint: all its weights are used, but STTS's scorer "

@@ -1,0 +1,270 @@
+"""Saving: the folder is complete, a second save changes nothing, and nothing that goes wrong leaves one that lies."""
+
+import json
+import multiprocessing
+import random
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import Trainer, TrainingArguments
+
+from stts_hf import STTSProcessor
+from stts_hf.modeling.saving_stts import stale_weights
+from tests.checkpoints import (
+    AUTO_CLASSES,
+    TINY,
+    digests,
+    load_tiny,
+    logits_of,
+    prepare,
+    weights_of,
+    write_small_clip,
+)
+from tests.saver import save
+
+CONFIGS = ("config.json", "generation_config.json", "processor_config.json", "chat_template.jinja", "tokenizer.json")
+
+
+def read_json(file: Path) -> dict:
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The tiny checkpoint, loaded through the package and saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    load_tiny().save_pretrained(folder)
+    STTSProcessor.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return prepare(write_small_clip(tmp_path_factory.mktemp("clip")))
+
+
+def test_folder_holds_all_that_a_checkpoint_needs(saved):
+    code = {file.name for file in TINY.glob("*.py")}
+    wanted = {*CONFIGS, "README.md", "model.safetensors", "tokenizer_config.json"} | code
+    assert {file.name for file in saved.iterdir()} == wanted
+
+
+@pytest.mark.parametrize("part", ["model", "processor"])
+def test_either_part_saves_all_the_code(tmp_path, part):
+    (load_tiny() if part == "model" else STTSProcessor.from_pretrained(TINY)).save_pretrained(tmp_path)
+    assert digests(tmp_path, "*.py") == digests(TINY, "*.py")
+
+
+def test_auto_map_names_every_class(saved):
+    processor = read_json(saved / "processor_config.json")
+    assert read_json(saved / "config.json")["auto_map"] == AUTO_CLASSES
+    assert processor["auto_map"]["AutoProcessor"] == AUTO_CLASSES["AutoProcessor"]
+    assert processor["video_processor"]["auto_map"]["AutoVideoProcessor"] == AUTO_CLASSES["AutoVideoProcessor"]
+
+
+def test_code_is_real_files_and_byte_for_byte_ours(saved):
+    assert not any(file.is_symlink() for file in saved.iterdir())
+    assert digests(saved, "*.py") == digests(TINY, "*.py")
+
+
+def test_weights_are_those_loaded(saved):
+    before, after = weights_of(TINY), weights_of(saved)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_saving_again_changes_no_byte(saved, tmp_path):
+    load_tiny(saved).save_pretrained(tmp_path)
+    STTSProcessor.from_pretrained(saved).save_pretrained(tmp_path)
+    assert digests(tmp_path, "*") == digests(saved, "*")
+
+
+SAVE_AGAIN = """
+from transformers import AutoModelForImageTextToText, AutoProcessor
+source, destination = sys.argv[1:]
+AutoModelForImageTextToText.from_pretrained(source, trust_remote_code=True).save_pretrained(destination)
+AutoProcessor.from_pretrained(source, trust_remote_code=True).save_pretrained(destination)
+"""
+
+
+def test_saving_again_from_remote_code_changes_no_byte(saved, tmp_path, run_without_package):
+    again = tmp_path / "again"
+    run_without_package(SAVE_AGAIN, str(saved), str(again))
+    assert digests(again, "*") == digests(saved, "*")
+
+
+def test_sharded_weights_load_equal(tmp_path, inputs):
+    model = load_tiny()
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert torch.equal(logits_of(load_tiny(tmp_path), inputs), logits_of(model, inputs))
+
+
+@pytest.mark.parametrize("first", ["50GB", "1MB", "2MB"])
+@pytest.mark.parametrize("second", ["50GB", "1MB"])
+def test_a_save_over_another_leaves_only_the_new_weights(tmp_path, first, second):
+    model = load_tiny()
+    model.save_pretrained(tmp_path, max_shard_size=first)
+    torch.nn.init.constant_(model.lm_head.weight, 3.0)
+    model.save_pretrained(tmp_path, max_shard_size=second)
+    assert torch.equal(load_tiny(tmp_path).lm_head.weight, model.lm_head.weight)
+    assert sum(tensor.numel() for tensor in weights_of(tmp_path).values()) == model.num_parameters()
+
+
+def test_stale_weights_are_those_of_the_variant_saved():
+    saved = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    present = [
+        *saved,
+        "model.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.fp16.safetensors",
+        "adapter_model.safetensors",
+    ]
+    assert stale_weights(present, saved) == ["model-00003-of-00003.safetensors", "model.safetensors"]
+    assert stale_weights(present, ["model.fp16-00001-of-00001.safetensors"]) == ["model.fp16.safetensors"]
+    assert stale_weights(present, ["config.json"]) == []
+
+
+def test_a_card_is_written_once(saved, tmp_path):
+    card = ModelCard.load(saved / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "video-text-to-text")
+    (tmp_path / "README.md").write_text("mine")
+    load_tiny().save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_card_warns_of_an_untrained_scorer(tmp_path):
+    model = load_tiny()
+    torch.nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
+    model.save_pretrained(tmp_path)
+    assert "untrained" in (tmp_path / "README.md").read_text()
+
+
+def test_processor_returns_the_files_it_wrote(tmp_path):
+    files = STTSProcessor.from_pretrained(TINY).save_pretrained(tmp_path)
+    assert [Path(file) for file in files] == [tmp_path / "processor_config.json"]
+    assert all(Path(file).is_file() for file in files)
+
+
+class OneSample(torch.utils.data.Dataset):
+    def __init__(self, inputs):
+        labels = inputs["input_ids"].where(inputs["mm_token_type_ids"] == 0, -100)
+        self.sample = {**inputs, "labels": labels.where(labels < 1024, -100)}
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.sample
+
+
+@pytest.mark.parametrize("place", ["end", "checkpoint"])
+def test_trainer_saves_a_whole_folder(tmp_path, inputs, run_without_package, place):
+    trainer = Trainer(
+        load_tiny(),
+        TrainingArguments(
+            str(tmp_path / "run"), max_steps=1, save_steps=1, report_to="none", per_device_train_batch_size=1,
+            use_cpu=True, remove_unused_columns=False, disable_tqdm=True, logging_strategy="no",
+        ),
+        train_dataset=OneSample(inputs),
+        data_collator=lambda samples: samples[0],
+        processing_class=STTSProcessor.from_pretrained(TINY),
+    )  # fmt: skip
+    trainer.train()
+    if place == "end":
+        trainer.save_model()
+    folder = tmp_path / "run" / ("" if place == "end" else "checkpoint-1")
+    assert {*CONFIGS, "README.md", "model.safetensors"} <= {file.name for file in folder.iterdir()}
+    assert digests(folder, "*.py") == digests(TINY, "*.py")
+    again = tmp_path / "again"
+    run_without_package(SAVE_AGAIN, str(folder), str(again))
+    trained = trainer.model.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in load_tiny(again).state_dict().items())
+    assert not torch.equal(trained["lm_head.weight"], load_tiny().lm_head.weight)
+
+
+VERSIONS = {"old": 1.0, "new": 2.0}
+
+
+def state_of(folder: Path) -> str:
+    """Which version a folder loads, all of it, or "refused" where loading fails; anything else is a lie."""
+    try:
+        weights = load_tiny(folder).state_dict()
+    except (OSError, ValueError):
+        return "refused"
+    found = [name for name, value in VERSIONS.items() if all(bool((w == value).all()) for w in weights.values())]
+    assert len(found) == 1, f"a mixture of weights loads from {folder}"
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def saver():
+    """Starts processes that save a version; forked from one that has imported everything, so that they start at once"""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.saver"])
+
+    def start(folder: Path, version: str, shards: str, die_after: int | None = None):
+        process = context.Process(target=save, args=(folder, VERSIONS[version], shards, die_after))
+        process.start()
+        return process
+
+    return start
+
+
+def finish(process) -> int | None:
+    process.join(timeout=120)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("shards", ["50GB", "20KB"])
+def test_a_kill_at_any_moment_never_leaves_a_folder_that_loads_wrongly(tmp_path, saver, shards):
+    assert finish(saver(tmp_path, "new", shards)) == 0
+    started = time.perf_counter()
+    assert finish(saver(tmp_path, "old", shards)) == 0
+    duration = time.perf_counter() - started
+    moments = random.Random(0)
+    seen = []
+    for _ in range(10):
+        process = saver(tmp_path, "new", shards)
+        time.sleep(moments.uniform(0, duration))
+        process.kill()
+        finish(process)
+        seen.append(state_of(tmp_path))
+        if seen[-1] != "old":
+            assert finish(saver(tmp_path, "old", shards)) == 0
+    assert "old" in seen  # or the moments were too late to prove anything
+
+
+@pytest.mark.parametrize("moved", [0, 1, 10, 25])
+def test_a_kill_while_files_are_exchanged_leaves_a_folder_that_does_not_load(tmp_path, saver, moved):
+    assert finish(saver(tmp_path, "old", "20KB")) == 0
+    assert finish(saver(tmp_path, "new", "20KB", moved)) == 9
+    assert state_of(tmp_path) == "refused"
+    assert finish(saver(tmp_path, "new", "20KB")) == 0
+    assert state_of(tmp_path) == "new"
+    assert not list(tmp_path.glob("_saving*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+@pytest.mark.parametrize("part", ["model", "processor"])
+def test_a_full_disk_leaves_the_folder_as_it_was(saved, tmp_path, part):
+    folder = tmp_path / "folder"
+    saver = load_tiny() if part == "model" else STTSProcessor.from_pretrained(TINY)
+    for file in saved.iterdir():
+        (folder / file.name).parent.mkdir(exist_ok=True)
+        (folder / file.name).write_bytes(file.read_bytes())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # bytes: less than weights or tokenizer
+    try:
+        with pytest.raises(Exception, match=re.compile("too large|file size", re.IGNORECASE)):
+            saver.save_pretrained(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert digests(folder, "*") == digests(saved, "*")
+    assert {entry.name for entry in folder.iterdir()} == {entry.name for entry in saved.iterdir()}
