@@ -133,8 +133,13 @@ def find_video_placeholders(model, input_ids, inputs_embeds, with_images: bool) 
     placeholders = find(config.image_patch_id)
     if not with_images:
         return placeholders, torch.zeros_like(placeholders)
-    image_starts = find(config.image_start_token_id) | find(config.low_res_image_start_token_id)
-    videos = placeholders_of_videos(placeholders, find(config.frame_start_token_id), image_starts)
+    frame_starts, image_starts = find(config.frame_start_token_id), find(config.image_start_token_id)
+    # Where the processor wraps frames in an image's tokens (`use_frame_special_tokens=False`, as the released models
+    # do), a frame's start follows its timestamp, while an image's large view directly follows the end of its small one.
+    follows_end = torch.nn.functional.pad(find(config.image_end_token_id)[:, :-1], (1, 0))
+    frame_starts = torch.where(frame_starts.any(), frame_starts, image_starts & ~follows_end)
+    image_starts = (image_starts & ~frame_starts) | find(config.low_res_image_start_token_id)
+    videos = placeholders_of_videos(placeholders, frame_starts, image_starts)
     return videos, placeholders & ~videos
 
 

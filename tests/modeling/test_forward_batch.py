@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stts_hf.modeling.inputs_stts import find_video_placeholders
 from tests.modeling.reference import (
     CLOSE,
     assert_gradients_equal,
@@ -12,7 +13,17 @@ from tests.modeling.reference import (
     naive_forward,
     one_by_one,
 )
-from tests.tiny import Image, Part, Video, build_inputs, tiny_model
+from tests.tiny import (
+    FRAME_END,
+    FRAME_START,
+    IMAGE_END,
+    IMAGE_START,
+    Image,
+    Part,
+    Video,
+    build_inputs,
+    tiny_model,
+)
 
 BATCHES: dict[str, list[list[Part]]] = {
     "one_video": [[3, Video(3), 4]],
@@ -144,3 +155,21 @@ def test_videos_in_the_wrong_order_are_noticed_by_the_comparison(model):
     with torch.no_grad():
         right, wrong = model(**inputs), model(**swapped)
     assert (right.logits[:, -1] - wrong.logits[:, -1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rows", [BATCHES["image_and_video_in_rows"], BATCHES["image_and_video_in_one_row"]])
+def test_images_and_videos_are_told_apart_without_frame_tokens(model, rows):
+    """The released Molmo2 processors wrap frames in `<im_start>`, `<im_end>` (`use_frame_special_tokens=False`)."""
+    inputs = build_inputs(rows)
+    ids = inputs["input_ids"]
+    wrapped = torch.where(ids == FRAME_START, IMAGE_START, torch.where(ids == FRAME_END, IMAGE_END, ids))
+    expected = find_video_placeholders(model.model, ids, None, with_images=True)
+    for ours, theirs in zip(
+        find_video_placeholders(model.model, wrapped, None, with_images=True), expected, strict=True
+    ):
+        assert theirs.any()
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        outputs = model(**inputs | {"input_ids": wrapped})
+        for index, row in enumerate(one_by_one(inputs | {"input_ids": wrapped}, rows)):
+            torch.testing.assert_close(logits_of_row(outputs, inputs, index), model(**row).logits[0], **CLOSE)
