@@ -1,0 +1,104 @@
+"""LoRA on the text model with the scorer trained in full: the adapter's own folder, back on its base, and merged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from tests.checkpoints import TINY, load_tiny, logits_of, prepare, write_small_clip
+
+peft = pytest.importorskip("peft")
+
+# Only the text model: "q_proj" alone would hit the vision tower and the connector too.
+TARGETS = r".*language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+SCORER = "scorer"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return prepare(write_small_clip(tmp_path_factory.mktemp("clip")))
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    """A model with LoRA and a copy of the scorer, both moved away from where they began."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, modules_to_save=[SCORER])
+    model = peft.get_peft_model(load_tiny(), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+                assert "lora" in name or ".scorer.modules_to_save." in name
+    return model
+
+
+@pytest.fixture(scope="module")
+def adapter(adapted, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def test_lora_and_scorer_are_all_that_is_trained(adapted):
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert any(".language_model." in name for name in trained)
+    assert sum(".scorer.modules_to_save." in name for name in trained) == 14
+    assert not any("lora" in name and ".language_model." not in name for name in trained)
+
+
+def test_adapted_model_is_another_and_drops_other_blocks(adapted, inputs):
+    base, changed = (model(**inputs, pruning_ratio=0.5) for model in (load_tiny(), adapted))
+    assert not torch.equal(base.token_scores[0], changed.token_scores[0])
+    assert (base.logits.shape != changed.logits.shape) or (base.logits - changed.logits).abs().max() > 1e-2
+
+
+def test_gradients_of_the_task_reach_lora_and_scorer(adapted, inputs):
+    labels = inputs["input_ids"].where(inputs["input_ids"] < 1024, -100)
+    parameters = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    loss = adapted(**inputs, labels=labels, pruning_ratio=0.5).task_loss
+    for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+        assert gradient.abs().max() > 0, name
+
+
+def test_adapter_loads_on_its_base(adapter, adapted, inputs):
+    loaded = peft.PeftModel.from_pretrained(load_tiny(), adapter).eval()
+    assert torch.equal(logits_of(loaded, inputs), logits_of(adapted, inputs))
+
+
+def test_adapter_folder_holds_the_adapter_alone(adapter):
+    size = sum(file.stat().st_size for file in adapter.iterdir())
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in adapter.iterdir()}
+    assert size < (TINY / "model.safetensors").stat().st_size / 4
+    assert ModelCard.load(adapter / "README.md").data.library_name == "peft"
+
+
+def test_merged_and_saved_it_is_a_checkpoint_of_its_own(adapter, adapted, inputs, tmp_path):
+    merged = peft.PeftModel.from_pretrained(load_tiny(), adapter).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    loaded = load_tiny(tmp_path)
+    expected = logits_of(adapted, inputs)
+    assert torch.equal(logits_of(loaded, inputs), logits_of(merged.eval(), inputs))
+    # W x + s B (A x) against (W + s B A) x: float32 rounding of another order, on logits of order 1 to 10.
+    torch.testing.assert_close(logits_of(loaded, inputs), expected, rtol=0, atol=1e-4)
+    assert not any("lora" in name or "modules_to_save" in name for name in loaded.state_dict())
+
+
+LOAD_ADAPTER = """
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+base, adapter, inputs, output = sys.argv[1:]
+with torch.no_grad():
+    model = AutoModelForImageTextToText.from_pretrained(base, trust_remote_code=True).eval()
+    model = PeftModel.from_pretrained(model, adapter).eval()
+    torch.save(model(**torch.load(inputs), pruning_ratio=0.5).logits, output)
+"""
+
+
+def test_adapter_loads_on_remote_code(adapter, adapted, inputs, tmp_path, run_without_package):
+    torch.save(inputs, tmp_path / "inputs.pt")
+    run_without_package(LOAD_ADAPTER, str(TINY), str(adapter), str(tmp_path / "inputs.pt"), str(tmp_path / "logits.pt"))
+    # Another process may split sums differently.
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits_of(adapted, inputs), rtol=0, atol=1e-5)
