@@ -119,9 +119,9 @@ def convert_checkpoint(
     layout = saved_layout(model)
     problems = check_weights(tensors, layout, declared_layers, config.vision_config.num_hidden_layers)
     scorer_names = {part.name for group in layout if group.is_scorer for part in group.saved}
-    new_scorer = set(problems.missing) == scorer_names
+    new_scorer = scorer_names <= set(problems.missing)
     if new_scorer:
-        problems.missing = []
+        problems.missing = [name for name in problems.missing if name not in scorer_names]
     if problems:
         raise ValueError(f"{source_folder} does not hold the weights of this model: {problems}.")
     scorer: TensorSource = MemorySource(new_scorer_weights(model, seed)) if new_scorer else tensors

@@ -116,16 +116,18 @@ def override(
 
 
 def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
-    """Returns the folder's generation settings, or the tokenizer's special tokens where it has none."""
+    """Returns the folder's generation settings; special tokens it does not name are the tokenizer's."""
+    eos = tokenizer.eos_token_id
+    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    tokens = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
     if (folder / "generation_config.json").is_file():
         settings = read_json(folder / "generation_config.json")
         try:
-            return GenerationConfig.from_dict({key: settings[key] for key in settings if not key.startswith("_")})
+            named = {key: value for key, value in settings.items() if not key.startswith("_") and value is not None}
+            return GenerationConfig.from_dict(tokens | named)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
-    eos = tokenizer.eos_token_id
-    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return GenerationConfig(bos_token_id=bos, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
+    return GenerationConfig(**tokens)
 
 
 def _set_frames(processor: STTSProcessor, config: STTSConfig, video: Mapping[str, Any]) -> None:

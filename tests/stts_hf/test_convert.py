@@ -1,0 +1,265 @@
+"""`convert_checkpoint`: every source form becomes a complete folder with the source's weights and settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stts_hf.cli.main import main
+from stts_hf.convert.checkpoint import convert_checkpoint
+from stts_hf.convert.doctor import examine
+from stts_hf.convert.original import convert_original_state_dict, load_original_state_dict
+from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
+from tests.stts_hf.convert_files import contents, stock_model, write_base, write_molmo2
+
+MOLMO2_FORMS = ["original", "native", "shards", "released"]
+FORMS = checkpoint_forms()
+LOGIT_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """A folder with a Molmo2 folder of every form, and `base` for the reference checkpoints."""
+    folder = tmp_path_factory.mktemp("sources")
+    for form in MOLMO2_FORMS:
+        write_molmo2(folder / form, form)
+    write_base(folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(sources, tmp_path_factory) -> Path:
+    """The conversion of every source, under the source's name."""
+    folder = tmp_path_factory.mktemp("converted")
+    for form in MOLMO2_FORMS:
+        convert_checkpoint(sources / form, folder / form)
+    for form in FORMS:
+        convert_checkpoint(form, folder / form.name, base=sources / "base")
+    return folder
+
+
+ALL = [*MOLMO2_FORMS, *(form.name for form in FORMS)]
+
+
+def load(folder: Path) -> STTSForConditionalGeneration:
+    model, info = STTSForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def vision_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["vision_config"]
+
+
+@pytest.mark.parametrize("form", MOLMO2_FORMS)
+def test_weights_of_molmo2_are_kept(converted, form):
+    expected = stock_model().state_dict()
+    weights = load(converted / form).state_dict()
+    scorer = {name for name in weights if ".scorer." in name}
+    assert weights.keys() - scorer == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_weights_of_an_original_checkpoint_are_kept(converted, form):
+    expected = convert_original_state_dict(load_original_state_dict(form))
+    weights = load(converted / form.name).state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("size", ["50GB", "40KB"], ids=["one-file", "shards"])
+@pytest.mark.parametrize("form", ["native", FORMS[0].name])
+def test_files_are_those_that_saving_the_loaded_model_writes(sources, converted, tmp_path, form, size):
+    folder = converted / form
+    if size != "50GB":
+        source, base = (sources / form, None) if form in MOLMO2_FORMS else (FORMS[0], sources / "base")
+        convert_checkpoint(source, tmp_path / "new", base=base, max_shard_size=size)
+        folder = tmp_path / "new"
+    load(folder).save_pretrained(tmp_path / "again", max_shard_size=size)
+    written, saved = contents(folder), contents(tmp_path / "again")
+    saved.pop("README.md")  # names where the model was loaded from
+    assert {name: written[name] == content for name, content in saved.items()} == dict.fromkeys(saved, True)
+
+
+def test_reference_logits_in_a_process_without_the_package(sources, tmp_path, run_without_package):
+    code = """
+import json, torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import AutoProcessor, AutoVideoProcessor
+worst = {}
+for folder, fixture in zip(sys.argv[1::2], sys.argv[2::2]):
+    load = lambda auto, **options: auto.from_pretrained(folder, trust_remote_code=True, **options)
+    assert type(load(AutoProcessor)).__name__ == "STTSProcessor"
+    assert type(load(AutoVideoProcessor)).__name__ == "STTSVideoProcessor"
+    expected = load_file(fixture)
+    frames, side, window = len(expected["pixel_patches"]), 27, 3
+    table = torch.arange(frames * side * side).view(frames, side // window, window, side // window, window)
+    inputs = {
+        "input_ids": expected["input_ids"][None],
+        "mm_token_type_ids": expected["mm_token_type_ids"][None],
+        "pixel_values_videos": expected["pixel_patches"],
+        "video_token_pooling": table.transpose(2, 3).reshape(-1, window * window),
+        "video_grids": torch.tensor([[frames, side // window, side // window]]),
+    }
+    for auto, ratio, rule, name in (
+        (AutoModel, 0.0, "original", "logits_dense"),
+        (AutoModelForImageTextToText, None, "original", "logits_original_positions"),
+        (AutoModelForMultimodalLM, None, "compact", "logits_compact_positions"),
+    ):
+        config = load(AutoConfig)
+        config.pruned_position_ids = rule
+        model = load(auto, config=config).eval()
+        with torch.no_grad():
+            logits = model(**inputs, pruning_ratio=ratio).logits[0]
+            model.generate(**inputs, max_new_tokens=2)
+        worst[folder + name] = (logits - expected[name]).abs().max().item()
+print(json.dumps(worst))
+"""
+    arguments = []
+    for form in FORMS:
+        # The reference numbers are without the refill, which conversion turns on.
+        convert_checkpoint(form, tmp_path / form.name, base=sources / "base", packing="varlen")
+        arguments += [str(tmp_path / form.name), str(form.parent / "expected.safetensors")]
+    worst = json.loads(run_without_package(code, *arguments).splitlines()[-1])
+    assert len(worst) == 3 * len(FORMS)
+    assert max(worst.values()) < LOGIT_TOLERANCE, worst
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_the_doctor_finds_nothing(converted, form):
+    assert not [finding for found in examine(converted / form).values() for finding in found]
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_auto_map_names_our_classes_and_nothing_of_the_source(converted, form):
+    assert json.loads((converted / form / "config.json").read_text())["auto_map"] == AUTO_MAP
+    files = contents(converted / form)
+    assert not [name for name, content in files.items() if b"molmo2.Molmo2" in content and name.endswith(".json")]
+
+
+def test_pruning_settings_of_a_training_checkpoint_carry_over(converted):
+    vision = vision_config(converted / FORMS[0].name)
+    settings = ("pruning_ratio", "pruning_layer", "selector", "packing", "refill_single_frame_bins")
+    assert [vision[name] for name in settings] == [0.5, 3, "scorer", "first_fit_descending", True]
+
+
+def test_frames_of_a_training_checkpoint_carry_over(converted):
+    processor = json.loads((converted / FORMS[0].name / "processor_config.json").read_text())
+    assert processor["video_processor"]["num_frames"] == 8  # `max_frames`; the base has 17
+    assert processor["video_processor"]["max_fps"] == 2  # the checkpoint names none, the base does
+    assert processor["use_frame_special_tokens"] is True
+
+
+def test_frames_of_a_molmo2_folder_carry_over(converted):
+    for form in MOLMO2_FORMS:
+        processor = json.loads((converted / form / "processor_config.json").read_text())
+        assert processor["video_processor"]["num_frames"] == 17
+
+
+def test_packing_can_be_overridden(sources, tmp_path):
+    convert_checkpoint(FORMS[0], tmp_path / "new", base=sources / "base", packing="varlen")
+    vision = vision_config(tmp_path / "new")
+    assert (vision["packing"], vision["refill_single_frame_bins"]) == ("varlen", False)
+
+
+def test_ratio_and_selector_can_be_overridden(sources, tmp_path):
+    convert_checkpoint(sources / "native", tmp_path / "new", pruning_ratio=0.3, selector="cosine")
+    vision = vision_config(tmp_path / "new")
+    assert (vision["pruning_ratio"], vision["selector"]) == (0.3, "cosine")
+
+
+def test_a_checkpoint_without_pruning_gets_the_defaults_and_a_new_scorer(sources, tmp_path):
+    write_training_checkpoint(tmp_path / "source", without_pruning=True)
+    result = convert_checkpoint(tmp_path / "source", tmp_path / "new", base=sources / "base")
+    assert vision_config(tmp_path / "new")["packing"] == "varlen"
+    assert not result.scorer_trained
+    assert "untrained" in result.notes[0]
+
+
+def test_a_new_scorer_ends_in_zeros_and_follows_the_seed(sources, tmp_path):
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        convert_checkpoint(sources / "native", tmp_path / name, seed=seed)
+    one, same, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "same", "other"))
+    scorer = "model.vision_backbone.image_vit.scorer"
+    assert not one[f"{scorer}.score_layer.weight"].any()
+    assert one[f"{scorer}.input_layer.weight"].std() == pytest.approx(0.02, rel=0.1)  # `initializer_range`
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    differing = {name for name in one if not torch.equal(one[name], other[name])}
+    assert differing
+    assert all(name.startswith(scorer) for name in differing)
+
+
+def test_dtype_is_the_sources_unless_given(sources, converted, tmp_path):
+    convert_checkpoint(sources / "native", tmp_path / "new", dtype="bfloat16")
+    wide, narrow = (load_file(folder / "model.safetensors") for folder in (converted / "native", tmp_path / "new"))
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    assert all(torch.equal(narrow[name], tensor.to(torch.bfloat16)) for name, tensor in wide.items())
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_converted_checkpoint_converts_to_itself(converted, tmp_path):
+    form = FORMS[0].name
+    result = convert_checkpoint(converted / form, tmp_path / "new")
+    assert result.scorer_trained
+    before, after = contents(converted / form), contents(tmp_path / "new")
+    assert {name for name in before if before[name] != after[name]} <= {"README.md"}
+
+
+def test_base_of_a_molmo2_folder_without_processor(sources, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((sources / "native" / name).read_bytes())
+    with pytest.raises(ValueError, match="--base"):
+        convert_checkpoint(bare, tmp_path / "new")
+    convert_checkpoint(bare, tmp_path / "new", base=sources / "native")
+    assert STTSConfig.from_pretrained(tmp_path / "new").model_type == "stts"
+
+
+def test_a_full_tower_is_cut_to_the_layers_that_are_read(sources, tmp_path):
+    write_training_checkpoint(tmp_path / "source", more_layers=2)
+    convert_checkpoint(tmp_path / "source", tmp_path / "new", base=sources / "base")
+    assert vision_config(tmp_path / "new")["num_hidden_layers"] == 9
+
+
+def test_the_command_converts_and_tells_what_it_made(sources, tmp_path, capsys):
+    arguments = ["convert", str(FORMS[0]), str(tmp_path / "new"), "--base", str(sources / "base")]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "trained" in output
+    assert "50% after layer 3, scorer, first_fit_descending with refill" in output
+
+
+def test_the_command_prints_one_line_for_a_mistake(tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "new")]) == 2
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith("stts-hf convert: error: ")
+    assert "does not exist" in last
+
+
+def write_training_checkpoint(folder: Path, without_pruning: bool = False, more_layers: int = 0) -> None:
+    """The unsharded reference checkpoint, without a scorer or with ViT layers that nothing reads."""
+    import yaml  # type: ignore[import-untyped]
+
+    source = checkpoint_fixtures()[0] / "unsharded"
+    config = yaml.safe_load((source / "config.yaml").read_text())
+    weights = dict(load_original_state_dict(source))
+    vit = config["model"]["vision_backbone"]["vit"]
+    if without_pruning:
+        vit["prune"] = False
+        weights = {name: tensor for name, tensor in weights.items() if "temporal_token_scorer" not in name}
+    blocks = "vision_backbone.image_vit.transformer.resblocks."
+    for layer in range(vit["image_num_layers"], vit["image_num_layers"] + more_layers):
+        last = f"{blocks}8."
+        copies = {f"{blocks}{layer}.{name.removeprefix(last)}": weights[name] for name in weights if last in name}
+        weights |= copies
+    vit["image_num_layers"] += more_layers
+    folder.mkdir()
+    torch.save(weights, folder / "model.pt")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))

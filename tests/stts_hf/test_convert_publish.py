@@ -1,0 +1,175 @@
+"""The destination of a conversion: whole or not at all, whatever stops it; and nothing else is touched."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stts_hf.convert import checkpoint, publish
+from stts_hf.convert.checkpoint import convert_checkpoint
+from tests.stts_hf.convert_files import contents, write_base, write_molmo2
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_molmo2(tmp_path_factory.mktemp("publish") / "source", "native")
+
+
+def old_checkpoint(folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return contents(folder)
+
+
+def test_kills_at_20_moments_leave_whole_folders_and_the_source():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "tests.stts_hf.kill_conversions", "--moments", "20"]
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["killed"] >= 10, "hardly any run was killed before its end, so nothing was shown"
+
+
+def test_an_existing_folder_is_refused(source, tmp_path):
+    before = old_checkpoint(tmp_path / "new")
+    with pytest.raises(ValueError, match="--overwrite"):
+        convert_checkpoint(source, tmp_path / "new")
+    assert contents(tmp_path / "new") == before
+
+
+def test_overwriting_replaces_the_whole_folder(source, tmp_path):
+    old_checkpoint(tmp_path / "new")
+    (tmp_path / "new" / "old.safetensors").write_bytes(b"")
+    convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert not (tmp_path / "new" / "old.safetensors").exists()
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_without_an_atomic_exchange_the_folder_is_replaced_too(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+    old_checkpoint(tmp_path / "new")
+    convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert (tmp_path / "new" / "model.safetensors").is_file()
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_folder_that_stepped_aside_before_a_kill_is_put_back(source, tmp_path):
+    before = old_checkpoint(tmp_path / f".new.stts-old-{publish.socket.gethostname()}-{ended_process()}-0")
+    publish.recover(tmp_path / "new")
+    assert contents(tmp_path / "new") == before
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_are_not(source, tmp_path):
+    host = publish.socket.gethostname()
+    killed = tmp_path / f".new.stts-new-{host}-{ended_process()}-0"
+    running = tmp_path / f".new.stts-new-{host}-{os.getpid()}-0"
+    for folder in (killed, running):
+        folder.mkdir()
+    convert_checkpoint(source, tmp_path / "new")
+    assert sorted(os.listdir(tmp_path)) == sorted(["new", running.name])
+
+
+def test_files_that_are_no_checkpoint_are_never_overwritten(source, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        convert_checkpoint(source, tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / "letter.txt").read_text() == "dear"
+
+
+def test_a_file_in_the_place_is_refused(source, tmp_path):
+    (tmp_path / "new").write_text("a file")
+    with pytest.raises(ValueError, match="is a file"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+
+
+def test_a_link_in_the_place_is_refused(source, tmp_path):
+    (tmp_path / "new").symlink_to(source)
+    with pytest.raises(ValueError, match="is a link"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("", "is the source itself"), ("inside", "lies inside the source"), ("..", "holds the source")],
+    ids=["same", "inside", "around"],
+)
+def test_destination_and_source_must_lie_apart(source, tmp_path, place, message):
+    folder = tmp_path / "outer" / "source"
+    folder.mkdir(parents=True)
+    for name, content in contents(source).items():
+        (folder / name).write_bytes(content)
+    (tmp_path / "outer" / "config.json").write_text("{}")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(folder, folder / place if place != ".." else tmp_path / "outer", overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_destination_inside_the_base_is_refused(source, tmp_path):
+    base = write_base(tmp_path / "base", side=18)
+    with pytest.raises(ValueError, match="lies inside the base"):
+        convert_checkpoint(source, base / "inside", base=base)
+
+
+def test_a_limit_on_file_sizes_leaves_nothing(source, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the weights are larger; a write then fails
+    try:
+        with pytest.raises(ValueError, match="disk is full or a limit"):
+            convert_checkpoint(source, tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_keeps_the_old_checkpoint(source, tmp_path, monkeypatch):
+    def write(path, *_):
+        path.write_bytes(b"half")
+        yield 4
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = old_checkpoint(tmp_path / "new")
+    monkeypatch.setattr(checkpoint, "write_safetensors", write)
+    with pytest.raises(ValueError, match="Make room"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert contents(tmp_path / "new") == before
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_too_little_room_is_noticed_before_anything_is_written(source, tmp_path, monkeypatch):
+    free = checkpoint.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(ValueError, match="GB left"):
+        convert_checkpoint(source, tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_leaves_nothing(source, tmp_path):
+    def stop(written: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "new", on_progress=stop)
+    assert os.listdir(tmp_path) == []
+
+
+def test_progress_ends_at_the_total(source, tmp_path):
+    seen: list[tuple[int, int]] = []
+    result = convert_checkpoint(source, tmp_path / "new", on_progress=lambda *progress: seen.append(progress))
+    assert seen[-1] == (result.num_bytes, result.num_bytes)
+    assert len(seen) > 100  # once a tensor at least
+
+
+def ended_process() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
