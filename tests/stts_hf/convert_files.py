@@ -12,6 +12,7 @@ from transformers import (
     Molmo2ImageProcessor,
     Molmo2Processor,
     Molmo2VideoProcessor,
+    Molmo2VisionConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -64,7 +65,7 @@ def stock_model() -> Molmo2ForConditionalGeneration:
     """Stock Molmo2 of the size of `tiny_config`, every weight random."""
     settings = tiny_config().to_dict()
     vision = {name: value for name, value in settings["vision_config"].items() if name != "model_type"}
-    extras = set(vision) - set(Molmo2Config().vision_config.to_dict())
+    extras = set(vision) - set(Molmo2VisionConfig().to_dict())
     config = Molmo2Config(
         vision_config={name: value for name, value in vision.items() if name not in extras},
         adapter_config=settings["adapter_config"],

@@ -37,8 +37,8 @@ def converted(sources, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("converted")
     for form in MOLMO2_FORMS:
         convert_checkpoint(sources / form, folder / form)
-    for form in FORMS:
-        convert_checkpoint(form, folder / form.name, base=sources / "base")
+    for path in FORMS:
+        convert_checkpoint(path, folder / path.name, base=sources / "base")
     return folder
 
 

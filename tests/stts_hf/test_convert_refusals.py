@@ -43,7 +43,7 @@ def edit_json(path: Path, change: Callable[[dict], None]) -> None:
     path.write_text(json.dumps(content))
 
 
-def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
