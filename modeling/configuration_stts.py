@@ -1,6 +1,7 @@
 """Configuration of STTS on Molmo2: what is scored, how much is dropped, and how the survivors are laid out."""
 
 import math
+import numbers
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -23,7 +24,7 @@ def check_choice(name: str, value, choices: tuple[str, ...]) -> None:
 
 def check_pruning_ratio(value, name: str = "pruning_ratio") -> float:
     """Returns `value` as a float in [0, 1]; raises `ValueError` for anything else (NaN and bools included)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= value <= 1.0:
         raise ValueError(
             f"`{name}` is {value!r}, but must be a number in [0, 1]: the share of a video's blocks to drop, "
             "0 to keep all of them, 1 to drop every video token."
@@ -210,14 +211,20 @@ class STTSConfig(Molmo2Config):
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """
         As in transformers; a Molmo2 checkpoint's configuration becomes an STTS one, with a note on the scorer. Raises
-        `OSError` where there is no `config.json` (transformers would go on with the sizes of an 8B model).
+        `OSError` where there is no `config.json` (transformers would go on with the sizes of an 8B model) and
+        `ValueError` for any other model's.
         """
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if not config:
             raise OSError(
                 f"{pretrained_model_name_or_path} holds no config.json. Pass a checkpoint's folder or Hub id."
             )
-        if config.get("model_type") == Molmo2Config.model_type:
+        model_type = config.get("model_type", cls.model_type)
+        if model_type not in (cls.model_type, Molmo2Config.model_type):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is a {model_type!r} model, but must be an STTS or Molmo2 checkpoint."
+            )
+        if model_type == Molmo2Config.model_type:
             logger.warning(
                 f"{pretrained_model_name_or_path} is a Molmo2 checkpoint: all its weights are used, but STTS's scorer "
                 "is new and untrained, and what it drops means nothing. Train it, or set "

@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
+from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 
 from .saving_stts import ProcessorSavingMixin
-from .video_processing_stts import plain_videos
+from .video_processing_stts import from_molmo2, plain_videos
 
 if TYPE_CHECKING:
     # Never imported, but transformers saves what it finds named here: so a saved processor carries the model's code,
@@ -32,7 +33,8 @@ class STTSProcessor(ProcessorSavingMixin, Molmo2Processor):
     A text holds at most one video and any number of images; a batch may mix texts with and without them.
 
     Args:
-        image_processor, video_processor, tokenizer, chat_template: as in every transformers processor.
+        image_processor, video_processor, tokenizer, chat_template: as in every transformers processor. A Molmo2 video
+            processor, as a Molmo2 checkpoint has, becomes an `STTSVideoProcessor` of the same settings.
         image_use_col_tokens: whether each row of an image's high-resolution view ends with `<im_col>`.
         use_single_crop_col_tokens: the same for its low-resolution view, `None` follows `image_use_col_tokens`.
         use_single_crop_start_token: whether the low-resolution view starts with `<low_res_im_start>`.
@@ -56,6 +58,8 @@ class STTSProcessor(ProcessorSavingMixin, Molmo2Processor):
         use_frame_special_tokens: bool | None = True,
         **kwargs: Any,
     ) -> None:
+        if type(video_processor) is Molmo2VideoProcessor:
+            video_processor = from_molmo2(video_processor)
         super().__init__(
             image_processor,
             video_processor,

@@ -180,6 +180,14 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         return resized.round().clamp(0, 255).to(torch.uint8)
 
 
+def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:
+    """A video processor with the settings of a stock one, and the paper's sampling: the last frame is always shown."""
+    settings = video_processor.to_dict()
+    for name in ("video_processor_type", "processor_class", "auto_map"):
+        settings.pop(name, None)
+    return STTSVideoProcessor(**settings)
+
+
 def plain_videos(videos: Any) -> Any:
     """The same videos in the forms transformers knows: path objects as strings, PIL images as RGB.
 

@@ -19,7 +19,8 @@ def save(folder: Path, value: float, shards: str, die_after: int | None = None) 
         for parameter in model.parameters():
             parameter.fill_(value)
     if die_after is not None:
-        replace, moved = os.replace, []
+        replace = os.replace
+        moved: list[str] = []
 
         def replace_or_die(source, destination):
             if len(moved) == die_after:

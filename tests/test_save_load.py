@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_stale_weights_are_those_of_the_variant_saved():
 
 
 def test_a_card_is_written_once(saved, tmp_path):
-    card = ModelCard.load(saved / "README.md")
+    card: Any = ModelCard.load(saved / "README.md")
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "video-text-to-text")
     (tmp_path / "README.md").write_text("mine")
     load_tiny().save_pretrained(tmp_path)
@@ -166,7 +167,7 @@ class OneSample(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("place", ["end", "checkpoint"])
 def test_trainer_saves_a_whole_folder(tmp_path, inputs, run_without_package, place):
-    trainer = Trainer(
+    trainer: Any = Trainer(
         load_tiny(),
         TrainingArguments(
             str(tmp_path / "run"), max_steps=1, save_steps=1, report_to="none", per_device_train_batch_size=1,

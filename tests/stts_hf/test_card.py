@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -28,7 +29,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def written(folder: Path, **details) -> ModelCard:
+def written(folder: Path, **details: Any) -> Any:
     write_model_card(folder, **details)
     return ModelCard.load(folder / "README.md", ignore_metadata_errors=False)
 
@@ -111,7 +112,7 @@ def test_a_card_to_push_names_the_repository_and_keeps_the_authors_words(folder)
     write_model_card(folder, license="mit", tags=["mine"])
     file = folder / "README.md"
     file.write_text(file.read_text() + "\nMy words.\n")
-    card = checkpoint_card(folder, repo_id="user/name")
+    card: Any = checkpoint_card(folder, repo_id="user/name")
     assert 'checkpoint = "user/name"' in card.text
     assert UNNAMED not in card.text
     assert "My words." in card.text
@@ -121,14 +122,14 @@ def test_a_card_to_push_names_the_repository_and_keeps_the_authors_words(folder)
 
 def test_metadata_that_a_card_lacks_is_filled_in(folder):
     (folder / "README.md").write_text("---\nlicense: mit\ntags: [generated_from_trainer]\n---\n# Mine\n")
-    data = checkpoint_card(folder, repo_id="user/name").data
+    data: Any = checkpoint_card(folder, repo_id="user/name").data
     assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "video-text-to-text", "mit")
     assert data.tags == ["generated_from_trainer", *TAGS]
 
 
 def test_a_card_without_metadata_gets_some(folder):
     (folder / "README.md").write_text("# Mine\n")
-    card = checkpoint_card(folder, repo_id="user/name")
+    card: Any = checkpoint_card(folder, repo_id="user/name")
     assert (card.data.pipeline_tag, card.text.strip()) == ("video-text-to-text", "# Mine")
 
 

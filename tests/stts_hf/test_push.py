@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_a_private_repository_is_private(hub, tmp_path):
 
 def test_the_card_names_the_repository(hub, tmp_path, sharded):
     push(hub, tmp_path, sharded, "user/tiny")
-    card = ModelCard(hub.files("user/tiny")["README.md"].decode())
+    card: Any = ModelCard(hub.files("user/tiny")["README.md"].decode())
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "video-text-to-text")
 
 
@@ -303,7 +304,7 @@ def test_push_to_hub_of_model_and_processor_gives_a_whole_repository(hub, tmp_pa
     assert without_card(files).keys() == contents(TINY).keys()
     code = {name: content for name, content in files.items() if name.endswith(".py")}
     assert code == {name: content for name, content in contents(TINY).items() if name.endswith(".py")}
-    card = ModelCard(files["README.md"].decode())
+    card: Any = ModelCard(files["README.md"].decode())
     assert card.data.pipeline_tag == "video-text-to-text"
     assert "| `pruning_layer` | 3 " in card.text
 
@@ -356,7 +357,7 @@ def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     trained = torch.load(output / "state.pt")
     assert all(torch.equal(tensor, trained[name]) for name, tensor in load_tiny(folder).state_dict().items())
     if strategy == "end":
-        card = ModelCard(files["README.md"].decode())
+        card: Any = ModelCard(files["README.md"].decode())
         assert card.data.library_name == "transformers"
         assert {"stts", "generated_from_trainer"} <= set(card.data.tags)
     if kind == "card":

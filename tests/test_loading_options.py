@@ -1,0 +1,299 @@
+"""Options of `from_pretrained` that people use: every one gives the logits of the plain load."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Molmo2Config, Molmo2ForConditionalGeneration
+
+from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
+from tests.checkpoints import TINY, load_tiny, logits_of, messages, prepare, write_small_clip
+from tests.conftest import WITHOUT_PACKAGE
+from tests.hub_server import Blob, LoopbackHub
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for rounding: kernels may sum in another order; the tiny model's logits are of order 1."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    return write_small_clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
+def inputs(clip):
+    return prepare(clip)
+
+
+@pytest.fixture(scope="module")
+def plain(inputs):
+    """Logits of the plain load."""
+    return logits_of(load_tiny(), inputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto", torch.float32], ids=["name", "auto", "torch"])
+def test_dtype_float32(inputs, plain, dtype):
+    model = load_tiny(dtype=dtype)
+    assert model.dtype == torch.float32
+    assert torch.equal(logits_of(model, inputs), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision_equals_a_cast_of_the_plain_load(inputs, plain, dtype):
+    model = load_tiny(dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    half = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    logits = logits_of(model, half)
+    cast = load_tiny()
+    for parameter in cast.parameters():  # not `cast.to(dtype)`, which rounds the frequencies of RoPE too
+        parameter.data = parameter.data.to(dtype)
+    assert torch.equal(logits, logits_of(cast, half))
+    assert logits.dtype == dtype
+    assert torch.isfinite(logits).all()
+
+
+def test_auto_dtype_is_the_checkpoints(tmp_path):
+    load_tiny(dtype="bfloat16").save_pretrained(tmp_path)
+    assert load_tiny(tmp_path, dtype="auto").dtype == torch.bfloat16
+
+
+def test_low_cpu_mem_usage(inputs, plain):
+    assert torch.equal(logits_of(load_tiny(low_cpu_mem_usage=True), inputs), plain)
+
+
+def test_device_map_auto(inputs, plain):
+    pytest.importorskip("accelerate")
+    model = load_tiny(device_map="auto", max_memory={"cpu": "1GB"})
+    assert torch.equal(logits_of(model, inputs), plain)
+
+
+@pytest.mark.parametrize("megabytes", [1, 3])
+def test_device_map_auto_with_disk_offload(inputs, plain, tmp_path, megabytes):
+    pytest.importorskip("accelerate")
+    model = load_tiny(
+        device_map="auto",
+        max_memory={"cpu": f"{megabytes}MB"},
+        offload_folder=tmp_path / "offload",
+        offload_buffers=True,
+    )
+    assert "disk" in model.hf_device_map.values()
+    assert torch.equal(logits_of(model, inputs), plain)
+    prompt = inputs["input_ids"].shape[1]
+    generated = [
+        each.generate(**inputs, max_new_tokens=4, do_sample=False)[0, prompt:].tolist() for each in (model, load_tiny())
+    ]
+    assert generated[0] == generated[1]
+
+
+def test_offloaded_model_saves_its_weights(tmp_path):
+    pytest.importorskip("accelerate")
+    model = load_tiny(device_map="auto", max_memory={"cpu": "1MB"}, offload_folder=tmp_path / "offload")
+    model.save_pretrained(tmp_path / "saved")
+    before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_device_map_with_parts_on_the_cpu_and_on_disk(inputs, plain, tmp_path):
+    pytest.importorskip("accelerate")
+    device_map = {
+        "model.vision_tower": "disk",
+        "model.multi_modal_projector": "cpu",
+        "model.language_model": "cpu",
+        "lm_head": "disk",
+    }
+    model = load_tiny(device_map=device_map, offload_folder=tmp_path)
+    assert torch.equal(logits_of(model, inputs), plain)
+
+
+ATTENTION: dict[str, Any] = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "per_part": {"text_config": "eager", "vision_config": "sdpa", "adapter_config": "sdpa"},
+    "part_of_them": {"vision_config": "eager"},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_implementation(inputs, plain, name):
+    wanted = ATTENTION[name]
+    model = load_tiny(attn_implementation=wanted)
+    for part in ("text_config", "vision_config"):
+        expected = wanted if isinstance(wanted, str) else wanted.get(part, "sdpa")
+        assert getattr(model.config, part)._attn_implementation == expected
+    assert_close(logits_of(model, inputs), plain)
+
+
+# A stock Molmo2 folder, in both layouts of its keys
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> Path:
+    """Molmo2 with the tiny checkpoint's weights, saved by stock transformers, which writes the original's key names."""
+    folder = tmp_path_factory.mktemp("stock")
+    config = STTSConfig.from_pretrained(TINY).to_dict()
+    vision = {key: config["vision_config"][key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers",
+              "num_attention_heads", "num_key_value_heads", "head_dim", "image_size", "patch_size")}  # fmt: skip
+    own = ("pruned_position_ids", "temporal_loss_weight", "detach_temporal_target", "auto_map", "model_type")
+    config = {key: value for key, value in config.items() if key not in own}
+    molmo2 = Molmo2ForConditionalGeneration(Molmo2Config(**(config | {"vision_config": vision})))
+    missing, unexpected = molmo2.load_state_dict(load_tiny().state_dict(), strict=False)
+    assert not missing
+    assert all(".scorer." in name for name in unexpected)
+    molmo2.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / file, folder)
+    settings = json.loads((TINY / "processor_config.json").read_text())
+    settings["processor_class"], settings["video_processor"]["video_processor_type"] = (
+        "Molmo2Processor",
+        "Molmo2VideoProcessor",
+    )
+    del settings["auto_map"], settings["video_processor"]["auto_map"], settings["image_processor"]["auto_map"]
+    del settings["video_processor"]["test_time_scaling"], settings["video_processor"]["pruning_ratio"]
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["original_names", "native_names", "original_config"])
+def stock_layout(request, stock, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    shutil.copytree(stock, folder, dirs_exist_ok=True)
+    if request.param == "native_names":
+        weights = Molmo2ForConditionalGeneration.from_pretrained(stock).state_dict()
+        save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors")
+        assert any(name.startswith("model.language_model.") for name in weights)
+    else:
+        assert any(name.startswith("model.transformer.") for name in load_file(folder / "model.safetensors"))
+    if request.param == "original_config":  # names and depth as in the released files
+        config = json.loads((folder / "config.json").read_text())
+        vision = config.pop("vision_config")
+        vision["image_default_input_size"] = vision.pop("image_size")
+        vision["image_patch_size"] = vision.pop("patch_size")
+        vision["image_num_pos"] = vision.pop("num_position_embeddings")
+        config["vit_config"] = vision | {"model_type": "molmo2", "num_hidden_layers": vision["num_hidden_layers"] + 2}
+        config["adapter_config"]["vit_layers"] = config["adapter_config"].pop("vision_feature_layer")
+        config["auto_map"] = {"AutoConfig": "configuration_molmo2.Molmo2Config"}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_stock_molmo2_loads_with_nothing_but_the_scorer_new(stock_layout, stock, inputs):
+    model, report = STTSForConditionalGeneration.from_pretrained(stock_layout, output_loading_info=True)
+    assert report["missing_keys"]
+    assert all(".scorer." in name for name in report["missing_keys"])
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    molmo2 = Molmo2ForConditionalGeneration.from_pretrained(stock).eval()
+    with torch.no_grad():
+        expected = molmo2(**inputs).logits
+        # Rounding: the towers run the same kernels over frames in another layout.
+        assert_close(model.eval()(**inputs, pruning_ratio=0).logits, expected)
+
+
+def test_stock_molmo2_becomes_an_stts_config_with_a_note(stock_layout, caplog):
+    config = STTSConfig.from_pretrained(stock_layout)
+    assert (config.model_type, config.vision_config.model_type) == ("stts", "stts_vision")
+    assert config.vision_config.num_hidden_layers == 9
+    assert config.vision_config.image_size == [108, 108]
+    assert "scorer is new and untrained" in caplog.text
+    assert "cosine" in caplog.text
+
+
+def test_stock_molmo2_saved_is_an_stts_checkpoint(stock_layout, inputs, tmp_path):
+    model = STTSForConditionalGeneration.from_pretrained(stock_layout).eval()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["model_type"], saved["architectures"]) == ("stts", ["STTSForConditionalGeneration"])
+    assert saved["auto_map"]["AutoConfig"] == "configuration_stts.STTSConfig"
+    assert torch.equal(logits_of(load_tiny(tmp_path), inputs), logits_of(model, inputs))
+    assert "untrained" in (tmp_path / "README.md").read_text()
+
+
+def test_processor_of_stock_molmo2_loads_as_ours(stock, clip, inputs):
+    processor = STTSProcessor.from_pretrained(stock)
+    assert type(processor.video_processor).__name__ == "STTSVideoProcessor"
+    ours = processor.apply_chat_template(
+        messages(clip), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert torch.equal(ours["input_ids"], inputs["input_ids"])
+    assert torch.equal(ours["pixel_values_videos"], inputs["pixel_values_videos"])
+
+
+def test_other_models_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16}))
+    with pytest.raises(ValueError, match="'llama'"):
+        STTSConfig.from_pretrained(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    shutil.copy(TINY / "model.safetensors", tmp_path)
+    with pytest.raises(OSError, match=r"holds no config\.json"):
+        load_tiny(tmp_path)
+
+
+PIPELINE = """
+import json
+from transformers import pipeline
+folder, clip = sys.argv[1:]
+pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True, device="cpu")
+content = [{"type": "video", "video": clip}, {"type": "text", "text": "What moves?"}]
+answer = pipe(text=[{"role": "user", "content": content}], max_new_tokens=6, do_sample=False, return_full_text=False)
+print(json.dumps([type(pipe.model).__name__, answer[0]["generated_text"]]))
+"""
+
+
+def test_pipeline_answers_about_a_video(clip, inputs, run_without_package):
+    name, answer = json.loads(run_without_package(PIPELINE, str(TINY), str(clip)).splitlines()[-1])
+    tokens = load_tiny().generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert name == "STTSForConditionalGeneration"
+    assert answer == STTSProcessor.from_pretrained(TINY).decode(tokens, skip_special_tokens=True)
+
+
+# From a Hub
+
+FROM_HUB = """
+import json
+from transformers import AutoModelForImageTextToText, AutoProcessor
+for options in json.loads(sys.argv[1]):
+    options["trust_remote_code"] = True
+    try:
+        model = AutoModelForImageTextToText.from_pretrained("user/tiny", **options)
+        AutoProcessor.from_pretrained("user/tiny", **options)
+        print(json.dumps(model.config.vision_config.pruning_ratio))
+    except OSError:
+        print(json.dumps("refused"))
+"""
+
+
+def test_revision_cache_dir_and_local_files_only(tmp_path):
+    cache = {"cache_dir": str(tmp_path / "cache")}
+    with LoopbackHub() as hub:
+        repository = hub.create("user/tiny", {file.name: file.read_bytes() for file in TINY.iterdir()})
+        first = repository.branches["main"]
+        files = repository.commits[first]
+        config = json.loads(files["config.json"].content)
+        config["vision_config"]["pruning_ratio"] = 0.3
+        repository.commit("main", {**files, "config.json": Blob(json.dumps(config).encode(), lfs=False)}, "Drop less")
+        environment = hub.environment(tmp_path / "home")
+
+        def load(*options: dict) -> list:
+            command = [sys.executable, "-c", WITHOUT_PACKAGE + FROM_HUB, json.dumps(options)]
+            result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+            assert result.returncode == 0, result.stderr
+            return [json.loads(line) for line in result.stdout.splitlines()]
+
+        assert load(cache, cache | {"revision": first}, cache | {"revision": "nowhere"}) == [0.3, 0.5, "refused"]
+        assert not list((tmp_path / "home").glob("hub/models--*/blobs/*"))
+        hub.requests.clear()
+        local = cache | {"local_files_only": True}
+        assert load(local, local | {"revision": first}, {"local_files_only": True}) == [0.3, 0.5, "refused"]
+        # Where PEFT is installed, transformers looks for an adapter even then; that is none of ours.
+        assert {request.rsplit("/", 1)[1] for request in hub.requests} <= {"adapter_config.json"}
