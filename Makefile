@@ -18,8 +18,11 @@ WORKERS ?= 2
 
 .PHONY: demo test lint clean
 
+# Passed on through the environment, so that quotes in them need no care.
+export CLIP QUESTION
 demo: $(VENV)/.installed $(if $(VIDEO),,$(CLIP))
-	@$(BIN)/stts-hf run "$(CLIP)" "$(QUESTION)" --checkpoint "$(CHECKPOINT)" --pruning-ratio $(RATIO) \
+	@mkdir -p "$(OUT)"
+	@$(BIN)/stts-hf run "$$CLIP" "$$QUESTION" --checkpoint "$(CHECKPOINT)" --pruning-ratio $(RATIO) \
 		--selector $(SELECTOR) --output "$(OUT)/contact_sheet.png"
 
 test: lint

@@ -4,6 +4,7 @@ Pure tensors and plain numbers; nothing here knows of Molmo2. Queries, keys and 
 and cut into frames by `cu_seqlens`; nothing is padded and no frame sees another.
 """
 
+import inspect
 import math
 
 import torch
@@ -17,8 +18,10 @@ else:
 
 try:
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # PyTorch before 2.10
+except ImportError:
     varlen_attn = None  # type: ignore[assignment]
+if varlen_attn is not None and "scale" not in inspect.signature(varlen_attn).parameters:
+    varlen_attn = None  # its first versions take no scale, and the default is another once a bias is folded in
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 

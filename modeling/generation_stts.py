@@ -8,7 +8,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .configuration_stts import check_pruning_ratio
 from .inputs_stts import PrunedInputs, check_text_attention
-from .sequence_stts import CachedPrompt
+from .sequence_stts import CachedPrompt, find_samples
 
 VISION_INPUTS = (
     "pixel_values",
@@ -94,6 +94,12 @@ class STTSGeneration:
         if cached is not None and setting("use_cache", kwargs, generation_config, self.generation_config) is False:
             raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
         position_ids = kwargs.get("position_ids")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"`attention_mask` has {attention_mask.dim()} dimensions, but `generate` needs the 2D padding mask."
+            )
+        if position_ids is not None and position_ids.shape[-1] == whole.shape[1]:
+            check_one_sample(position_ids.expand(whole.shape[:2]), attention_mask)
         if position_ids is None and attention_mask is not None and cached is None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
         kwargs.pop("image_num_crops", None)
@@ -148,6 +154,18 @@ def infer_mask(prompt: torch.Tensor, pad_token_id: int | None, eos_token_id: int
     return (prompt != pad_token_id).long()
 
 
+def check_one_sample(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """Raises `ValueError` for rows (B, L) whose positions start over: a packed row cannot be gone on with."""
+    fits = attention_mask is not None and attention_mask.shape == position_ids.shape
+    shown = attention_mask.bool() if fits else torch.ones_like(position_ids, dtype=torch.bool)
+    samples = find_samples(position_ids, shown)
+    if (torch.where(shown, samples, 0).amax(-1) > 1).any():
+        raise ValueError(
+            "`position_ids` start over, as for several samples in a row, but `generate` goes on with one text per row. "
+            "Pass the samples as rows of their own, or leave out `position_ids`."
+        )
+
+
 def tokens_after_cache(
     whole: torch.Tensor, attention_mask: torch.Tensor | None, cached: CachedPrompt | None, cache
 ) -> torch.Tensor:
@@ -188,7 +206,8 @@ def native_inputs(model, pruned: PrunedInputs) -> dict:
     inputs["input_ids"] = pruned.input_ids
     if pruned.features:
         # One entry per row, in the order of its placeholders: beams and samples then repeat whole rows.
-        merged = torch.zeros(*pruned.input_ids.shape, pruned.features[0][1].shape[-1]).to(pruned.features[0][1])
+        some = pruned.features[0][1]
+        merged = some.new_zeros(*pruned.input_ids.shape, some.shape[-1])
         for placeholders, features in pruned.features:
             merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
         everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)

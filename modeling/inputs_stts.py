@@ -1,6 +1,6 @@
 """From the caller's arguments to what is left of them: checks, encoding, and dropping placeholders in step.
 
-Nothing here touches the language model; `prune_inputs` serves `forward` and `generate` alike.
+Nothing here runs the language model; `prune_inputs` serves `forward` and `generate` alike.
 """
 
 from dataclasses import dataclass, field
@@ -96,6 +96,13 @@ def check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vi
             f"`vision_config.pooling_size` = {vision_config.pooling_size} make it ({num_blocks}, {window}). The video "
             "processor's `pooling_size` must equal the config's."
         )
+    if video_token_pooling.device.type == "cpu":
+        lowest, highest = (int(bound) for bound in video_token_pooling.aminmax())
+        if lowest < -1 or highest >= num_frames * expected[0]:
+            raise ValueError(
+                f"`video_token_pooling` goes from {lowest} to {highest}, but must hold rows of the "
+                f"{num_frames * expected[0]} patches in `pixel_values_videos`, or -1 for padding."
+            )
     return pixel_values_videos
 
 
@@ -119,7 +126,7 @@ def find_token(model, token_id: int, input_ids: torch.Tensor | None, inputs_embe
     """Where (B, L) a token stands, by id or, lacking ids, by its embedding."""
     if input_ids is not None:
         return input_ids == token_id
-    embedding = model.get_input_embeddings()(torch.tensor(token_id, device=inputs_embeds.device))
+    embedding = model.get_input_embeddings()(torch.full((), token_id, device=inputs_embeds.device))
     return (inputs_embeds == embedding).all(-1)
 
 
@@ -185,7 +192,7 @@ def prune_inputs(
     if cached is None:  # nothing was dropped so far: the cache's columns are the caller's tokens
         places = torch.arange(int(columns), device=tokens.device)
         cached = CachedPrompt(
-            places.expand(batch_size, -1), int(columns), torch.full((batch_size, 1), int(columns)).to(tokens.device)
+            places.expand(batch_size, -1), int(columns), torch.full((batch_size, 1), int(columns), device=tokens.device)
         )
     cached.check(int(columns), batch_size)
     past_mask, new_mask = split_mask(attention_mask, cached, length)
@@ -210,8 +217,8 @@ def prune_inputs(
         if with_images and (image_token_pooling is None or image_grids is None):
             raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
         of_videos, of_images = find_video_placeholders(model, input_ids, inputs_embeds, with_images)
+        video_grids = video_grids if video_grids is None else video_grids.cpu()  # read once, before the ViT runs
         check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, model.config.vision_config)
-        video_grids = video_grids.cpu()  # read once, before the ViT runs
         plan = RowPlan.read(of_videos, new_mask, video_grids)
         if with_images:
             images = torch.cat(model.get_image_features(pixel_values, image_token_pooling, image_grids).pooler_output)
@@ -288,6 +295,15 @@ def split_mask(
     )
 
 
+def check_none_hidden(num_hidden: int) -> None:
+    """Raises `ValueError` where a mask hides video placeholders: their features would go to other places."""
+    if num_hidden:
+        raise ValueError(
+            f"`attention_mask` hides {num_hidden} video placeholder tokens, but may hide only padding. Take the videos "
+            "themselves out of the call."
+        )
+
+
 @dataclass
 class RowPlan:
     """Which videos lie in which row, and how many tokens a row has, all on the host and known before the ViT runs."""
@@ -312,6 +328,8 @@ class RowPlan:
         if of_videos.shape[0] == 1:
             if of_videos.device.type == "cpu":
                 assign_videos_to_rows([int(of_videos.sum())], tokens_per_video)
+                if padding:
+                    check_none_hidden(int((of_videos & ~mask.bool()).sum()))
             else:
                 torch._assert_async(of_videos.sum() == sum(tokens_per_video))
             return cls([list(range(len(tokens_per_video)))], tokens_per_video, None, False)
@@ -320,11 +338,8 @@ class RowPlan:
             counts += [mask.bool().sum(-1), mask[:, -1].bool().long(), (of_videos & ~mask.bool()).sum(-1)]
         read = torch.stack(counts).tolist()
         rows = assign_videos_to_rows(read[0], tokens_per_video)
-        if padding and any(read[3]):
-            raise ValueError(
-                f"`attention_mask` hides {sum(read[3])} video placeholder tokens, but may hide only padding. Take the "
-                "videos themselves out of the call."
-            )
+        if padding:
+            check_none_hidden(sum(read[3]))
         return cls(rows, tokens_per_video, read[1] if padding else None, padding and not all(read[2]))
 
     def new_length(self, num_kept: list[int], length: int) -> int:

@@ -73,7 +73,8 @@ class STTSCausalLMOutputWithPast(Molmo2CausalLMOutputWithPast):
     Molmo2's output on the sequence that is left, and what was left.
 
     loss: `task_loss + temporal_loss_weight * temporal_loss`. task_loss: cross entropy of the next token.
-    temporal_loss: unweighted, None without a trained scorer or videos. token_scores, keep_mask: per video (T, n).
+    temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
+    image_hidden_states: features of the videos' kept blocks. token_scores, keep_mask: per video (T, n).
     kept_positions: (B, L') place of every row of `logits` in the caller's sequence, -1 for filler.
     """
 

@@ -5,6 +5,7 @@ Pure tensors and plain numbers; nothing here knows of Molmo2. Patches of all fra
 (G, S) holds the row of each block's patches, -1 where a window hangs over the border of the grid.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ class FrameBins:
         """(num_bins, capacity, D) -> (P, D)."""
         return bins.flatten(0, 1)[self.slot]
 
+    @functools.cached_property
     def attention_mask(self) -> torch.Tensor:
         """(num_bins, 1, capacity, capacity) bool, True where query and key are of one frame. Free places see
         themselves alone, so that no row is empty."""

@@ -122,7 +122,7 @@ class STTSVisionAttention(Molmo2VisionAttention):
             "implementation": self.config._attn_implementation,
         }
         if bins is not None:
-            output = binned_attention(query, key, value, bins.attention_mask(), **settings)
+            output = binned_attention(query, key, value, bins.attention_mask, **settings)
             return self.o_proj(output.flatten(-2)), None
         assert sequence is not None  # one of the two is given
         cu_seqlens, max_seqlen = sequence.cu_seqlens, sequence.max_seqlen
@@ -307,7 +307,11 @@ class STTSAdapter(Molmo2Adapter):
             counts = valid.sum(dim=1)[:, None, None].to(image_features.dtype)
             query = image_features.sum(dim=1, keepdim=True) / counts
             attention_mask = create_bidirectional_mask(
-                config=self.config, inputs_embeds=query, attention_mask=valid, encoder_hidden_states=image_features
+                config=self.config,
+                inputs_embeds=query,
+                attention_mask=valid,
+                encoder_hidden_states=image_features,
+                allow_is_bidirectional_skip=False,  # looking whether it may would wait for the device
             )
         pooled, _ = self.image_pooling_2d(query, image_features, attention_mask=attention_mask, **kwargs)
         return BaseModelOutput(last_hidden_state=self.image_projector(pooled.squeeze(1)))

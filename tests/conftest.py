@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -46,3 +47,12 @@ def run_without_package(tmp_path) -> Callable[..., str]:
         return result.stdout
 
     return run
+
+
+def pytest_collection_modifyitems(items):
+    """Skips tests marked `gpu`, saying why, where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

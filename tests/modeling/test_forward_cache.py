@@ -53,6 +53,27 @@ def test_steps_over_the_cache_equal_recomputing(model, rows, steps, mask):
         torch.testing.assert_close(outputs.logits, expected.logits[:, -count:], **CLOSE)
 
 
+@pytest.mark.parametrize("fault", ["position_off_by_one", "dropped_tokens_counted"])
+@torch.no_grad()
+def test_a_wrong_position_after_the_cache_would_be_seen(model, fault):
+    inputs = build_inputs(BATCHES["one_video"])
+    text = torch.tensor([[7, 8]])
+    expected = model(**with_text(inputs, text), use_cache=False).logits[:, -2:]
+    cache = model(**inputs, use_cache=True).past_key_values
+    note = cache.pruned_prompt
+    if fault == "position_off_by_one":
+        note.next_position = note.next_position + 1
+    else:  # where the other rule would go on
+        other = (
+            inputs["input_ids"].shape[1]
+            if model.config.pruned_position_ids == "compact"
+            else note.kept_positions.shape[1]
+        )
+        note.next_position = torch.full_like(note.next_position, other)
+    wrong = model(input_ids=text, past_key_values=cache).logits
+    assert (wrong - expected).abs().max() > 10 * CLOSE["atol"]
+
+
 @torch.no_grad()
 def test_kept_positions_of_a_later_call_count_its_own_tokens(model):
     inputs = build_inputs(BATCHES["one_video"])

@@ -68,9 +68,10 @@ def test_placeholders_without_the_video(call):
     assert call(**text) is not None
 
 
-def test_a_mask_that_hides_placeholders(call):
-    inputs = build_inputs(ROWS)
-    inputs["attention_mask"][1, (inputs["input_ids"][1] == PATCH).nonzero()[0]] = 0
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1]], ids=["two_rows", "one_row"])
+def test_a_mask_that_hides_placeholders(call, rows):
+    inputs = build_inputs(rows)
+    inputs["attention_mask"][-1, (inputs["input_ids"][-1] == PATCH).nonzero()[0]] = 0
     with pytest.raises(ValueError, match=r"`attention_mask` hides 1 video placeholder tokens, but may hide only pad"):
         call(**inputs)
 
@@ -128,6 +129,14 @@ SHAPES = {
     "too_few_windows": (
         change(video_token_pooling=lambda table: table[:-1]),
         r"`video_token_pooling` has shape \(44, 9\), .* make it \(45, 9\)",
+    ),
+    "a_window_of_no_patch": (
+        change(video_token_pooling=lambda table: table + 1),
+        r"`video_token_pooling` goes from 1 to 405, but must hold rows of the 405 patches",
+    ),
+    "padding_of_another_kind": (
+        change(video_token_pooling=lambda table: table.where(table > 0, -2)),
+        r"`video_token_pooling` goes from -2 to 404",
     ),
     "grids_of_images": (
         change(video_grids=lambda grids: torch.nn.functional.pad(grids, (0, 1))),
@@ -225,3 +234,32 @@ def test_frames_and_videos_may_come_nested(model):
     inputs = build_inputs([[3, Video(2), 4], [3, Video(2), 4]], tiny_config())
     nested = inputs | {"pixel_values_videos": inputs["pixel_values_videos"].unflatten(0, (2, 2))}
     assert torch.equal(model(**nested).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_packed_samples_are_not_gone_on_with(model, with_mask):
+    inputs = build_inputs([[3, Video(3), 5, 2, Video(2), 9]])
+    length = inputs["input_ids"].shape[1]
+    position_ids = torch.arange(length)[None]
+    if not with_mask:
+        del inputs["attention_mask"]
+    assert model.generate(**inputs, position_ids=position_ids, max_new_tokens=1).shape[1] == length + 1
+    position_ids = torch.cat([position_ids[:, :20], position_ids[:, : length - 20]], dim=-1)
+    with pytest.raises(ValueError, match="`position_ids` start over"):
+        model.generate(**inputs, position_ids=position_ids, max_new_tokens=1)
+
+
+def test_padding_of_any_position_is_not_taken_for_packed_samples(model):
+    inputs = build_inputs(ROWS)
+    mask = inputs["attention_mask"]
+    assert not mask.all()
+    position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    expected = model.generate(**inputs, max_new_tokens=2)
+    assert torch.equal(model.generate(**inputs, position_ids=position_ids, max_new_tokens=2), expected)
+
+
+def test_generate_needs_a_2d_mask(model):
+    inputs = build_inputs(ROWS[:1])
+    length = inputs["input_ids"].shape[1]
+    with pytest.raises(ValueError, match="`attention_mask` has 4 dimensions, but `generate` needs the 2D"):
+        model.generate(**inputs | {"attention_mask": torch.ones(1, 1, length, length)}, max_new_tokens=1)

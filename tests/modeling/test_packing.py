@@ -287,7 +287,7 @@ def test_bins_are_as_many_as_planned(survivors):
 
 def test_the_mask_lets_frames_see_themselves_alone(survivors):
     sequence, lengths, bins = make_bins(survivors)
-    mask = bins.attention_mask()[:, 0]
+    mask = bins.attention_mask[:, 0]
     for seen, frame in zip(mask.flatten(0, 1), bins.frame.flatten().tolist(), strict=True):
         # Free places see themselves, so that no row of the softmax is empty.
         assert seen.sum() == (lengths[frame] if frame >= 0 else 1)
