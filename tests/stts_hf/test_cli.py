@@ -123,6 +123,13 @@ def test_bad_options_are_one_clear_line(run, arguments, words):
     assert "Traceback" not in err
 
 
+def test_an_output_that_is_a_folder_is_one_clear_line(run, tmp_path):
+    (tmp_path / "sheet.png").mkdir()
+    status, out, err, _ = run("--output", str(tmp_path / "sheet.png"))
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].endswith("is there already and cannot be written over; name another file")
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "truncated"])
 def test_what_is_not_a_video_is_one_clear_line(run, clip, tmp_path, kind):
     path = tmp_path / "video.mp4"

@@ -97,6 +97,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     folder = arguments.output.resolve().parent
     if not folder.is_dir():
         raise CommandError(f"--output {arguments.output} lies in a folder that does not exist; create {folder} first")
+    if arguments.output.is_dir() or (arguments.output.exists() and not os.access(arguments.output, os.W_OK)):
+        raise CommandError(
+            f"--output {arguments.output} is there already and cannot be written over; name another file"
+        )
     if not os.access(folder, os.W_OK):
         raise CommandError(f"--output {arguments.output} cannot be written: no permission in {folder}")
 
@@ -254,7 +258,10 @@ def draw(arguments: argparse.Namespace, keep_mask: Any, grid: Any, timestamps: l
         warnings.simplefilter("ignore")  # damaged files were warned of the first time
         frames, _ = decode_video(arguments.video, lambda _: timestamps, shrink)
     sheet = contact_sheet(np.stack(frames), keep_mask, grid, timestamps, scores, title=arguments.question)
-    sheet.save(arguments.output)
+    try:
+        sheet.save(arguments.output)
+    except OSError as error:
+        raise CommandError(f"--output {arguments.output} cannot be written: {one_line(error, 120)}") from error
 
 
 def report(
