@@ -21,7 +21,7 @@ try:
 except ImportError:
     varlen_attn = None  # type: ignore[assignment]
 if varlen_attn is not None and "scale" not in inspect.signature(varlen_attn).parameters:
-    varlen_attn = None  # its first versions take no scale, and the default is another once a bias is folded in
+    varlen_attn = None  # type: ignore[assignment]  # its first versions take no scale, and the default is another once a bias is folded in
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
