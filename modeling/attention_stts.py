@@ -20,8 +20,9 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None  # type: ignore[assignment]
+# Its first versions take no scale, and their own is another once a bias is folded in.
 if varlen_attn is not None and "scale" not in inspect.signature(varlen_attn).parameters:
-    varlen_attn = None  # type: ignore[assignment]  # its first versions take no scale, and the default is another once a bias is folded in
+    varlen_attn = None  # type: ignore[assignment]
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
