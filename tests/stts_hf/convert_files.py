@@ -124,3 +124,42 @@ def copy(folder: Path, to: Path) -> Path:
     """A copy that may be damaged."""
     shutil.copytree(folder, to)
     return to
+
+
+# Run with pairs of a checkpoint (folder or Hub name) and its `expected.safetensors`: the largest error of the
+# reference logits, dense and pruned under both position rules, of every auto class.
+REFERENCE_LOGITS = """
+import sys
+import json, torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import AutoProcessor, AutoVideoProcessor
+worst = {}
+for folder, fixture in zip(sys.argv[1::2], sys.argv[2::2]):
+    load = lambda auto, **options: auto.from_pretrained(folder, trust_remote_code=True, **options)
+    assert type(load(AutoProcessor)).__name__ == "STTSProcessor"
+    assert type(load(AutoVideoProcessor)).__name__ == "STTSVideoProcessor"
+    expected = load_file(fixture)
+    frames, side, window = len(expected["pixel_patches"]), 27, 3
+    table = torch.arange(frames * side * side).view(frames, side // window, window, side // window, window)
+    inputs = {
+        "input_ids": expected["input_ids"][None],
+        "mm_token_type_ids": expected["mm_token_type_ids"][None],
+        "pixel_values_videos": expected["pixel_patches"],
+        "video_token_pooling": table.transpose(2, 3).reshape(-1, window * window),
+        "video_grids": torch.tensor([[frames, side // window, side // window]]),
+    }
+    for auto, ratio, rule, name in (
+        (AutoModel, 0.0, "original", "logits_dense"),
+        (AutoModelForImageTextToText, None, "original", "logits_original_positions"),
+        (AutoModelForMultimodalLM, None, "compact", "logits_compact_positions"),
+    ):
+        config = load(AutoConfig)
+        config.pruned_position_ids = rule
+        model = load(auto, config=config).eval()
+        with torch.no_grad():
+            logits = model(**inputs, pruning_ratio=ratio).logits[0]
+            model.generate(**inputs, max_new_tokens=2)
+        worst[folder + name] = (logits - expected[name]).abs().max().item()
+print(json.dumps(worst))
+"""

@@ -14,7 +14,7 @@ from stts_hf.convert.original import convert_original_state_dict, load_original_
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
-from tests.stts_hf.convert_files import contents, stock_model, write_base, write_molmo2
+from tests.stts_hf.convert_files import REFERENCE_LOGITS, contents, stock_model, write_base, write_molmo2
 
 MOLMO2_FORMS = ["original", "native", "shards", "released"]
 FORMS = checkpoint_forms()
@@ -87,46 +87,12 @@ def test_files_are_those_that_saving_the_loaded_model_writes(sources, converted,
 
 
 def test_reference_logits_in_a_process_without_the_package(sources, tmp_path, run_without_package):
-    code = """
-import json, torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
-from transformers import AutoProcessor, AutoVideoProcessor
-worst = {}
-for folder, fixture in zip(sys.argv[1::2], sys.argv[2::2]):
-    load = lambda auto, **options: auto.from_pretrained(folder, trust_remote_code=True, **options)
-    assert type(load(AutoProcessor)).__name__ == "STTSProcessor"
-    assert type(load(AutoVideoProcessor)).__name__ == "STTSVideoProcessor"
-    expected = load_file(fixture)
-    frames, side, window = len(expected["pixel_patches"]), 27, 3
-    table = torch.arange(frames * side * side).view(frames, side // window, window, side // window, window)
-    inputs = {
-        "input_ids": expected["input_ids"][None],
-        "mm_token_type_ids": expected["mm_token_type_ids"][None],
-        "pixel_values_videos": expected["pixel_patches"],
-        "video_token_pooling": table.transpose(2, 3).reshape(-1, window * window),
-        "video_grids": torch.tensor([[frames, side // window, side // window]]),
-    }
-    for auto, ratio, rule, name in (
-        (AutoModel, 0.0, "original", "logits_dense"),
-        (AutoModelForImageTextToText, None, "original", "logits_original_positions"),
-        (AutoModelForMultimodalLM, None, "compact", "logits_compact_positions"),
-    ):
-        config = load(AutoConfig)
-        config.pruned_position_ids = rule
-        model = load(auto, config=config).eval()
-        with torch.no_grad():
-            logits = model(**inputs, pruning_ratio=ratio).logits[0]
-            model.generate(**inputs, max_new_tokens=2)
-        worst[folder + name] = (logits - expected[name]).abs().max().item()
-print(json.dumps(worst))
-"""
     arguments = []
     for form in FORMS:
         # The reference numbers are without the refill, which conversion turns on.
         convert_checkpoint(form, tmp_path / form.name, base=sources / "base", packing="varlen")
         arguments += [str(tmp_path / form.name), str(form.parent / "expected.safetensors")]
-    worst = json.loads(run_without_package(code, *arguments).splitlines()[-1])
+    worst = json.loads(run_without_package(REFERENCE_LOGITS, *arguments).splitlines()[-1])
     assert len(worst) == 3 * len(FORMS)
     assert max(worst.values()) < LOGIT_TOLERANCE, worst
 
