@@ -14,12 +14,9 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from stts_hf.convert.checkpoint import convert_checkpoint
 from tests.checkpoints import MESSAGES_CODE, TINY, load_tiny, prepare, write_small_clip
 from tests.conftest import REPOSITORY, WITHOUT_PACKAGE
-from tests.fixture_files import checkpoint_fixtures, pooling_table, read_safetensors
 from tests.hub_server import LoopbackHub
-from tests.stts_hf.convert_files import write_base
 
 
 @pytest.fixture
@@ -123,52 +120,6 @@ def test_a_fresh_process_without_the_package_loads_every_auto_class_by_revision(
     with torch.no_grad():
         # The same code on the same machine: only the process differs.
         torch.testing.assert_close(torch.tensor(seen["logits"]), model(**inputs).logits[0, -1], rtol=0, atol=1e-6)
-
-
-REFERENCE_LOGITS = """
-import json
-import torch
-from transformers import AutoModelForMultimodalLM
-
-file, *repositories = sys.argv[1:]
-inputs, expected = torch.load(file)
-worst = {}
-for repository in repositories:
-    model = AutoModelForMultimodalLM.from_pretrained(repository, trust_remote_code=True).eval()
-    for name, ratio, rule in (
-        ("logits_dense", 0.0, "original"),
-        ("logits_original_positions", None, "original"),
-        ("logits_compact_positions", None, "compact"),
-    ):
-        model.config.pruned_position_ids = rule
-        with torch.no_grad():
-            logits = model(**inputs, pruning_ratio=ratio).logits[0]
-        worst[f"{repository} {name}"] = (logits - expected[name]).abs().max().item()
-print(json.dumps(worst))
-"""
-
-
-def test_reference_logits_survive_conversion_push_and_a_fresh_process(hub, tmp_path):
-    expected, _ = read_safetensors(checkpoint_fixtures()[0] / "expected.safetensors")
-    num_frames = len(expected["pixel_patches"])
-    inputs = {
-        "input_ids": expected["input_ids"][None],
-        "mm_token_type_ids": expected["mm_token_type_ids"][None],
-        "pixel_values_videos": expected["pixel_patches"],
-        "video_token_pooling": pooling_table(num_frames, (27, 27), (3, 3)),
-        "video_grids": torch.tensor([[num_frames, 9, 9]]),
-    }
-    torch.save((inputs, expected), tmp_path / "inputs.pt")
-    base = write_base(tmp_path / "base")
-    for form in ("unsharded", "sharded"):
-        # The reference logits are without the refill that conversion turns on for a released checkpoint.
-        convert_checkpoint(checkpoint_fixtures()[0] / form, tmp_path / form, base=base, packing="varlen")
-        status, _, err = push(hub, tmp_path / "push", tmp_path / form, f"user/{form}")
-        assert status == 0, err
-    arguments = (str(tmp_path / "inputs.pt"), "user/unsharded", "user/sharded")
-    worst = json.loads(run_python(hub, tmp_path / "load", WITHOUT_PACKAGE + REFERENCE_LOGITS, *arguments))
-    assert len(worst) == 6
-    assert max(worst.values()) < 1e-4, worst
 
 
 def test_what_arrives_is_byte_for_byte_what_was_pushed(hub, tmp_path):
