@@ -24,7 +24,7 @@ def source(tmp_path_factory) -> Path:
 
 def old_checkpoint(folder: Path) -> dict[str, bytes]:
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "stts"}')
     return contents(folder)
 
 
@@ -82,6 +82,41 @@ def test_files_that_are_no_checkpoint_are_never_overwritten(source, tmp_path):
     with pytest.raises(ValueError, match="not a checkpoint"):
         convert_checkpoint(source, tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "llama"}', "[]", "{"], ids=["none", "llama", "list", "cut"])
+def test_a_folder_with_another_config_json_is_never_overwritten(source, tmp_path, config):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        convert_checkpoint(source, tmp_path / "app", overwrite=True)
+    assert (tmp_path / "app" / "config.json").read_text() == config
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "train.py", "results.json", "optimizer.pt"])
+def test_a_checkpoint_with_files_of_someone_s_own_is_not_overwritten(source, tmp_path, name):
+    old_checkpoint(tmp_path / "new")
+    (tmp_path / "new" / name).write_text("mine")
+    before = contents(tmp_path / "new")
+    with pytest.raises(ValueError, match=f"{name}.*move that elsewhere"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert contents(tmp_path / "new") == before
+
+
+def test_a_converted_folder_can_be_overwritten(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "new")
+    convert_checkpoint(source, tmp_path / "new", overwrite=True, max_shard_size="100KB")
+    assert not (tmp_path / "new" / "model.safetensors").exists()
+
+
+def test_recovery_keeps_to_its_own_name_where_that_holds_wildcards(tmp_path):
+    host = publish.socket.gethostname()
+    other = tmp_path / f".new.stts-new-{host}-{ended_process()}-0"
+    own = tmp_path / f".ne[w].stts-new-{host}-{ended_process()}-0"
+    other.mkdir()
+    own.mkdir()
+    publish.recover(tmp_path / "ne[w]")
+    assert os.listdir(tmp_path) == [other.name]
 
 
 def test_a_file_in_the_place_is_refused(source, tmp_path):

@@ -294,3 +294,14 @@ def test_a_repository_that_cannot_be_downloaded(tmp_path):
     with pytest.raises(ValueError, match="could not be downloaded"):
         convert_checkpoint("nobody/nothing", tmp_path / "new")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("dtype", "number", "wider"), [("float16", 7e4, "bfloat16"), ("bfloat16", 3.4e38, "float32")])
+def test_a_dtype_that_cannot_hold_the_weights(folders, tmp_path, dtype, number, wider):
+    source = copy(folders / "one_file", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"][0, 0] = number
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"`lm_head.weight` holds numbers beyond.*--dtype {wider}"):
+        convert_checkpoint(source, tmp_path / "new", dtype=dtype)
+    assert os.listdir(tmp_path) == ["source"]

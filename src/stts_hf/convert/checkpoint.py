@@ -84,6 +84,9 @@ def convert_checkpoint(
     Raises `ValueError`, before anything is written, where source, base or settings do not fit, and for a full disk.
     """
     target = Path(destination).expanduser().absolute()
+    for what, name in (("source", source), ("base", base)):
+        if name is not None and Path(name).expanduser().is_dir() and not target.is_symlink():
+            check_apart(target, Path(name).expanduser(), what)
     check_destination(target, overwrite)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")

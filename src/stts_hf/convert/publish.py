@@ -6,17 +6,43 @@ killed run leaves is a hidden sibling, which the next run towards the same place
 
 import contextlib
 import ctypes
+import glob
+import json
 import os
 import secrets
 import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 _NEW, _OLD = ".stts-new", ".stts-old"
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2, RENAME_SWAP of macOS' renamex_np
 _AT_FDCWD = -100
+# What saving, downloading or converting a checkpoint leaves in a folder; anything else is someone's own.
+_CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*processor_config.json",
+    "chat_template.*",
+    "additional_chat_templates",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*_stts.py",
+    "*_molmo2.py",
+    "README.md",
+    "LICENSE*",
+    ".gitattributes",
+    ".cache",
+    "__pycache__",
+    "_saving-*",
+)
 
 
 @contextlib.contextmanager
@@ -51,11 +77,27 @@ def check_destination(destination: Path, overwrite: bool) -> None:
         raise ValueError(f"`destination` {destination} is a file: name a folder that does not exist yet.")
     if not overwrite:
         raise ValueError(f"`destination` {destination} exists: pass --overwrite to replace it, or name another folder.")
-    if any(destination.iterdir()) and not (destination / "config.json").is_file():
+    names = sorted(entry.name for entry in destination.iterdir())
+    if names and not _holds_checkpoint(destination):
         raise ValueError(
-            f"`destination` {destination} holds files but no config.json, so it is not a checkpoint, and --overwrite "
-            "would delete them: name another folder."
+            f"`destination` {destination} holds files but no config.json of a Molmo2 or STTS model, so it is not a "
+            "checkpoint, and --overwrite would delete them: name another folder."
         )
+    foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in _CHECKPOINT_FILES)]
+    if foreign:
+        more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
+        raise ValueError(
+            f"`destination` {destination} holds more than a checkpoint ({', '.join(foreign[:4])}{more}), which "
+            "--overwrite would delete: move that elsewhere, or name another folder."
+        )
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") in ("stts", "molmo2")
 
 
 def check_apart(destination: Path, other: Path, what: str) -> None:
@@ -71,10 +113,11 @@ def check_apart(destination: Path, other: Path, what: str) -> None:
 
 def recover(destination: Path) -> None:
     """Removes what killed runs towards `destination` left beside it, and puts back a folder one was replacing."""
-    for left in sorted(destination.parent.glob(f".{destination.name}{_NEW}-*")):
+    name = glob.escape(destination.name)
+    for left in sorted(destination.parent.glob(f".{name}{_NEW}-*")):
         if not _is_running(left):
             shutil.rmtree(left, ignore_errors=True)
-    for old in sorted(destination.parent.glob(f".{destination.name}{_OLD}-*")):
+    for old in sorted(destination.parent.glob(f".{name}{_OLD}-*")):
         if _is_running(old):
             continue
         if destination.exists():

@@ -140,7 +140,7 @@ def write_safetensors(
         shapes: of every tensor, all of which are of `dtype`.
         rows: `rows(name)` yields the tensor in blocks of rows.
 
-    Raises `OSError` where the disk is full. The file is on the disk, not only in its cache, when the iterator ends.
+    Raises `OSError` where the disk is full, `ValueError` where `dtype` cannot hold a number. The file is on the disk, not only in its cache, when the iterator ends.
     """
     ordered = sorted(shapes, key=lambda name: name.encode())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -155,7 +155,7 @@ def write_safetensors(
         for name in ordered:
             written = 0
             for block in rows(name):
-                data = block.to(dtype).contiguous().flatten().view(torch.uint8).numpy()
+                data = _cast(name, block, dtype).contiguous().flatten().view(torch.uint8).numpy()
                 file.write(data.data)
                 written += data.nbytes
                 yield data.nbytes
@@ -163,6 +163,18 @@ def write_safetensors(
                 raise ValueError(f"`{name}` came with {written} bytes, which do not make shape {shapes[name]}.")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _cast(name: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = block.to(dtype)
+    if dtype != block.dtype and not cast.isfinite().all() and bool((block.isfinite() & ~cast.isfinite()).any()):
+        kind = str(dtype).removeprefix("torch.")
+        wider = "bfloat16" if dtype == torch.float16 else "float32"
+        raise ValueError(
+            f"`{name}` holds numbers beyond {torch.finfo(dtype).max:g}, which {kind} would turn into infinity: pass "
+            f"--dtype {wider}."
+        )
+    return cast
 
 
 def row_blocks(rows: int, row_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
