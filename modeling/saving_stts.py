@@ -10,8 +10,11 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from .card_stts import CARD, ModelCardMixin
+from huggingface_hub import HfApi, hf_hub_download
+
+from .card_stts import CARD, ModelCardMixin, is_provisional
 
 MODEL_GATE = "config.json"
 PROCESSOR_GATE = "processor_config.json"
@@ -66,34 +69,80 @@ def stale_weights(present: list[str], saved: list[str]) -> list[str]:
     return sorted(name for name in present if name not in saved and variant(name) in variants)
 
 
+def push_saved(part: Any, folder: Path, names: set[str], repo_id: str, **options: Any) -> None:
+    """
+    Pushes the entries `names` of `folder`, just saved there by the model or processor `part`, in one commit. The card
+    goes with them where the repository has none of its own. options: those of `save_pretrained(..., push_to_hub=True)`.
+    """
+    upload = {"commit_message": options.pop("commit_message", None), "create_pr": options.pop("create_pr", False)}
+    token = options.get("token")
+    repo_id = HfApi().create_repo(repo_id, exist_ok=True, **options).repo_id
+    if HfApi().file_exists(repo_id, CARD, token=token) and not is_provisional(
+        Path(hf_hub_download(repo_id, CARD, token=token))
+    ):
+        names = names - {CARD}
+    elif (folder / CARD).is_file():
+        names = names | {CARD}
+    elsewhere = {entry: float("inf") for entry in os.listdir(folder) if entry not in names}
+    part._upload_modified_files(folder, repo_id, elsewhere, token=token, **upload)
+
+
 class SavingMixin(ModelCardMixin):
     """Goes before `PreTrainedModel`: saves all at once, with a model card where there is none."""
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        """As in transformers; an error leaves `save_directory` as it was."""
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """As in transformers; an error leaves `save_directory` as it was, a failed push what was saved."""
+        options: dict[str, Any] = {
+            "state_dict": state_dict,
+            "max_shard_size": max_shard_size,
+            "variant": variant,
+            "token": token,
+            "save_peft_format": save_peft_format,
+            "save_original_format": save_original_format,
+        }
+        model: Any = super()
         saves = is_main_process
         if hasattr(self, "should_save_on_this_rank"):
             saves = self.should_save_on_this_rank(is_main_process)
         # Where all ranks write, they must write into one folder; where a file is in the way, transformers says so.
-        if not saves or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory):
-            return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+        if not saves or distributed_checkpoint or os.path.isfile(save_directory):
+            options |= {"push_to_hub": push_to_hub, "distributed_checkpoint": distributed_checkpoint}
+            model.save_pretrained(save_directory, is_main_process, **options, **kwargs)
+            return
         folder = Path(save_directory)
-        if kwargs.get("push_to_hub"):
-            kwargs.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
         with staged(folder, MODEL_GATE) as stage:
-            super().save_pretrained(stage, is_main_process, *args, **kwargs)  # type: ignore[misc]
+            model.save_pretrained(stage, is_main_process, **options)
             if (stage / MODEL_GATE).is_file() and not (folder / CARD).exists():
-                self.make_card().save(stage / CARD)
-        return None
+                self.make_card(getattr(self, "model_tags", None) or ()).save(stage / CARD)
+            names = set(os.listdir(stage))
+        if push_to_hub:
+            repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(folder))
+            push_saved(self, folder, names, repo_id, token=token, **kwargs)
 
 
 class ProcessorSavingMixin(ModelCardMixin):
     """Goes before `ProcessorMixin`: saves all at once."""
 
-    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """As in transformers; an error leaves `save_directory` as it was."""
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
+        """As in transformers; an error leaves `save_directory` as it was, a failed push what was saved."""
+        folder = Path(save_directory)
+        with staged(folder, PROCESSOR_GATE) as stage:
+            files = super().save_pretrained(str(stage))  # type: ignore[misc]
+            names = set(os.listdir(stage))
         if push_to_hub:
-            kwargs.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
-        with staged(save_directory, PROCESSOR_GATE) as stage:
-            files = super().save_pretrained(str(stage), push_to_hub, **kwargs)  # type: ignore[misc]
-        return [str(Path(save_directory) / Path(file).relative_to(stage)) for file in files]
+            repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(folder))
+            push_saved(self, folder, names, repo_id, **kwargs)
+        return [str(folder / Path(file).relative_to(stage)) for file in files]

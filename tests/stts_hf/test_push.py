@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 
 from tests.checkpoints import MESSAGES_CODE, TINY, load_tiny, prepare, write_small_clip
 from tests.conftest import REPOSITORY, WITHOUT_PACKAGE
-from tests.hub_server import LoopbackHub
+from tests.hub_server import LoopbackHub, Refusal, RequestHandler
 
 
 @pytest.fixture
@@ -307,6 +307,68 @@ def test_push_to_hub_of_model_and_processor_gives_a_whole_repository(hub, tmp_pa
     card: Any = ModelCard(files["README.md"].decode())
     assert card.data.pipeline_tag == "video-text-to-text"
     assert "| `pruning_layer` | 3 " in card.text
+
+
+FAILING_PUSH = """
+import sys
+from stts_hf import STTSForConditionalGeneration, STTSProcessor
+parts = {"model": STTSForConditionalGeneration, "processor": STTSProcessor}
+source, folder, part, how = sys.argv[1:]
+arguments = (True, None, True) if part == "model" else (True,)
+loaded = parts[part].from_pretrained(source)
+try:
+    if how == "positional":
+        loaded.save_pretrained(folder, *arguments, repo_id="user/tiny")
+    else:
+        loaded.save_pretrained(folder, push_to_hub=True, repo_id="user/tiny")
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("how", ["keyword", "positional"])
+@pytest.mark.parametrize("part", ["model", "processor"])
+def test_a_failed_push_keeps_what_was_saved(hub, tmp_path, monkeypatch, part, how):
+    def refuse(self, **groups):
+        raise Refusal(403, "no commits today")
+
+    monkeypatch.setattr(RequestHandler, "commit", refuse)
+    folder = tmp_path / "tiny"
+    out = run_python(hub, tmp_path / "home", FAILING_PUSH, str(TINY), str(folder), part, how)
+    assert out.strip() == "HfHubHTTPError"
+    saved = contents(folder)
+    wanted = {"config.json", "model.safetensors"} if part == "model" else {"processor_config.json", "tokenizer.json"}
+    assert wanted <= saved.keys()
+    assert {name for name in saved if name.endswith(".py")} == {file.name for file in TINY.glob("*.py")}
+    assert not list(folder.glob("_saving*"))
+    if part == "model":
+        load_tiny(folder)
+
+
+SAVE_AND_PUSH = """
+import sys
+from stts_hf import STTSForConditionalGeneration
+source, folder, how = sys.argv[1:]
+model = STTSForConditionalGeneration.from_pretrained(source)
+if how == "positional":
+    model.save_pretrained(folder, True, None, True)
+else:
+    model.save_pretrained(folder, push_to_hub=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["keyword", "positional"])
+def test_a_save_pushes_only_what_it_saved_to_a_repository_of_the_folders_name(hub, tmp_path, how):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("private")
+    (folder / "README.md").write_text("mine")
+    run_python(hub, tmp_path / "home", SAVE_AND_PUSH, str(TINY), str(folder), how)
+    files = hub.files("user/tiny")
+    assert {"config.json", "model.safetensors", "modeling_stts.py"} <= files.keys()
+    assert "notes.txt" not in files
+    assert files["README.md"] == b"mine"
+    assert (folder / "README.md").read_text() == "mine"
 
 
 TRAIN = """
