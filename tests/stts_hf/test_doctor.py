@@ -229,3 +229,88 @@ def test_exit_status_tells_sound_from_wrong(sound, tmp_path, capsys):
     output = capsys.readouterr()
     assert "-> copy that of the base model" in output.out
     assert "not a folder" in output.err
+
+
+def drop_token(text: str) -> Damage:
+    def change(tokenizer: dict) -> None:
+        tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] != text]
+
+    return edit("tokenizer.json", change)
+
+
+def settings_of(name: str, *path: str, value: object) -> Damage:
+    def change(settings: dict) -> None:
+        for key in path[:-1]:
+            settings = settings[key]
+        settings[path[-1]] = value
+
+    return edit(name, change)
+
+
+UNLOADABLE: dict[str, tuple[str, Damage, str]] = {
+    "no_video_token": ("tokenizer", drop_token("<|video|>"), "lacks <|video|>"),
+    "other_tokenizer_class": (
+        "tokenizer",
+        settings_of("tokenizer_config.json", "tokenizer_class", value="BertTokenizer"),
+        "cannot be loaded as a BertTokenizer",
+    ),
+    "unknown_eos_token": (
+        "tokenizer",
+        settings_of("tokenizer_config.json", "eos_token", value="<|gone|>"),
+        "`eos_token` in tokenizer_config.json is '<|gone|>'",
+    ),
+    "unknown_filter": ("chat template", write("chat_template.jinja", "{{ messages | shout }}"), "shout"),
+    "adapter": ("weights", write("adapter_config.json", "{}"), "adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("name", UNLOADABLE)
+def test_what_only_shows_at_loading_is_found(sound, tmp_path, name):
+    folder = copy(sound, tmp_path / "checkpoint")
+    check, damage, message = UNLOADABLE[name]
+    damage(folder)
+    found = [finding for where, finding in listed(folder) if where == check and message in finding.what]
+    assert found, listed(folder)
+    assert all(finding.fatal and finding.remedy for finding in found)
+
+
+MALFORMED: dict[str, Damage] = {
+    "auto_map_list": settings_of("config.json", "auto_map", value=["a"]),
+    "auto_map_value_int": settings_of("config.json", "auto_map", "AutoModel", value=3),
+    "vision_config_string": settings_of("config.json", "vision_config", value="big"),
+    "video_processor_string": settings_of("processor_config.json", "video_processor", value="video"),
+    "processor_auto_map_string": settings_of("processor_config.json", "auto_map", value="processing_stts"),
+    "video_auto_map_list": settings_of("processor_config.json", "video_processor", "auto_map", value=[1]),
+    "size_int": settings_of("processor_config.json", "video_processor", "size", value=378),
+    "pooling_int": settings_of("processor_config.json", "video_processor", "pooling_size", value=3),
+    "eos_list": settings_of("tokenizer_config.json", "eos_token", value=["<|im_end|>"]),
+    "tokenizer_auto_map_int": settings_of("tokenizer_config.json", "auto_map", value=1),
+    "weight_map_list": settings_of("model.safetensors.index.json", "weight_map", value=[]),
+    "config_list": write("config.json", "[]"),
+    "generation_list": write("generation_config.json", "[]"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_settings_of_a_wrong_kind_are_findings(sound, tmp_path, name):
+    folder = copy(sound, tmp_path / "checkpoint")
+    MALFORMED[name](folder)
+    found = listed(folder)
+    assert any(finding.fatal for _, finding in found)
+    assert all(finding.what and finding.remedy for _, finding in found)
+
+
+@pytest.mark.parametrize("gate", ["config.json", "processor_config.json"])
+def test_a_save_that_was_cut_off_in_the_exchange_is_completed_not_deleted(sound, tmp_path, gate):
+    folder = copy(sound, tmp_path / "checkpoint")
+    stage = folder / f"_saving-{gate.removesuffix('.json')}"
+    stage.mkdir()
+    (folder / gate).rename(stage / gate)
+    found = [finding for _, finding in listed(folder) if stage.name in finding.what + finding.remedy]
+    assert len(found) == 1
+    assert found[0].fatal
+    assert f"move the files of {stage.name} up into the folder, {gate} last" in found[0].remedy
+    assert "delete" not in found[0].remedy
+    (stage / gate).rename(folder / gate)
+    stage.rmdir()
+    assert listed(folder) == []

@@ -70,13 +70,17 @@ def check_processor(image: Mapping[str, Any], video: Mapping[str, Any], config: 
     vision = config.vision_config
     problems = []
     for name, settings in (("image_processor", image), ("video_processor", video)):
-        size = dict(settings.get("size") or {})
+        size = settings.get("size") or {}
+        if isinstance(size, Mapping):
+            size = [size.get("height"), size.get("width")]
         pairs = [
             ("patch_size", settings.get("patch_size"), vision.patch_size),
-            ("size", [size.get("height"), size.get("width")], list(vision.image_size)),
+            ("size", size, list(vision.image_size)),
         ]
         if name == "video_processor":
-            pairs.append(("pooling_size", list(settings.get("pooling_size") or []), list(vision.pooling_size)))
+            pooling = settings.get("pooling_size")
+            pooling = list(pooling) if isinstance(pooling, list | tuple) else pooling
+            pairs.append(("pooling_size", pooling, list(vision.pooling_size)))
         for key, found, expected in pairs:
             if found != expected:
                 problems.append(

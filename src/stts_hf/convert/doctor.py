@@ -1,7 +1,6 @@
 """`examine`: what is wrong with a checkpoint folder, in plain words. Runs none of its code and reads no weights."""
 
 import ast
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,17 +9,23 @@ from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 import stts_hf.modeling as installed
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
+from stts_hf.modeling.processing_stts import _TOKENS
+from stts_hf.modeling.saving_stts import MODEL_GATE, PROCESSOR_GATE
 
 from .checks import check_processor, check_vocabulary, check_weights
 from .layout import empty_model, saved_layout
+from .original import SPECIAL_TOKENS
 from .safetensors_files import INDEX_FILE, WEIGHTS_FILE, read_weight_map
 from .sources import HuggingFaceSource, read_json
 
 INSTALLED_CODE = Path(next(iter(installed.__path__)))
+_TABLES = ("auto_map", "video_processor", "image_processor", "vision_config", "text_config", "adapter_config")
 SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
 
 
@@ -41,7 +46,22 @@ class Checkup:
 
     def json(self, name: str) -> dict[str, Any]:
         """The contents of a JSON file, empty where it is missing; raises `ValueError` where it is damaged."""
-        return read_json(self.folder / name) if (self.folder / name).is_file() else {}
+        settings = read_json(self.folder / name) if (self.folder / name).is_file() else {}
+        parts: dict[str, Any] = {
+            "": settings,
+            **{f"{key}.": settings.get(key) for key in ("video_processor", "image_processor")},
+        }
+        for prefix, part in parts.items():
+            for key in _TABLES if isinstance(part, dict) else ():
+                if part.get(key) is not None and not isinstance(part[key], dict):
+                    raise ValueError(f"`{prefix}{key}` in {name} must be a JSON object, but is {part[key]!r}")
+        return settings
+
+    def stage_of(self, gate: str) -> Path | None:
+        """What a save that was cut off left, where it took the file `gate` away and still holds the new one."""
+        if (self.folder / gate).exists():
+            return None
+        return next((left for left in sorted(self.folder.glob("_saving-*")) if (left / gate).is_file()), None)
 
     @cached_property
     def config(self) -> STTSConfig | None:
@@ -62,6 +82,8 @@ class Checkup:
 
     def check_config(self) -> Iterator[Finding]:
         if not (self.folder / "config.json").is_file():
+            if self.stage_of(MODEL_GATE):  # `check_card` says what to do
+                return
             yield Finding("config.json is missing", "name a checkpoint folder, or copy the file from where it came")
             return
         raw = self.json("config.json")
@@ -94,7 +116,10 @@ class Checkup:
         ):
             for reference in (settings.get("auto_map") or {}).values():
                 names = reference if isinstance(reference, list) else [reference]
-                references |= {name for name in names if name}
+                for name in names:
+                    if name is not None and not isinstance(name, str):
+                        yield Finding(f"an `auto_map` names {name!r}, which is no class", SAVE_AGAIN)
+                references |= {name for name in names if name and isinstance(name, str)}
         wanted: dict[str, list[str]] = {}
         for reference in sorted(references):
             if "--" in reference or reference.count(".") != 1:
@@ -152,6 +177,11 @@ class Checkup:
             only_scorer &= all(".scorer." in name for name in problems.missing)
             remedy = "give it a new scorer with stts-hf convert" if only_scorer else "copy or convert the weights again"
             yield Finding(f"the weights are not those that config.json describes: {problems}", remedy)
+        if (self.folder / "adapter_config.json").is_file():
+            yield Finding(
+                "adapter_config.json makes transformers load an adapter in place of this checkpoint",
+                "move the adapter's files into a folder of their own",
+            )
         yield from self._check_files()
 
     def _check_files(self) -> Iterator[Finding]:
@@ -214,7 +244,35 @@ class Checkup:
                 "tokenizer_config.json names neither `bos_token` nor `eos_token`, and every prompt starts with one",
                 'set both to "<|im_end|>", as in the released models',
             )
+        yield from self._check_tokens(vocabulary, settings)
         yield from self._check_generation(vocabulary, settings.get("eos_token"))
+
+    def _check_tokens(self, vocabulary: dict[str, int], settings: dict[str, Any]) -> Iterator[Finding]:
+        needed = {*_TOKENS, "<|image|>", "<|video|>"} - set(SPECIAL_TOKENS.values())
+        if missing := sorted(needed - vocabulary.keys()):
+            yield Finding(f"the tokenizer lacks {', '.join(missing)}", "take the tokenizer of a Molmo2 model")
+        sound = True
+        for key in ("bos_token", "eos_token", "pad_token"):
+            token = settings.get(key)
+            text = token.get("content") if isinstance(token, dict) else token
+            if text is not None and (not isinstance(text, str) or text not in vocabulary):
+                sound = False
+                yield Finding(
+                    f"`{key}` in tokenizer_config.json is {text!r}, which the tokenizer does not have",
+                    "copy tokenizer_config.json of the base model",
+                )
+        if not sound or settings.get("auto_map", {}).get("AutoTokenizer"):
+            return
+        try:
+            loaded = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+            problem = None if loaded.get_vocab() == vocabulary else "it has other tokens than tokenizer.json"
+        except Exception as error:  # every tokenizer class has errors of its own
+            problem = " ".join(str(error).split())[:200] or type(error).__name__
+        if problem:
+            yield Finding(
+                f"the tokenizer cannot be loaded as a {settings.get('tokenizer_class')} ({problem})",
+                'set `tokenizer_class` in tokenizer_config.json to "TokenizersBackend"',
+            )
 
     def _check_generation(self, vocabulary: dict[str, int], eos_token: Any) -> Iterator[Finding]:
         eos = self.json("generation_config.json").get("eos_token_id")
@@ -236,6 +294,8 @@ class Checkup:
     def check_processor(self) -> Iterator[Finding]:
         settings = self.json("processor_config.json")
         if not settings:
+            if self.stage_of(PROCESSOR_GATE):  # `check_card` says what to do
+                return
             yield Finding("processor_config.json is missing", "run stts-hf convert --base with a folder that has one")
             return
         video, image = settings.get("video_processor"), settings.get("image_processor")
@@ -260,7 +320,8 @@ class Checkup:
             yield Finding("chat_template.jinja is missing, and prompts cannot be made", "copy that of the base model")
             return
         try:
-            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+            for text in [entry["template"] for entry in template] if isinstance(template, list) else [template]:
+                _compile_jinja_template(text)  # in a sandbox, as transformers does before it fills it in
         except jinja2.TemplateError as error:
             yield Finding(f"the chat template is not valid ({error})", "copy that of the base model")
 
@@ -269,7 +330,15 @@ class Checkup:
         if not card.is_file() or not card.read_text(encoding="utf-8").startswith("---\n"):
             state = "has no metadata" if card.is_file() else "is missing"
             yield Finding(f"README.md {state}, so that the Hub cannot tell what this is", SAVE_AGAIN, fatal=False)
+        unfinished = {stage: gate for gate in (MODEL_GATE, PROCESSOR_GATE) if (stage := self.stage_of(gate))}
         for left in sorted(self.folder.glob("_saving-*")):
+            if gate := unfinished.get(left):
+                yield Finding(
+                    f"a save was cut off: {gate} and perhaps more is still in {left.name}",
+                    f"move the files of {left.name} up into the folder, {gate} last, then run stts-hf doctor again; "
+                    "or save again",
+                )
+                continue
             yield Finding(f"{left.name} is left of a save that was cut off", "save again, or delete it", fatal=False)
 
 
@@ -295,10 +364,15 @@ def examine(folder: str | Path) -> dict[str, list[Finding]]:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ValueError(f"`folder` {folder} is not a folder: name that of a checkpoint.")
-    checkup, findings = Checkup(folder), {}
+    checkup = Checkup(folder)
+    findings: dict[str, list[Finding]] = {name: [] for name in CHECKS}
     for name, check in CHECKS.items():
         try:
-            findings[name] = list(check(checkup))
-        except (ValueError, OSError, json.JSONDecodeError) as error:
-            findings[name] = [Finding(str(error).rstrip("."), "copy the file again")]
+            findings[name].extend(check(checkup))
+        except (ValueError, OSError) as error:
+            findings[name].append(Finding(str(error).rstrip("."), "copy the file again"))
+        except (TypeError, AttributeError, KeyError) as error:  # JSON whose values are of kinds nobody writes
+            findings[name].append(
+                Finding(f"the {name} cannot be checked, since a setting is of a wrong kind ({error})", SAVE_AGAIN)
+            )
     return findings

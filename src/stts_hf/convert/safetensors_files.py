@@ -140,7 +140,8 @@ def write_safetensors(
         shapes: of every tensor, all of which are of `dtype`.
         rows: `rows(name)` yields the tensor in blocks of rows.
 
-    Raises `OSError` where the disk is full, `ValueError` where `dtype` cannot hold a number. The file is on the disk, not only in its cache, when the iterator ends.
+    Raises `OSError` where the disk is full, `ValueError` where `dtype` cannot hold a number. The file is on the disk,
+    not only in its cache, when the iterator ends.
     """
     ordered = sorted(shapes, key=lambda name: name.encode())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
