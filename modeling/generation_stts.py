@@ -3,8 +3,10 @@
 import copy
 
 import torch
+from transformers import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.molmo2.modeling_molmo2 import Molmo2ForConditionalGeneration
 
 from .configuration_stts import check_pruning_ratio
 from .inputs_stts import PrunedInputs, check_text_attention
@@ -78,6 +80,15 @@ class STTSGeneration:
         if kwargs.get("pixel_values_videos") is None and cached is None:
             return super().generate(inputs, generation_config, **kwargs)
         check_text_attention(self.config.text_config)
+        if (
+            Molmo2ForConditionalGeneration.prepare_inputs_for_generation
+            is GenerationMixin.prepare_inputs_for_generation
+        ):
+            check_old_transformers(
+                cache,
+                setting("cache_implementation", kwargs, generation_config, self.generation_config),
+                setting("prefill_chunk_size", kwargs, generation_config, self.generation_config),
+            )
         prompt = inputs if inputs is not None else kwargs.pop("input_ids", None)
         embeds = kwargs.pop("inputs_embeds", None)
         if (prompt is None) == (embeds is None):
@@ -152,6 +163,16 @@ def infer_mask(prompt: torch.Tensor, pad_token_id: int | None, eos_token_id: int
     if pad_token_id is None or pad_token_id in ends or not (prompt == pad_token_id).any():
         return None
     return (prompt != pad_token_id).long()
+
+
+def check_old_transformers(cache, cache_implementation: str | None, prefill_chunk_size: int | None) -> None:
+    """Raises `ValueError` for what transformers before 5.23 silently decodes as if vision tokens were causal."""
+    static = "static" in (cache_implementation or "") or getattr(cache, "is_compileable", False)
+    if static or prefill_chunk_size is not None:
+        raise ValueError(
+            f"{'A static cache' if static else '`prefill_chunk_size`'} with video tokens needs transformers 5.23 or "
+            "later: before, Molmo2's vision tokens would silently attend causally. Upgrade, or leave it out."
+        )
 
 
 def check_one_sample(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, Molmo2ForConditionalGeneration, StaticCache
 
 from tests.modeling.reference import Inputs, one_by_one
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
@@ -217,3 +217,18 @@ def test_a_streamer_gets_the_whole_prompt_and_then_each_token(model):
     assert torch.equal(streamer.values[0], inputs["input_ids"])
     assert torch.equal(torch.cat(streamer.values[1:]), sequences[0, inputs["input_ids"].shape[1] :])
     assert streamer.ended
+
+
+@pytest.mark.parametrize("way", ["cache_implementation", "past_key_values", "prefill_chunk_size"])
+def test_what_older_transformers_decodes_wrongly_is_refused(model, monkeypatch, way):
+    """Before 5.23 native Molmo2 prepares inputs as any model does, and forgets the bidirectional block there."""
+    monkeypatch.delattr(Molmo2ForConditionalGeneration, "prepare_inputs_for_generation")
+    inputs = build_inputs(PROMPTS["one_video"])
+    values = {
+        "cache_implementation": "static",
+        "past_key_values": StaticCache(model.config.text_config, max_cache_len=256),
+        "prefill_chunk_size": 8,
+    }
+    with pytest.raises(ValueError, match=r"needs transformers 5\.23"):
+        model.generate(**inputs, **GREEDY, **{way: values[way]})
+    assert model.generate(**inputs, **GREEDY).shape[1] == inputs["input_ids"].shape[1] + NEW_TOKENS
