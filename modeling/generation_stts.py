@@ -3,7 +3,6 @@
 import copy
 
 import torch
-from transformers import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import Molmo2ForConditionalGeneration
