@@ -79,10 +79,7 @@ class STTSGeneration:
         if kwargs.get("pixel_values_videos") is None and cached is None:
             return super().generate(inputs, generation_config, **kwargs)
         check_text_attention(self.config.text_config)
-        if (
-            Molmo2ForConditionalGeneration.prepare_inputs_for_generation
-            is GenerationMixin.prepare_inputs_for_generation
-        ):
+        if "prepare_inputs_for_generation" not in vars(Molmo2ForConditionalGeneration):
             check_old_transformers(
                 cache,
                 setting("cache_implementation", kwargs, generation_config, self.generation_config),
