@@ -7,7 +7,9 @@ the file without which nothing loads (`config.json`, `processor_config.json`) is
 import contextlib
 import os
 import re
+import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,11 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download
 
 from .card_stts import CARD, ModelCardMixin, is_provisional
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 MODEL_GATE = "config.json"
 PROCESSOR_GATE = "processor_config.json"
@@ -25,18 +32,53 @@ def staged(folder: str | os.PathLike, gate: str) -> Iterator[Path]:
     """
     Yields an empty folder inside `folder`; what is in it at the end moves to `folder`, `gate` last. After an error
     `folder` is as before. A kill leaves either the old files or a folder without `gate`, and what was being saved under
-    `_saving-*`, which the next save removes (and `Trainer` does not push).
+    `_saving-*`, which the next save removes (and `Trainer` does not push). Of saves at the same time, the last wins.
     """
     folder = Path(folder)
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    stage = folder / f"_saving-{gate.removesuffix('.json')}"
-    shutil.rmtree(stage, ignore_errors=True)
+    owner = f"_saving-{gate.removesuffix('.json')}-{socket.gethostname()}-"
+    for left in os.listdir(folder):
+        if left.startswith(owner) and not is_running(left.removeprefix(owner).split("-")[0]):
+            shutil.rmtree(folder / left, ignore_errors=True)
+    stage = folder / f"{owner}{os.getpid()}-{secrets.token_hex(4)}"
     stage.mkdir()
     try:
         yield stage
-        publish(stage, folder, gate)
+        with alone(folder):
+            publish(stage, folder, gate)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):  # not empty: saved
+                folder.rmdir()
+
+
+def is_running(process: str) -> bool:
+    """Whether a process of this machine, given by its id, still runs; where nobody can tell, it does."""
+    try:
+        if os.name == "posix":
+            os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in here with the same `folder`, where the file system can tell."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def publish(stage: Path, folder: Path, gate: str) -> None:
@@ -49,7 +91,7 @@ def publish(stage: Path, folder: Path, gate: str) -> None:
             shutil.rmtree(folder / name)
         os.replace(stage / name, folder / name)
     for name in stale_weights(os.listdir(folder), names):
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
     if (stage / gate).is_file():
         os.replace(stage / gate, folder / gate)
 

@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing
+import os
 import random
 import re
 import resource
+import socket
 import sys
 import time
 from pathlib import Path
@@ -248,6 +250,35 @@ def test_a_kill_while_files_are_exchanged_leaves_a_folder_that_does_not_load(tmp
     assert finish(saver(tmp_path, "new", "20KB")) == 0
     assert state_of(tmp_path) == "new"
     assert not list(tmp_path.glob("_saving*"))
+
+
+def test_processes_that_save_into_one_folder_at_once_leave_one_version(tmp_path, saver):
+    for _ in range(3):
+        processes = [saver(tmp_path, version, shards) for version in VERSIONS for shards in ("50GB", "20KB")]
+        assert [finish(process) for process in processes] == [0] * len(processes)
+        assert state_of(tmp_path) in VERSIONS
+    assert not list(tmp_path.glob("_saving*"))
+
+
+def test_a_save_clears_only_what_dead_processes_left(tmp_path, saver):
+    dead = saver(tmp_path / "elsewhere", "old", "50GB")
+    finish(dead)
+    prefix = f"_saving-config-{socket.gethostname()}-"
+    stages = {f"{prefix}{dead.pid}-aa", f"{prefix}{os.getppid()}-bb", f"_saving-config-x{prefix}{dead.pid}-cc"}
+    for name in stages:
+        (tmp_path / name).mkdir()
+    load_tiny().save_pretrained(tmp_path)
+    assert {entry.name for entry in tmp_path.glob("_saving*")} == stages - {f"{prefix}{dead.pid}-aa"}
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_failed_first_save_makes_no_folder(tmp_path, existed):
+    folder = tmp_path / "folder"
+    if existed:
+        folder.mkdir()
+    with pytest.raises(ValueError, match="banana"):
+        load_tiny().save_pretrained(folder, max_shard_size="banana")
+    assert [entry.name for entry in tmp_path.rglob("*")] == (["folder"] if existed else [])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
