@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from stts_hf.hub.push import PushRefused, push_checkpoint
 from tests.checkpoints import MESSAGES_CODE, TINY, load_tiny, prepare, write_small_clip
 from tests.conftest import REPOSITORY, WITHOUT_PACKAGE
 from tests.hub_server import LoopbackHub, Refusal, RequestHandler
@@ -405,7 +406,9 @@ torch.save(trainer.model.state_dict(), output + "/state.pt")
 """
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("end", "card"), ("end", "plain"), ("every_save", "plain")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("end", "card"), ("end", "plain"), ("every_save", "plain"), ("checkpoint", "plain")]
+)
 def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     output = tmp_path / "run"
     run_python(hub, tmp_path / "home", TRAIN, str(clip), str(output), strategy, kind)
@@ -422,7 +425,44 @@ def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
         card: Any = ModelCard(files["README.md"].decode())
         assert card.data.library_name == "transformers"
         assert {"stts", "generated_from_trainer"} <= set(card.data.tags)
+    else:
+        assert "| `pruning_layer` | 3 " in files["README.md"].decode()
     if kind == "card":
         assert card.data.pipeline_tag == "video-text-to-text"
         assert "| `pruning_layer` | 3 " in card.text
         assert "learning_rate" in card.text
+
+
+DAMAGED = {
+    "cut_config": ("config.json", lambda text: text[:50], "config.json is damaged"),
+    "list_config": ("config.json", lambda text: "[]", "config.json holds no JSON object"),
+    "null_auto_map": (
+        "config.json",
+        lambda text: json.dumps(json.loads(text) | {"auto_map": None}),
+        "lacks an auto_map",
+    ),
+    "list_auto_map": ("config.json", lambda text: json.dumps(json.loads(text) | {"auto_map": []}), "lacks an auto_map"),
+    "cut_index": ("model.safetensors.index.json", lambda text: text[:50], "index.json is damaged"),
+    "cut_processor": ("processor_config.json", lambda text: text[:50], "processor_config.json is not valid JSON"),
+    "list_weight_map": ("model.safetensors.index.json", lambda text: '{"weight_map": []}', "is not the index"),
+    "no_scoring": ("scoring_stts.py", None, "scoring_stts.py is missing"),
+    "no_tokenizer": ("tokenizer.json", None, "tokenizer.json is missing"),
+    "no_chat_template": ("chat_template.jinja", None, "chat_template.jinja is missing"),
+    "cut_weights": ("model-00001", lambda text: text[:5000], "is cut off"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_refused_before_anything_is_created(sharded, tmp_path, name):
+    file, change, message = DAMAGED[name]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for entry, content in contents(sharded).items():
+        if not entry.startswith(file):
+            (folder / entry).write_bytes(content)
+        elif change is not None:
+            (folder / entry).write_bytes(change(content.decode("latin-1")).encode("latin-1"))
+    with pytest.raises(PushRefused, match=re.escape(message)) as refused:
+        push_checkpoint(folder, "user/tiny", endpoint="http://127.0.0.1:1")  # nothing listens there
+    assert "\n" not in str(refused.value)
+    assert "; " in str(refused.value)  # a remedy

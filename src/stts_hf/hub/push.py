@@ -1,6 +1,5 @@
 """Pushes a checkpoint folder to the Hub: everything in one commit, or nothing."""
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx
 
+from stts_hf.convert.doctor import examine
 from stts_hf.hub.card import checkpoint_card, read_json
 from stts_hf.modeling.saving_stts import stale_weights
 
@@ -89,10 +90,14 @@ def push_checkpoint(
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `PushRefused` where a file is missing without which the checkpoint would not load from the Hub."""
-    config = read_json(folder / "config.json") if folder.is_dir() else None
-    if config is None:
+    """Raises `PushRefused` where the checkpoint would not load from the Hub: files are missing, damaged or at odds."""
+    if not (folder / "config.json").is_file():
         raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
+    try:
+        config = read_object(folder / "config.json")
+        index = read_object(folder / "model.safetensors.index.json")
+    except ValueError as error:
+        raise PushRefused(f"{error}; copy it again, or save model and processor again with save_pretrained") from error
     if config.get("model_type") != "stts":
         raise PushRefused(
             f"{folder} holds a {config.get('model_type')!r} model, but must hold an STTS checkpoint; "
@@ -100,11 +105,14 @@ def check_folder(folder: Path) -> None:
         )
     if (folder / "model.safetensors").is_file():
         shards: set[str] = set()
-    elif index := read_json(folder / "model.safetensors.index.json"):
-        shards = set(index["weight_map"].values())
+    elif index:
+        weight_map = index.get("weight_map")
+        shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     else:
         raise PushRefused(f"{folder} holds no weights: neither model.safetensors nor model.safetensors.index.json")
-    code = {f"{reference.split('.')[0]}.py" for reference in config.get("auto_map", {}).values()}
+    auto_map = config.get("auto_map")
+    references = auto_map.values() if isinstance(auto_map, dict) else ()
+    code = {f"{reference.split('.')[0]}.py" for reference in references if isinstance(reference, str)}
     wanted = shards | code | {"processor_config.json", "tokenizer_config.json"}
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing or not code:
@@ -112,6 +120,21 @@ def check_folder(folder: Path) -> None:
         raise PushRefused(
             f"{folder} lacks {lacks}; save model and processor into it with save_pretrained, or ask `stts-hf doctor`"
         )
+    wrong = [finding for found in examine(folder).values() for finding in found if finding.fatal]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more, which `stts-hf doctor` lists)" if len(wrong) > 1 else ""
+        raise PushRefused(f"{folder} would not load: {' '.join(wrong[0].what.split())}; {wrong[0].remedy}{more}")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns a JSON object, empty where there is no such file. Raises `ValueError` where it is damaged or none."""
+    try:
+        content = read_json(file)
+    except ValueError as error:  # neither JSON nor UTF-8
+        raise ValueError(f"{file} is damaged ({error})") from error
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return content or {}
 
 
 def collect_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
@@ -139,8 +162,8 @@ def check_repository(api: HfApi, repo_id: str, revision: str | None, present: li
         with tempfile.TemporaryDirectory() as temporary:
             try:
                 file = api.hf_hub_download(repo_id, "config.json", revision=revision, local_dir=temporary)
-                model_type = json.loads(Path(file).read_text(encoding="utf-8")).get("model_type")
-            except (EntryNotFoundError, json.JSONDecodeError):
+                model_type = read_object(Path(file)).get("model_type")
+            except (EntryNotFoundError, ValueError):
                 pass
     if model_type != "stts" and not set(present) & {"processing_stts.py", "modeling_stts.py"}:
         holds = f"a {model_type!r} model" if model_type else "other files"
