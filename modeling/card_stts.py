@@ -1,5 +1,6 @@
 """The model card (`README.md`) of a checkpoint, and the mixin that keeps transformers' stock card off the Hub."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -146,6 +147,15 @@ def base_model_of(name_or_path: str | None) -> str | None:
     except ValueError:  # someone's README without readable metadata
         return None
     return base_model if isinstance(base_model, str) else None
+
+
+def card_of_saved(config: Path) -> ModelCard | None:
+    """The card of the STTS model whose `config.json` this is; None where it is none or tells too little."""
+    try:
+        contents = json.loads(config.read_text(encoding="utf-8"))
+        return model_card(contents) if contents["model_type"] == "stts" else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def is_provisional(card: Path) -> bool:

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, split_torch_state_dict_into_shards
 
-from .card_stts import CARD, ModelCardMixin, is_provisional
+from .card_stts import CARD, ModelCardMixin, card_of_saved, is_provisional
 
 try:
     import fcntl
@@ -165,6 +165,11 @@ class SavingMixin(ModelCardMixin):
             model.save_pretrained(save_directory, is_main_process, **options, **kwargs)
             return
         folder = Path(save_directory)
+        if self._is_offloaded():
+            # Then transformers converts each shard by itself, and tears apart what the released layout keeps in one.
+            tensors = self.state_dict() if state_dict is None else state_dict  # type: ignore[attr-defined]
+            if split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size).is_sharded:
+                options["save_original_format"] = False
         with staged(folder, MODEL_GATE) as stage:
             model.save_pretrained(stage, is_main_process, **options)
             if (stage / MODEL_GATE).is_file() and not (folder / CARD).exists():
@@ -174,15 +179,24 @@ class SavingMixin(ModelCardMixin):
             repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(folder))
             push_saved(self, folder, names, repo_id, token=token, **kwargs)
 
+    def _is_offloaded(self) -> bool:
+        places = getattr(self, "hf_device_map", {}).values()
+        return "cpu" in places or "disk" in places
+
 
 class ProcessorSavingMixin(ModelCardMixin):
-    """Goes before `ProcessorMixin`: saves all at once."""
+    """Goes before `ProcessorMixin`: saves all at once. `Trainer` saves it to a model without card, which gets one."""
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
         """As in transformers; an error leaves `save_directory` as it was, a failed push what was saved."""
         folder = Path(save_directory)
+        for option in ("is_local", "local_files_only"):  # of the load, which transformers takes for the tokenizer's
+            self.tokenizer.init_kwargs.pop(option, None)  # type: ignore[attr-defined]
         with staged(folder, PROCESSOR_GATE) as stage:
             files = super().save_pretrained(str(stage))  # type: ignore[misc]
+            card = None if (folder / CARD).exists() else card_of_saved(folder / MODEL_GATE)
+            if card is not None:
+                card.save(stage / CARD)
             names = set(os.listdir(stage))
         if push_to_hub:
             repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(folder))

@@ -142,6 +142,38 @@ def test_a_card_is_written_once(saved, tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+def test_a_processor_saved_to_a_model_without_card_writes_one(tmp_path):
+    (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
+    STTSProcessor.from_pretrained(TINY).save_pretrained(tmp_path)
+    assert "| `pruning_layer` | 3 " in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("config", [None, "{", "[]", "{}", '{"model_type": "llama"}', '{"model_type": "stts"}'])
+def test_a_processor_saved_elsewhere_writes_no_card(tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    STTSProcessor.from_pretrained(TINY).save_pretrained(tmp_path)
+    assert not (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize("shards", ["50GB", "1MB", "100KB"])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_an_offloaded_model_saves_weights_that_load_equal(tmp_path, inputs, place, shards):
+    pytest.importorskip("accelerate")
+    device_map = {"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu", "lm_head": "cpu"}
+    device_map["model.language_model"] = place
+    model = load_tiny(device_map=device_map, offload_folder=tmp_path / "offload")
+    model.save_pretrained(tmp_path / "saved", max_shard_size=shards)
+    wanted, found = load_tiny().state_dict(), load_tiny(tmp_path / "saved").state_dict()
+    assert wanted.keys() == found.keys()
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+
+
+def test_how_a_tokenizer_was_loaded_is_not_saved(tmp_path):
+    STTSProcessor.from_pretrained(TINY, local_files_only=True).save_pretrained(tmp_path)
+    assert read_json(tmp_path / "tokenizer_config.json") == read_json(TINY / "tokenizer_config.json")
+
+
 def test_card_warns_of_an_untrained_scorer(tmp_path):
     model = load_tiny()
     torch.nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
