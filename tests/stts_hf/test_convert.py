@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from stts_hf.cli.main import main
@@ -14,7 +15,7 @@ from stts_hf.convert.original import convert_original_state_dict, load_original_
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
-from tests.stts_hf.convert_files import REFERENCE_LOGITS, contents, stock_model, write_base, write_molmo2
+from tests.stts_hf.convert_files import REFERENCE_LOGITS, contents, copy, stock_model, write_base, write_molmo2
 
 MOLMO2_FORMS = ["original", "native", "shards", "released"]
 FORMS = checkpoint_forms()
@@ -229,3 +230,42 @@ def write_training_checkpoint(folder: Path, without_pruning: bool = False, more_
     folder.mkdir()
     torch.save(weights, folder / "model.pt")
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+CARD = """---
+license: other
+license_name: research
+license_link: https://example.com/terms
+base_model: someone/molmo2
+datasets: [someone/clips, someone/more]
+---
+# Mine
+"""
+
+
+def card_of(folder: Path) -> dict:
+    return ModelCard.load(folder / "README.md").data.to_dict()
+
+
+@pytest.mark.parametrize("place", ["source", "base"])
+def test_licence_base_model_and_data_sets_of_a_card_are_carried_over(sources, tmp_path, place):
+    for name, origin in (("source", "native"), ("base", "original")):
+        copy(sources / origin, tmp_path / name)
+    (tmp_path / place / "README.md").write_text(CARD)
+    convert_checkpoint(tmp_path / "source", tmp_path / "new", base=tmp_path / "base")
+    data = card_of(tmp_path / "new")
+    assert (data["license"], data["license_name"]) == ("other", "research")
+    assert data["license_link"] == "https://example.com/terms"
+    assert (data["base_model"], data["datasets"]) == ("someone/molmo2", ["someone/clips", "someone/more"])
+    assert "from [someone/molmo2]" in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_several_base_models_are_carried_over(sources, tmp_path):
+    source = copy(sources / "native", tmp_path / "source")
+    (source / "README.md").write_text("---\nlicense: mit\nbase_model: [a/text, b/vision]\n---\n")
+    convert_checkpoint(source, tmp_path / "new")
+    assert card_of(tmp_path / "new")["base_model"] == ["a/text", "b/vision"]
+
+
+def test_no_licence_is_claimed_where_none_is_known(converted):
+    assert "license" not in card_of(converted / "native")

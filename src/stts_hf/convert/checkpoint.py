@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
 from transformers.utils import logging
 
-from stts_hf.hub.card import write_model_card
+from stts_hf.hub.card import inherited_metadata, write_model_card
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
@@ -31,7 +31,7 @@ from .sources import HuggingFaceSource, MemorySource, OriginalSource, TensorSour
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SHARD_SIZE = "50GB"  # as in `save_pretrained`, so that loading and saving again writes the same files
-_SETTING_FILES = ["*.json", "*.jinja", "*.txt"]
+_SETTING_FILES = ["*.json", "*.jinja", "*.txt", "README.md"]
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -149,7 +149,18 @@ def convert_checkpoint(
                 folder, model, layout, {True: scorer, False: tensors}, target_dtype, max_shard_size, on_progress
             )
             base_model = next((str(name) for name in (source, base) if name and not Path(name).is_dir()), None)
-            write_model_card(folder, base_model=base_model, scorer_trained=trained)
+            inherited = inherited_metadata(source_folder, base_folder)
+            if base_model is None and isinstance(inherited.get("base_model"), str):
+                base_model = inherited.pop("base_model")
+            datasets = inherited.pop("datasets", ())
+            write_model_card(
+                folder,
+                base_model=base_model,
+                license=inherited.pop("license", None),  # none is claimed where none is known
+                datasets=[datasets] if isinstance(datasets, str) else datasets,
+                scorer_trained=trained,
+                metadata=inherited,
+            )
     except OSError as error:
         if error.errno not in _FULL_DISK:
             raise

@@ -17,12 +17,13 @@ def write_model_card(
     base_model: str | None = None,
     name: str | None = None,
     repo_id: str | None = None,
-    license: str = "apache-2.0",
+    license: str | None = "apache-2.0",
     tags: Sequence[str] = (),
     datasets: Sequence[str] = (),
     training: str | None = None,
     figures: Mapping[str, Any] | None = None,
     scorer_trained: bool | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """
     Writes `README.md` into a checkpoint folder, over one that is there. Settings are read from its `config.json` and
@@ -30,7 +31,8 @@ def write_model_card(
 
     base_model: Hub id of the model it was made from. name: heading, "STTS on <base model>" by default. repo_id: for the
     usage section; a push fills it in later. datasets, training, figures: training data, prose, and measured results,
-    where known. scorer_trained: False adds a warning. Raises `ValueError` for a folder without an STTS `config.json`.
+    where known. scorer_trained: False adds a warning. metadata: more of it, as `inherited_metadata` returns it, where
+    no other argument gives it. Raises `ValueError` for a folder without an STTS `config.json`.
     """
     folder = Path(folder)
     card = _new_card(
@@ -45,7 +47,24 @@ def write_model_card(
         figures=figures,
         scorer_trained=scorer_trained,
     )
+    for key, value in (metadata or {}).items():
+        if card.data.get(key) is None:
+            card.data[key] = value
     card.save(folder / CARD)
+
+
+def inherited_metadata(*folders: Path) -> dict[str, Any]:
+    """Returns licence, base model and data sets that the cards of `folders` name, each from the first that does."""
+    found: dict[str, Any] = {}
+    for folder in folders:
+        try:
+            data = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data if (folder / CARD).is_file() else {}
+        except (ValueError, OSError, yaml.YAMLError):  # someone's README without readable metadata
+            continue
+        for keys in (("license", "license_name", "license_link"), ("base_model",), ("datasets",)):
+            if found.get(keys[0]) is None:
+                found |= {key: data.get(key) for key in keys if data.get(key)}
+    return found
 
 
 def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
