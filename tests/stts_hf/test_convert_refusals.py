@@ -305,3 +305,21 @@ def test_a_dtype_that_cannot_hold_the_weights(folders, tmp_path, dtype, number, 
     with pytest.raises(ValueError, match=rf"`lm_head.weight` holds numbers beyond.*--dtype {wider}"):
         convert_checkpoint(source, tmp_path / "new", dtype=dtype)
     assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_shard_size": "banana"}, "`max_shard_size` is 'banana'.*such as 5GB"),
+        ({"max_shard_size": "0"}, "`max_shard_size` is '0'.*such as 5GB"),
+        ({"max_shard_size": "0GB"}, "`max_shard_size` is '0GB'.*such as 5GB"),
+        ({"max_shard_size": 0}, "`max_shard_size` is 0.*such as 5GB"),
+        ({"seed": 2**64}, "`seed` is 18446744073709551616"),
+        ({"seed": -1}, "`seed` is -1"),
+        ({"revision": "main"}, "`revision` is 'main'.*is a folder.*leave --revision out"),
+    ],
+    ids=["shard-banana", "shard-0", "shard-0GB", "shard-int-0", "seed-huge", "seed-negative", "revision-of-a-folder"],
+)
+def test_options_that_cannot_be(folders, tmp_path, options, message):
+    source = copy(folders / "one_file", tmp_path / "source")
+    refuse(source, message, **options)

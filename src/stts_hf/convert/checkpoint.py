@@ -90,6 +90,7 @@ def convert_checkpoint(
     check_destination(target, overwrite)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
+    check_options(source, revision, max_shard_size, seed)
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     original = is_original(source_folder)
     if original and base is None:
@@ -169,6 +170,23 @@ def convert_checkpoint(
             f"nothing was left there. Make room for {num_bytes / 1e9:.1f} GB, or lower --max-shard-size for a limit."
         ) from error
     return result
+
+
+def check_options(source: str | Path, revision: str | None, max_shard_size: int | str, seed: int) -> None:
+    """Raises `ValueError` for options of `convert_checkpoint` that cannot be."""
+    number = re.fullmatch(r"(\d+(\.\d+)?)\s*[KMGT]B", str(max_shard_size).strip().upper())
+    size = max_shard_size if isinstance(max_shard_size, int) else float(number[1]) if number else 0
+    if size <= 0:
+        raise ValueError(
+            f"`max_shard_size` is {max_shard_size!r}, but must be a size above zero with a unit, such as 5GB or 500MB."
+        )
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"`seed` is {seed}, but must be from 0 to 2**64 - 1.")
+    if revision is not None and Path(source).expanduser().is_dir():
+        raise ValueError(
+            f"`revision` is {revision!r}, but `source` {source} is a folder, which has none: leave --revision "
+            "out, or name a repository."
+        )
 
 
 def find_folder(name: str | Path, what: str, revision: str | None = None, weights: list[str] | None = None) -> Path:

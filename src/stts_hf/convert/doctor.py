@@ -11,6 +11,7 @@ import jinja2
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils import logging
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 import stts_hf.modeling as installed
@@ -263,11 +264,15 @@ class Checkup:
                 )
         if not sound or settings.get("auto_map", {}).get("AutoTokenizer"):
             return
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)  # what it says while it loads is no finding
         try:
             loaded = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
             problem = None if loaded.get_vocab() == vocabulary else "it has other tokens than tokenizer.json"
         except Exception as error:  # every tokenizer class has errors of its own
             problem = " ".join(str(error).split())[:200] or type(error).__name__
+        finally:
+            logging.set_verbosity(verbosity)
         if problem:
             yield Finding(
                 f"the tokenizer cannot be loaded as a {settings.get('tokenizer_class')} ({problem})",
