@@ -60,6 +60,12 @@ def check_text_attention(text_config) -> None:
         )
 
 
+def check_image_inputs(pixel_values, image_token_pooling, image_grids) -> None:
+    """Raises `ValueError` for images without what the processor returns beside them."""
+    if pixel_values is not None and (image_token_pooling is None or image_grids is None):
+        raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
+
+
 def check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vision_config) -> torch.Tensor:
     """Returns the frames as (F, N, pixels); raises `ValueError` where they, grids and pooling do not fit each other."""
     for name, value in (("video_token_pooling", video_token_pooling), ("video_grids", video_grids)):
@@ -214,8 +220,7 @@ def prune_inputs(
     sequence = KeptSequence(torch.arange(length, device=tokens.device).expand(batch_size, -1), length)
     if pixel_values_videos is not None:
         with_images = pixel_values is not None
-        if with_images and (image_token_pooling is None or image_grids is None):
-            raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
+        check_image_inputs(pixel_values, image_token_pooling, image_grids)
         of_videos, of_images = find_video_placeholders(model, input_ids, inputs_embeds, with_images)
         video_grids = video_grids if video_grids is None else video_grids.cpu()  # read once, before the ViT runs
         check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, model.config.vision_config)

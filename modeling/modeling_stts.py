@@ -30,6 +30,7 @@ from .generation_stts import STTSGeneration
 from .inputs_stts import (
     PrunedInputs,
     check_finite,
+    check_image_inputs,
     check_shape,
     check_text_attention,
     check_video_inputs,
@@ -37,6 +38,7 @@ from .inputs_stts import (
     read_grids,
 )
 from .saving_stts import SavingMixin
+from .scoring_stts import split_videos
 from .sequence_stts import find_samples
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, VideoPruning
 
@@ -131,10 +133,9 @@ class STTSModel(Molmo2Model):
         )
         vision: STTSVisionOutput = self.vision_tower(pixel_values_videos, pruning)
         features = self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state
-        sizes = [frames * rows * cols for frames, rows, cols in pruning.grids]
 
         def per_video(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            videos = zip(blocks.split(sizes), pruning.grids, strict=True)
+            videos = zip(split_videos(blocks, pruning.grids), pruning.grids, strict=True)
             return tuple(video.view(frames, rows * cols) for video, (frames, rows, cols) in videos)
 
         return STTSVideoFeatures(
@@ -176,8 +177,7 @@ class STTSModel(Molmo2Model):
         if pruning_ratio is not None:
             check_pruning_ratio(pruning_ratio)
         if pixel_values_videos is None and cached is None:
-            if pixel_values is not None and (image_token_pooling is None or image_grids is None):
-                raise ValueError("`pixel_values` needs `image_token_pooling` and `image_grids` from the processor.")
+            check_image_inputs(pixel_values, image_token_pooling, image_grids)
             if mm_encoder_outputs and attention_mask is None and past_key_values is None:
                 # `generate` without a cache, after dropping: gaps in the positions would pass for packed samples.
                 tokens = input_ids if input_ids is not None else inputs_embeds

@@ -227,7 +227,7 @@ class STTSVisionModel(Molmo2VisionModel):
             width = hidden_states.shape[-1] * len(pruning.feature_layers)
             output.features = blocks.new_zeros(0, window_size, width)
             return output
-        sequence, bins = self.lay_out(kept_blocks, output.keep_mask, pruning, *hidden_states.shape[:2])
+        sequence, bins = self.lay_out(kept_blocks, pruning, *hidden_states.shape[:2])
         output.valid = sequence.window_valid
         features = {index: states.flatten(0, 1)[sequence.patch_index] for index, states in features.items()}  # (P, D)
         for index in range(pruning_layer + 1, max([pruning_layer, *pruning.feature_layers]) + 1):
@@ -269,7 +269,7 @@ class STTSVisionModel(Molmo2VisionModel):
         return scores, key_bias[:num_patches]
 
     def lay_out(
-        self, kept_blocks: torch.Tensor, keep_mask: torch.Tensor, pruning: VideoPruning, num_frames: int, size: int
+        self, kept_blocks: torch.Tensor, pruning: VideoPruning, num_frames: int, size: int
     ) -> tuple[FrameSequence, FrameBins | None]:
         """The layout of the survivors among `F` frames of `N = size` patches: their sequence, and bins if wanted."""
         frame_blocks = [rows * cols for frames, rows, cols in pruning.grids for _ in range(frames)]

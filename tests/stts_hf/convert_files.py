@@ -16,20 +16,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from stts_hf.convert.make_tiny import VISION_TOKENS
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config
 
-VISION_TOKENS = (
-    "<im_start>",
-    "<im_end>",
-    "<im_patch>",
-    "<im_col>",
-    "<low_res_im_start>",
-    "<|image|>",
-    "<im_low>",
-    "<frame_start>",
-    "<frame_end>",
-    "<|video|>",
-)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}<|im_end|>"
 CODE_THAT_MUST_NOT_RUN = "raise SystemExit('the code of a source was run')\n"
 
