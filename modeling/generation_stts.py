@@ -74,6 +74,8 @@ class STTSGeneration:
         """
         if pruning_ratio is not None:
             check_pruning_ratio(pruning_ratio)
+        if kwargs.pop("pruned_length", None) is not None:
+            raise ValueError("`pruned_length` is for training with `forward`; leave it out of `generate`.")
         cache = kwargs.get("past_key_values")
         cached: CachedPrompt | None = getattr(cache, "pruned_prompt", None)
         if kwargs.get("pixel_values_videos") is None and cached is None:

@@ -60,6 +60,12 @@ def check_text_attention(text_config) -> None:
         )
 
 
+def check_pruned_length(value) -> None:
+    """Raises `ValueError` for anything but a positive int."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`pruned_length` is {value!r}, but must be a positive int: tokens of a row after dropping.")
+
+
 def check_image_inputs(pixel_values, image_token_pooling, image_grids) -> None:
     """Raises `ValueError` for images without what the processor returns beside them."""
     if pixel_values is not None and (image_token_pooling is None or image_grids is None):
@@ -136,7 +142,9 @@ def find_token(model, token_id: int, input_ids: torch.Tensor | None, inputs_embe
     return (inputs_embeds == embedding).all(-1)
 
 
-def find_video_placeholders(model, input_ids, inputs_embeds, with_images: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def find_placeholders(
+    model, input_ids, inputs_embeds, with_videos: bool, with_images: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Placeholders of videos and of images, (B, L) each; Molmo2 has one id for both."""
     config = model.config
 
@@ -146,6 +154,8 @@ def find_video_placeholders(model, input_ids, inputs_embeds, with_images: bool) 
     placeholders = find(config.image_patch_id)
     if not with_images:
         return placeholders, torch.zeros_like(placeholders)
+    if not with_videos:
+        return torch.zeros_like(placeholders), placeholders
     frame_starts, image_starts = find(config.frame_start_token_id), find(config.image_start_token_id)
     # Where the processor wraps frames in an image's tokens (`use_frame_special_tokens=False`, as the released models
     # do), a frame's start follows its timestamp, while an image's large view directly follows the end of its small one.
@@ -171,13 +181,15 @@ def prune_inputs(
     past_key_values=None,
     mm_token_type_ids=None,
     pruning_ratio=None,
+    pruned_length=None,
     with_temporal_loss=False,
 ) -> PrunedInputs:
     """
     Encodes the videos and images of a call and drops the placeholders of dropped blocks; `model` is an `STTSModel`.
 
-    Arguments as in `STTSModel.forward`; without videos, only takes up where `past_key_values` left off. Raises
-    `ValueError` where text and videos do not fit each other.
+    Arguments as in `STTSModel.forward`. Without videos nothing is dropped, but packed samples are told apart, rows get
+    `pruned_length`, and `past_key_values` is taken up where it left off. Raises `ValueError` where text, videos and
+    images do not fit each other.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
     if (input_ids is None) == (inputs_embeds is None):
@@ -201,6 +213,11 @@ def prune_inputs(
             places.expand(batch_size, -1), int(columns), torch.full((batch_size, 1), int(columns), device=tokens.device)
         )
     cached.check(int(columns), batch_size)
+    if pruned_length is not None and cached.seen:
+        raise ValueError(
+            f"`pruned_length` is {pruned_length}, but `past_key_values` holds {cached.seen} tokens already. It is for "
+            "calls without a cache, such as training; leave it out."
+        )
     past_mask, new_mask = split_mask(attention_mask, cached, length)
     if mm_token_type_ids is not None:
         if mm_token_type_ids.shape[-1] == cached.seen + length:
@@ -218,28 +235,36 @@ def prune_inputs(
     features: list[tuple[torch.Tensor, torch.Tensor]] = []
     video = dropped = None
     sequence = KeptSequence(torch.arange(length, device=tokens.device).expand(batch_size, -1), length)
-    if pixel_values_videos is not None:
-        with_images = pixel_values is not None
-        check_image_inputs(pixel_values, image_token_pooling, image_grids)
-        of_videos, of_images = find_video_placeholders(model, input_ids, inputs_embeds, with_images)
-        video_grids = video_grids if video_grids is None else video_grids.cpu()  # read once, before the ViT runs
-        check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, model.config.vision_config)
-        plan = RowPlan.read(of_videos, new_mask, video_grids)
+    if pixel_values_videos is not None or pixel_values is not None or pruned_length not in (None, length):
+        with_videos, with_images = pixel_values_videos is not None, pixel_values is not None
+        of_videos, of_images = find_placeholders(model, input_ids, inputs_embeds, with_videos, with_images)
+        if with_videos:
+            video_grids = video_grids if video_grids is None else video_grids.cpu()  # read once, before the ViT runs
+            check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, model.config.vision_config)
+        plan = RowPlan.read(of_videos, new_mask, video_grids if with_videos else None, pruned_length is not None)
+        num_kept: list[int] = []
         if with_images:
+            check_image_inputs(pixel_values, image_token_pooling, image_grids)
             images = torch.cat(model.get_image_features(pixel_values, image_token_pooling, image_grids).pooler_output)
-        video = model.get_video_features(
-            pixel_values_videos, video_token_pooling, video_grids, pruning_ratio, with_temporal_loss
-        )
-        num_kept = [len(kept) for kept in video.pooler_output]
-        if sum(num_kept) < sum(plan.tokens_per_video):
-            ever_dropped = True
-            kept_tokens = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask]))
+        if with_videos:
+            video = model.get_video_features(
+                pixel_values_videos, video_token_pooling, video_grids, pruning_ratio, with_temporal_loss
+            )
+            num_kept = [len(kept) for kept in video.pooler_output]
+        drops = sum(num_kept) < sum(plan.tokens_per_video)
+        if drops or pruned_length not in (None, length):
+            ever_dropped = True  # or moved: the columns are the caller's tokens no more
+            kept_tokens = torch.ones_like(of_videos)
+            if drops:
+                kept_tokens = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask]))
             if model.config.pruned_position_ids == "compact":
                 dropped = ~kept_tokens  # before padding goes too, which positions do not close up on
             if plan.drops_padding:
                 kept_tokens = kept_tokens & new_mask.bool()
-            sequence = keep_positions(kept_tokens, plan.new_length(num_kept, length), plan.padded_right)
-        features.append((sequence.take(of_videos, False), torch.cat(video.pooler_output)))
+            new_length = plan.new_length(num_kept, kept_tokens, pruned_length)
+            sequence = keep_positions(kept_tokens, new_length, plan.padded_right)
+        if with_videos:
+            features.append((sequence.take(of_videos, False), torch.cat(video.pooler_output)))
         if with_images:
             placeholders = sequence.take(of_images, False)
             if int(placeholders.sum()) != len(images):
@@ -311,44 +336,62 @@ def check_none_hidden(num_hidden: int) -> None:
 
 @dataclass
 class RowPlan:
-    """Which videos lie in which row, and how many tokens a row has, all on the host and known before the ViT runs."""
+    """
+    Which videos lie in which row, and how many tokens a row has, all on the host and known before the ViT runs.
+
+    real_tokens: tokens of each row that are no padding, or None where they were not read. drops_padding: whether rows
+    lose their padding and get it anew. padded_right: bool, or on the device.
+    """
 
     rows: list[list[int]]
     tokens_per_video: list[int]
-    real_tokens: list[int] | None
-    padded_right: bool
-
-    @property
-    def drops_padding(self) -> bool:
-        return self.real_tokens is not None
+    real_tokens: list[int] | None = None
+    drops_padding: bool = False
+    padded_right: torch.Tensor | bool = False
 
     @classmethod
-    def read(cls, of_videos: torch.Tensor, mask: torch.Tensor | None, video_grids: torch.Tensor) -> "RowPlan":
+    def read(
+        cls, of_videos: torch.Tensor, mask: torch.Tensor | None, video_grids: torch.Tensor | None, drop_padding: bool
+    ) -> "RowPlan":
         """
         of_videos: (B, L) placeholders. mask: (B, L) or None. One row needs no look at the device: all videos are its,
-        and its padding may stay.
+        and its padding may stay, unless `drop_padding`.
         """
-        tokens_per_video = [frames * rows * cols for frames, rows, cols in read_grids(video_grids)]
-        padding = mask is not None and mask.dim() == 2
-        if of_videos.shape[0] == 1:
-            if of_videos.device.type == "cpu":
-                assign_videos_to_rows([int(of_videos.sum())], tokens_per_video)
-                if padding:
-                    check_none_hidden(int((of_videos & ~mask.bool()).sum()))
-            else:
-                torch._assert_async(of_videos.sum() == sum(tokens_per_video))
-            return cls([list(range(len(tokens_per_video)))], tokens_per_video, None, False)
+        grids = [] if video_grids is None else read_grids(video_grids)
+        tokens_per_video = [frames * rows * cols for frames, rows, cols in grids]
+        if mask is not None and mask.dim() != 2:
+            mask = None
+        padded_right = mask is not None and ~mask[:, -1].bool().all()
+        one_row, on_host = of_videos.shape[0] == 1, of_videos.device.type == "cpu"
+        if one_row and not on_host:
+            torch._assert_async(of_videos.sum() == sum(tokens_per_video))
+            drops_padding = drop_padding and mask is not None
+            return cls([list(range(len(grids)))], tokens_per_video, None, drops_padding, padded_right)
         counts = [of_videos.sum(-1)]
-        if padding:
-            counts += [mask.bool().sum(-1), mask[:, -1].bool().long(), (of_videos & ~mask.bool()).sum(-1)]
+        if mask is not None:
+            counts += [mask.bool().sum(-1), (of_videos & ~mask.bool()).sum(-1)]
         read = torch.stack(counts).tolist()
         rows = assign_videos_to_rows(read[0], tokens_per_video)
-        if padding:
-            check_none_hidden(sum(read[3]))
-        return cls(rows, tokens_per_video, read[1] if padding else None, padding and not all(read[2]))
+        if mask is None:
+            return cls(rows, tokens_per_video)
+        check_none_hidden(sum(read[2]))
+        drops_padding = drop_padding or not one_row
+        return cls(rows, tokens_per_video, read[1] if drops_padding else None, drops_padding, padded_right)
 
-    def new_length(self, num_kept: list[int], length: int) -> int:
-        """`L'`: the longest row after dropping."""
+    def new_length(self, num_kept: list[int], kept_tokens: torch.Tensor, pruned_length: int | None) -> int:
+        """`L'`: `pruned_length`, or the longest row of kept_tokens (B, L). Raises `ValueError` for a row too long."""
         dropped = [sum(self.tokens_per_video[v] - num_kept[v] for v in videos) for videos in self.rows]
-        real = self.real_tokens or [length] * len(dropped)
-        return max(max(tokens - gone for tokens, gone in zip(real, dropped, strict=True)), 1)
+        real = self.real_tokens or [kept_tokens.shape[1]] * len(dropped)
+        lengths = [tokens - gone for tokens, gone in zip(real, dropped, strict=True)]
+        longest = max(lengths)
+        if pruned_length is None:
+            return max(longest, 1)
+        if longest > pruned_length:
+            if self.drops_padding and self.real_tokens is None:  # a row on the device, of which some is padding
+                torch._assert_async(kept_tokens.sum() <= pruned_length)
+            else:
+                raise ValueError(
+                    f"`pruned_length` is {pruned_length}, but row {lengths.index(longest)} has {longest} tokens left "
+                    "after dropping. Make it longer, shorten the row, or raise `pruning_ratio`."
+                )
+        return pruned_length

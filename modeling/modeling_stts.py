@@ -31,6 +31,7 @@ from .inputs_stts import (
     PrunedInputs,
     check_finite,
     check_image_inputs,
+    check_pruned_length,
     check_shape,
     check_text_attention,
     check_video_inputs,
@@ -164,23 +165,28 @@ class STTSModel(Molmo2Model):
         use_cache: bool | None = None,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         pruning_ratio: float | None = None,
+        pruned_length: int | None = None,
         with_temporal_loss: bool = False,
         **kwargs,
     ) -> tuple | STTSModelOutputWithPast:
         """
-        As Molmo2's forward. `pruning_ratio` replaces the config's for this call; `past_key_values` from an earlier
-        call that dropped tokens takes up where that left off, in the caller's positions.
+        As Molmo2's forward. `pruning_ratio` replaces the config's for this call; `pruned_length` is the length `L'`
+        that every row gets; `past_key_values` from an earlier call that dropped tokens takes up where that left off,
+        in the caller's positions.
         """
         cached = getattr(past_key_values, "pruned_prompt", None)
         if pixel_values is not None or pixel_values_videos is not None or mm_encoder_outputs:
             check_text_attention(self.config.text_config)
         if pruning_ratio is not None:
             check_pruning_ratio(pruning_ratio)
-        if pixel_values_videos is None and cached is None:
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if pruned_length is not None:
+            check_pruned_length(pruned_length)
+        stays = pruned_length is None or (tokens is not None and tokens.shape[1] == pruned_length)
+        if pixel_values_videos is None and cached is None and stays:
             check_image_inputs(pixel_values, image_token_pooling, image_grids)
             if mm_encoder_outputs and attention_mask is None and past_key_values is None:
                 # `generate` without a cache, after dropping: gaps in the positions would pass for packed samples.
-                tokens = input_ids if input_ids is not None else inputs_embeds
                 attention_mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
             outputs = super().forward(
                 input_ids=input_ids,
@@ -201,7 +207,9 @@ class STTSModel(Molmo2Model):
             return STTSModelOutputWithPast(**outputs)
 
         if mm_encoder_outputs:
-            raise ValueError("`mm_encoder_outputs` and `pixel_values_videos` exclude each other; pass one of them.")
+            raise ValueError(
+                "`mm_encoder_outputs` excludes `pixel_values_videos` and `pruned_length`; pass one of them."
+            )
         if "cu_seq_lens_q" in kwargs:
             raise ValueError(
                 "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
@@ -221,6 +229,7 @@ class STTSModel(Molmo2Model):
             past_key_values=past_key_values,
             mm_token_type_ids=mm_token_type_ids,
             pruning_ratio=pruning_ratio,
+            pruned_length=pruned_length,
             with_temporal_loss=with_temporal_loss,
         )
         inputs_embeds = self.merge_features(inputs)
@@ -238,8 +247,9 @@ class STTSModel(Molmo2Model):
             outputs.past_key_values.pruned_prompt = inputs.cached_after
         result = STTSModelOutputWithPast(**outputs)
         result.kept_positions = inputs.kept_positions
+        if inputs.features:
+            result.image_hidden_states = inputs.features[0][1]  # the videos', where there are any
         if inputs.video is not None:
-            result.image_hidden_states = torch.cat(inputs.video.pooler_output)
             for field in ("temporal_loss", "token_scores", "keep_mask"):
                 setattr(result, field, getattr(inputs.video, field))
         return result
@@ -321,14 +331,17 @@ class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditi
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         pruning_ratio: float | None = None,
+        pruned_length: int | None = None,
         **kwargs,
     ) -> tuple | STTSCausalLMOutputWithPast:
         """
         As Molmo2's forward, on the sequence that is left when the placeholders of dropped blocks are gone.
 
-        pruning_ratio: `k` in [0, 1] in place of the config's, for this call. labels: (B, L) like the caller's
-        sequence. logits_to_keep counts in the sequence that is left. Several samples may share a row where
-        `position_ids` start over. Returns `STTSCausalLMOutputWithPast`; raises `ValueError` for inputs that do not fit.
+        pruning_ratio: `k` in [0, 1] in place of the config's, for this call. pruned_length: the length `L'` that every
+        row gets, shorter ones by filler where the batch is padded, so that all steps of a training have one shape; for
+        calls without a cache. labels: (B, L) like the caller's sequence. logits_to_keep counts in the sequence that is
+        left. Several samples may share a row where `position_ids` start over. Returns `STTSCausalLMOutputWithPast`;
+        raises `ValueError` for inputs that do not fit.
         """
         if labels is not None and (tokens := input_ids if input_ids is not None else inputs_embeds) is not None:
             labels = check_shape("labels", labels, *tokens.shape[:2])
@@ -349,6 +362,7 @@ class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditi
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
             pruning_ratio=pruning_ratio,
+            pruned_length=pruned_length,
             with_temporal_loss=labels is not None or self.training,
             return_dict=True,
             **kwargs,

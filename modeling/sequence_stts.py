@@ -131,18 +131,22 @@ def keep_tokens(video_placeholders: torch.Tensor, keep_mask: torch.Tensor) -> to
     return torch.ones_like(video_placeholders).masked_scatter(video_placeholders, keep_mask)
 
 
-def keep_positions(kept_tokens: torch.Tensor, new_length: int, fill_right: bool = False) -> KeptSequence:
+def keep_positions(kept_tokens: torch.Tensor, new_length: int, fill_right: bool | torch.Tensor = False) -> KeptSequence:
     """
     The kept tokens (B, L) of each row moved together to `new_length` columns, in order.
 
-    Rows with fewer tokens get filler on the left, so that the last column stays the last token, or on the right.
+    Rows with fewer tokens get filler on the left, so that the last column stays the last token, or on the right;
+    `fill_right` may be a bool on the device. No row may have more.
     """
     length = kept_tokens.shape[-1]
+    kept_tokens = nn.functional.pad(kept_tokens, (0, max(new_length - length, 0)))
     # A stable sort of the flags moves the kept tokens to one end without waiting for their number.
-    if fill_right:
-        order = torch.sort((~kept_tokens).to(torch.int8), dim=-1, stable=True).indices[:, :new_length]
-    else:
-        order = torch.sort(kept_tokens.to(torch.int8), dim=-1, stable=True).indices[:, length - new_length :]
+    order = torch.sort((kept_tokens ^ fill_right).to(torch.int8), dim=-1, stable=True).indices
+    places = torch.arange(new_length, device=order.device)
+    if fill_right is not True:
+        start = order.shape[-1] - new_length
+        places = places + (start if fill_right is False else torch.where(fill_right, 0, start))
+    order = order[:, places]
     return KeptSequence(order.masked_fill(~kept_tokens.gather(-1, order), -1), length)
 
 

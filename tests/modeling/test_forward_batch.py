@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stts_hf.modeling.inputs_stts import find_video_placeholders
+from stts_hf.modeling.inputs_stts import find_placeholders
 from tests.modeling.reference import (
     CLOSE,
     assert_gradients_equal,
@@ -163,9 +163,9 @@ def test_images_and_videos_are_told_apart_without_frame_tokens(model, rows):
     inputs = build_inputs(rows)
     ids = inputs["input_ids"]
     wrapped = torch.where(ids == FRAME_START, IMAGE_START, torch.where(ids == FRAME_END, IMAGE_END, ids))
-    expected = find_video_placeholders(model.model, ids, None, with_images=True)
+    expected = find_placeholders(model.model, ids, None, with_videos=True, with_images=True)
     for ours, theirs in zip(
-        find_video_placeholders(model.model, wrapped, None, with_images=True), expected, strict=True
+        find_placeholders(model.model, wrapped, None, with_videos=True, with_images=True), expected, strict=True
     ):
         assert theirs.any()
         assert torch.equal(ours, theirs)
