@@ -1,0 +1,1 @@
+"""Fine-tuning: data, trainer and what they need."""

@@ -1,0 +1,93 @@
+"""What a run logs beside the loss: sums that stay on the device until a log reads them, once, over all processes."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+SUMS = (
+    "task_loss",
+    "temporal_loss",
+    "labels",
+    "blocks",
+    "scores",
+    "llm_tokens",
+    "video_tokens",
+    "kept_tokens",
+    "skipped_rows",
+)
+
+
+class Statistics:
+    """Sums since the last `reset`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all, and starts the clock."""
+        self.sums = dict.fromkeys(SUMS, torch.zeros((), device=self.device))
+        self.kept = torch.zeros(0, device=self.device)  # (T,) blocks kept at each frame position
+        self.seen = torch.zeros(0, device=self.device)  # (T,) blocks there were
+        self.steps = 0
+        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock: for evaluations and saves, which are no part of the tokens per second."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.started += time.perf_counter() - begun
+
+    def add(self, name: str, value: torch.Tensor | float) -> None:
+        value = value.detach().float().to(self.device) if isinstance(value, torch.Tensor) else value
+        self.sums[name] = self.sums[name] + value
+
+    def observe(self, outputs: Any, batch: Mapping[str, Any]) -> None:
+        """Counts tokens, scores and kept blocks of one call of the model."""
+        tokens = batch["input_ids"]
+        attention_mask = batch.get("attention_mask")
+        shown = attention_mask.sum() if attention_mask is not None and attention_mask.dim() == 2 else tokens.numel()
+        self.add("llm_tokens", shown)
+        for scores, keep_mask in zip(outputs.token_scores or (), outputs.keep_mask or (), strict=True):
+            kept = keep_mask.sum(dim=1).to(self.device)  # (T,)
+            self.add("scores", scores.sum())
+            self.add("video_tokens", keep_mask.numel())
+            self.add("kept_tokens", kept.sum())
+            self.add("llm_tokens", kept.sum() - keep_mask.numel())
+            self.kept = _add_at_front(self.kept, kept.float())
+            self.seen = _add_at_front(self.seen, torch.full_like(kept, keep_mask.shape[1], dtype=torch.float32))
+
+    def read(self, accelerator: Accelerator) -> tuple[dict[str, float], list[float]]:
+        """The sums over all processes, with `seconds` as their mean; and the share kept at each frame position."""
+        seconds = torch.tensor(time.perf_counter() - self.started, device=self.device)
+        sums = torch.stack([torch.as_tensor(self.sums[name], device=self.device) for name in SUMS])
+        frames = torch.stack([self.kept, self.seen], dim=1)  # (T, 2)
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums, reduction="sum")
+            seconds = accelerator.reduce(seconds, reduction="mean")
+            frames = accelerator.pad_across_processes(frames[None], dim=1)
+            frames = accelerator.gather(frames).sum(0)
+        values = dict(zip(SUMS, sums.tolist(), strict=True)) | {"seconds": seconds.item()}
+        return values, [kept / max(seen, 1) for kept, seen in frames.tolist()]
+
+
+def describe(sums: Mapping[str, float]) -> dict[str, float]:
+    """Of the videos among `sums`: mean score and share of blocks kept. Empty where there were none."""
+    tokens = sums["video_tokens"]
+    if not tokens:
+        return {}
+    return {"mean_score": sums["scores"] / tokens, "kept_share": sums["kept_tokens"] / tokens}
+
+
+def _add_at_front(longer: torch.Tensor, shorter: torch.Tensor) -> torch.Tensor:
+    """Sum of two vectors of different lengths, the shorter filled up with zeros."""
+    if len(longer) < len(shorter):
+        longer, shorter = shorter, longer
+    return longer + torch.nn.functional.pad(shorter, (0, len(longer) - len(shorter)))

@@ -1,0 +1,82 @@
+"""SIGTERM, as schedulers send it before they kill: finish the step, save, end with exit code 143.
+
+transformers' own `enable_jit_checkpoint` waits three seconds, saves in the middle of a step, after its random numbers
+were drawn, and asks no other process; a run resumed from there is another run.
+"""
+
+import functools
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+EXIT_CODE = 128 + signal.SIGTERM  # 143, what a shell reports for a process that SIGTERM ended
+
+
+class Termination(TrainerCallback):
+    """
+    Within `with`, SIGTERM sets `requested` and does nothing else, however often it comes. When all processes have
+    `agreed`, the step in progress ends, a checkpoint is saved and training stops.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.agreed = False
+        self._previous: Any = None
+        self._installed = False
+
+    def __enter__(self) -> "Termination":
+        self.requested = self.agreed = False
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+        else:
+            logger.warning("Training runs outside the main thread, so SIGTERM ends it without saving.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            self._installed = False
+
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        self.requested = True  # no logging: the signal may have come in the middle of a write
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if self.agreed or (args.world_size == 1 and self.requested):
+            self.agreed = True
+            logger.warning(f"SIGTERM: saving at step {state.global_step} and ending.")
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+        return control
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if self.agreed:  # saved at the step's end, and there is no time to evaluate
+            control.should_save = control.should_evaluate = False
+        return control
+
+
+def keep_workers_alive(dataloader: Any) -> None:
+    """
+    Lets the workers of `dataloader` outlive a SIGTERM that is sent to the whole process group, as Slurm does: without
+    them the step in progress could not end. They still end with their parent.
+    """
+    loader: DataLoader = getattr(dataloader, "base_dataloader", dataloader)
+    loader.worker_init_fn = functools.partial(_ignore_sigterm, loader.worker_init_fn)
+
+
+def _ignore_sigterm(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)

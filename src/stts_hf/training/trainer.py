@@ -1,0 +1,273 @@
+"""`transformers.Trainer` with three learning rates, both losses normalised over the step, and logs of the pruning."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.utils import logging
+
+from stts_hf.hub.trainer import ModelCardTrainerMixin
+from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.checkpointing import WholeCheckpointsMixin, finish_or_clear, last_checkpoint
+from stts_hf.training.losses import LossCounts, count, normalised_losses
+from stts_hf.training.metrics import Statistics, describe
+from stts_hf.training.parts import freeze_parts, split_groups
+from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
+
+logger = logging.get_logger(__name__)
+
+NOT_OF_THE_MODEL = ("sample_ids", "skipped_rows")  # what a collator may add for the trainer
+
+
+class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
+    """
+    `Trainer` for an `STTSForConditionalGeneration`, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
+    an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
+
+    Batches may hold two keys that the model does not get: `sample_ids` (list of str) to name rows in errors, and
+    `skipped_rows` (int) to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids
+    where a loss is not finite, and `SystemExit(143)` when it has saved after SIGTERM.
+    """
+
+    # Both of `Trainer`'s ways to know that `compute_loss` has normalised over the accumulated micro-batches.
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, model: Any = None, args: STTSTrainingArguments | None = None, **kwargs: Any):
+        args = STTSTrainingArguments(output_dir="tmp_trainer") if args is None else args
+        if not isinstance(args, STTSTrainingArguments):
+            raise TypeError(f"`args` must be an STTSTrainingArguments, not a {type(args).__name__}.")
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError("`compute_loss_func` must be None: the model computes its losses itself.")
+        self.termination = Termination()
+        super().__init__(model, args, **kwargs)
+        self.args: STTSTrainingArguments
+        self.model_accepts_loss_kwargs = True
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} GPUs in one process would be used through DataParallel, which cannot split a batch "
+                "of videos. Start one process per GPU with `accelerate launch`, or show one with CUDA_VISIBLE_DEVICES."
+            )
+        self._check_loader()
+        if self.model_init is None:
+            self._prepare_model(self.model)
+        self.add_callback(self.termination)
+        self.statistics = Statistics(self.args.device)
+        self._eval_statistics: Statistics | None = None
+        self._step_counts: LossCounts | None = None
+        self._stop: torch.Tensor | None = None
+        self._parts_of_loss: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._gradient_norm: Any = None
+
+    def _prepare_model(self, model: Any) -> None:
+        if getattr(getattr(model, "config", None), "model_type", None) != "stts":
+            raise ValueError(
+                f"`model` is a {type(model).__name__} of type {getattr(model.config, 'model_type', None)!r}; it must "
+                "be an STTS model. `stts-hf convert` makes one of a Molmo2 checkpoint."
+            )
+        freeze_parts(model, self.args.freeze or ())
+        checkpointing = self.args.gradient_checkpointing_kwargs
+        if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
+            # Reentrant checkpointing gives no gradient where no input needs one: with LoRA, or with frozen parts.
+            model.enable_input_require_grads()
+
+    def _check_loader(self) -> None:
+        """Batches hold all videos' frames in one tensor, which no process may cut along its first dimension."""
+        settings: Any = self.args.accelerator_config
+        dispatch = settings.dispatch_batches
+        streams = isinstance(self.train_dataset, IterableDataset) and dispatch is None
+        if self.args.world_size > 1 and (settings.split_batches or dispatch or streams):
+            raise ValueError(
+                "`accelerator_config` has one process read batches and cut them for the others, which would tear "
+                "videos apart. Set `accelerator_config={'split_batches': False, 'dispatch_batches': False}`."
+            )
+
+    @property
+    def temporal_loss_weight(self) -> float:
+        """The config's: the loss is `task_loss + temporal_loss_weight * temporal_loss`."""
+        model: Any = self.model
+        return model.config.temporal_loss_weight
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        self._prepare_model(model)
+        return model
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As in `Trainer`, its groups split by part, each with the part's rate."""
+        new = self.optimizer is None
+        optimizer = super().create_optimizer(model) if model is not None else super().create_optimizer()
+        if new:
+            trained: Any = self.model if model is None else model
+            rates: Any = self.args.learning_rates
+            optimizer.param_groups = split_groups(optimizer, trained, rates)
+        return optimizer
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """
+        As in `Trainer`; `resume_from_checkpoint=True` takes the last checkpoint that is whole. After SIGTERM, raises
+        `SystemExit(143)` once the checkpoint is saved.
+        """
+        output_dir = str(self.args.output_dir)
+        if self.args.should_save:
+            finish_or_clear(Path(output_dir))
+        self.accelerator.wait_for_everyone()
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"`output_dir` {output_dir!r} holds no whole checkpoint to resume from.")
+        self.statistics.reset()
+        with self.termination:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.termination.agreed:
+            raise SystemExit(EXIT_CODE)
+        return result
+
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        keep_workers_alive(loader)
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The step's micro-batches, and its label tokens over all processes."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        counts = [count(batch) for batch in batches]
+        totals = [sum((c.labels for c in counts), torch.zeros(())), sum((c.blocks for c in counts), torch.zeros(()))]
+        stop = torch.tensor(float(self.termination.requested))
+        step = torch.stack([torch.as_tensor(total).to(device) for total in [*totals, stop]])
+        if self.args.world_size > 1:
+            everywhere = self.accelerator.reduce(step, reduction="sum")
+            self._stop = everywhere[2]
+            step = everywhere if self.args.average_tokens_across_devices else step
+        self._step_counts = LossCounts(step[0].clamp_min(1), step[1])
+        self.statistics.steps += 1
+        return batches, self._step_counts.labels
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        ids, skipped = (inputs.pop(key, None) for key in NOT_OF_THE_MODEL)
+        if skipped is not None:
+            self.statistics.add("skipped_rows", skipped)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        finite = loss.isfinite().all()
+        # One look at the device a micro-batch, where `logging_nan_inf_filter` would take two.
+        flags = [finite.item()] if self._stop is None else torch.stack([finite.float(), self._stop]).tolist()
+        if not flags[0]:
+            self._refuse(ids)
+        self.termination.agreed = self.termination.agreed or any(flags[1:])
+        return loss
+
+    def _refuse(self, ids: Any) -> None:
+        names = ("task loss", "temporal loss")
+        parts = self._parts_of_loss or ()
+        values = ", ".join(f"{name} {part.item():g}" for name, part in zip(names, parts, strict=False))
+        rows = ", ".join(map(str, ids)) if ids is not None else "unknown (the collator adds no `sample_ids`)"
+        raise FloatingPointError(
+            f"The loss of step {self.state.global_step + 1} is not finite on process {self.args.process_index}: "
+            f"{values}. Rows of the batch: {rows}. The optimizer has not taken the step."
+        )
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The batch's share of the step's loss; outside training, the loss of the batch alone."""
+        training = model.training and self._eval_statistics is None
+        counts = count(inputs)
+        step = self._step_counts if training else LossCounts(counts.labels.clamp_min(1), counts.blocks)
+        if step is None:  # called by hand, outside `train`
+            step = LossCounts(counts.labels.clamp_min(1), counts.blocks)
+        outputs = model(**inputs, num_items_in_batch=step.labels)
+        task, temporal = normalised_losses(outputs, inputs, step)
+        # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
+        scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
+        loss = scale * (task + self.temporal_loss_weight * temporal)
+        self._parts_of_loss = task.detach(), temporal.detach()
+        statistics = self.statistics if training else self._eval_statistics
+        if statistics is not None:
+            with torch.no_grad():
+                statistics.observe(outputs, inputs)
+                statistics.add("task_loss", task * (scale if training else counts.labels))
+                statistics.add("temporal_loss", temporal * (scale if training else counts.blocks))
+                statistics.add("labels", counts.labels)
+                statistics.add("blocks", counts.blocks)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in `Trainer`, with the statistics of the steps since the last log in logs of the training loss."""
+        if self.is_in_train and "loss" in logs:
+            sums, kept_shares = self.statistics.read(self.accelerator)
+            each = max(self.statistics.steps * self.args.world_size, 1)
+            logs |= {name: sums[name] / each for name in ("task_loss", "temporal_loss")}
+            logs |= describe(sums)
+            for name in ("llm_tokens", "video_tokens"):
+                logs[f"{name}_per_second"] = sums[name] / max(sums["seconds"], 1e-9)
+            if sums["skipped_rows"]:
+                logs["skipped_rows"] = sums["skipped_rows"]
+            self._log_frame_positions(kept_shares)
+            self.statistics.reset()
+        super().log(logs, *args, **kwargs)
+
+    def _log_frame_positions(self, kept_shares: list[float]) -> None:
+        """One curve per frame position, to TensorBoard alone: on the console they would bury the rest."""
+        for callback in self.callback_handler.callbacks:
+            writer = getattr(callback, "tb_writer", None)
+            if writer is not None and self.is_world_process_zero():
+                for frame, share in enumerate(kept_shares[: self.args.log_frame_positions]):
+                    writer.add_scalar(f"kept_share/frame_{frame:03d}", share, self.state.global_step)
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """As in `Trainer`; logits and labels are those of the shortened sequence, (B, L', vocabulary) and (B, L')."""
+        inputs = {key: value for key, value in inputs.items() if key not in NOT_OF_THE_MODEL}
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if inputs.get("labels") is None:
+                loss, outputs = None, model(**inputs)
+            else:
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        if prediction_loss_only:
+            return loss, None, None
+        labels = inputs.get("labels")
+        if labels is not None:
+            places = outputs.kept_positions
+            labels = labels.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
+        return loss, outputs.logits, labels
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`; `eval_loss` is over all label tokens and blocks, whatever the batches."""
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        self._eval_statistics = statistics = Statistics(self.args.device)
+        try:
+            with self.statistics.paused():
+                output: Any = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._eval_statistics = None
+        sums, _ = statistics.read(self.accelerator)
+        if sums["labels"]:
+            task, temporal = sums["task_loss"] / sums["labels"], sums["temporal_loss"] / max(sums["blocks"], 1)
+            total = task + self.temporal_loss_weight * temporal
+            found = {"loss": total, "task_loss": task, "temporal_loss": temporal} | describe(sums)
+            output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        return output
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        self._gradient_norm = super()._clip_grad_norm(model)
+        return self._gradient_norm
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        norm, self._gradient_norm = self._gradient_norm, None
+        scaled = getattr(self.accelerator, "scaler", None) is not None  # then the optimizer left the step out
+        if norm is not None and not scaled and not torch.as_tensor(float(norm)).isfinite():
+            raise FloatingPointError(
+                f"The gradient norm of step {self.state.global_step} is not finite, though its loss is, and has spoilt "
+                "the weights: they are not saved. Resume from the last checkpoint."
+            )
+        with self.statistics.paused():
+            super()._save_checkpoint(model, trial)
