@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 CARD = "README.md"
 # Stands for the repository in the usage section until it is known; `stts-hf push` puts its name there.
 UNNAMED = "path/to/this/checkpoint"
+SCORE_LAYER = "model.vision_tower.scorer.score_layer"
 TAGS = ("stts", "molmo2", "video", "token-pruning", "custom_code")
 # A sentence of the card that transformers writes where a repository has none.
 STOCK_SENTENCE = "This model card has been automatically generated."
@@ -169,21 +170,31 @@ def is_provisional(card: Path) -> bool:
 class ModelCardMixin:
     """Goes before `PreTrainedModel` or `ProcessorMixin`: what is pushed has a card, and never the stock one."""
 
-    def make_card(self, tags: Sequence[str] = ()) -> ModelCard:
-        """The card of this model, with what the model itself can know; of a processor, one without settings."""
+    def make_card(self, tags: Sequence[str] = (), state_dict: dict[str, Any] | None = None) -> ModelCard:
+        """
+        The card of this model, with what the model itself can know; of a processor, one without settings. state_dict:
+        the weights the card is for, where they are not the model's own, as when those are shards of them.
+        """
         config: Any = getattr(self, "config", None)
         if config is None:
             return model_card(None, tags=tags)
         source = getattr(config, "_name_or_path", None)
         return model_card(
-            config.to_dict(), base_model=base_model_of(source), tags=tags, scorer_trained=self._is_scorer_trained()
+            config.to_dict(),
+            base_model=base_model_of(source),
+            tags=tags,
+            scorer_trained=self._is_scorer_trained(state_dict),
         )
 
-    def _is_scorer_trained(self) -> bool | None:
+    def _is_scorer_trained(self, state_dict: dict[str, Any] | None = None) -> bool | None:
         """False where the scorer's last layer is still zero; None where its weights are not at hand."""
         config: Any = self.config  # type: ignore[attr-defined]
-        weight = self.get_submodule("model.vision_tower.scorer.score_layer").weight  # type: ignore[attr-defined]
-        if config.vision_config.selector != "scorer" or weight.is_meta:
+        weight = (state_dict or {}).get(f"{SCORE_LAYER}.weight")
+        if weight is None:
+            weight = self.get_submodule(SCORE_LAYER).weight  # type: ignore[attr-defined]
+        # Reading a shard (FSDP2) would wait for the other processes, which are not here; of ZeRO-3 it is empty.
+        sharded = hasattr(weight, "full_tensor") or weight.numel() == 0
+        if config.vision_config.selector != "scorer" or weight.is_meta or sharded:
             return None
         return bool(weight.any())
 

@@ -111,6 +111,16 @@ def stale_weights(present: list[str], saved: list[str]) -> list[str]:
     return sorted(name for name in present if name not in saved and variant(name) in variants)
 
 
+def name_after_own_code(model_class: type) -> None:
+    """
+    FSDP2 (`fully_shard`) puts a class of torch's over the model's, and transformers saves the code of the file in which
+    a model's class is defined: let that be ours.
+    """
+    if model_class.__module__.startswith("torch."):
+        own = next(base for base in model_class.__mro__ if not base.__module__.startswith("torch."))
+        model_class.__module__ = own.__module__
+
+
 def push_saved(part: Any, folder: Path, names: set[str], repo_id: str, **options: Any) -> None:
     """
     Pushes the entries `names` of `folder`, just saved there by the model or processor `part`, in one commit. The card
@@ -156,6 +166,7 @@ class SavingMixin(ModelCardMixin):
             "save_original_format": save_original_format,
         }
         model: Any = super()
+        name_after_own_code(type(self))
         saves = is_main_process
         if hasattr(self, "should_save_on_this_rank"):
             saves = self.should_save_on_this_rank(is_main_process)
@@ -173,7 +184,7 @@ class SavingMixin(ModelCardMixin):
         with staged(folder, MODEL_GATE) as stage:
             model.save_pretrained(stage, is_main_process, **options)
             if (stage / MODEL_GATE).is_file() and not (folder / CARD).exists():
-                self.make_card(getattr(self, "model_tags", None) or ()).save(stage / CARD)
+                self.make_card(getattr(self, "model_tags", None) or (), state_dict).save(stage / CARD)
             names = set(os.listdir(stage))
         if push_to_hub:
             repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(folder))
