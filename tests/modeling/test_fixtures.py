@@ -9,9 +9,7 @@ import torch
 from stts_hf.convert.original import (
     SPECIAL_TOKENS,
     convert_original_config,
-    convert_original_state_dict,
     load_original_config,
-    load_original_state_dict,
 )
 from stts_hf.modeling import vision_stts
 from stts_hf.modeling.configuration_stts import STTSConfig
@@ -30,6 +28,7 @@ from tests.fixture_files import (
     vision_fixtures,
 )
 from tests.naive import weights_from_original
+from tests.stts_hf.original_weights import native_weights, read_original
 
 # The reference is float32 on another build of the same kernels; sums of a few hundred terms agree to about 1e-6.
 SCORE_TOLERANCE = 1e-5
@@ -191,7 +190,7 @@ class Checkpoint:
         assert set(ids) >= set(SPECIAL_TOKENS.values())
         self.config = STTSConfig(**convert_original_config(load_original_config(form), ids))
         self.model = STTSForConditionalGeneration(self.config).eval()
-        self.model.load_state_dict(convert_original_state_dict(load_original_state_dict(form)))
+        self.model.load_state_dict(native_weights(read_original(form)))
 
     def __call__(self, layout: str, rule: str = "original", ratio: float | None = None) -> STTSCausalLMOutputWithPast:
         set_layout(self.config, layout)

@@ -23,11 +23,11 @@ import torch.distributed.checkpoint as dcp
 import yaml  # type: ignore[import-untyped]
 
 from stts_hf.convert.layout import empty_model, saved_layout
-from stts_hf.convert.original import load_original_state_dict
 from stts_hf.convert.safetensors_files import INDEX_FILE, row_blocks, write_safetensors
 from stts_hf.modeling.configuration_stts import STTSConfig
 from tests.fixture_files import checkpoint_fixtures
 from tests.stts_hf.convert_files import write_base
+from tests.stts_hf.original_weights import read_original
 from tests.tiny import tiny_config
 
 WIDTH, HIDDEN, HEAD = 2048, 8192, 128
@@ -103,7 +103,7 @@ def write_training_checkpoint(folder: Path, layers: int, sharded: bool) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     weights = {
         name: tensor
-        for name, tensor in load_original_state_dict(reference).items()
+        for name, tensor in read_original(reference).items()
         if name.startswith("vision_backbone") and "image_projector" not in name
     }
     vision_width = weights["vision_backbone.image_vit.patch_embedding.bias"].shape[0]

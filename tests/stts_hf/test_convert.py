@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from stts_hf.cli.main import main
 from stts_hf.convert.checkpoint import convert_checkpoint
 from stts_hf.convert.doctor import examine
-from stts_hf.convert.original import convert_original_state_dict, load_original_state_dict
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
 from tests.stts_hf.convert_files import REFERENCE_LOGITS, contents, copy, stock_model, write_base, write_molmo2
+from tests.stts_hf.original_weights import native_weights, read_original
 
 MOLMO2_FORMS = ["original", "native", "shards", "released"]
 FORMS = checkpoint_forms()
@@ -67,7 +67,7 @@ def test_weights_of_molmo2_are_kept(converted, form):
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_weights_of_an_original_checkpoint_are_kept(converted, form):
-    expected = convert_original_state_dict(load_original_state_dict(form))
+    expected = native_weights(read_original(form))
     weights = load(converted / form.name).state_dict()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
@@ -139,6 +139,20 @@ def test_ratio_and_selector_can_be_overridden(sources, tmp_path):
     convert_checkpoint(sources / "native", tmp_path / "new", pruning_ratio=0.3, selector="cosine")
     vision = vision_config(tmp_path / "new")
     assert (vision["pruning_ratio"], vision["selector"]) == (0.3, "cosine")
+
+
+@pytest.mark.parametrize("form", ["native", FORMS[0].name])
+def test_the_processor_counts_with_the_ratio_of_the_override(sources, tmp_path, form):
+    source, base = (FORMS[0], sources / "base") if form == FORMS[0].name else (sources / form, None)
+    convert_checkpoint(source, tmp_path / "new", base=base, pruning_ratio=0.3)
+    processor = json.loads((tmp_path / "new" / "processor_config.json").read_text())
+    assert processor["video_processor"]["pruning_ratio"] == 0.3
+
+
+def test_a_folder_below_home_is_no_base_model(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(sources))
+    convert_checkpoint("~/native", tmp_path / "new")
+    assert "base_model" not in card_of(tmp_path / "new")
 
 
 def test_a_checkpoint_without_pruning_gets_the_defaults_and_a_new_scorer(sources, tmp_path):
@@ -216,7 +230,7 @@ def write_training_checkpoint(folder: Path, without_pruning: bool = False, more_
 
     source = checkpoint_fixtures()[0] / "unsharded"
     config = yaml.safe_load((source / "config.yaml").read_text())
-    weights = dict(load_original_state_dict(source))
+    weights = read_original(source)
     vit = config["model"]["vision_backbone"]["vit"]
     if without_pruning:
         vit["prune"] = False

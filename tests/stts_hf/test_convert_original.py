@@ -23,13 +23,14 @@ from transformers import Molmo2Config, Molmo2ForConditionalGeneration, Molmo2Vis
 from stts_hf.convert.original import (
     SPECIAL_TOKENS,
     convert_original_config,
-    convert_original_state_dict,
     load_original_config,
-    load_original_state_dict,
+    open_original_state_dict,
+    original_parts,
 )
 from stts_hf.convert.sharded import ShardedStateDict
 from stts_hf.modeling.configuration_stts import STTSConfig
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms, pooling_table, read_safetensors
+from tests.stts_hf.original_weights import native_weights, read_original
 
 FORMS = checkpoint_forms()
 TOKEN_IDS = {token: 100 + index for index, token in enumerate(SPECIAL_TOKENS.values())}
@@ -61,7 +62,7 @@ def stock_config(config: dict) -> Molmo2Config:
 def test_stock_molmo2_gives_the_authors_logits(form):
     expected, metadata = read_safetensors(form.parent / "expected.safetensors")
     config = convert_original_config(load_original_config(form), special_token_ids(metadata))
-    weights = convert_original_state_dict(load_original_state_dict(form))
+    weights = native_weights(read_original(form))
     weights = {name: weight for name, weight in weights.items() if ".scorer." not in name}
     model = Molmo2ForConditionalGeneration(stock_config(config)).eval()
     model.load_state_dict(weights, strict=True)
@@ -84,14 +85,14 @@ def test_stock_molmo2_gives_the_authors_logits(form):
 
 @pytest.mark.parametrize("folder", checkpoint_fixtures(), ids=lambda path: path.name)
 def test_all_forms_hold_the_same_weights(folder):
-    first, *others = (load_original_state_dict(form) for form in FORMS if form.parent == folder)
+    first, *others = (dict(open_original_state_dict(form)) for form in FORMS if form.parent == folder)
     for other in others:
         assert other.keys() == first.keys()
         assert all(torch.equal(tensor, first[name]) for name, tensor in other.items())
 
 
 def test_scorer_weights_are_converted(form):
-    names = {name for name in convert_original_state_dict(load_original_state_dict(form)) if ".scorer." in name}
+    names = {name for name in original_parts(open_original_state_dict(form)) if ".scorer." in name}
     modules = [f"token_pooler.{projection}_proj" for projection in "qkvo"]
     modules += ["input_layer", "hidden_layer", "score_layer"]
     scorer = "model.vision_tower.scorer"
@@ -159,51 +160,22 @@ def test_missing_special_token_is_named(config):
         convert_original_config(config, {token: 1 for token in TOKEN_IDS if token != "<im_patch>"})
 
 
-def test_fused_projections_are_split_by_their_heads():
-    # Three query heads and one key-value head of width 2, plus a bias.
-    state_dict = {
-        "transformer.blocks.0.att_proj.weight": torch.arange(10.0)[:, None].expand(10, 4),
-        "transformer.blocks.0.att_proj.bias": torch.arange(10.0),
-        "transformer.blocks.0.attn_out.weight": torch.zeros(4, 6),
-        "transformer.blocks.0.ff_proj.weight": torch.arange(6.0)[:, None].expand(6, 4),
-    }
-    converted = convert_original_state_dict(state_dict)
-    rows = {
-        name.split(".", 4)[-1]: tensor.flatten(1)[:, 0].tolist()
-        for name, tensor in converted.items()
-        if tensor.dim() > 1
-    }
-    assert rows["self_attn.q_proj.weight"] == [0, 1, 2, 3, 4, 5]
-    assert rows["self_attn.k_proj.weight"] == [6, 7]
-    assert rows["self_attn.v_proj.weight"] == [8, 9]
-    assert rows["mlp.up_proj.weight"] == [0, 1, 2]
-    assert rows["mlp.gate_proj.weight"] == [3, 4, 5]
-    assert converted["model.language_model.layers.0.self_attn.v_proj.bias"].tolist() == [8, 9]
-
-
-def test_untied_head_is_kept():
-    embedding, head = torch.zeros(5, 4), torch.ones(5, 4)
-    state_dict = {"transformer.wte.embedding": embedding, "transformer.ff_out.weight": head}
-    converted = convert_original_state_dict(state_dict)
-    assert torch.equal(converted["lm_head.weight"], head)
-
-
-def test_unused_vision_layers_are_left_out(form):
-    state_dict = load_original_state_dict(form)
-    names = convert_original_state_dict(state_dict, num_vision_layers=2)
-    layers = {name.split(".")[3] for name in names if name.startswith("model.vision_tower.layers.")}
-    assert layers == {"0", "1"}
+def test_a_head_of_its_own_is_not_the_embedding():
+    names = ["transformer.wte.embedding", "transformer.ff_out.weight"]
+    for order in (names, names[::-1]):
+        assert original_parts(order)["lm_head.weight"] == ["transformer.ff_out.weight"]
+    assert original_parts(names[:1])["lm_head.weight"] == ["transformer.wte.embedding"]
 
 
 def test_unexpected_keys_are_listed():
-    state_dict = {"transformer.blocks.0.router.weight": torch.zeros(1), "transformer.ln_f.weight": torch.zeros(1)}
+    names = ["transformer.blocks.0.router.weight", "transformer.ln_f.weight"]
     with pytest.raises(ValueError, match=r"1 unexpected keys: transformer\.blocks\.0\.router\.weight"):
-        convert_original_state_dict(state_dict)
+        original_parts(names)
 
 
 def test_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"neither model\.pt nor"):
-        load_original_state_dict(tmp_path)
+        open_original_state_dict(tmp_path)
 
 
 class Payload:
@@ -219,7 +191,7 @@ class Payload:
 def test_code_in_an_unsharded_checkpoint_is_not_run(tmp_path):
     torch.save({"weight": Payload(tmp_path / "ran")}, tmp_path / "model.pt")
     with pytest.raises(ValueError, match="refused"):
-        load_original_state_dict(tmp_path)
+        open_original_state_dict(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -228,7 +200,7 @@ def test_code_in_sharded_metadata_is_not_run(tmp_path):
     with (tmp_path / "model_and_optim" / ".metadata").open("wb") as file:
         pickle.dump(Metadata({"model.weight": Payload(tmp_path / "ran")}), file)  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="mkdir"):
-        load_original_state_dict(tmp_path)
+        open_original_state_dict(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -274,7 +246,7 @@ def test_cut_off_metadata_is_refused(tmp_path):
     shutil.copytree(next(form for form in FORMS if form.name == "sharded"), tmp_path, dirs_exist_ok=True)
     os.truncate(tmp_path / "model_and_optim" / ".metadata", 1000)
     with pytest.raises(ValueError, match="refused"):
-        load_original_state_dict(tmp_path)
+        open_original_state_dict(tmp_path)
 
 
 def test_shard_outside_the_folder_is_refused(tmp_path):

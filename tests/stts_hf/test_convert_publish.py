@@ -154,9 +154,10 @@ def test_destination_inside_the_base_is_refused(source, tmp_path):
         convert_checkpoint(source, base / "inside", base=base)
 
 
-def test_a_limit_on_file_sizes_leaves_nothing(source, tmp_path):
+@pytest.mark.parametrize("limit", [100_000, 50_000], ids=["weights", "tokenizer"])
+def test_a_limit_on_file_sizes_leaves_nothing(source, tmp_path, limit):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the weights are larger; a write then fails
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(ValueError, match="disk is full or a limit"):
             convert_checkpoint(source, tmp_path / "new")

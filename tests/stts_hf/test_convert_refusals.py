@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 
 from stts_hf.convert.checkpoint import convert_checkpoint
@@ -177,7 +178,7 @@ class Payload:
 def test_code_in_a_training_checkpoint_is_not_run(folders, tmp_path):
     source = copy(UNSHARDED, tmp_path / "source")
     torch.save({"transformer.ln_f.weight": Payload(tmp_path / "ran")}, source / "model.pt")
-    refuse(source, "refused", base=folders / "base")
+    refuse(source, "refers to `posix.mkdir`, and only tensors are ever unpickled", base=folders / "base")
     assert not (tmp_path / "ran").exists()
 
 
@@ -220,6 +221,74 @@ def test_a_config_with_a_setting_that_cannot_be(folders, tmp_path):
     source = copy(folders / "one_file", tmp_path / "source")
     edit_json(source / "config.json", lambda config: config["text_config"].update(hidden_size="wide"))
     refuse(source, "hidden_size")
+
+
+UNUSABLE = {
+    "negative_width": ("config.json", ("text_config", "hidden_size"), -4, "config.json describes a model that cannot"),
+    "no_heads": (
+        "config.json",
+        ("vision_config", "num_attention_heads"),
+        0,
+        "config.json describes a model that cannot",
+    ),
+    "unknown_activation": ("config.json", ("text_config", "hidden_act"), "nope", "cannot be built .*'nope'"),
+    "number_for_a_section": ("config.json", ("vision_config",), 3, "`vision_config` is 3, but must be a JSON object"),
+    "number_for_a_processor": ("processor_config.json", ("video_processor",), 3, "processor in .* cannot be used"),
+    "number_for_a_window": ("processor_config.json", ("video_processor", "pooling_size"), 3, "`pooling_size` of the"),
+    "tokenizer_without_tokens": ("tokenizer.json", ("added_tokens",), None, "tokenizer or processor in .* cannot be"),
+    "flags_at_odds": (
+        "generation_config.json",
+        ("temperature",),
+        0.7,
+        "generation_config.json cannot be .*temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_setting_that_only_building_refuses(folders, tmp_path, name):
+    file, path, value, message = UNUSABLE[name]
+    source = copy(folders / "one_file", tmp_path / "source")
+
+    def change(settings: dict) -> None:
+        for key in path[:-1]:
+            settings = settings[key]
+        settings[path[-1]] = value
+
+    edit_json(source / file, change)
+    refuse(source, message)
+
+
+BAD_TRAINING_SETTINGS = {
+    "section": (("llm",), 3, "`llm` is 3, but must be a section"),
+    "nothing": (("mm_preprocessor", "video"), None, "`mm_preprocessor.video` is None"),
+    "theta": (("llm", "rope_theta"), None, "`llm.rope_theta` is None, but must be a number"),
+    "image_size": (("vision_backbone", "vit", "image_default_input_size"), 3, "image_default_input_size` is 3"),
+    "layers": (("vision_backbone", "vit_layers"), 3, "`vision_backbone.vit_layers` is 3, but must be a list"),
+    "no_layers": (("vision_backbone", "vit_layers"), [], "must be a list of the 9 layers"),
+    "layer_out_of_range": (("vision_backbone", "vit_layers"), [9], r"\[9\], but must be a list of the 9 layers"),
+    "frames": (("mm_preprocessor", "video", "max_frames"), "x", "config.yaml cannot be used .*got 'x'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRAINING_SETTINGS)
+def test_a_training_setting_of_a_wrong_kind_is_named(folders, tmp_path, name):
+    path, value, message = BAD_TRAINING_SETTINGS[name]
+    source = copy(UNSHARDED, tmp_path / "source")
+    config = yaml.safe_load((source / "config.yaml").read_text())
+    settings = config["model"]
+    for key in path[:-1]:
+        settings = settings[key]
+    settings[path[-1]] = value
+    (source / "config.yaml").write_text(yaml.safe_dump(config))
+    refuse(source, message, base=folders / "base")
+
+
+@pytest.mark.parametrize("weights", [{1: torch.zeros(2)}, {"model": {}}, [1]], ids=["numbers", "nested", "list"])
+def test_a_training_checkpoint_of_something_else(folders, tmp_path, weights):
+    source = copy(UNSHARDED, tmp_path / "source")
+    torch.save(weights, source / "model.pt")
+    refuse(source, "must hold a dict of names and tensors", base=folders / "base")
 
 
 @pytest.mark.parametrize("name", ["config.json", "processor_config.json", "tokenizer.json", "generation_config.json"])

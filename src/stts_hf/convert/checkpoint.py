@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ def convert_checkpoint(
         raise ValueError(f"{base_folder} has no chat template: pass --base with a Molmo2 folder that has one.")
     read_config = config_of_original if original else config_of_hugging_face
     config, declared_layers = read_config(source_folder, processor)
-    override(config, packing, pruning_ratio, selector)
+    override(config, processor, packing, pruning_ratio, selector)
     raise_problems(
         f"The tokenizer of {base_folder} does not fit {source_folder}",
         check_vocabulary(processor.tokenizer.get_vocab(), config),
@@ -119,7 +120,13 @@ def convert_checkpoint(
 
     tensors: TensorSource = OriginalSource(source_folder) if original else HuggingFaceSource(source_folder)
     target_dtype = main_dtype(tensors) if dtype is None else DTYPES[dtype]
-    model = empty_model(config).to(target_dtype)
+    try:
+        model = empty_model(config).to(target_dtype)
+    except Exception as error:  # what a setting out of range raises depends on where it is used first
+        raise ValueError(
+            f"{source_folder / ('config.yaml' if original else 'config.json')} describes a model that cannot be built "
+            f"({type(error).__name__}: {error}): correct it, or copy it again."
+        ) from error
     layout = saved_layout(model)
     problems = check_weights(tensors, layout, declared_layers, config.vision_config.num_hidden_layers)
     scorer_names = {part.name for group in layout if group.is_scorer for part in group.saved}
@@ -149,7 +156,8 @@ def convert_checkpoint(
             write_weights(
                 folder, model, layout, {True: scorer, False: tensors}, target_dtype, max_shard_size, on_progress
             )
-            base_model = next((str(name) for name in (source, base) if name and not Path(name).is_dir()), None)
+            repositories = [name for name in (source, base) if name and not Path(name).expanduser().is_dir()]
+            base_model = next(map(str, repositories), None)
             inherited = inherited_metadata(source_folder, base_folder)
             if base_model is None and isinstance(inherited.get("base_model"), str):
                 base_model = inherited.pop("base_model")
@@ -162,11 +170,13 @@ def convert_checkpoint(
                 scorer_trained=trained,
                 metadata=inherited,
             )
-    except OSError as error:
-        if error.errno not in _FULL_DISK:
+    except Exception as error:
+        # The tokenizer's and the safetensors library raise errors of their own, with the number in their text.
+        number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
+        if number not in _FULL_DISK:
             raise
         raise ValueError(
-            f"`destination` {target}: the disk is full or a limit on file sizes was reached ({error.strerror}); "
+            f"`destination` {target}: the disk is full or a limit on file sizes was reached ({os.strerror(number)}); "
             f"nothing was left there. Make room for {num_bytes / 1e9:.1f} GB, or lower --max-shard-size for a limit."
         ) from error
     return result

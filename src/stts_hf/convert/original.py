@@ -3,7 +3,7 @@
 import math
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,22 @@ _FIXED_PRUNING_SETTINGS: dict[tuple[str, ...], Any] = {
     ("vision_backbone", "vit", "pruning_in_scorer"): True,
     ("vision_backbone", "vit", "rescale_bias_min"): math.exp(-2),
 }
+
+_KINDS: dict[tuple[str, ...], tuple[type, ...]] = {
+    ("llm",): (dict,),
+    ("llm", "d_model"): (int,),
+    ("llm", "n_heads"): (int,),
+    ("llm", "n_layers"): (int,),
+    ("llm", "rope_theta"): (float, int),
+    ("vision_backbone",): (dict,),
+    ("vision_backbone", "vit_layers"): (list,),
+    ("vision_backbone", "vit"): (dict,),
+    ("vision_backbone", "vit", "image_num_layers"): (int,),
+    ("vision_backbone", "vit", "image_default_input_size"): (list, tuple),
+    ("mm_preprocessor",): (dict,),
+    ("mm_preprocessor", "video"): (dict,),
+}
+_KIND_NAMES = {dict: "a section", int: "a whole number", float: "a number", list: "a list", tuple: "a list"}
 
 _VIT_LAYER = {
     "attention.wq": "self_attn.q_proj",
@@ -118,16 +134,25 @@ def open_original_state_dict(folder: Path | str) -> Mapping[str, torch.Tensor]:
         )
     try:
         state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} was refused, it is not a plain dict of tensors: {error}") from error
-    if not isinstance(state_dict, dict) or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
-        raise ValueError(f"{path} must hold a dict of tensors, the model's state dict.")
+    except pickle.UnpicklingError as error:
+        # torch's own text advises to load it with code and all.
+        found = re.search(r"GLOBAL:? (\S+)", str(error))
+        reason = f"refers to `{found[1]}`" if found else "holds more than tensors"
+        raise ValueError(
+            f"{path} was refused: it {reason}, and only tensors are ever unpickled. Save it again as a plain dict of "
+            "tensors, if you trust where it came from."
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} was refused: it is cut off, or not of torch.save's zip format. Copy it again."
+        ) from error
+    if not isinstance(state_dict, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state_dict.items()
+    ):
+        raise ValueError(
+            f"{path} must hold a dict of names and tensors, the model's state dict alone: save it as that."
+        )
     return state_dict
-
-
-def load_original_state_dict(folder: Path | str) -> dict[str, torch.Tensor]:
-    """`open_original_state_dict` as a dict."""
-    return dict(open_original_state_dict(folder))
 
 
 def load_original_config(folder: Path | str) -> dict:
@@ -143,51 +168,6 @@ def load_original_config(folder: Path | str) -> dict:
     if not isinstance(model, dict):
         raise ValueError(f"{path} has no `model` section: it is not the config of a training checkpoint.")
     return model
-
-
-def convert_original_state_dict(
-    state_dict: Mapping[str, torch.Tensor], num_vision_layers: int | None = None
-) -> dict[str, torch.Tensor]:
-    """Original names and layouts to those of native Molmo2 plus `model.vision_tower.scorer`, as a dict.
-
-    Args: as for `iter_converted_tensors`, which does the work and raises the errors.
-    """
-    return dict(iter_converted_tensors(state_dict, num_vision_layers))
-
-
-def iter_converted_tensors(
-    state_dict: Mapping[str, torch.Tensor], num_vision_layers: int | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (native name, tensor), reading one original tensor at a time; fused ones are split into views.
-
-    Args:
-        num_vision_layers: ViT layers the model has; deeper ones, which no feature layer reads, are left out.
-
-    Raises `ValueError`, before the first tensor, naming every key that is not known.
-    """
-    for name, target in _targets(state_dict).items():
-        if _is_unused_layer(target, num_vision_layers):
-            continue
-        if ".att_proj." in target:
-            # The output projection's width is that of the queries; keys and values share the rest.
-            layer = name.rsplit(".att_proj.", 1)[0]
-            query_width = state_dict[f"{layer}.attn_out.weight"].shape[1]
-            fused = state_dict[name]
-            widths = [query_width, *[(fused.shape[0] - query_width) // 2] * 2]
-            for projection, tensor in zip(("q_proj", "k_proj", "v_proj"), fused.split(widths), strict=True):
-                yield target.replace("att_proj", projection), tensor
-        elif ".ff_proj." in target:
-            for projection, tensor in zip(("up_proj", "gate_proj"), state_dict[name].chunk(2), strict=True):
-                yield target.replace("ff_proj", projection), tensor
-        elif target == "embedding":
-            base = state_dict[name]
-            extra = state_dict.get(_EXTRA_EMBEDDING)
-            yield "model.language_model.embed_tokens.weight", base if extra is None else torch.cat([base, extra])
-            if "transformer.ff_out.weight" not in state_dict:
-                # Tied in training; native Molmo2 cannot tie, since only the embedding covers the extra tokens.
-                yield "lm_head.weight", base.clone()
-        elif target != "extra embedding":
-            yield target, state_dict[name]
 
 
 def original_parts(names: Iterable[str]) -> dict[str, list[str]]:
@@ -220,11 +200,13 @@ def convert_original_config(config: Mapping[str, Any], special_token_ids: Mappin
         config: from `load_original_config`.
         special_token_ids: id of every token in `SPECIAL_TOKENS`, by its text; the YAML does not have them.
 
-    Raises `ValueError` naming every setting that native Molmo2 or STTS cannot express, or that is missing.
+    Raises `ValueError` naming every setting that native Molmo2 or STTS cannot express, or one that is missing or of a
+    wrong kind.
     """
     missing = [token for token in SPECIAL_TOKENS.values() if token not in special_token_ids]
     if missing:
         raise ValueError(f"`special_token_ids` lacks {', '.join(missing)}: take the ids from the tokenizer.")
+    _check_kinds(config)
     try:
         vit = config["vision_backbone"]["vit"]
         _check_settings(config, _FIXED_SETTINGS | (_FIXED_PRUNING_SETTINGS if vit.get("prune") else {}))
@@ -237,7 +219,7 @@ def convert_original_config(config: Mapping[str, Any], special_token_ids: Mappin
             "initializer_range": config["llm"].get("initializer_range", 0.02),
         }
     except KeyError as error:
-        raise ValueError(f"The checkpoint's config.yaml lacks {error} in its `model` section.") from error
+        raise ValueError(f"it lacks {error} in its `model` section") from error
 
 
 def _targets(names: Iterable[str]) -> dict[str, str]:
@@ -280,9 +262,17 @@ def _target(name: str) -> str | None:
     return None
 
 
-def _is_unused_layer(target: str, num_vision_layers: int | None) -> bool:
-    match = re.match(r"model\.vision_tower\.layers\.(\d+)\.", target)
-    return num_vision_layers is not None and match is not None and int(match[1]) >= num_vision_layers
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for settings of a wrong kind among those that are reckoned with below."""
+    for path, kinds in _KINDS.items():
+        value: Any = config
+        for key in path:
+            value = value.get(key) if key in value else NotImplemented
+            if value is NotImplemented:  # missing, which is another error
+                break
+        else:
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ValueError(f"`{'.'.join(path)}` is {value!r}, but must be {_KIND_NAMES[kinds[0]]}")
 
 
 def _check_settings(config: Mapping[str, Any], fixed: Mapping[tuple[str, ...], Any]) -> None:
@@ -295,7 +285,7 @@ def _check_settings(config: Mapping[str, Any], fixed: Mapping[tuple[str, ...], A
         if not same:
             wrong.append(f"`{'.'.join(path)}` is {value!r}, but must be {expected!r}")
     if wrong:
-        raise ValueError(f"This checkpoint cannot be converted: {'; '.join(wrong)}.")
+        raise ValueError("; ".join(wrong))
 
 
 def _text_config(llm: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,7 +342,7 @@ def _vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return vision_config
     if vit["prune_method"] not in SELECTORS:
         raise ValueError(
-            f"`vision_backbone.vit.prune_method` is {vit['prune_method']!r}, but must be one of {list(SELECTORS)}."
+            f"`vision_backbone.vit.prune_method` is {vit['prune_method']!r}, but must be one of {list(SELECTORS)}"
         )
     return vision_config | {
         "pruning_ratio": vit["topk"],
@@ -380,8 +370,13 @@ def _adapter_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _feature_layers(config: Mapping[str, Any]) -> list[int]:
-    num_layers = config["vision_backbone"]["vit"]["image_num_layers"]
-    return [layer % num_layers for layer in config["vision_backbone"]["vit_layers"]]
+    num_layers, layers = config["vision_backbone"]["vit"]["image_num_layers"], config["vision_backbone"]["vit_layers"]
+    if not layers or not all(isinstance(layer, int) and -num_layers <= layer < num_layers for layer in layers):
+        raise ValueError(
+            f"`vision_backbone.vit_layers` is {layers!r}, but must be a list of the {num_layers} layers of "
+            "`vision_backbone.vit`"
+        )
+    return [layer % num_layers for layer in layers]
 
 
 def _intermediate_size(llm: Mapping[str, Any]) -> int:

@@ -61,8 +61,14 @@ def load_processor(folder: Path) -> STTSProcessor:
             chat_template=chat_template,
             **{name: settings[name] for name in _PROCESSOR_SETTINGS if name in settings},
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"The processor in {folder} cannot be used: {error}") from error
+    except Exception as error:  # tokenizers and image processors have no errors of their own for bad files
+        reason = (
+            f"{error}".rstrip(".") if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        )
+        raise ValueError(
+            f"The tokenizer or processor in {folder} cannot be used ({reason}): copy its files again, or pass "
+            "--base with another Molmo2 folder."
+        ) from error
 
 
 def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
@@ -74,16 +80,27 @@ def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTS
     kind = raw.get("model_type")
     if kind not in (Molmo2Config.model_type, STTSConfig.model_type):
         raise ValueError(f"{folder / 'config.json'} is of a {kind!r} model, but must be of a 'molmo2' or 'stts' model.")
-    declared = (raw.get("vit_config") or raw.get("vision_config") or {}).get("num_hidden_layers") or 0
+    key = "vision_config" if raw.get("vision_config") else "vit_config"
+    vision = raw.get(key) or {}
+    if not isinstance(vision, dict):
+        raise ValueError(f"{folder / 'config.json'}: `{key}` is {vision!r}, but must be a JSON object: copy it again.")
+    declared = vision.get("num_hidden_layers") or 0
     if kind == Molmo2Config.model_type:
+        window = processor.video_processor.pooling_size
+        if not isinstance(window, list | tuple):
+            raise ValueError(
+                f"`pooling_size` of the video_processor is {window!r}, but must be [height, width] in patches: correct "
+                "it in processor_config.json, or pass --base with another Molmo2 folder."
+            )
         raw = as_stts(raw)
-        key = "vision_config" if raw.get("vision_config") else "vit_config"
-        raw[key] = {**(raw.get(key) or {}), "pooling_size": list(processor.video_processor.pooling_size)}
+        raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}
     try:
         config = STTSConfig.from_dict(raw)
         return _without_strangers(config), declared
     except Exception as error:  # strict configs raise errors of their own for wrong types
-        raise ValueError(f"{folder / 'config.json'} cannot be used: {error}") from error
+        raise ValueError(
+            f"{folder / 'config.json'} cannot be used ({str(error).rstrip('.')}): correct it, or copy it again."
+        ) from error
 
 
 def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
@@ -91,17 +108,22 @@ def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConf
     original = load_original_config(folder)
     vocabulary = processor.tokenizer.get_vocab()
     ids = {token: vocabulary[token] for token in SPECIAL_TOKENS.values() if token in vocabulary}
-    settings = convert_original_config(original, ids)
     try:
-        config = STTSConfig(**settings)
-    except Exception as error:
-        raise ValueError(f"{folder / 'config.yaml'} cannot be used: {error}") from error
-    _set_frames(processor, config, original["mm_preprocessor"]["video"])
+        config = STTSConfig(**convert_original_config(original, ids))
+        _set_frames(processor, config, original["mm_preprocessor"]["video"])
+    except Exception as error:  # strict configs raise errors of their own for wrong types
+        raise ValueError(
+            f"{folder / 'config.yaml'} cannot be used ({str(error).rstrip('.')}): correct it, or copy it again."
+        ) from error
     return config, original["vision_backbone"]["vit"]["image_num_layers"]
 
 
 def override(
-    config: STTSConfig, packing: str | None = None, pruning_ratio: float | None = None, selector: str | None = None
+    config: STTSConfig,
+    processor: STTSProcessor,
+    packing: str | None = None,
+    pruning_ratio: float | None = None,
+    selector: str | None = None,
 ) -> None:
     """Puts the user's settings in place of the source's. Raises `ValueError` for values that do not fit."""
     vision = config.vision_config
@@ -111,6 +133,8 @@ def override(
         vision.packing = packing
     if pruning_ratio is not None:
         vision.pruning_ratio = pruning_ratio
+        if pruning_ratio < 1:
+            processor.video_processor.pruning_ratio = pruning_ratio  # what its `test_time_scaling` counts with
     if selector is not None:
         vision.selector = selector
 
@@ -124,9 +148,14 @@ def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Ge
         settings = read_json(folder / "generation_config.json")
         try:
             named = {key: value for key, value in settings.items() if not key.startswith("_") and value is not None}
-            return GenerationConfig.from_dict(tokens | named)
+            config = GenerationConfig.from_dict(tokens | named)
+            config.validate(strict=True)  # as saving it does
+            return config
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"{folder / 'generation_config.json'} cannot be used ({reason}): correct it, or delete it."
+            ) from error
     return GenerationConfig(**tokens)
 
 

@@ -129,11 +129,11 @@ def main_dtype(source: TensorSource) -> torch.dtype:
             counts[dtype] = counts.get(dtype, 0) + _numel(source.shapes[name])
         else:
             raise ValueError(
-                f"`{name}` is {dtype}, but weights must be float32, bfloat16 or float16: convert a checkpoint that "
-                "is not quantised."
+                f"`{name}` is {str(dtype).removeprefix('torch.')}, but weights must be float32, bfloat16 or float16: "
+                "convert a checkpoint that is not quantised."
             )
     if not counts:
-        raise ValueError("The checkpoint holds no tensors.")
+        raise ValueError("`source` holds no tensors: name the folder of a whole checkpoint.")
     return max(counts, key=lambda dtype: counts[dtype])
 
 
@@ -144,7 +144,7 @@ def read_json(path: Path) -> dict:
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
+        raise ValueError(f"{path} must hold a JSON object, but is {str(content)[:40]}: copy it again.")
     return content
 
 
