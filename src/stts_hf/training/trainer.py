@@ -20,7 +20,7 @@ from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_al
 
 logger = logging.get_logger(__name__)
 
-NOT_OF_THE_MODEL = ("sample_ids", "skipped_rows")  # what a collator may add for the trainer
+NOT_OF_THE_MODEL = ("sample_ids", "skipped_ids")  # what a collator may add for the trainer
 
 
 class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
@@ -28,9 +28,9 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
     `Trainer` for an `STTSForConditionalGeneration`, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
 
-    Batches may hold two keys that the model does not get: `sample_ids` (list of str) to name rows in errors, and
-    `skipped_rows` (int) to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids
-    where a loss is not finite, and `SystemExit(143)` when it has saved after SIGTERM.
+    Batches may hold two lists of str that the model does not get: `sample_ids` to name rows in errors, `skipped_ids`
+    to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids where a loss is not
+    finite, and `SystemExit(143)` when it has saved after SIGTERM.
     """
 
     # Both of `Trainer`'s ways to know that `compute_loss` has normalised over the accumulated micro-batches.
@@ -148,8 +148,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         ids, skipped = (inputs.pop(key, None) for key in NOT_OF_THE_MODEL)
-        if skipped is not None:
-            self.statistics.add("skipped_rows", skipped)
+        self.statistics.add("skipped_rows", len(skipped or ()))
         loss = super().training_step(model, inputs, *args, **kwargs)
         finite = loss.isfinite().all()
         # One look at the device a micro-batch, where `logging_nan_inf_filter` would take two.

@@ -1,0 +1,113 @@
+"""Gradient accumulation is the large batch, for both losses."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from stts_hf.training.losses import count_blocks, count_labels
+from tests.modeling.reference import assert_gradients_equal
+from tests.stts_hf.training.runs import KeepGradients, Rows, collate, logged, trainer, without_ids
+from tests.tiny import Video, build_inputs, tiny_model
+
+LARGE = {"per_device_train_batch_size": 4}
+ACCUMULATED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+IN_ORDER = {"train_sampling_strategy": "sequential", "max_grad_norm": 0}
+RATES = dict.fromkeys(("language_model", "vision_tower", "connector", "scorer"), 1e-2)  # high enough to tell
+
+
+def gradients(folder, **options: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one step over the four ragged rows."""
+    kept = KeepGradients()
+    run = trainer(folder, max_steps=1, **IN_ORDER, **options)
+    run.add_callback(kept)
+    run.train()
+    return kept.gradients
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
+    large, accumulated = gradients(tmp_path, **LARGE), gradients(tmp_path, **ACCUMULATED)
+    assert large["model.vision_tower.scorer.score_layer.weight"].abs().max() > 0
+    assert large.keys() == accumulated.keys()
+    for name, gradient in large.items():
+        torch.testing.assert_close(accumulated[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_both_losses_and_the_weights_stay_those_of_the_large_batch(tmp_path):
+    runs = []
+    for batching in (LARGE, ACCUMULATED):
+        # Not Adam: the gradient of a key bias is rounding alone, and Adam would make steps of full size of it.
+        options = {"optim": "sgd", "learning_rates": RATES} | IN_ORDER
+        run = trainer(tmp_path, data=Rows(length=20), max_steps=5, **options, **batching)
+        run.train()
+        runs.append(run)
+    for name in ("loss", "task_loss", "temporal_loss"):
+        large, accumulated = (torch.tensor(logged(run, name)) for run in runs)
+        assert len(large) == 5
+        torch.testing.assert_close(accumulated, large, atol=1e-6, rtol=1e-5, msg=name)
+    for (name, expected), found in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_plain_trainer_takes_the_mean_of_means(tmp_path):
+    """Why `STTSTrainer` counts: with plain `Trainer`, a label of a short answer weighs more than one of a long."""
+    losses = []
+    for batching in (LARGE, ACCUMULATED):
+        options: dict[str, Any] = {"use_cpu": True, "logging_steps": 1, "report_to": "none", "max_steps": 1, **batching}
+        options |= {"remove_unused_columns": False, "save_strategy": "no", "disable_tqdm": True, **IN_ORDER}
+        arguments = TrainingArguments(output_dir=str(tmp_path), **options)
+        run = Trainer(tiny_model(), arguments, without_ids, Rows())
+        run.train()
+        losses += logged(run, "loss")
+    assert abs(losses[0] - losses[1]) > 1e-2
+
+
+def test_the_logged_loss_is_the_sum_of_its_parts(tmp_path):
+    model = tiny_model()
+    model.config.temporal_loss_weight = 0.5
+    run = trainer(tmp_path, model=model, logging_steps=2, max_steps=4, **ACCUMULATED)
+    run.train()
+    for loss, task, temporal in zip(*(logged(run, n) for n in ("loss", "task_loss", "temporal_loss")), strict=True):
+        assert loss == pytest.approx(task + 0.5 * temporal, rel=1e-5)
+
+
+def test_a_micro_batch_without_any_label_adds_nothing(tmp_path):
+    def mask_odd_rows(items):
+        batch = collate(items)
+        for row, name in enumerate(batch["sample_ids"]):
+            if int(name[-1]) % 2:
+                batch["labels"][row] = -100
+        return batch
+
+    large, accumulated = (gradients(tmp_path, data_collator=mask_odd_rows, **b) for b in (LARGE, ACCUMULATED))
+    assert_gradients_equal(accumulated, large)
+
+
+def test_the_model_s_own_loss_is_a_batch_divided_by_its_own_counts(tmp_path):
+    inputs = {key: value for key, value in collate([Rows()[1]]).items() if key != "sample_ids"}
+    run = trainer(tmp_path)
+    expected = run.model(**inputs).loss
+    torch.testing.assert_close(run.compute_loss(run.model, inputs), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_labels_that_nothing_predicts_are_not_counted():
+    inputs = build_inputs([[4, Video(2), 3, 5]], labels=True)
+    labels = inputs["labels"]
+    assert count_labels(inputs) == (labels[:, 1:] != -100).sum()
+    length = labels.shape[1]
+    packed = torch.cat([torch.arange(length - 5), torch.arange(5)])[None]  # a sample of 5 text tokens at the end
+    assert count_labels(inputs | {"position_ids": packed}) == (labels[:, 1:] != -100).sum() - 1
+
+
+@pytest.mark.parametrize(("frames", "blocks"), [((1,), 0), ((4,), 27), ((2, 5), 45)], ids=str)
+def test_blocks_of_first_frames_are_not_counted(frames, blocks):
+    assert count_blocks(build_inputs([[2, Video(count), 2] for count in frames], labels=True)) == blocks
+
+
+def test_batches_without_labels_are_refused(tmp_path):
+    def drop(items):
+        return {key: value for key, value in collate(items).items() if key != "labels"}
+
+    with pytest.raises(ValueError, match="no `labels`: the collator must add them"):
+        trainer(tmp_path, data_collator=drop).train()
