@@ -74,12 +74,8 @@ def decode_video(
     times.
     """
     with _Reader(source) as reader:
+        metadata, wanted = _plan(reader, sample_times)
         times = reader.times
-        metadata = STTSVideoMetadata(
-            total_num_frames=len(times), fps=reader.fps, duration=reader.duration, video_backend="pyav"
-        )
-        moments = times if sample_times is None else sample_times(metadata)
-        wanted = sorted({max(0, bisect_right(times, float(moment) + _TOLERANCE) - 1) for moment in moments})
         frames: list[Any] = []
         shown: list[int] = []
         for position, frame in reader.read(wanted):
@@ -99,6 +95,30 @@ def decode_video(
         metadata.frames_indices = shown
         metadata.frame_times = [times[position] for position in shown]
         return frames, metadata
+
+
+def probe_video(source: Any, sample_times: Callable[[Any], Iterable[float]] | None = None) -> STTSVideoMetadata:
+    """Metadata that `decode_video` returns for an undamaged file, without decoding: `height` and `width` are missing.
+
+    Reads the file's packets once. Arguments and errors as in `decode_video`.
+    """
+    with _Reader(source) as reader:
+        metadata, wanted = _plan(reader, sample_times)
+        metadata.frames_indices = wanted
+        metadata.frame_times = [reader.times[position] for position in wanted]
+        return metadata
+
+
+def _plan(
+    reader: "_Reader", sample_times: Callable[[Any], Iterable[float]] | None
+) -> tuple[STTSVideoMetadata, list[int]]:
+    """Metadata of the file and, ascending, which of its frames are on screen at the moments to show."""
+    times = reader.times
+    metadata = STTSVideoMetadata(
+        total_num_frames=len(times), fps=reader.fps, duration=reader.duration, video_backend="pyav"
+    )
+    moments = times if sample_times is None else sample_times(metadata)
+    return metadata, sorted({max(0, bisect_right(times, float(moment) + _TOLERANCE) - 1) for moment in moments})
 
 
 class _Reader:

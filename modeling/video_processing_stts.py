@@ -16,7 +16,7 @@ from transformers.utils import logging
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
 from .frame_sampling_stts import check_ratio, frame_budget, sample_indices, sample_times
-from .video_decoding_stts import STTSVideoMetadata, decode_video
+from .video_decoding_stts import STTSVideoMetadata, decode_video, probe_video
 
 logger = logging.get_logger(__name__)
 
@@ -45,7 +45,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
     video; the last frame is always among them and no frame comes twice. `fps=` in a call samples the whole video at
     that rate, however many frames that gives. Further settings: `STTSVideoProcessorKwargs`; each works per call too.
 
-    Videos are paths, `http(s)` URLs, lists of PIL images or of image files, and arrays of decoded frames, mixed freely.
+    Videos are paths, `http(s)` URLs, the bytes of files, lists of PIL images or of image files, and arrays of decoded
+    frames, mixed freely.
     Frames that come without `video_metadata` are taken for `max_fps` per second.
 
     Raises:
@@ -92,6 +93,18 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                     "input_data_format": ChannelDimension.FIRST,
                 }
             ),
+        )
+
+    def probe(self, video: Any, **kwargs: Any) -> STTSVideoMetadata:
+        """Which frames of a video file (a path, a URL or bytes) `preprocess` would show, without decoding any.
+
+        Returns metadata with `frames_indices` and `frame_times`; where frames turn out to be damaged, fewer are shown.
+        `kwargs` and errors as in `preprocess`.
+        """
+        limits = self._sampling_limits(kwargs)
+        sample = kwargs.get("do_sample_frames", self.do_sample_frames)
+        return probe_video(
+            _source(plain_videos(video)), (lambda found: sample_times(found.duration, *limits)) if sample else None
         )
 
     def sample_frames(
@@ -146,8 +159,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         sample = options["do_sample_frames"]
         if isinstance(video, str):
             moments = (lambda found: sample_times(found.duration, *limits)) if sample else None
-            source = _download(video) if video.startswith(("http://", "https://")) else video
-            images, found = decode_video(source, moments, lambda frame: self._resized(frame, options))
+            images, found = decode_video(_source(video), moments, lambda frame: self._resized(frame, options))
             return torch.stack(images), found
         if isinstance(video, list | tuple):  # paths or URLs of images
             pictures = [load_image(picture).convert("RGB") for picture in video]
@@ -189,19 +201,39 @@ def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:
 
 
 def plain_videos(videos: Any) -> Any:
-    """The same videos in the forms transformers knows: path objects as strings, PIL images as RGB.
+    """The same videos in the forms transformers knows: path objects and files in memory as strings, images as RGB.
 
     Raises:
         ValueError: the images of one video differ in size.
     """
     if isinstance(videos, os.PathLike):
         return os.fspath(videos)
+    if isinstance(videos, bytes | bytearray | memoryview):
+        return _VideoBytes(videos)
     if isinstance(videos, Image.Image):
         return videos.convert("RGB")
     if not isinstance(videos, list | tuple):
         return videos
     _check_sizes({(image.height, image.width) for image in videos if isinstance(image, Image.Image)})
     return [plain_videos(video) for video in videos]
+
+
+class _VideoBytes(str):
+    """A video file in memory that passes for a path, the only form in which transformers lets a file through."""
+
+    data: bytes | bytearray | memoryview
+
+    def __new__(cls, data: bytes | bytearray | memoryview) -> "_VideoBytes":
+        instance = super().__new__(cls, "<bytes of a video>")
+        instance.data = data
+        return instance
+
+
+def _source(video: str) -> Any:
+    """What to decode: a path, or the bytes of a file."""
+    if isinstance(video, _VideoBytes):
+        return video.data
+    return _download(video) if video.startswith(("http://", "https://")) else video
 
 
 def _check_sizes(sizes: set[tuple[int, ...]]) -> None:

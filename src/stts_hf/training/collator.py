@@ -1,0 +1,231 @@
+"""Rows to a batch: decoding in the data loader's workers, padding, and several samples in one row."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .encoding import IMAGE_KEYS, VIDEO_KEYS, Encoded, empty_video, encode
+from .labels import IGNORED
+from .rows import RowError, read_row
+
+logger = logging.get_logger(__name__)
+
+_REPLACEMENT_TRIES = 16
+# Tables of places in a tensor of all patches, which shift when samples are put behind one another.
+_POOLING = {"video_token_pooling": "pixel_values_videos", "image_token_pooling": "pixel_values"}
+
+
+class STTSDataCollator:
+    """
+    Makes batches for training. A row is a dict (see docs/training_data.md), or a list of dicts that share one row of
+    the batch: what `PackedDataset` gives. Videos and images are decoded here, so in the data loader's workers.
+
+    Args:
+        processor: an `STTSProcessor`.
+        model_config: the model's config, from which the pruning ratio is taken.
+        pruning_ratio: instead of the config's. One of the two is needed with `max_length` or `pad_to`.
+        on_error: "raise" stops at a row that cannot be read or decoded, "skip" warns and goes on without it.
+        replacements: data set that rows are drawn from where, with "skip", a row of the batch is left without a sample.
+            Which one is drawn depends on the lost row's id alone. Without it such a row is left out, and a batch of
+            which nothing is left is an error.
+        max_length: tokens that a row of the batch may have after pruning; nothing is ever cut off.
+        pad_to: every row is given this many tokens after pruning, so that all steps have one shape. Adds
+            `pruned_length` for the model. Implies `max_length`.
+        return_ids: adds `sample_ids`, the ids of the batch's samples, and `skipped_ids`, those of the rows that were
+            skipped; both are lists of str and not for the model.
+        always_video: adds a black frame that nothing is learned from to batches without video, so that all processes of
+            a sharded run use the same parameters. Batches of packed rows without video get it in any case: without a
+            video the model would not keep the samples of a row apart.
+        padding_side: "left" or "right", by default the tokenizer's.
+
+    `batch = collator(rows)` is a dict for `model(**batch)`: `input_ids`, `attention_mask`, `mm_token_type_ids`,
+    `labels` (B, L), -100 outside the answers, what the processor gives for videos and images, and, with packed rows,
+    `position_ids` (B, L) that start over with each sample.
+
+    Raises:
+        RowError: a row cannot be read or decoded, or has more tokens after pruning than allowed; it names the row.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        model_config: Any = None,
+        pruning_ratio: float | None = None,
+        on_error: str = "raise",
+        replacements: Sequence[Any] | None = None,
+        max_length: int | None = None,
+        pad_to: int | None = None,
+        return_ids: bool = False,
+        always_video: bool = False,
+        padding_side: str | None = None,
+    ):
+        check_on_error(on_error)
+        for name, value in (("max_length", max_length), ("pad_to", pad_to)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of tokens of at least 1, got {value!r}.")
+        if pad_to is not None and max_length is not None and max_length > pad_to:
+            raise ValueError(f"max_length={max_length} is more than pad_to={pad_to}. Leave max_length out.")
+        self.processor = processor
+        self.pruning_ratio = resolve_ratio(model_config, pruning_ratio)
+        self.max_length = max_length if max_length is not None else pad_to
+        if self.max_length is not None and self.pruning_ratio is None:
+            raise ValueError("max_length and pad_to count tokens after pruning: pass model_config or pruning_ratio.")
+        self.padding_side = padding_side or processor.tokenizer.padding_side
+        if self.padding_side not in ("left", "right"):
+            raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
+        self.on_error = on_error
+        self.replacements = replacements
+        self.pad_to = pad_to
+        self.return_ids = return_ids
+        self.always_video = always_video
+        self._empty_video: Encoded | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+        packed = any(not isinstance(row, Mapping) for row in rows)
+        skipped: list[str] = []
+        batch = []
+        for row in rows:
+            samples = self._encode_row([row] if isinstance(row, Mapping) else row, skipped)
+            if samples:
+                batch.append(samples)
+        if not batch:
+            raise RowError(
+                f"Nothing is left of a batch: all of its rows were skipped: {', '.join(map(repr, skipped))}. Take them "
+                "out of the data, or pass `replacements` to draw others in their place."
+            )
+        ids = [sample.id for samples in batch for sample in samples]
+        has_video = any(sample.grids for samples in batch for sample in samples)
+        if (self.always_video or packed) and not has_video:
+            self._add_empty_video(batch, packed)
+        features = self._pad(batch, packed) | _join_vision([sample for samples in batch for sample in samples])
+        if self.return_ids:
+            features |= {"sample_ids": ids, "skipped_ids": skipped}
+        return features
+
+    def _encode_row(self, rows: Sequence[Mapping[str, Any]], skipped: list[str]) -> list[Encoded]:
+        """The samples of one row of the batch."""
+        samples: list[Encoded] = []
+        used = 0
+        for row in rows:
+            try:
+                sample, length = self._encode(row, used)
+            except RowError as error:
+                if self.on_error == "raise":
+                    raise
+                logger.warning(f"Skipped: {error}")
+                skipped.append(error.row_id or "<no id>")
+                continue
+            samples.append(sample)
+            used += length
+        if rows and not samples and self.replacements is not None:
+            samples = [self._replace(skipped)]
+        return samples
+
+    def _encode(self, row: Mapping[str, Any], used: int = 0) -> tuple[Encoded, int]:
+        """A sample and its length after pruning, if that fits behind `used` tokens of its row."""
+        sample = encode(self.processor, read_row(row))
+        if self.max_length is None:
+            return sample, 0
+        length = len(sample) - sample.dropped(self.pruning_ratio)
+        if used + length > self.max_length:
+            before = f" and the samples before it in its row {used}" if used else ""
+            raise RowError(
+                f"Row {sample.id!r} has {length} tokens after pruning{before}, but max_length is {self.max_length}. "
+                "Raise max_length or pruning_ratio, or lower the video processor's num_frames.",
+                sample.id,
+            )
+        return sample, length
+
+    def _replace(self, skipped: list[str]) -> Encoded:
+        """A sample in place of the one that was skipped last: the first good one from a place its id points to."""
+        assert self.replacements is not None
+        start = zlib.crc32(skipped[-1].encode())
+        for step in range(_REPLACEMENT_TRIES):
+            row = self.replacements[(start + step) % len(self.replacements)]
+            candidates = [row] if isinstance(row, Mapping) else row
+            for candidate in candidates:
+                try:
+                    return self._encode(candidate)[0]
+                except RowError as error:
+                    logger.warning(f"Not taken as a replacement: {error}")
+        raise RowError(
+            f"Row {skipped[-1]!r} was skipped and {_REPLACEMENT_TRIES} rows in its place could not be used either. "
+            "Check the data with check_rows."
+        )
+
+    def _add_empty_video(self, batch: list[list[Encoded]], packed: bool) -> None:
+        if self._empty_video is None:
+            self._empty_video = empty_video(self.processor)
+        extra = self._empty_video
+        shortest = min(batch, key=lambda samples: sum(len(sample) for sample in samples))
+        room = self.max_length is None or sum(len(sample) for sample in shortest) + len(extra) <= self.max_length
+        if packed and room:
+            shortest.append(extra)
+        else:
+            batch.append([extra])
+
+    def _pad(self, batch: list[list[Encoded]], packed: bool) -> dict[str, Any]:
+        """Text of the rows, each of them its samples behind one another, padded to one length."""
+        pad_id = self.processor.tokenizer.pad_token_id or 0
+        lengths = [sum(len(sample) for sample in samples) for samples in batch]
+        width = max(lengths)
+        if self.pad_to is not None:
+            # So long that every row has `pad_to` tokens once its video tokens are gone.
+            width = max(self.pad_to + sum(s.dropped(self.pruning_ratio) for s in samples) for samples in batch)
+        features = {
+            "input_ids": [[s.input_ids for s in samples] for samples in batch],
+            "attention_mask": [[torch.ones_like(s.input_ids) for s in samples] for samples in batch],
+            "mm_token_type_ids": [[s.mm_token_type_ids for s in samples] for samples in batch],
+            "labels": [[s.labels for s in samples] for samples in batch],
+        }
+        if packed:
+            features["position_ids"] = [[torch.arange(len(s)) for s in samples] for samples in batch]
+        fillers = {"input_ids": pad_id, "labels": IGNORED}
+        padded: dict[str, Any] = {
+            name: torch.stack([self._fill(torch.cat(row), width, fillers.get(name, 0)) for row in rows])
+            for name, rows in features.items()
+        }
+        if self.pad_to is not None:
+            padded["pruned_length"] = self.pad_to
+        return padded
+
+    def _fill(self, row: torch.Tensor, width: int, filler: int) -> torch.Tensor:
+        missing = width - len(row)
+        sides = (missing, 0) if self.padding_side == "left" else (0, missing)
+        return torch.nn.functional.pad(row, sides, value=filler)
+
+
+def check_on_error(on_error: str) -> None:
+    """Raises `ValueError` for anything but "raise" and "skip"."""
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
+
+
+def resolve_ratio(model_config: Any, pruning_ratio: float | None) -> float | None:
+    """The pruning ratio: as given, else that of the model's config, else None."""
+    if pruning_ratio is None and model_config is not None:
+        pruning_ratio = model_config.vision_config.pruning_ratio
+    if pruning_ratio is not None and not 0 <= pruning_ratio <= 1:
+        raise ValueError(f"pruning_ratio must be a number from 0 to 1, got {pruning_ratio!r}.")
+    return pruning_ratio
+
+
+def _join_vision(samples: list[Encoded]) -> dict[str, torch.Tensor]:
+    """Videos and images of all samples behind one another."""
+    joined = {}
+    for key in (*VIDEO_KEYS, *IMAGE_KEYS):
+        holders = [sample.vision for sample in samples if key in sample.vision]
+        if not holders:
+            continue
+        parts = [vision[key] for vision in holders]
+        if key in _POOLING:
+            patches = [vision[_POOLING[key]].shape[0] * vision[_POOLING[key]].shape[1] for vision in holders]
+            starts = [sum(patches[:number]) for number in range(len(patches))]
+            parts = [torch.where(p >= 0, p + start, p) for p, start in zip(parts, starts, strict=True)]
+        joined[key] = torch.cat(parts)
+    return joined

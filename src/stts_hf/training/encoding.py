@@ -1,0 +1,142 @@
+"""One sample as the model's inputs, and how many of its tokens pruning leaves: known before anything is decoded."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers.image_utils import load_image
+
+from stts_hf.modeling.scoring_stts import num_kept_blocks
+
+from .labels import IGNORED, make_labels, render
+from .rows import RowError, Sample
+
+VIDEO_KEYS = ("pixel_values_videos", "video_token_pooling", "video_grids")
+IMAGE_KEYS = ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
+
+
+@dataclass
+class Encoded:
+    """
+    A sample as tensors.
+
+    input_ids, mm_token_type_ids, labels: (L,). vision: what the processor gives for its videos and images, with the
+    shapes of DESIGN.md. grids: `(T, rows, columns)` of each video.
+    """
+
+    id: str
+    input_ids: torch.Tensor
+    mm_token_type_ids: torch.Tensor
+    labels: torch.Tensor
+    vision: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def grids(self) -> list[tuple[int, int, int]]:
+        return [tuple(grid) for grid in self.vision["video_grids"].tolist()] if "video_grids" in self.vision else []
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def dropped(self, pruning_ratio: float | None) -> int:
+        """How many of the tokens pruning takes away; `pruning_ratio` may be None where there is no video."""
+        return count_dropped(self.grids, pruning_ratio)
+
+
+def count_dropped(grids: Sequence[tuple[int, int, int]], pruning_ratio: float | None) -> int:
+    """Video tokens that go of videos with these `(T, rows, columns)`."""
+    if not grids:
+        return 0
+    if pruning_ratio is None:
+        raise ValueError("pruning_ratio is not known, so tokens after pruning cannot be counted. Pass model_config.")
+    blocks = [(frames, rows * columns) for frames, rows, columns in grids]
+    return sum(t * n - num_kept_blocks(t, n, pruning_ratio) for t, n in blocks)
+
+
+def encode(processor: Any, sample: Sample) -> Encoded:
+    """
+    Decodes and tokenizes a sample.
+
+    Raises:
+        RowError: a file cannot be decoded, the chat template refuses the conversation, or nothing of it is learned.
+    """
+    try:
+        check_text(processor, sample)
+        text, spans = render(processor, sample.messages)
+        inputs = processor(
+            text=[text],
+            videos=sample.videos or None,
+            images=[open_image(image) for image in sample.images] or None,
+            return_tensors="pt",
+            return_offsets_mapping=True,
+            return_text_replacement_offsets=True,
+            padding=False,
+            truncation=False,
+        )
+        moved = _move_spans(processor, text, spans, inputs["text_replacement_offsets"][0])
+        labels = make_labels(inputs["input_ids"][0], inputs["offset_mapping"][0], moved)
+        if (labels == IGNORED).all():
+            raise ValueError("messages: all labels are masked, so there is nothing to learn.")
+    except (ImportError, MemoryError):  # not the row's fault
+        raise
+    except Exception as error:
+        raise RowError(f"Row {sample.id!r}: {error}", sample.id) from error
+    vision = {key: inputs[key] for key in (*VIDEO_KEYS, *IMAGE_KEYS) if key in inputs}
+    return Encoded(sample.id, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision)
+
+
+def check_text(processor: Any, sample: Sample) -> None:
+    """Raises `ValueError` where a text holds tokens that stand for images, videos or turns."""
+    tokenizer = processor.tokenizer
+    reserved = {processor.image_token, processor.video_token, tokenizer.bos_token, tokenizer.eos_token}
+    reserved |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
+    for number, message in enumerate(sample.messages):
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+        found = [token for token in reserved if token and any(token in text for text in texts)]
+        if found:
+            raise ValueError(
+                f"messages[{number}] holds {found[0]!r}, a control token of the model. Take it out of the text."
+            )
+
+
+def open_image(image: Any) -> Image.Image:
+    """A path, URL, bytes or PIL image as RGB, upright."""
+    return load_image(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
+
+
+def add_bos(processor: Any, text: str) -> str:
+    """The prompt as the processor tokenizes it."""
+    bos = processor.tokenizer.bos_token or processor.tokenizer.eos_token
+    return text if text.startswith(bos) else bos + text
+
+
+def _move_spans(
+    processor: Any, text: str, spans: list[tuple[int, int]], replacements: list[dict[str, Any]]
+) -> list[tuple[int, int]]:
+    """Spans in `text` to where they lie after the bos token was added and placeholders were spelled out."""
+    bos = len(add_bos(processor, text)) - len(text)
+
+    def move(place: int) -> int:
+        place += bos
+        grown = sum(len(r["replacement"]) - len(r["text"]) for r in replacements if r["span"][1] <= place)
+        return place + grown
+
+    return [(move(start), move(end)) for start, end in spans]
+
+
+def empty_video(processor: Any) -> Encoded:
+    """A black video of one frame, of which nothing is learned. Its temporal loss is 0: it has no second frame."""
+    size = processor.video_processor.size
+    frame = torch.zeros(1, 3, size["height"], size["width"], dtype=torch.uint8)
+    inputs = processor(
+        text=[processor.video_token],
+        videos=[frame],
+        video_metadata=[{"total_num_frames": 1, "fps": 1.0}],
+        return_tensors="pt",
+    )
+    ids = inputs["input_ids"][0]
+    vision = {key: inputs[key] for key in VIDEO_KEYS}
+    return Encoded("<empty video>", ids, inputs["mm_token_type_ids"][0], torch.full_like(ids, IGNORED), vision)

@@ -1,0 +1,118 @@
+"""Which samples share a row of the batch: planned ahead from their lengths, so that nothing is decoded to find out."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+from transformers.utils import logging
+
+from .collator import check_on_error
+from .rows import RowError, row_id
+
+logger = logging.get_logger(__name__)
+
+
+class PackedDataset(Dataset):
+    """
+    Rows of a data set in groups that fit a token budget; item `i` is a list of rows, for `STTSDataCollator`.
+
+    The rows are shuffled and cut into windows; within a window the longest row goes first, each into the group where it
+    leaves the least room (best fit, descending). So groups are well filled, and still of random rows. All is settled at
+    construction by `seed`: the number of groups never changes, every process and worker sees the same ones, and a
+    training that is resumed meets them in the same order. Their order in each epoch is the sampler's.
+
+    Args:
+        rows: map-style data set.
+        lengths: tokens of each row after pruning (`measure_lengths`), None for rows to leave out.
+        budget: tokens that a group may have after pruning; the collator's `pad_to` or `max_length`.
+        seed: settles which rows come together.
+        window: rows that are grouped at a time; more fill the groups better, fewer keep them more random.
+        max_samples: most rows in a group, None for no limit.
+        on_error: "raise" or "skip" for rows that are longer than the budget.
+
+    Attributes:
+        groups: indices into `rows`. fill_rate: share of all groups' tokens that are used.
+
+    Raises:
+        RowError: a row is longer than the budget.
+        ValueError: an argument is out of range, or nothing is left to train on.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        lengths: Sequence[int | None],
+        budget: int,
+        *,
+        seed: int = 0,
+        window: int = 1024,
+        max_samples: int | None = None,
+        on_error: str = "raise",
+    ):
+        check_on_error(on_error)
+        for name, value in (("budget", budget), ("window", window), ("max_samples", max_samples)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if len(lengths) != len(rows):
+            raise ValueError(f"lengths has {len(lengths)} entries for {len(rows)} rows. Measure these rows.")
+        self.rows, self.budget = rows, budget
+        usable = [index for index, length in enumerate(lengths) if self._fits(index, length, on_error)]
+        if not usable:
+            raise ValueError("No row is left to pack: all lengths are None or above the budget.")
+        sizes = {index: int(lengths[index] or 0) for index in usable}
+        generator = np.random.default_rng(seed)
+        order = [usable[place] for place in generator.permutation(len(usable))]
+        self.groups: list[list[int]] = []
+        for start in range(0, len(order), window):
+            groups = best_fit(order[start : start + window], sizes, budget, max_samples)
+            for place in generator.permutation(len(groups)):
+                self.groups.append([groups[place][number] for number in generator.permutation(len(groups[place]))])
+        self.lengths = [sum(sizes[index] for index in group) for group in self.groups]
+        self.fill_rate = sum(self.lengths) / (budget * len(self.groups))
+        self.num_samples = len(usable)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return [self.rows[row] for row in self.groups[index]]
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedDataset({self.num_samples} of {len(self.rows)} rows in {len(self)} groups of up to {self.budget} "
+            f"tokens, {self.num_samples / len(self):.2f} a group, {self.fill_rate:.1%} filled)"
+        )
+
+    def _fits(self, index: int, length: int | None, on_error: str) -> bool:
+        if length is None or length <= self.budget:
+            return length is not None
+        name = row_id(self.rows[index], index)
+        message = (
+            f"Row {name!r} has {length} tokens after pruning, but the budget is {self.budget}. Raise the budget or "
+            "pruning_ratio, or lower the video processor's num_frames."
+        )
+        if on_error == "raise":
+            raise RowError(message, name)
+        logger.warning(f"Skipped: {message}")
+        return False
+
+
+def best_fit(
+    items: Sequence[int], sizes: dict[int, int], budget: int, max_samples: int | None = None
+) -> list[list[int]]:
+    """Groups of `items` whose sizes add up to `budget` at most, by best fit in descending order of size."""
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens free, number of the group), ascending, of groups that take more
+    for item in sorted(items, key=lambda item: -sizes[item]):
+        place = bisect_left(rooms, (sizes[item], 0))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+            groups[number].append(item)
+        else:
+            room, number = budget, len(groups)
+            groups.append([item])
+        if max_samples is None or len(groups[number]) < max_samples:
+            insort(rooms, (room - sizes[item], number))
+    return groups

@@ -1,0 +1,234 @@
+"""
+One row of a data set, read without touching its videos: conversation, videos and images in order, or what is wrong.
+
+A row has `messages`, or `question` with `options` and `answer` in their place; `videos` and `images` fill the
+placeholders of the messages in order. See docs/training_data.md.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from .prompts import choice_messages, subtitle_text
+
+MEDIA = {"video": "videos", "image": "images"}
+_PLACEHOLDER = re.compile(r"<(video|image)>")
+
+
+class RowError(ValueError):
+    """A row that cannot be trained on; the message names its id. `row_id` is lost on the way out of a worker."""
+
+    def __init__(self, message: str, row_id: str | None = None):
+        super().__init__(message)
+        self.row_id = row_id
+
+
+@dataclass
+class Sample:
+    """
+    A row that was read.
+
+    messages: `{"role", "content": parts}`; parts that stand for a video or image hold no data. videos: paths, URLs or
+    bytes. images: paths, URLs, bytes or PIL images. All in the order of the placeholders.
+    """
+
+    id: str
+    messages: list[dict[str, Any]]
+    videos: list[Any]
+    images: list[Any]
+
+
+def row_id(row: Any, index: int | None = None) -> str:
+    """The `id` column, else the row's number."""
+    found = row.get("id") if isinstance(row, Mapping) else None
+    if found is not None:
+        return str(found)
+    return "<no id>" if index is None else f"row {index}"
+
+
+def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
+    """
+    Reads a row; `index` names it where it has no `id`.
+
+    Raises:
+        RowError: a column is missing or of the wrong kind, placeholders and videos or images differ in number, there is
+            more than one video, or no answer to learn from.
+    """
+    name = row_id(row, index)
+    try:
+        return _read(row, name)
+    except (ValueError, TypeError) as error:
+        raise RowError(f"Row {name!r}: {error}", name) from error
+
+
+def check_files(sample: Sample) -> None:
+    """Raises `RowError` where a video or image file is missing or empty."""
+    for key, sources in (("videos", sample.videos), ("images", sample.images)):
+        for source in sources:
+            if not isinstance(source, str) or is_url(source):
+                continue
+            if not os.path.isfile(source) or not os.path.getsize(source):
+                problem = "is empty" if os.path.isfile(source) else "does not exist"
+                raise RowError(f"Row {sample.id!r}: {key}: the file {source!r} {problem}.", sample.id)
+
+
+def is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def _read(row: Any, name: str) -> Sample:
+    if not isinstance(row, Mapping):
+        raise TypeError(f"a row must be a dict of columns, got {type(row).__name__}.")
+    root = Path(row["media_root"]) if row.get("media_root") else None
+    messages = _read_messages(row)
+    media: dict[str, list[Any]] = {}
+    for kind, key in MEDIA.items():
+        given = _read_media(row, kind, root)
+        media[key] = _fill(messages, kind, given, root)
+    if len(media["videos"]) > 1:
+        raise ValueError(
+            f"videos: a Molmo2 sample holds at most one video, this one has {len(media['videos'])}. Make a row of each."
+        )
+    _check_roles(messages)
+    if row.get("subtitles"):
+        if messages[0]["role"] == "subtitle":
+            raise ValueError("subtitles: messages begin with subtitles as well. Give them once.")
+        messages.insert(0, {"role": "subtitle", "content": subtitle_text(row["subtitles"], root)})
+    return Sample(name, messages, **media)
+
+
+def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Messages with their content as a list of parts, or as text for subtitles."""
+    given, question = row.get("messages"), row.get("question")
+    if (given is None) == (question is None):
+        columns = sorted(name for name, value in row.items() if value is not None)
+        raise ValueError(f"one of the columns messages and question must be filled, this row has {columns}.")
+    if given is None:
+        given = choice_messages(question, row.get("options"), row.get("answer"))
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise TypeError(f"messages must be a list of {{'role', 'content'}}, got {given!r}.")
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(given):
+        if not isinstance(message, Mapping) or message.get("role") is None or message.get("content") is None:
+            raise ValueError(f"messages[{number}] must have role and content, got {message!r}.")
+        role = str(message["role"]).lower()
+        content = message["content"]
+        if role == "subtitle":
+            lines = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+            messages.append({"role": role, "content": "\n".join(lines)})
+            continue
+        parts = _split(content) if isinstance(content, str) else [_read_part(part, number) for part in content]
+        messages.append({"role": role, "content": parts})
+    return messages
+
+
+def _split(text: str) -> list[dict[str, Any]]:
+    """Text with `<video>` and `<image>` placeholders as parts; line breaks beside a placeholder belong to it."""
+    pieces = _PLACEHOLDER.split(text)
+    if len(pieces) == 1:
+        return [{"type": "text", "text": text}]
+    parts: list[dict[str, Any]] = []
+    for position, piece in enumerate(pieces):
+        if position % 2:
+            parts.append({"type": piece})
+        elif words := piece.strip("\n"):
+            parts.append({"type": "text", "text": words})
+    return parts
+
+
+def _read_part(part: Any, number: int) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise TypeError(f"messages[{number}]: a part must be a dict with a type, got {part!r}.")
+    # Tables fill the keys that other parts have with None, and the chat template asks which keys there are.
+    kept = {key: value for key, value in part.items() if value is not None}
+    kind = kept.get("type") or next((name for name in ("text", *MEDIA) if name in kept), None)
+    if kind == "text":
+        if not isinstance(kept.get("text"), str):
+            raise ValueError(f"messages[{number}]: a part of type text needs a text, got {part!r}.")
+        return {"type": "text", "text": kept["text"]} | ({"style": kept["style"]} if "style" in kept else {})
+    if kind not in MEDIA:
+        raise ValueError(f"messages[{number}]: the type of a part must be text, video or image, got {kind!r}.")
+    sources = [kept[key] for key in (kind, "path", "url", f"{kind}_url") if key in kept]
+    return {"type": kind} | ({"source": sources[0]} if sources else {})
+
+
+def _read_media(row: Mapping[str, Any], kind: str, root: Path | None) -> list[Any]:
+    """The columns `videos` and `video`, or `images` and `image`."""
+    found: list[Any] = []
+    for key in (MEDIA[kind], kind):
+        value = row.get(key)
+        if value is None:
+            continue
+        entries = value if isinstance(value, list | tuple) else [value]
+        found.extend(_source(entry, f"{key}[{number}]", kind, root) for number, entry in enumerate(entries))
+    return found
+
+
+def _source(entry: Any, key: str, kind: str, root: Path | None) -> Any:
+    if isinstance(entry, Mapping):
+        data, path = entry.get("bytes"), entry.get("path") or entry.get("url")
+        entry = path if data is None else data
+    if isinstance(entry, bytes | bytearray | memoryview):
+        if not entry:
+            raise ValueError(f"{key} is empty.")
+        return bytes(entry)
+    if isinstance(entry, os.PathLike):
+        entry = os.fspath(entry)
+    if isinstance(entry, str) and entry:
+        return entry if is_url(entry) or root is None else str(root / entry.removeprefix("file://"))
+    if kind == "image" and isinstance(entry, Image.Image):
+        return entry
+    forms = "a path, bytes or {'bytes', 'path'}" + (" or a PIL image" if kind == "image" else "")
+    raise TypeError(
+        f"{key} must be {forms}, got {type(entry).__name__}. Columns that datasets decodes must be cast to "
+        f"{kind.title()}(decode=False); load_rows does that."
+    )
+
+
+def _fill(messages: list[dict[str, Any]], kind: str, given: list[Any], root: Path | None) -> list[Any]:
+    """All videos or images in the order of their parts; takes them out of the parts."""
+    parts = [
+        part
+        for message in messages
+        if message["role"] != "subtitle"
+        for part in message["content"]
+        if part["type"] == kind
+    ]
+    if given and not parts:
+        first_user = next((message for message in messages if message["role"] == "user"), None)
+        if first_user is None:
+            raise ValueError("messages: there is no user message.")
+        first_user["content"][:0] = [{"type": kind} for _ in given]
+        return given
+    empty = sum("source" not in part for part in parts)
+    if empty != len(given):
+        raise ValueError(
+            f"{MEDIA[kind]} has {len(given)} entries, but the messages have {empty} places for them (parts of type "
+            f"{kind} without a source, or <{kind}> in a text)."
+        )
+    remaining = iter(given)
+    return [
+        _source(part.pop("source"), f"messages: {kind}", kind, root) if "source" in part else next(remaining)
+        for part in parts
+    ]
+
+
+def _check_roles(messages: list[dict[str, Any]]) -> None:
+    for number, message in enumerate(messages):
+        role, content = message["role"], message["content"]
+        if role not in ("user", "assistant", "system") and (role, number) != ("subtitle", 0):
+            raise ValueError(f"messages[{number}] has role {role!r}; user and assistant are known, and subtitle first.")
+        if role == "assistant":
+            if any(part["type"] != "text" for part in content):
+                raise ValueError(f"messages[{number}]: an answer cannot hold a video or image.")
+            if not "".join(part["text"] for part in content).strip():
+                raise ValueError(f"messages[{number}]: the answer is empty.")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("messages: there is no assistant message, so nothing to learn: all labels would be masked.")
