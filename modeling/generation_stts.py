@@ -7,9 +7,10 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import Molmo2ForConditionalGeneration
 
+from .checks_stts import check_text_attention
 from .configuration_stts import check_pruning_ratio
-from .inputs_stts import PrunedInputs, check_text_attention
-from .sequence_stts import CachedPrompt, find_samples
+from .inputs_stts import PrunedInputs
+from .sequence_stts import CachedPrompt, any_row_is_packed
 
 VISION_INPUTS = (
     "pixel_values",
@@ -79,6 +80,9 @@ class STTSGeneration:
         cache = kwargs.get("past_key_values")
         cached: CachedPrompt | None = getattr(cache, "pruned_prompt", None)
         if kwargs.get("pixel_values_videos") is None and cached is None:
+            position_ids = kwargs.get("position_ids")
+            if position_ids is not None and not (cache is not None and cache.get_seq_length()):
+                check_one_sample(position_ids, kwargs.get("attention_mask"))
             return super().generate(inputs, generation_config, **kwargs)
         check_text_attention(self.config.text_config)
         if "prepare_inputs_for_generation" not in vars(Molmo2ForConditionalGeneration):
@@ -176,9 +180,7 @@ def check_old_transformers(cache, cache_implementation: str | None, prefill_chun
 def check_one_sample(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
     """Raises `ValueError` for rows (B, L) whose positions start over: a packed row cannot be gone on with."""
     fits = attention_mask is not None and attention_mask.shape == position_ids.shape
-    shown = attention_mask.bool() if fits else torch.ones_like(position_ids, dtype=torch.bool)
-    samples = find_samples(position_ids, shown)
-    if (torch.where(shown, samples, 0).amax(-1) > 1).any():
+    if any_row_is_packed(position_ids, attention_mask if fits else None):
         raise ValueError(
             "`position_ids` start over, as for several samples in a row, but `generate` goes on with one text per row. "
             "Pass the samples as rows of their own, or leave out `position_ids`."

@@ -25,19 +25,20 @@ from transformers.models.molmo2.modeling_molmo2 import (
 from transformers.utils import can_return_tuple
 
 from .card_stts import TAGS
-from .configuration_stts import STTSConfig, check_pruning_ratio
-from .generation_stts import STTSGeneration
-from .inputs_stts import (
-    PrunedInputs,
+from .checks_stts import (
     check_finite,
     check_image_inputs,
     check_pruned_length,
     check_shape,
     check_text_attention,
     check_video_inputs,
-    prune_inputs,
+    flash_tells_samples_apart,
+    packed_without_videos,
     read_grids,
 )
+from .configuration_stts import STTSConfig, check_pruning_ratio
+from .generation_stts import STTSGeneration
+from .inputs_stts import PrunedInputs, prune_inputs
 from .saving_stts import SavingMixin
 from .scoring_stts import split_videos
 from .sequence_stts import find_samples
@@ -182,8 +183,14 @@ class STTSModel(Molmo2Model):
         tokens = input_ids if input_ids is not None else inputs_embeds
         if pruned_length is not None:
             check_pruned_length(pruned_length)
-        stays = pruned_length is None or (tokens is not None and tokens.shape[1] == pruned_length)
-        if pixel_values_videos is None and cached is None and stays:
+        unpruned = pixel_values_videos is None and cached is None
+        packed = unpruned and packed_without_videos(tokens, attention_mask, position_ids, past_key_values)
+        keeps_length = pruned_length is None or (tokens is not None and tokens.shape[1] == pruned_length)
+        if packed and keeps_length and pixel_values is None:
+            keeps_packing = flash_tells_samples_apart(self.config.text_config, tokens, attention_mask)
+        else:
+            keeps_packing = not packed
+        if unpruned and keeps_length and keeps_packing:
             check_image_inputs(pixel_values, image_token_pooling, image_grids)
             if mm_encoder_outputs and attention_mask is None and past_key_values is None:
                 # `generate` without a cache, after dropping: gaps in the positions would pass for packed samples.
@@ -204,11 +211,14 @@ class STTSModel(Molmo2Model):
                 return_dict=True,
                 **kwargs,
             )
-            return STTSModelOutputWithPast(**outputs)
+            result = STTSModelOutputWithPast(**outputs)
+            if packed:
+                result.kept_positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+            return result
 
         if mm_encoder_outputs:
             raise ValueError(
-                "`mm_encoder_outputs` excludes `pixel_values_videos` and `pruned_length`; pass one of them."
+                "`mm_encoder_outputs` excludes `pixel_values_videos`, `pruned_length` and packed rows; pass the pixels."
             )
         if "cu_seq_lens_q" in kwargs:
             raise ValueError(

@@ -86,6 +86,13 @@ def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None
     return restarts.long().cumsum(-1)
 
 
+def any_row_is_packed(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> bool:
+    """Whether a row of (B, L) positions holds more than one sample, by `find_samples`; waits for the device."""
+    shown = torch.ones_like(position_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    samples = find_samples(position_ids, shown)
+    return bool((torch.where(shown, samples, 0).amax(-1) > 1).any())
+
+
 def placeholders_of_videos(
     placeholders: torch.Tensor, frame_starts: torch.Tensor, image_starts: torch.Tensor
 ) -> torch.Tensor:

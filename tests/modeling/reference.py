@@ -33,6 +33,15 @@ def one_by_one(inputs: Inputs, rows: Sequence[Sequence[Part]]) -> list[Inputs]:
     return [_row(inputs, list(rows), index) for index in range(len(rows))]
 
 
+def pack(inputs: Inputs, rows: Sequence[Sequence[Part]]) -> Inputs:
+    """The rows of a batch behind one another in a single row; videos and images keep their order."""
+    alone = one_by_one(inputs, rows)
+    per_token = [name for name in PER_TOKEN if name in inputs and name not in ("attention_mask", "position_ids")]
+    packed = {name: torch.cat([row[name] for row in alone], dim=-1) for name in per_token}
+    packed["position_ids"] = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in alone])[None]
+    return packed | {name: inputs[name] for name in VISION_INPUTS if name in inputs}
+
+
 def _row(inputs: Inputs, rows: list[Sequence[Part]], index: int) -> Inputs:
     real = inputs["attention_mask"][index].bool()
     row = {name: inputs[name][index : index + 1, real] for name in PER_TOKEN if name in inputs}

@@ -3,20 +3,10 @@
 import pytest
 import torch
 
-from tests.modeling.reference import CLOSE, Inputs, assert_gradients_equal, gradients, naive_forward, one_by_one
+from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, naive_forward, one_by_one, pack
 from tests.tiny import Part, Video, build_inputs, tiny_config, tiny_model
 
 SAMPLES: list[list[Part]] = [[3, Video(4), 5], [2, Video(3), 3, Video(2), 6], [4], [1, Video(2), 7]]
-
-
-def pack(inputs: Inputs, rows: list[list[Part]]) -> Inputs:
-    """The rows of a batch behind one another in a single row; videos keep their order."""
-    alone = one_by_one(inputs, rows)
-    packed = {
-        name: torch.cat([row[name] for row in alone], dim=-1) for name in ("input_ids", "mm_token_type_ids", "labels")
-    }
-    packed["position_ids"] = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in alone])[None]
-    return packed | {name: value for name, value in inputs.items() if "video" in name}
 
 
 @pytest.fixture(params=["original", "compact"])
