@@ -182,6 +182,8 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
         loss = scale * (task + self.temporal_loss_weight * temporal)
+        if training and not loss.requires_grad:  # text alone, while only the scorer is trained: nothing to learn
+            loss = loss + 0 * next(p for p in model.parameters() if p.requires_grad).sum()
         self._parts_of_loss = task.detach(), temporal.detach()
         statistics = self.statistics if training else self._eval_statistics
         if statistics is not None:

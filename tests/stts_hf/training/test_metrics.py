@@ -1,0 +1,193 @@
+"""What a run logs, what an evaluation says, and that counting does not wait for the device."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stts_hf.training.losses import LossCounts, count, normalised_losses
+from stts_hf.training.metrics import Statistics
+from tests.stts_hf.training.runs import Rows, collate, logged, trainer
+from tests.tiny import Video, build_inputs, tiny_config, tiny_model
+
+IN_ORDER = {"train_sampling_strategy": "sequential"}
+
+
+def kept_by_hand(model, rows: Rows, indices) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Scores and keep masks of the videos among `rows`, from calls of their own."""
+    scores, masks = [], []
+    for index in indices:
+        outputs = model(**{key: value for key, value in rows[index].items() if key != "id"})
+        scores += outputs.token_scores or ()
+        masks += outputs.keep_mask or ()
+    return scores, masks
+
+
+def test_logs_are_over_the_steps_since_the_last(tmp_path):
+    model, rows = tiny_model(), Rows()
+    scores, masks = kept_by_hand(model, rows, range(4))
+    run = trainer(tmp_path, model=model, max_steps=2, logging_steps=2, gradient_accumulation_steps=2, **IN_ORDER)
+    run.args.learning_rates = run.args.learning_rates | {"scorer": 0.0, "vision_tower": 0.0}
+    run.train()
+    (logs,) = [logs for logs in run.state.log_history if "loss" in logs]
+    assert logs["mean_score"] == pytest.approx(torch.cat(scores).mean().item(), rel=1e-5)
+    assert logs["kept_share"] == pytest.approx(torch.cat(masks).float().mean().item(), rel=1e-6)
+    assert "skipped_rows" not in logs
+
+
+def test_tokens_are_counted_after_and_before_pruning():
+    model = tiny_model(tiny_config(pruning_ratio=0.5))
+    inputs = build_inputs([[3, Video(4), 5], [2, Video(2), 9]])
+    statistics = Statistics(torch.device("cpu"))
+    outputs = model(**inputs)
+    statistics.observe(outputs, inputs)
+    sums, _ = statistics.read(Accelerator(cpu=True))
+    assert sums["video_tokens"] == (4 + 2) * 9
+    shown = outputs.kept_positions.clamp_min(0)
+    is_real = inputs["attention_mask"].gather(1, shown).bool() & (outputs.kept_positions >= 0)
+    assert sums["llm_tokens"] == is_real.sum()
+
+
+def test_text_logs_no_score(tmp_path):
+    run = trainer(tmp_path, data=Rows([[12]]), max_steps=1)
+    run.train()
+    assert not {"mean_score", "kept_share"} & run.state.log_history[0].keys()
+    assert run.state.log_history[0]["llm_tokens_per_second"] > 0
+    assert run.state.log_history[0]["video_tokens_per_second"] == 0
+
+
+def test_skipped_rows_are_counted(tmp_path):
+    def skip(items):
+        return collate(items) | {"skipped_ids": ["a", "b"]}
+
+    run = trainer(tmp_path, data_collator=skip, max_steps=2, logging_steps=2, gradient_accumulation_steps=2)
+    run.train()
+    assert logged(run, "skipped_rows") == [8]
+
+
+def scalars(folder: Path) -> Any:
+    (file,) = folder.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+    events.Reload()
+    return events
+
+
+@pytest.mark.parametrize("wanted", [64, 2, 0])
+def test_frame_positions_go_to_tensorboard_alone(tmp_path, capsys, wanted):
+    model, rows = tiny_model(), Rows()
+    _, masks = kept_by_hand(model, rows, [0, 1, 3])
+    options = {"report_to": "tensorboard", "logging_steps": 4, "max_steps": 4, "log_frame_positions": wanted}
+    rates = dict.fromkeys(("language_model", "vision_tower", "connector", "scorer"), 0.0)
+    run = trainer(tmp_path, model=model, learning_rates=rates, **options)
+    run.train()
+    events = scalars(tmp_path)
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("kept_share/")]
+    assert tags == [f"kept_share/frame_{frame:03d}" for frame in range(min(5, wanted))]
+    for frame, tag in enumerate(tags):
+        expected = torch.cat([mask[frame] for mask in masks if len(mask) > frame]).float().mean().item()
+        (event,) = events.Scalars(tag)
+        assert (event.step, event.value) == (4, pytest.approx(expected, rel=1e-6))
+    assert events.Scalars("train/temporal_loss")
+    assert "frame_0" not in capsys.readouterr().out
+    assert not any(re.search("frame_", name) for logs in run.state.log_history for name in logs)
+
+
+class Readings(TorchDispatchMode):
+    """Counts what would wait for a GPU: reading a scalar, and boolean indexing."""
+
+    WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in self.WAITING
+        return func(*args, **(kwargs or {}))
+
+
+def test_counting_reads_nothing_from_the_device():
+    model, inputs = tiny_model(), build_inputs([[3, Video(4), 5]], labels=True)
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
+    outputs = model(**inputs)
+    statistics = Statistics(torch.device("cpu"))
+    with Readings() as readings:
+        counts = count(inputs)
+        step = LossCounts(counts.labels, counts.blocks)
+        task, temporal = normalised_losses(outputs, inputs, step)
+        statistics.observe(outputs, inputs)
+        statistics.add("task_loss", task)
+        statistics.add("temporal_loss", temporal)
+    assert readings.count == 0
+    with readings:
+        statistics.read(Accelerator(cpu=True))
+    assert readings.count  # so the count can tell
+
+
+def test_the_clock_stands_while_paused():
+    statistics = Statistics(torch.device("cpu"))
+    before = statistics.started
+    with statistics.paused():
+        torch.zeros(10).sum()
+    assert statistics.started > before
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("only_loss", [True, False], ids=["loss_only", "with_logits"])
+def test_eval_loss_does_not_depend_on_the_batches(tmp_path, batch_size, only_loss):
+    model, rows = tiny_model(), Rows()
+    options = {"per_device_eval_batch_size": batch_size, "prediction_loss_only": only_loss}
+    run = trainer(tmp_path, model=model, eval_dataset=rows, **options)
+    metrics = run.evaluate()
+    whole = {key: value for key, value in collate([rows[index] for index in range(4)]).items() if key != "sample_ids"}
+    expected = model(**whole)
+    for name in ("loss", "task_loss", "temporal_loss"):
+        assert metrics[f"eval_{name}"] == pytest.approx(expected[name].item(), rel=1e-5)
+    _, masks = kept_by_hand(model, rows, range(4))
+    assert metrics["eval_kept_share"] == pytest.approx(torch.cat(masks).float().mean().item(), rel=1e-6)
+
+
+def test_predictions_and_labels_lie_side_by_side(tmp_path):
+    """Both in the shortened sequence, so that a metric can compare them; ragged batches are filled with -100."""
+    seen = []
+
+    def accuracy(prediction):
+        seen.append(prediction)
+        shown = prediction.label_ids[:, 1:] != -100
+        return {"accuracy": (prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:])[shown].mean()}
+
+    run = trainer(tmp_path, eval_dataset=Rows())
+    run.compute_metrics = accuracy
+    metrics = run.evaluate()
+    (prediction,) = seen
+    assert prediction.predictions.shape[:2] == prediction.label_ids.shape
+    labels = [Rows()[index]["labels"] for index in range(4)]
+    assert (prediction.label_ids != -100).sum() == sum((row != -100).sum() for row in labels)
+    assert 0 <= metrics["eval_accuracy"] <= 1
+
+
+def test_evaluation_during_training_leaves_the_logs_alone(tmp_path):
+    plain = trainer(tmp_path, max_steps=4, logging_steps=2)
+    plain.train()
+    evaluated = trainer(
+        tmp_path, max_steps=4, logging_steps=2, eval_dataset=Rows(), eval_strategy="steps", eval_steps=1
+    )
+    evaluated.train()
+    for name in ("loss", "task_loss", "temporal_loss", "mean_score"):
+        assert logged(evaluated, name) == logged(plain, name)
+    assert len(logged(evaluated, "eval_temporal_loss")) == 4
+
+
+def test_prediction_without_labels(tmp_path):
+    def no_labels(items):
+        return {key: value for key, value in collate(items).items() if key != "labels"}
+
+    run = trainer(tmp_path, data_collator=no_labels)
+    output = run.predict(Rows())
+    assert output.predictions.shape[0] == 4
+    assert output.label_ids is None

@@ -1,0 +1,183 @@
+"""Which part a parameter belongs to, its learning rate, and frozen parts."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from stts_hf.training.parts import PARTS, freeze_parts, is_adapter, part_of
+from tests.stts_hf.training.runs import arguments, logged, trainer
+from tests.tiny import tiny_config, tiny_model
+
+LORA: dict[str, Any] = {"r": 2, "target_modules": r".*language_model.*\.q_proj|.*language_model.*\.att_proj"}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.language_model.layers.0.mlp.down_proj.weight", "language_model"),
+        ("model.language_model.embed_tokens.weight", "language_model"),
+        ("lm_head.weight", "language_model"),
+        ("model.vision_tower.layers.3.self_attn.q_proj.weight", "vision_tower"),
+        ("model.vision_tower.scorer.token_pooler.q_proj.weight", "scorer"),
+        ("model.vision_tower.scorer.score_layer.bias", "scorer"),
+        ("model.multi_modal_projector.image_projector.down_proj.weight", "connector"),
+        ("module.model.vision_tower.scorer.score_layer.weight", "scorer"),
+        ("_orig_mod.model.vision_tower._orig_mod.scorer.score_layer.weight", "scorer"),
+        ("_fsdp_wrapped_module.model.vision_tower._fsdp_wrapped_module.scorer.score_layer.weight", "scorer"),
+        ("base_model.model.model.vision_tower.scorer.modules_to_save.default.score_layer.weight", "scorer"),
+        ("base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.default.weight", "language_model"),
+        ("base_model.model.model.vision_tower.layers.0.mlp.fc1.base_layer.weight", "vision_tower"),
+    ],
+)
+def test_part_of_a_parameter(name, part):
+    assert part_of(name) == part
+
+
+def test_every_parameter_belongs_to_a_part():
+    found = Counter(part_of(name) for name, _ in tiny_model().named_parameters())
+    assert found.keys() == set(PARTS)
+    assert found["scorer"] == 14  # pooler and MLP: seven linear layers with bias
+
+
+def test_parameters_of_other_models_are_refused():
+    with pytest.raises(ValueError, match=r"'bert.encoder.weight' belongs to none of the parts language_model, vis"):
+        part_of("bert.encoder.weight")
+
+
+@pytest.mark.parametrize("magnitude", [False, True], ids=["lora", "dora"])
+def test_adapters_are_told_by_name(magnitude):
+    model = get_peft_model(tiny_model(), LoraConfig(use_dora=magnitude, **LORA))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert {name for name, _ in model.named_parameters() if is_adapter(name)} == trained
+
+
+def rates(run) -> dict[str, set[float]]:
+    """Learning rates that the optimizer gives to the parameters of each part."""
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    found: dict[str, set[float]] = {}
+    for group in run.create_optimizer().param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            found.setdefault("adapter" if is_adapter(name) else part_of(name), set()).add(group["lr"])
+    return found
+
+
+def test_rates_are_the_papers(tmp_path):
+    expected = {"language_model": {1e-5}, "vision_tower": {5e-6}, "connector": {5e-6}, "scorer": {1e-4}}
+    assert rates(trainer(tmp_path)) == expected
+
+
+def test_a_part_s_rate_can_be_given_alone(tmp_path):
+    found = rates(trainer(tmp_path, learning_rates={"scorer": 3e-4}))
+    assert (found["scorer"], found["vision_tower"]) == ({3e-4}, {5e-6})
+
+
+def test_learning_rate_is_the_language_models(tmp_path):
+    run = trainer(tmp_path, learning_rate=2e-5)
+    found = rates(run)
+    assert (found["language_model"], found["scorer"]) == ({2e-5}, {1e-4})
+    run.train()
+    assert run.state.log_history[0]["learning_rate"] == 2e-5
+    assert arguments(tmp_path, learning_rates={"language_model": 3e-5}).learning_rate == 3e-5
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 1e-5), ({"adapter": 2e-4}, 2e-4)], ids=["its_parts", "its_own"])
+def test_rate_of_adapters(tmp_path, given, expected):
+    model = get_peft_model(tiny_model(), LoraConfig(modules_to_save=["scorer"], **LORA))
+    assert rates(trainer(tmp_path, model=model, learning_rates=given)) == {"adapter": {expected}, "scorer": {1e-4}}
+
+
+def test_weight_decay_spares_what_trainer_spares(tmp_path):
+    run = trainer(tmp_path, weight_decay=0.1)
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    decayed = {
+        names[id(p)] for group in run.create_optimizer().param_groups if group["weight_decay"] for p in group["params"]
+    }
+    assert decayed == set(run.get_decay_parameter_names(run.model))
+    assert "model.vision_tower.scorer.score_layer.bias" not in decayed
+    assert "model.vision_tower.scorer.score_layer.weight" in decayed
+
+
+def test_every_rate_follows_the_schedule(tmp_path):
+    run = trainer(tmp_path, lr_scheduler_type="cosine", warmup_steps=2)
+    run.create_optimizer_and_scheduler(num_training_steps=4)
+    for share in (0.5, 1, 0.5):  # half of the warm-up, its end, half of the cosine
+        run.optimizer.step()
+        run.lr_scheduler.step()
+        rates = {group["initial_lr"]: group["lr"] for group in run.optimizer.param_groups}
+        assert rates == pytest.approx({rate: share * rate for rate in (1e-5, 5e-6, 1e-4)})
+
+
+@pytest.mark.parametrize("parts", [["scorer"], ["vision_tower", "connector"], ["language_model"]], ids="_".join)
+def test_frozen_parts_stay_and_the_others_learn(tmp_path, parts):
+    run = trainer(tmp_path, freeze=parts, learning_rates=dict.fromkeys(PARTS, 1e-3))
+    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    run.train()
+    changed = {part_of(n) for n, p in run.model.named_parameters() if not torch.equal(p.detach(), before[n])}
+    assert changed == set(PARTS) - set(parts)
+
+
+def test_the_scorer_learns_while_its_tower_is_frozen(tmp_path):
+    run = trainer(tmp_path, freeze=["language_model", "vision_tower", "connector"])
+    run.train()
+    assert {part_of(n) for n, p in run.model.named_parameters() if p.requires_grad} == {"scorer"}
+    assert sum(len(group["params"]) for group in run.optimizer.param_groups) == 14
+
+
+def test_nothing_left_to_train_is_refused():
+    with pytest.raises(ValueError, match="Nothing is left to train: `freeze` is"):
+        freeze_parts(tiny_model(), PARTS)
+
+
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [("language_model", {}), ("scorer", {"modules_to_save": ["scorer"]})],
+    ids=["adapted", "saved_in_full"],
+)
+def test_freezing_what_peft_trains_is_refused(tmp_path, part, options):
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA, **options))
+    with pytest.raises(ValueError, match=f"`freeze` names '{part}', but PEFT trains 'base_model"):
+        trainer(tmp_path, model=model, freeze=[part])
+
+
+def test_a_rate_for_adapters_that_are_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="names 'adapter', but the model has no LoRA weights"):
+        trainer(tmp_path, learning_rates={"adapter": 1e-4}).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rates": {"score": 1e-4}}, r"names 'score', .* Did you mean 'scorer'\? Parts: \['language_model', "),
+        ({"learning_rates": {"vit": 1e-4}}, r"names 'vit', which is no part of the model. Parts: "),
+        ({"learning_rates": {"scorer": "1e-4"}}, "YAML reads 1e-5 as a string; write 1.0e-5"),
+        ({"learning_rates": {"scorer": -1}}, "must be a number >= 0"),
+        ({"learning_rates": 1e-4}, "must map parts to rates"),
+        ({"learning_rates": {"language_model": 1e-4}, "learning_rate": 2e-4}, "Give one of the two"),
+        ({"freeze": ["vision"]}, r"`freeze` names 'vision', .* Did you mean 'vision_tower'"),
+        ({"freeze": ["adapter"]}, "`freeze` names 'adapter', which is no part"),
+        ({"freeze": "scorer"}, r"such as \['scorer'\], not a string"),
+        ({"log_frame_positions": -1}, "`log_frame_positions` must be 0 or more"),
+        ({"enable_jit_checkpoint": True}, "STTSTrainer itself saves and ends on SIGTERM"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "_".join(value),
+)
+def test_arguments_that_cannot_be(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **options)
+
+
+def test_rates_are_read_from_json_as_other_mappings_of_the_command_line(tmp_path):
+    assert arguments(tmp_path, learning_rates='{"scorer": 1e-3}').learning_rates["scorer"] == 1e-3
+
+
+@pytest.mark.parametrize("selector", ["scorer", "cosine"])
+def test_selectors_train(tmp_path, selector):
+    run = trainer(tmp_path, model=tiny_model(tiny_config(selector=selector)))
+    run.train()
+    assert any(logged(run, "temporal_loss")) == (selector == "scorer")
