@@ -1,5 +1,6 @@
 """`transformers.Trainer` with three learning rates, both losses normalised over the step, and logs of the pruning."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers.utils import logging
 from stts_hf.hub.trainer import ModelCardTrainerMixin
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.checkpointing import WholeCheckpointsMixin, finish_or_clear, last_checkpoint
+from stts_hf.training.distributed import check_batches_agree, prepare_for_processes, whole_weights
 from stts_hf.training.losses import LossCounts, count, normalised_losses
 from stts_hf.training.metrics import Statistics, describe
 from stts_hf.training.parts import freeze_parts, split_groups
@@ -52,6 +54,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
                 "of videos. Start one process per GPU with `accelerate launch`, or show one with CUDA_VISIBLE_DEVICES."
             )
         self._check_loader()
+        prepare_for_processes(self)
         if self.model_init is None:
             self._prepare_model(self.model)
         self.add_callback(self.termination)
@@ -63,10 +66,11 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         self._gradient_norm: Any = None
 
     def _prepare_model(self, model: Any) -> None:
-        if getattr(getattr(model, "config", None), "model_type", None) != "stts":
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        if model_type != "stts":
             raise ValueError(
-                f"`model` is a {type(model).__name__} of type {getattr(model.config, 'model_type', None)!r}; it must "
-                "be an STTS model. `stts-hf convert` makes one of a Molmo2 checkpoint."
+                f"`model` is a {type(model).__name__} of type {model_type!r}; it must be an STTS model. `stts-hf convert` "
+                "makes one of a Molmo2 checkpoint."
             )
         freeze_parts(model, self.args.freeze or ())
         checkpointing = self.args.gradient_checkpointing_kwargs
@@ -134,6 +138,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The step's micro-batches, and its label tokens over all processes."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
+        check_batches_agree(self, batches, device)
         counts = [count(batch) for batch in batches]
         totals = [sum((c.labels for c in counts), torch.zeros(())), sum((c.blocks for c in counts), torch.zeros(()))]
         stop = torch.tensor(float(self.termination.requested))
@@ -261,6 +266,11 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
     def _clip_grad_norm(self, model: Any) -> Any:
         self._gradient_norm = super()._clip_grad_norm(model)
         return self._gradient_norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in `Trainer`; the whole model also where checkpoints are saved in shards."""
+        with contextlib.nullcontext() if _internal_call else whole_weights(self.accelerator):
+            super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         norm, self._gradient_norm = self._gradient_norm, None

@@ -1,0 +1,187 @@
+"""STTSTrainer and plain Trainer on the model: bad losses, checkpointed gradients, mixed precision, what is saved."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainingArguments
+
+from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf.training.trainer import STTSTrainer
+from tests.checkpoints import TINY
+from tests.modeling.reference import assert_gradients_equal
+from tests.stts_hf.training.runs import KeepGradients, Rows, arguments, collate, logged, trainer, without_ids
+from tests.tiny import Video, tiny_config, tiny_model
+
+IN_ORDER = {"train_sampling_strategy": "sequential", "max_grad_norm": 0}
+
+
+def test_plain_trainer_trains(tmp_path):
+    settings: dict[str, Any] = {"use_cpu": True, "logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+    settings |= {"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 3e-3, "save_strategy": "no"}
+    settings |= {"remove_unused_columns": False, "lr_scheduler_type": "constant"}
+    run = Trainer(tiny_model(), TrainingArguments(output_dir=str(tmp_path), **settings), without_ids, Rows())
+    run.train()
+    losses = logged(run, "loss")
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("broken", ["task loss", "temporal loss"])
+def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path, broken):
+    model = tiny_model(tiny_config(pruning_ratio=0.0))  # no bias, through which a bad score would spoil the task loss
+    weight = model.model.vision_tower.scorer.score_layer if broken == "temporal loss" else model.lm_head
+    run = trainer(tmp_path, model=model, gradient_accumulation_steps=2, save_strategy="steps", save_steps=1, **IN_ORDER)
+    steps: list[int] = []
+
+    class Break(KeepGradients):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+            with torch.no_grad():
+                weight.weight.fill_(torch.nan)
+
+    run.add_callback(Break())
+    with pytest.raises(FloatingPointError) as error:
+        run.train()
+    message = str(error.value)
+    assert "The loss of step 2 is not finite" in message
+    assert ("temporal loss nan" in message) == (broken == "temporal loss")
+    assert ("task loss nan" in message) == (broken == "task loss")
+    assert "row-2" in message if broken == "task loss" else "row-3" in message  # row 2 has no video
+    assert steps == [0]
+
+
+def test_rows_without_ids_are_said_to_be_unknown(tmp_path):
+    model = tiny_model()
+    model.lm_head.weight.data.fill_(torch.inf)
+    with pytest.raises(FloatingPointError, match=r"Rows of the batch: unknown \(the collator adds no `sample_ids`\)"):
+        trainer(tmp_path, model=model, data_collator=without_ids).train()
+
+
+def test_weights_spoilt_by_a_gradient_are_not_saved(tmp_path):
+    run = trainer(tmp_path, save_strategy="steps", save_steps=1)
+
+    class Spoil(KeepGradients):
+        def on_substep_end(self, *args, **kwargs):
+            pass
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            model.lm_head.weight.register_hook(lambda gradient: gradient * torch.nan)
+
+    run.add_callback(Spoil())
+    with pytest.raises(FloatingPointError, match="gradient norm of step 1 is not finite, though its loss is"):
+        run.train()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant, lora):
+    found = []
+    for options in (
+        {},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant}},
+    ):
+        model: Any = tiny_model()
+        if lora:
+            torch.manual_seed(0)
+            config = LoraConfig(
+                r=2, target_modules=r".*language_model.*\.q_proj", modules_to_save=["scorer"], init_lora_weights=False
+            )
+            model = get_peft_model(model, config)
+        kept = KeepGradients()
+        run = trainer(tmp_path, model=model, max_steps=1, per_device_train_batch_size=4, **IN_ORDER, **options)
+        run.add_callback(kept)
+        layers = [module for name, module in model.named_modules() if name.endswith("mlp") and "layers" in name]
+        calls: list[int] = []
+        hooks = [layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1)) for layer in layers]
+        run.train()
+        # In the tower too, each layer runs again, but for those below the lowest weight that is trained.
+        assert len(calls) == len(hooks) + (len(hooks) - (3 if lora else 0) if options else 0)
+        found.append(kept.gradients)
+    assert any("scorer" in name for name in found[0])
+    assert all(gradient.abs().max() > 0 for name, gradient in found[0].items() if "lora_" in name)
+    assert_gradients_equal(found[1], found[0])
+
+
+def test_bf16_autocast_keeps_scores_and_temporal_loss_in_float32(tmp_path, monkeypatch):
+    from stts_hf.modeling import scoring_stts, vision_stts
+
+    seen: dict[str, set[torch.dtype]] = {"linear": set(), "sigmoid": set(), "log": set(), "temporal": set()}
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            name = getattr(func, "__name__", "")
+            if name in seen:
+                seen[name].add(func(*args, **(kwargs or {})).dtype)
+            return func(*args, **(kwargs or {}))
+
+    def temporal_loss(scores, *args):
+        loss = scoring_stts.temporal_loss(scores, *args)
+        seen["temporal"] |= {scores.dtype, loss.dtype}
+        return loss
+
+    monkeypatch.setattr(vision_stts, "temporal_loss", temporal_loss)
+    run = trainer(tmp_path, data=Rows([[3, Video(4), 5]]), max_steps=1, bf16=True)
+    with Watch():
+        run.train()
+    assert torch.bfloat16 in seen["linear"]  # so autocast is on
+    assert seen["sigmoid"] == seen["log"] == seen["temporal"] == {torch.float32}
+    full = trainer(tmp_path, data=Rows([[3, Video(4), 5]]), max_steps=1)
+    full.train()
+    # bfloat16 keeps 8 bits of the states that scorer and target come from.
+    assert logged(run, "temporal_loss") == pytest.approx(logged(full, "temporal_loss"), rel=0.03)
+
+
+def test_the_target_of_the_temporal_loss_is_exact_on_bfloat16_states():
+    from stts_hf.modeling.scoring_stts import temporal_similarity
+
+    patches = torch.randn(2 * 9, 9, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        similarity = temporal_similarity(patches, [(2, 3, 3)])
+    expected = torch.cosine_similarity(patches[:9].double().flatten(1), patches[9:].double().flatten(1))
+    torch.testing.assert_close(similarity[9:].double(), expected, atol=1e-6, rtol=0)  # bfloat16 would be off by 1e-3
+
+
+def test_checkpoints_hold_the_processor_and_load(tmp_path):
+    processor = STTSProcessor.from_pretrained(TINY)
+    run = trainer(tmp_path, processing_class=processor, save_strategy="steps", save_steps=2, max_steps=2)
+    run.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    loaded = STTSForConditionalGeneration.from_pretrained(checkpoint)
+    for (name, weight), saved in zip(run.model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(weight, saved), name
+    assert type(STTSProcessor.from_pretrained(checkpoint)).__name__ == "STTSProcessor"
+
+
+def test_a_model_made_by_model_init_is_prepared_too(tmp_path):
+    args = arguments(tmp_path, freeze=["vision_tower"], max_steps=1)
+    run = STTSTrainer(model_init=lambda: tiny_model(), args=args, train_dataset=Rows(), data_collator=collate)
+    run.train()
+    assert not run.model.model.vision_tower.patch_embedding.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"args": TrainingArguments("unused", use_cpu=True)},
+            TypeError,
+            "must be an STTSTrainingArguments, not a Train",
+        ),
+        ({"compute_loss_func": lambda *_: None}, ValueError, "`compute_loss_func` must be None"),
+        ({"model": torch.nn.Linear(2, 2)}, ValueError, "is a Linear of type None; it must be an STTS model"),
+    ],
+    ids=["args", "compute_loss_func", "model"],
+)
+def test_what_cannot_be_is_refused(tmp_path, options, error, message):
+    settings = {"model": tiny_model(), "args": arguments(tmp_path), "train_dataset": Rows()} | options
+    with pytest.raises(error, match=message):
+        STTSTrainer(**settings)
+
+
+def test_stock_molmo2_is_refused(tmp_path):
+    model = tiny_model(tiny_config())
+    model.config.model_type = "molmo2"
+    with pytest.raises(ValueError, match=r"of type 'molmo2'; it must be an STTS model\. `stts-hf convert` makes one"):
+        trainer(tmp_path, model=model)
