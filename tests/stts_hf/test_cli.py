@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForMultimodalLM
 
+from stts_hf.benchmark.stock import stock_twin
 from stts_hf.cli import timing
 from stts_hf.cli.main import main
 from stts_hf.convert.tiny_answer import ANSWER
@@ -216,7 +217,7 @@ def tiny_prompt(hub_configs):
 @torch.no_grad()
 def test_the_stock_twin_is_the_same_model(tiny_prompt):
     model, inputs = tiny_prompt
-    twin = timing.stock_twin(model)
+    twin = stock_twin(model)
     # The scorer's bias is off at k = 0, so what is left is stock Molmo2 up to float32 rounding.
     torch.testing.assert_close(twin(**inputs).logits, model(**inputs, pruning_ratio=0.0).logits, atol=1e-5, rtol=1e-5)
 
@@ -224,7 +225,7 @@ def test_the_stock_twin_is_the_same_model(tiny_prompt):
 def test_the_stock_twin_copies_no_weights(tiny_prompt):
     model, _ = tiny_prompt
     ours = {parameter.data_ptr() for parameter in model.parameters()}
-    assert all(parameter.data_ptr() in ours for parameter in timing.stock_twin(model).parameters())
+    assert all(parameter.data_ptr() in ours for parameter in stock_twin(model).parameters())
 
 
 def test_every_variant_is_warmed_up_and_takes_turns(tiny_prompt):
@@ -234,7 +235,7 @@ def test_every_variant_is_warmed_up_and_takes_turns(tiny_prompt):
     def note(ratio):
         return lambda *_: order.append(ratio)
 
-    twin = timing.stock_twin(model)
+    twin = stock_twin(model)
     model.register_forward_pre_hook(note("stts"))
     twin.register_forward_pre_hook(note("stock"))
     passes = []

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__
-from stts_hf.cli import convert, doctor, push, run
+from stts_hf.cli import bench, convert, doctor, push, run
 from stts_hf.cli.errors import CommandError
 
-COMMANDS = {"run": run, "convert": convert, "doctor": doctor, "push": push}
+COMMANDS = {"run": run, "convert": convert, "doctor": doctor, "push": push, "bench": bench}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stts_hf.cli.devices import choose_device
 from stts_hf.cli.errors import CommandError, one_line
 
 HELP = "answer a question about a video, and draw which video tokens were dropped"
@@ -129,20 +130,6 @@ def find_checkpoint(checkpoint: str | None) -> str:
     )
 
 
-def choose_device(name: str) -> Any:
-    """Returns the `torch.device`, the fastest there is for "auto"."""
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"--device {name} cannot be used here: {one_line(error, 120)}") from None
-    return device
-
-
 def load_processor(checkpoint: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """Returns configuration and processor, by the checkpoint's own code."""
     from transformers import AutoConfig, AutoProcessor
@@ -225,7 +212,8 @@ def measure(model: Any, inputs: Any, ratio: float, repeats: int) -> dict[str, An
     """Returns the prompt's times with stock Molmo2, with nothing dropped and with `ratio` dropped."""
     from tqdm import tqdm
 
-    from stts_hf.cli.timing import stock_twin, time_prefills
+    from stts_hf.benchmark.stock import stock_twin
+    from stts_hf.cli.timing import time_prefills
 
     variants = {
         "stock Molmo2": (stock_twin(model), dict(inputs)),

@@ -1,0 +1,61 @@
+"""One run of one reader in a process of its own (`python -m stts_hf.benchmark.read_frames`): JSON in, JSON out."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.video_utils import VideoMetadata, read_video_pyav
+
+from stts_hf.benchmark.readers import OURS, PYAV
+from stts_hf.modeling.frame_sampling_stts import sample_times
+from stts_hf.modeling.video_decoding_stts import decode_video
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+
+
+def read(job: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
+    """Returns what is to be timed: reads the frames of a job, `(frames, metadata)`."""
+    path, count, indices = job["path"], job["frames"], job["indices"]
+    if job["reader"] == OURS:
+        return lambda: decode_video(path, lambda found: sample_times(found.duration, count, None))
+    if job["reader"] == PYAV:
+        return lambda: read_video_pyav(path, lambda metadata: indices)
+    processor = STTSVideoProcessor(num_frames=count, max_fps=None)
+
+    def preprocess() -> tuple[Any, VideoMetadata]:
+        outputs = processor(videos=[path], return_metadata=True, return_tensors="pt")
+        return None, outputs["video_metadata"][0]
+
+    return preprocess
+
+
+def main() -> None:
+    """Runs the job on stdin and prints seconds, peak memory in bytes, indices and a hash of every frame."""
+    job = json.load(sys.stdin)
+    run = read(job)
+    before = _status("VmRSS")
+    # A process begins with its parent's high-water mark, and so does what getrusage says of it.
+    Path("/proc/self/clear_refs").write_text("5")
+    started = time.perf_counter()
+    frames, metadata = run()
+    seconds = time.perf_counter() - started
+    result: dict[str, Any] = {"seconds": seconds, "peak_memory": _status("VmHWM") - before}
+    result["indices"] = [int(index) for index in metadata.frames_indices]
+    if frames is not None:
+        result["frames"] = [hashlib.sha256(np.ascontiguousarray(frame).tobytes()).hexdigest() for frame in frames]
+    print(json.dumps(result))
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; peak memory of a reader is measured on Linux only")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A preset from beginning to end: checks, measurements, and the result as one dictionary."""
+
+import datetime
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stts_hf.benchmark.front_end import measure_front_end
+from stts_hf.benchmark.machine import describe_machine, describe_versions
+from stts_hf.benchmark.measure import measure_workloads
+from stts_hf.benchmark.presets import Preset
+from stts_hf.benchmark.readers import READERS, measure_readers
+from stts_hf.modeling.attention_stts import flash_attn_varlen_func
+
+SCHEMA = 1
+
+
+def check_runnable(preset: Preset, device: torch.device, force: bool = False) -> None:
+    """Raises `ValueError` where a preset cannot or should not run on `device`, before anything slow happens."""
+    if preset.needs_gpu and device.type == "cpu" and not force:
+        raise ValueError(
+            f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}, or --force to run it anyway"
+        )
+    for workload in preset.workloads:
+        if workload.backend.startswith("flash_attention"):
+            if flash_attn_varlen_func is None or device.type != "cuda" or workload.dtype == "float32":
+                raise ValueError(
+                    f"backend {workload.backend!r} needs the package flash-attn, a CUDA device and a half precision "
+                    "dtype; use --backends sdpa"
+                )
+            if workload.layout == "first_fit_descending":
+                raise ValueError(
+                    "layout 'first_fit_descending' needs an attention mask, which flash attention does not take; use "
+                    "--layouts varlen or --backends sdpa"
+                )
+
+
+def run_preset(
+    preset: Preset, device: torch.device, command: str, on_pass: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """
+    Measures everything in `preset` and returns the result, which `json` can write.
+
+    Args:
+        command: what the user typed, to be named beside every figure.
+        on_pass: called with what was just done, `count_passes(preset)` times at most.
+    """
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "preset": preset.name,
+        "command": command,
+        "started": started.strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": describe_machine(device),
+        "versions": describe_versions(),
+    }
+    result["front_end"] = [
+        measure_front_end(frames, preset.repeats, preset.video_size, on_pass) for frames in preset.front_end_frames
+    ]
+    spent = time.perf_counter() - clock
+    seconds = max(60 * preset.budget_minutes - spent, 0.0)
+    result["cells"] = measure_workloads(preset.workloads, device, preset.repeats, seconds, on_pass)
+    result["readers"] = None
+    if preset.video_seconds:
+        result["readers"] = measure_readers(
+            preset.video_seconds, preset.video_frames, preset.repeats, preset.video_size, on_pass
+        )
+    result["seconds"] = time.perf_counter() - clock
+    result["machine"]["load_after"] = describe_machine(device)["load_before"]
+    return result
+
+
+def count_passes(preset: Preset) -> int:
+    """The most times that `run_preset` calls `on_pass`; fewer where the time runs out first."""
+    model = sum((1 + len(workload.ratios)) * (1 + preset.repeats) for workload in preset.workloads)
+    files = len(preset.front_end_frames) * (preset.repeats + 1)
+    return model + files + (1 + len(READERS) * preset.repeats if preset.video_seconds else 0)
