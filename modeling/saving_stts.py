@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, split_torch_state_dict_into_shards
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    hf_hub_download,
+    split_torch_state_dict_into_shards,
+)
+from huggingface_hub.errors import RevisionNotFoundError
+from transformers import PreTrainedModel
 
 from .card_stts import CARD, ModelCardMixin, card_of_saved, is_provisional
 
@@ -25,33 +33,60 @@ except ImportError:  # Windows
 
 MODEL_GATE = "config.json"
 PROCESSOR_GATE = "processor_config.json"
+CUT_OFF = "cut"  # in place of the process in the name of what a save left that was interrupted while files moved
 
 
 @contextlib.contextmanager
 def staged(folder: str | os.PathLike, gate: str) -> Iterator[Path]:
     """
     Yields an empty folder inside `folder`; what is in it at the end moves to `folder`, `gate` last. After an error
-    `folder` is as before. A kill leaves either the old files or a folder without `gate`, and what was being saved under
-    `_saving-*`, which the next save removes (and `Trainer` does not push). Of saves at the same time, the last wins.
+    `folder` is as before. A kill, or an interrupt while files move, leaves either the old files or a folder without
+    `gate`, and what was being saved under `_saving-*`, which the next save removes (and `Trainer` does not push). Of
+    saves at the same time, the last wins.
     """
     folder = Path(folder)
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     owner = f"_saving-{gate.removesuffix('.json')}-{socket.gethostname()}-"
-    for left in os.listdir(folder):
-        if left.startswith(owner) and not is_running(left.removeprefix(owner).split("-")[0]):
-            shutil.rmtree(folder / left, ignore_errors=True)
+    if (folder / gate).exists():  # otherwise what is left may be all there is, until the new files are in place
+        clear(folder, owner)
     stage = folder / f"{owner}{os.getpid()}-{secrets.token_hex(4)}"
     stage.mkdir()
+    moving = False
     try:
         yield stage
+        check_places(stage, folder)
         with alone(folder):
+            moving = True
             publish(stage, folder, gate)
+            moving = False
+        clear(folder, owner)
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        if moving:
+            stage.rename(folder / f"{owner}{CUT_OFF}-{secrets.token_hex(4)}")
+        else:
+            shutil.rmtree(stage, ignore_errors=True)
         if new:
             with contextlib.suppress(OSError):  # not empty: saved
                 folder.rmdir()
+
+
+def clear(folder: Path, owner: str) -> None:
+    """Removes what saves left in `folder`, under names that begin with `owner`, and that no process still writes."""
+    for left in os.listdir(folder):
+        process = left.removeprefix(owner).split("-")[0]
+        if left.startswith(owner) and (process == CUT_OFF or not is_running(process)):
+            shutil.rmtree(folder / left, ignore_errors=True)
+
+
+def check_places(stage: Path, folder: Path) -> None:
+    """Raises `FileExistsError`, before anything moves, where a folder of `folder` is in a file's way or vice versa."""
+    for entry in stage.iterdir():
+        place = folder / entry.name
+        if place.exists() and place.is_dir() != entry.is_dir():
+            raise FileExistsError(
+                f"{place} is in the way of what is saved: move it elsewhere, or save into another folder."
+            )
 
 
 def is_running(process: str) -> bool:
@@ -139,7 +174,42 @@ def push_saved(part: Any, folder: Path, names: set[str], repo_id: str, **options
     part._upload_modified_files(folder, repo_id, elsewhere, token=token, **upload)
 
 
-class SavingMixin(ModelCardMixin):
+class UploadMixin:
+    """Goes before `PreTrainedModel`: no weights of an earlier push stay, which might be read in place of new ones."""
+
+    def _upload_modified_files(self, working_dir, repo_id, files_timestamps, **options):
+        """As in transformers; weights in the repository that are no part of those pushed go with the same commit."""
+        folder, token, revision = Path(working_dir), options.get("token"), options.get("revision")
+        names = [
+            entry.name
+            for entry in folder.iterdir()
+            if entry.name not in files_timestamps or entry.stat().st_mtime > files_timestamps[entry.name]
+        ]
+        api = HfApi(token=token)
+        try:
+            present = api.list_repo_files(repo_id, revision=revision)
+        except RevisionNotFoundError:  # a new branch, which will begin as `main` is
+            present = api.list_repo_files(repo_id)
+        stale = stale_weights(present, names)
+        if not stale:
+            return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **options)  # type: ignore[misc]
+        if revision is not None and not revision.startswith("refs/pr"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        files = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] in names]
+        return api.create_commit(
+            repo_id,
+            [
+                *(CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files),
+                *(CommitOperationDelete(name) for name in stale),
+            ],
+            commit_message=options.get("commit_message") or "Upload model",
+            commit_description=options.get("commit_description"),
+            create_pr=options.get("create_pr", False),
+            revision=revision,
+        )
+
+
+class SavingMixin(ModelCardMixin, UploadMixin):
     """Goes before `PreTrainedModel`: saves all at once, with a model card where there is none."""
 
     def save_pretrained(
@@ -182,6 +252,7 @@ class SavingMixin(ModelCardMixin):
             if split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size).is_sharded:
                 options["save_original_format"] = False
         with staged(folder, MODEL_GATE) as stage:
+            self._note_dtypes()
             model.save_pretrained(stage, is_main_process, **options)
             if (stage / MODEL_GATE).is_file() and not (folder / CARD).exists():
                 self.make_card(getattr(self, "model_tags", None) or (), state_dict).save(stage / CARD)
@@ -189,6 +260,12 @@ class SavingMixin(ModelCardMixin):
         if push_to_hub:
             repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(folder))
             push_saved(self, folder, names, repo_id, token=token, **kwargs)
+
+    def _note_dtypes(self) -> None:
+        # As loading does for each part; else a model that was never loaded would be saved otherwise than after a load.
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, PreTrainedModel):
+                module.config.dtype = module.dtype
 
     def _is_offloaded(self) -> bool:
         places = getattr(self, "hf_device_map", {}).values()

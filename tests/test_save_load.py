@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import Trainer, TrainingArguments
 
-from stts_hf import STTSProcessor
+from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
 from stts_hf.modeling.saving_stts import stale_weights
 from tests.checkpoints import (
     AUTO_CLASSES,
@@ -86,6 +87,22 @@ def test_saving_again_changes_no_byte(saved, tmp_path):
     load_tiny(saved).save_pretrained(tmp_path)
     STTSProcessor.from_pretrained(saved).save_pretrained(tmp_path)
     assert digests(tmp_path, "*") == digests(saved, "*")
+
+
+def test_a_model_that_was_never_loaded_is_saved_as_after_a_load(tmp_path):
+    model = STTSForConditionalGeneration(STTSConfig.from_pretrained(TINY)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "new")
+    STTSForConditionalGeneration.from_pretrained(tmp_path / "new").save_pretrained(tmp_path / "again")
+    assert digests(tmp_path / "again", "*.json", "*.safetensors") == digests(
+        tmp_path / "new", "*.json", "*.safetensors"
+    )
+
+
+def test_stts_tiny_is_what_saving_writes(saved):
+    # In the card the preset has words of its own.
+    names = {*CONFIGS, "tokenizer_config.json", "model.safetensors"}
+    before, after = digests(TINY, "*"), digests(saved, "*")
+    assert {name for name in names if before[name] != after[name]} == set()
 
 
 SAVE_AGAIN = """
@@ -301,6 +318,48 @@ def test_a_save_clears_only_what_dead_processes_left(tmp_path, saver):
         (tmp_path / name).mkdir()
     load_tiny().save_pretrained(tmp_path)
     assert {entry.name for entry in tmp_path.glob("_saving*")} == stages - {f"{prefix}{dead.pid}-aa"}
+
+
+def test_an_interrupt_while_files_move_keeps_what_was_saved(tmp_path, monkeypatch):
+    model, moved = load_tiny(), []
+    model.save_pretrained(tmp_path)
+    replace = os.replace
+
+    def interrupt(source, destination):
+        moved.append(destination)
+        if len(moved) == 5:
+            raise KeyboardInterrupt
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    [stage] = tmp_path.glob("_saving*")
+    with pytest.raises(OSError, match=r"config\.json"):
+        load_tiny(tmp_path)
+    rest = tmp_path.parent / "rest"
+    shutil.copytree(tmp_path, rest)
+    for file in sorted(
+        (rest / stage.name).iterdir(), key=lambda file: file.name == "config.json"
+    ):  # as the doctor says
+        file.rename(rest / file.name)
+    assert torch.equal(load_tiny(rest).lm_head.weight, model.lm_head.weight)
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("_saving*"))
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "modeling_stts.py"])
+def test_a_folder_in_the_way_of_a_file_is_refused_before_anything_moves(saved, tmp_path, name):
+    folder = tmp_path / "folder"
+    shutil.copytree(saved, folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    before = digests(folder, "config.json", "*.safetensors", "scoring*")
+    with pytest.raises(FileExistsError, match=f"{name} is in the way"):
+        load_tiny().save_pretrained(folder)
+    assert digests(folder, "config.json", "*.safetensors", "scoring*") == before
+    assert not list(folder.glob("_saving*"))
 
 
 @pytest.mark.parametrize("existed", [False, True])

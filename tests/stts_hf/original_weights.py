@@ -5,6 +5,7 @@ It reads with torch's own readers and keeps all in memory, and shares nothing wi
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -42,7 +43,7 @@ def read_original(folder: Path) -> Weights:
     if (folder / "model.pt").is_file():
         return torch.load(folder / "model.pt", weights_only=True)
     reader = FileSystemReader(folder / "model_and_optim")
-    found = reader.read_metadata().state_dict_metadata
+    found: dict[str, Any] = reader.read_metadata().state_dict_metadata
     weights = {name: torch.empty(found[name].size) for name in found if name.startswith("model.")}
     load(weights, storage_reader=reader, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}

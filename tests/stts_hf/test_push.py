@@ -310,6 +310,35 @@ def test_push_to_hub_of_model_and_processor_gives_a_whole_repository(hub, tmp_pa
     assert "| `pruning_layer` | 3 " in card.text
 
 
+PUSH_AGAIN = """
+import sys
+from stts_hf import STTSForConditionalGeneration
+model = STTSForConditionalGeneration.from_pretrained(sys.argv[1])
+for branch in (None, "v1"):
+    model.push_to_hub("user/tiny", revision=branch)
+    model.push_to_hub("user/tiny", max_shard_size="1MB", revision=branch, commit_message="In shards")
+model.save_pretrained(sys.argv[2], push_to_hub=True, repo_id="user/tiny")
+"""
+
+
+def test_push_to_hub_leaves_no_weights_that_would_be_read_in_place_of_its_own(hub, tmp_path, sharded):
+    hub.create("user/tiny", {"README.md": b"mine", "adapter_model.safetensors": b"mine too"})
+    run_python(hub, tmp_path / "home", PUSH_AGAIN, str(TINY), str(tmp_path / "saved"))
+    weights = {name for name in contents(sharded) if name.startswith("model") and not name.endswith(".py")}
+
+    def found(revision: str) -> set[str]:
+        return {name for name in hub.files("user/tiny", revision) if "safetensors" in name}
+
+    assert found("v1") == weights | {"adapter_model.safetensors"}
+    assert found("main") == {"model.safetensors", "adapter_model.safetensors"}
+    assert hub.files("user/tiny")["README.md"].endswith(b"mine")  # transformers adds tags
+    repository = hub.repositories["user/tiny"]
+    assert repository.messages.count("In shards") == 2
+    # In one commit: no revision holds both.
+    for files in repository.commits.values():
+        assert not {"model.safetensors", "model.safetensors.index.json"} <= files.keys()
+
+
 FAILING_PUSH = """
 import sys
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
@@ -407,7 +436,14 @@ torch.save(trainer.model.state_dict(), output + "/state.pt")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("end", "card"), ("end", "plain"), ("every_save", "plain"), ("checkpoint", "plain")]
+    ("strategy", "kind"),
+    [
+        ("end", "card"),
+        ("end", "plain"),
+        ("every_save", "plain"),
+        ("checkpoint", "plain"),
+        ("all_checkpoints", "plain"),
+    ],
 )
 def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     output = tmp_path / "run"
@@ -427,6 +463,14 @@ def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
         assert {"stts", "generated_from_trainer"} <= set(card.data.tags)
     else:
         assert "| `pruning_layer` | 3 " in files["README.md"].decode()
+    wanted = {"checkpoint": ["last-checkpoint"], "all_checkpoints": ["checkpoint-1", "checkpoint-2"]}.get(strategy, [])
+    assert {path.split("/")[0] for path in files if "/" in path} == set(wanted)
+    for name in wanted:
+        assert contents(TINY).keys() <= contents(folder / name).keys()
+        assert {"optimizer.pt", "trainer_state.json"} <= contents(folder / name).keys()  # training can go on from it
+        assert torch.equal(load_tiny(folder / name).lm_head.weight, trained["lm_head.weight"]) == (
+            name != "checkpoint-1"
+        )
     if kind == "card":
         assert card.data.pipeline_tag == "video-text-to-text"
         assert "| `pruning_layer` | 3 " in card.text

@@ -248,8 +248,6 @@ def check_space(destination: Path, num_bytes: int) -> None:
 
 def write_settings(model: STTSForConditionalGeneration, processor, folder: Path) -> None:
     """Writes everything but weights and card, as `save_pretrained` of model and processor does."""
-    for name in ("vision_config", "adapter_config", "text_config"):
-        getattr(model.config, name).dtype = model.dtype  # as in a model that was loaded
     had_progress_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
