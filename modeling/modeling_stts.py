@@ -5,8 +5,10 @@ A call without videos is native Molmo2. With videos, `STTSModel.forward` goes `e
 merge features -> mask -> native forward on embeddings`.
 """
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -47,6 +49,8 @@ from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, VideoPr
 if TYPE_CHECKING:
     # Never imported, but transformers saves what it finds named here: so a saved model carries the processor's code.
     from .processing_stts import STTSProcessor  # noqa: F401
+
+RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names begin in Molmo2's and our files
 
 
 @dataclass
@@ -319,6 +323,19 @@ class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditi
         self.vocab_size = config.text_config.vocab_size
         self.model_tags = list(TAGS)  # `Trainer` puts them into its card
         self.post_init()
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
+        """
+        As in PyTorch; tensors named as in the files that `save_pretrained` writes are taken too. `Trainer` resumes and
+        loads the best model with what it reads there, and would go on with the weights it has, warning at most.
+        """
+        if any(name.startswith(RELEASED_NAMES) for name in state_dict):
+            found: Any = type(self).from_pretrained(
+                None, config=copy.deepcopy(self.config), state_dict=dict(state_dict), output_loading_info=True
+            )
+            loaded, info = found
+            state_dict = {n: tensor for n, tensor in loaded.state_dict().items() if n not in info["missing_keys"]}
+        return super().load_state_dict(state_dict, strict, assign)
 
     @can_return_tuple
     def forward(
