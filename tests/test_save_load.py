@@ -1,15 +1,11 @@
 """Saving: the folder is complete, a second save changes nothing, and nothing that goes wrong leaves one that lies."""
 
 import json
-import multiprocessing
 import os
-import random
 import re
 import resource
 import shutil
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,6 @@ from tests.checkpoints import (
     weights_of,
     write_small_clip,
 )
-from tests.saver import save
 
 CONFIGS = ("config.json", "generation_config.json", "processor_config.json", "chat_template.jinja", "tokenizer.json")
 
@@ -237,87 +232,6 @@ def test_trainer_saves_a_whole_folder(tmp_path, inputs, place):
     trained = trainer.model.state_dict()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in load_tiny(folder).state_dict().items())
     assert not torch.equal(trained["lm_head.weight"], load_tiny().lm_head.weight)
-
-
-VERSIONS = {"old": 1.0, "new": 2.0}
-
-
-def state_of(folder: Path) -> str:
-    """Which version a folder loads, all of it, or "refused" where loading fails; anything else is a lie."""
-    try:
-        weights = load_tiny(folder).state_dict()
-    except (OSError, ValueError):
-        return "refused"
-    found = [name for name, value in VERSIONS.items() if all(bool((w == value).all()) for w in weights.values())]
-    assert len(found) == 1, f"a mixture of weights loads from {folder}"
-    return found[0]
-
-
-@pytest.fixture(scope="module")
-def saver():
-    """Starts processes that save a version; forked from one that has imported everything, so that they start at once"""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.saver"])
-
-    def start(folder: Path, version: str, shards: str, die_after: int | None = None):
-        process = context.Process(target=save, args=(folder, VERSIONS[version], shards, die_after))
-        process.start()
-        return process
-
-    return start
-
-
-def finish(process) -> int | None:
-    process.join(timeout=120)
-    return process.exitcode
-
-
-@pytest.mark.parametrize("shards", ["50GB", "20KB"])
-def test_a_kill_at_any_moment_never_leaves_a_folder_that_loads_wrongly(tmp_path, saver, shards):
-    assert finish(saver(tmp_path, "new", shards)) == 0
-    started = time.perf_counter()
-    assert finish(saver(tmp_path, "old", shards)) == 0
-    duration = time.perf_counter() - started
-    moments = random.Random(0)
-    seen = []
-    for _ in range(10):
-        process = saver(tmp_path, "new", shards)
-        time.sleep(moments.uniform(0, duration))
-        process.kill()
-        finish(process)
-        seen.append(state_of(tmp_path))
-        if seen[-1] != "old":
-            assert finish(saver(tmp_path, "old", shards)) == 0
-    assert "old" in seen  # or the moments were too late to prove anything
-
-
-@pytest.mark.parametrize("moved", [0, 1, 10, 25])
-def test_a_kill_while_files_are_exchanged_leaves_a_folder_that_does_not_load(tmp_path, saver, moved):
-    assert finish(saver(tmp_path, "old", "20KB")) == 0
-    assert finish(saver(tmp_path, "new", "20KB", moved)) == 9
-    assert state_of(tmp_path) == "refused"
-    assert finish(saver(tmp_path, "new", "20KB")) == 0
-    assert state_of(tmp_path) == "new"
-    assert not list(tmp_path.glob("_saving*"))
-
-
-def test_processes_that_save_into_one_folder_at_once_leave_one_version(tmp_path, saver):
-    for _ in range(3):
-        processes = [saver(tmp_path, version, shards) for version in VERSIONS for shards in ("50GB", "20KB")]
-        assert [finish(process) for process in processes] == [0] * len(processes)
-        assert state_of(tmp_path) in VERSIONS
-    assert not list(tmp_path.glob("_saving*"))
-
-
-def test_a_save_clears_only_what_dead_processes_left(tmp_path, saver):
-    dead = saver(tmp_path / "elsewhere", "old", "50GB")
-    finish(dead)
-    prefix = f"_saving-config-{socket.gethostname()}-"
-    stages = {f"{prefix}{dead.pid}-aa", f"{prefix}{os.getppid()}-bb", f"_saving-config-x{prefix}{dead.pid}-cc"}
-    for name in stages:
-        (tmp_path / name).mkdir()
-    load_tiny().save_pretrained(tmp_path)
-    assert {entry.name for entry in tmp_path.glob("_saving*")} == stages - {f"{prefix}{dead.pid}-aa"}
 
 
 def test_an_interrupt_while_files_move_keeps_what_was_saved(tmp_path, monkeypatch):
