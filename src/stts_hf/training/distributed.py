@@ -1,0 +1,109 @@
+"""Several processes (DDP, FSDP2, ZeRO-3): what must be alike in all of them, and saving the whole model from shards.
+
+A process waits for the others where parameters are gathered and gradients reduced. It waits forever where the others
+never come there, because their batch has no video and so leaves the vision tower alone, or has images too and goes
+through the tower twice. So every batch gets a video (`always_video` of the collator), and FSDP gathers the tower with
+the model's root, once a step whatever the batch holds.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+VISION = ("vision_tower", "multi_modal_projector")
+KINDS = {"video": "video_grids", "image": "image_grids"}
+REMEDIES = {
+    "video": "Take an `STTSDataCollator`, which gives every batch one.",
+    "image": "ZeRO-3 needs images in every batch or in none; train with FSDP2 or ZeRO-2.",
+}
+
+
+def prepare_for_processes(trainer: Any) -> None:
+    """
+    With more than one process: turns on the collator's `always_video`, where it has it, and has FSDP shard the language
+    model's layers each by itself if no layers are named. Raises `ValueError` where parts of the vision tower would be.
+    """
+    if trainer.args.world_size == 1:
+        return
+    if hasattr(trainer.data_collator, "always_video"):
+        trainer.data_collator.always_video = True
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and trainer.model is not None:
+        wrap_language_model_alone(plugin, trainer.model)
+
+
+def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
+    """Completes and checks the `transformer_cls_names_to_wrap` of accelerate's FSDP plugin for an STTS `model`."""
+    if plugin.auto_wrap_policy is None:  # everything is gathered with the root
+        return
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        raise ValueError(
+            "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP, not SIZE_BASED_WRAP, which shards parts of the "
+            "vision tower by themselves: processes with and without images in their batch would wait for each other."
+        )
+    modules = {name.rsplit(".", 1)[-1]: module for name, module in model.named_modules()}
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = sorted(modules["language_model"]._no_split_modules)
+    classes = {type(part).__name__ for name in VISION for part in modules[name].modules()}
+    if wrong := sorted(classes & set(plugin.transformer_cls_names_to_wrap)):
+        raise ValueError(
+            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(wrong)} of the vision tower: processes with and "
+            "without images in their batch would wait for each other. Name "
+            f"{', '.join(sorted(modules['language_model']._no_split_modules))} alone; the tower is gathered as a whole."
+        )
+
+
+def kinds_that_must_agree(trainer: Any) -> tuple[str, ...]:
+    """Of "video" and "image", what either all processes must have in a micro-batch or none, and may not."""
+    state = trainer.accelerator.state
+    if trainer.args.world_size == 1:
+        return ()
+    zero3 = getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", 0) == 3
+    ddp = getattr(trainer.accelerator, "ddp_handler", None)
+    waits = zero3 or getattr(state, "fsdp_plugin", None) is not None or not getattr(ddp, "find_unused_parameters", True)
+    kinds = ("video",) if waits and not getattr(trainer.data_collator, "always_video", False) else ()
+    return (*kinds, "image") if zero3 else kinds
+
+
+def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.device) -> None:
+    """
+    Raises `ValueError` on all processes where some of them have a video in a micro-batch of the step and others do not,
+    and the engine would wait forever. Costs one small reduction a step, and only where a collator does not see to it.
+    """
+    kinds = kinds_that_must_agree(trainer)
+    if not kinds:
+        return
+    present = torch.zeros(len(kinds), trainer.args.gradient_accumulation_steps, device=device)
+    for number, batch in enumerate(batches):
+        for row, kind in enumerate(kinds):
+            present[row, number] = batch.get(KINDS[kind]) is not None
+    for kind, counts in zip(kinds, trainer.accelerator.reduce(present, reduction="sum").tolist(), strict=True):
+        uneven = [int(count) for count in counts if count not in (0, trainer.args.world_size)]
+        if not uneven:
+            continue
+        raise ValueError(
+            f"{uneven[0]} of {trainer.args.world_size} processes have a {kind} in their batch at step "
+            f"{trainer.state.global_step + 1}, and the others would wait for them forever. {REMEDIES[kind]}"
+        )
+
+
+@contextlib.contextmanager
+def whole_weights(accelerator: Any) -> Iterator[None]:
+    """In here `Trainer.save_model` writes the whole model, also where checkpoints are to be SHARDED_STATE_DICT."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        yield
+        return
+    fields = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    before = {name: getattr(plugin, name) for name in fields}
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(plugin, name, value)
