@@ -32,7 +32,7 @@ def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:
         raise ValueError("A batch has no `labels`: the collator must add them, -100 where no loss is wanted.")
     counted = labels != -100
     position_ids = batch.get("position_ids")
-    if position_ids is not None and batch.get("video_grids") is not None:  # stock Molmo2 counts them, without videos
+    if position_ids is not None:
         attention_mask = batch.get("attention_mask")
         padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         samples = find_samples(position_ids.expand(labels.shape), padding_mask)

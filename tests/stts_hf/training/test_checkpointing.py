@@ -1,0 +1,190 @@
+"""Checkpoints are whole or not there: kills during saves, leftovers, rotation, the best checkpoint, pushes."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stts_hf import STTSForConditionalGeneration
+from stts_hf.training.checkpointing import STAGE, finish_or_clear, last_checkpoint, move_in, publish
+from tests.stts_hf.training.runs import Rows, logged, trainer
+
+EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+
+
+def save_until_killed(folder: Path, seconds: float) -> None:
+    """Forks a run that does little but save, and kills it `seconds` after its first checkpoint."""
+    child = os.fork()
+    if child == 0:
+        try:
+            options = {"max_steps": 10_000, "save_total_limit": 2, "logging_steps": 10_000, **EVERY_STEP}
+            trainer(folder, data=Rows([[4]]), **options).train()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint_loadable(tmp_path):
+    generator = random.Random(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads do not survive a fork
+    unfinished = 0
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        save_until_killed(folder, 0.3 * generator.random())
+        unfinished += (folder / STAGE).exists()
+        steps = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
+        last = max(steps)
+        assert last_checkpoint(folder) == str(folder / f"checkpoint-{last}")
+        run = trainer(folder, data=Rows([[4]]), max_steps=last + 1)
+        run.train(resume_from_checkpoint=True)
+        assert run.state.global_step == last + 1
+        assert not (folder / STAGE).exists()
+    torch.set_num_threads(threads)
+    assert unfinished  # else the kills missed all saves
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    trainer(tmp_path, max_steps=3, **EVERY_STEP).train()
+    return tmp_path
+
+
+def test_a_folder_that_was_cut_off_is_passed_over(run_folder, caplog):
+    (run_folder / "checkpoint-3" / "trainer_state.json").unlink()
+    (run_folder / "checkpoint-77").write_text("a file")
+    run = trainer(run_folder, max_steps=4)
+    run.train(resume_from_checkpoint=True)
+    assert len(logged(run, "loss")) == 4
+    assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-2")
+
+
+@pytest.mark.parametrize("damage", ["state", "index", "shard"])
+def test_what_is_missing_is_found(run_folder, damage):
+    last = run_folder / "checkpoint-3"
+    if damage == "state":
+        (last / "trainer_state.json").write_text('{"global_')
+    else:
+        index = last / "model.safetensors.index.json"
+        index.write_text("{" if damage == "index" else json.dumps({"weight_map": {"lm_head.weight": "absent"}}))
+    assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-2")
+
+
+@pytest.mark.parametrize("name", ["", "absent"], ids=["empty", "absent"])
+def test_no_checkpoint_is_an_error_only_for_a_resumed_run(tmp_path, name):
+    assert last_checkpoint(tmp_path / name) is None
+    with pytest.raises(ValueError, match="holds no whole checkpoint to resume from"):
+        trainer(tmp_path / name).train(resume_from_checkpoint=True)
+
+
+def test_an_unfinished_save_is_removed(run_folder):
+    left = run_folder / STAGE / "checkpoint-4"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("half")
+    finish_or_clear(run_folder)
+    assert sorted(path.name for path in run_folder.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def killed_after(calls: int, monkeypatch) -> None:
+    """Lets `os.rename` work `calls` times; then it raises what nothing catches."""
+    rename, done = os.rename, []
+
+    def counted(source, destination):
+        if len(done) == calls:
+            raise KeyboardInterrupt
+        done.append(rename(source, destination))
+
+    monkeypatch.setattr(os, "rename", counted)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_replacing_a_checkpoint_is_finished_by_the_next_run(run_folder, monkeypatch, calls):
+    """Of a second save at one step: a kill between the renames leaves the old or the new, never neither."""
+    staged, final = run_folder / STAGE / "checkpoint-3", run_folder / "checkpoint-3"
+    shutil.copytree(final, staged)
+    (staged / "new").touch()
+    with monkeypatch.context() as patch:
+        killed_after(calls, patch)
+        with pytest.raises(KeyboardInterrupt):
+            publish(staged, final)
+    finish_or_clear(run_folder)
+    assert last_checkpoint(run_folder) == str(final)
+    assert (final / "new").exists() == (calls > 0)
+    assert not (run_folder / STAGE).exists()
+
+
+def test_finishing_can_itself_be_killed(run_folder, monkeypatch):
+    whole, final = run_folder / STAGE / "whole-checkpoint-3", run_folder / "checkpoint-3"
+    shutil.copytree(final, whole)
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            move_in(whole, final)
+    assert not final.exists()
+    finish_or_clear(run_folder)
+    assert last_checkpoint(run_folder) == str(final)
+
+
+def test_the_same_step_can_be_saved_again(run_folder):
+    run = trainer(run_folder, max_steps=3, **EVERY_STEP)
+    run.train(resume_from_checkpoint=str(run_folder / "checkpoint-2"))
+    assert sorted(path.name for path in run_folder.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_an_error_leaves_the_checkpoints_there_were(run_folder, monkeypatch):
+    run = trainer(run_folder, max_steps=4, **EVERY_STEP)
+
+    def full(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(run, "_save_rng_state", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.train(resume_from_checkpoint=True)
+    assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-3")
+    assert not (run_folder / "checkpoint-4").exists()
+
+
+def test_old_checkpoints_go_when_the_new_one_is_there(tmp_path):
+    trainer(tmp_path, max_steps=5, save_total_limit=2, **EVERY_STEP).train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    rates = {"vision_tower": 0.1, "language_model": 1.0}  # every step makes it worse, so that the first is the best
+    run = trainer(tmp_path, eval_dataset=Rows(), learning_rates=rates, max_steps=3, **options, **EVERY_STEP)
+    run.train()
+    losses = logged(run, "eval_loss")
+    best = tmp_path / f"checkpoint-{1 + losses.index(min(losses))}"
+    assert run.state.best_model_checkpoint == str(best)
+    state = json.loads((best / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+    loaded = STTSForConditionalGeneration.from_pretrained(best)
+    assert best.name != "checkpoint-3"  # else there would be nothing to load
+    for (name, expected), found in zip(loaded.named_parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_a_push_takes_the_checkpoint_from_its_place(tmp_path, monkeypatch):
+    run = trainer(tmp_path, max_steps=2, **EVERY_STEP)
+    pushed: list[tuple[str, bool]] = []
+    base: Any = type(run).__mro__[3]
+    monkeypatch.setattr(
+        base, "_push_from_checkpoint", lambda self, folder: pushed.append((folder, Path(folder).is_dir()))
+    )
+    run.args.push_to_hub = True
+    monkeypatch.setattr(base, "_finish_current_push", lambda self: None)
+    run.train()
+    assert pushed == [(str(tmp_path / f"checkpoint-{step}"), True) for step in (1, 2)]
