@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 from stts_hf.benchmark.front_end import measure_front_end
 from stts_hf.benchmark.machine import describe_machine, describe_versions
 from stts_hf.benchmark.measure import measure_workloads
 from stts_hf.benchmark.presets import Preset
 from stts_hf.benchmark.readers import READERS, measure_readers
-from stts_hf.modeling.attention_stts import flash_attn_varlen_func
 
 SCHEMA = 1
 
@@ -25,7 +25,7 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
         )
     for workload in preset.workloads:
         if workload.backend.startswith("flash_attention"):
-            if flash_attn_varlen_func is None or device.type != "cuda" or workload.dtype == "float32":
+            if not is_flash_attn_2_available() or device.type != "cuda" or workload.dtype == "float32":
                 raise ValueError(
                     f"backend {workload.backend!r} needs the package flash-attn, a CUDA device and a half precision "
                     "dtype; use --backends sdpa"

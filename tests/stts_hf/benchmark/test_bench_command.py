@@ -1,0 +1,185 @@
+"""`stts-hf bench` from the command line: one whole run of the tiny preset, and everything it refuses."""
+
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from stts_hf.benchmark import output
+from stts_hf.benchmark.presets import PRESETS, find_preset, vary
+from stts_hf.benchmark.run import count_passes
+from stts_hf.benchmark.stages import STAGES
+from stts_hf.cli.main import main
+from tests.stts_hf.benchmark.made_up import pruned_twice, result
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder of a whole run of the tiny preset."""
+    folder = tmp_path_factory.mktemp("results") / "tiny"
+    assert main(["bench", "--preset", "tiny", "--repeats", "2", "--device", "cpu", "--output", str(folder)]) == 0
+    return folder
+
+
+def refused(capsys, *arguments: str) -> str:
+    """What the command says no with."""
+    assert main(["bench", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+def test_it_writes_samples_page_and_picture(tiny):
+    assert sorted(path.name for path in tiny.iterdir()) == ["README.md", "plot.png", "result.json"]
+    page = (tiny / "README.md").read_text()
+    assert page.startswith("# stts-hf bench: tiny")
+    assert page.endswith("![plot](plot.png)\n")
+    with Image.open(tiny / "plot.png") as image:
+        image.load()
+        assert image.width > 800
+
+
+def test_the_result_holds_every_raw_sample(tiny):
+    found = json.loads((tiny / "result.json").read_text())
+    assert found["schema"] == 1
+    assert found["command"].startswith("stts-hf bench --preset tiny --output")
+    assert {"cpu", "cores", "threads", "memory", "device", "load_before", "load_after"} <= set(found["machine"])
+    assert {"torch", "transformers", "stts_hf", "python", "commit"} <= set(found["versions"])
+    assert found["seconds"] > 0
+    seen = set()
+    for cell in found["cells"]:
+        assert cell["status"] == "ok"
+        assert len(cell["order"]) == 2
+        assert [variant["name"] for variant in cell["variants"]] == ["stock", "0", "0.5"]
+        for variant in cell["variants"]:
+            assert variant["peak_memory"] > 0
+            assert variant["resident_memory"] > 0
+            for stage, measured in variant["stages"].items():
+                seen.add(stage)
+                assert len(measured["seconds"]) == 2
+                assert all(seconds > 0 for seconds in measured["seconds"])
+    assert seen == set(STAGES)
+
+
+def test_every_mode_and_layout_is_in_the_tiny_run(tiny):
+    cells = json.loads((tiny / "result.json").read_text())["cells"]
+    assert {(cell["workload"]["mode"], cell["workload"]["layout"]) for cell in cells} == {
+        ("tower", "varlen"),
+        ("tower", "first_fit_descending"),
+        ("inference", "varlen"),
+        ("training", "varlen"),
+    }
+
+
+def test_stages_add_up_to_no_more_than_the_total(tiny):
+    for cell in json.loads((tiny / "result.json").read_text())["cells"]:
+        for variant in cell["variants"]:
+            stages = {name: measured["seconds"] for name, measured in variant["stages"].items()}
+            apart = ("vision_tower", "connector", "sequence", "language_model", "forward", "backward", "optimiser_step")
+            for index, total in enumerate(stages["total"]):
+                parts = sum(stages[name][index] for name in apart if name in stages)
+                assert parts <= total * 1.001
+
+
+def test_the_page_is_made_of_the_samples_alone(tiny, capsys):
+    page = (tiny / "README.md").read_text()
+    (tiny / "README.md").write_text("edited by hand")
+    assert main(["bench", "--render", "--output", str(tiny)]) == 0
+    assert (tiny / "README.md").read_text() == page
+
+
+def test_the_list_names_every_preset_and_what_it_takes(capsys):
+    assert main(["bench", "--list"]) == 0
+    printed = capsys.readouterr().out
+    for name, preset in PRESETS.items():
+        assert re.search(rf"^{name} +{re.escape(preset.help)}$", printed, re.M)
+        assert preset.takes in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "`preset` is 'huge', but must be one of tiny, tower"),
+        (["--layouts", "zigzag"], "`layouts` holds 'zigzag', but may hold varlen, first_fit_descending"),
+        (["--backends", "cuda"], "`backends` holds 'cuda'"),
+        (["--dtypes", "int8"], "`dtypes` holds 'int8'"),
+        (["--modes", "serving"], "`modes` holds 'serving'"),
+        (["--ratios", "0.5", "50"], "`ratios` holds 50.0, but may hold shares from 0"),
+        (["--ratios", "nan"], "`ratios` holds nan"),
+        (["--frames", "0"], "`frames` holds 0, but may hold whole numbers from 1"),
+        (["--batches", "-1"], "`batches` holds -1"),
+        (["--repeats", "0"], "`repeats` is 0, but must be at least 1"),
+        (["--budget-minutes", "0"], "`budget_minutes` is 0.0, but must be above 0"),
+        (["--threads", "0"], "--threads is 0, but must be at least 1"),
+        (["--preset", "tower", "--modes", "training"], "'tower' measures tower, which these options leave out"),
+        (["--preset", "decode", "--frames", "8"], "'decode' measures files"),
+        (["--backends", "flash_attention_2"], "needs the package flash-attn"),
+        (["--device", "abacus"], "--device abacus cannot be used here"),
+        (["--render"], "--render needs --output"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refusals_name_the_option_and_what_would_be_right(capsys, arguments, message):
+    assert message in refused(capsys, "--device", "cpu", *arguments)
+
+
+def test_the_papers_sizes_are_refused_on_a_cpu_with_the_reason(capsys):
+    message = refused(capsys, "--preset", "paper", "--device", "cpu")
+    assert "'paper' is for a GPU" in message
+    assert "hours on a CPU; use --preset paper-small" in message
+    assert "--force" in message
+
+
+def test_an_output_that_cannot_be_is_refused_before_measuring(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file, but must be a folder" in refused(capsys, "--output", str(tmp_path / "file"))
+
+
+def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'stts-hf[bench]'" in refused(capsys, "--output", str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}'], ids=["empty", "list", "other schema"])
+def test_a_result_that_is_none_is_refused(capsys, tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    assert "result.json" in refused(capsys, "--render", "--output", str(tmp_path))
+
+
+def test_what_is_half_written_replaces_nothing(tmp_path, monkeypatch):
+    output.write_result(result([pruned_twice()]), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(result, path):
+        path.write_bytes(b"half a picture")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stts_hf.benchmark.plots.draw", fail)
+    with pytest.raises(KeyboardInterrupt):
+        output.write_result(result([pruned_twice()], seconds=1.0), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_axes_replace_the_presets_values_in_every_combination():
+    varied = vary(
+        find_preset("tower"), frames=[1, 2], layouts=["varlen", "first_fit_descending"], ratios=[0.5, 0.1, 0.5]
+    )
+    assert [(w.frames, w.layout) for w in varied.workloads] == [
+        (1, "varlen"),
+        (1, "first_fit_descending"),
+        (2, "varlen"),
+        (2, "first_fit_descending"),
+    ]
+    assert {w.ratios for w in varied.workloads} == {(0.1, 0.5)}
+
+
+def test_modes_choose_among_a_presets_workloads():
+    varied = vary(find_preset("tiny"), modes=["training"], repeats=5)
+    assert [w.mode for w in varied.workloads] == ["training"]
+    assert count_passes(varied) == 3 * (1 + 5) + (1 + 5)  # three variants, and the clip of the front end
+
+
+def test_on_a_gpu_the_tower_presets_are_full_size_in_half_precision():
+    for name in ("tower", "scaling"):
+        assert {(w.geometry, w.dtype) for w in find_preset(name, on_gpu=True).workloads} == {("so400m", "bfloat16")}

@@ -1,0 +1,165 @@
+"""The FLOPs that ideals are made of, against formulas worked out by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from stts_hf.benchmark.clocks import FlopClock
+from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config
+from stts_hf.benchmark.passes import Runner
+from stts_hf.benchmark.stages import (
+    BACKWARD,
+    CONNECTOR,
+    DECODE_TOKEN,
+    FORWARD,
+    LANGUAGE_MODEL,
+    SCORE,
+    SELECT_AND_PACK,
+    TOTAL,
+    VISION_TOWER,
+)
+from stts_hf.benchmark.workloads import Workload, workload_inputs
+from tests.stts_hf.benchmark import formulas
+
+FRAMES, PATCHES, BLOCKS = 4, 81, 9
+CPU = torch.device("cpu")
+SHAPE = Workload("tower", "tiny", FRAMES, text_tokens=16, timestamp_tokens=2, decode_tokens=1)
+TOKENS = 16 + FRAMES * (2 + 2)  # of a row, besides the video's
+
+
+@pytest.fixture(scope="module")
+def models():
+    return build_models("tiny", torch.float32, CPU)
+
+
+@pytest.fixture
+def count(models):
+    """Counts the FLOPs of every stage of a pass."""
+
+    def count(ratio, selector="scorer", **changes) -> dict[str, float]:
+        workload = dataclasses.replace(SHAPE, **changes)
+        models[0].config.vision_config.selector = selector
+        configure(models, workload.layout, workload.backend, workload.mode == "training", workload.checkpointing)
+        runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
+        with FlopCounterMode(display=False) as counter:
+            return runner.run(ratio, FlopClock(counter))
+
+    yield count
+    models[0].config.vision_config.selector = "scorer"
+
+
+@pytest.fixture
+def kept_patches(models):
+    """How many patches of each frame survive."""
+
+    def kept_patches(ratio, selector):
+        models[0].config.vision_config.selector = selector
+        configure(models, "varlen", "sdpa", False, False)
+        inputs = workload_inputs(SHAPE, models[0].config, CPU)
+        names = ("pixel_values_videos", "video_token_pooling", "video_grids")
+        with torch.no_grad():
+            found = models[0].model.get_video_features(**{name: inputs[name] for name in names}, pruning_ratio=ratio)
+        return [9 * int(frame.sum()) for frame in found.keep_mask[0]]
+
+    return kept_patches
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_stock_tower_and_connector(models, count, backend):
+    config = models[0].config
+    found = count(None, backend=backend)
+    tower = formulas.patch_embedding(config, FRAMES * PATCHES) + formulas.vision_layers(config, 6, [PATCHES] * FRAMES)
+    assert found[VISION_TOWER] == tower
+    assert found[CONNECTOR] == formulas.connector(config, FRAMES * BLOCKS)
+    assert found[TOTAL] == found[VISION_TOWER] + found[CONNECTOR]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_packed_attention_counts_the_survivors_of_each_frame(models, count, kept_patches, backend):
+    config = models[0].config
+    found = count(0.5, selector="cosine", backend=backend)  # has neither scorer nor bias
+    lengths = kept_patches(0.5, "cosine")
+    assert len(set(lengths)) > 1  # otherwise the formula could not tell frames from their mean
+    dense = config.vision_config.pruning_layer + 1
+    expected = formulas.patch_embedding(config, FRAMES * PATCHES)
+    expected += formulas.vision_layers(config, dense, [PATCHES] * FRAMES)
+    expected += formulas.pruning_layer(config, FRAMES, PATCHES, lengths)
+    expected += formulas.vision_layers(config, 6 - dense - 1, lengths)
+    assert found[VISION_TOWER] == expected
+    assert found[CONNECTOR] == formulas.connector(config, sum(lengths) // 9)
+    assert SCORE not in found
+    assert found[SELECT_AND_PACK] == 0
+
+
+def test_the_scorer_is_part_of_what_pruning_costs(models, count):
+    found = count(0.5)
+    assert found[SCORE] == formulas.scorer(models[0].config, FRAMES * BLOCKS)
+    assert found[SELECT_AND_PACK] == 0
+    assert found[VISION_TOWER] > count(0.5, selector="random")[VISION_TOWER]
+
+
+def test_masked_bins_cost_more_than_packed_frames(count):
+    assert count(0.5, layout="first_fit_descending")[VISION_TOWER] > count(0.5)[VISION_TOWER]
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(None, 36), (0.0, 36), (0.5, 18)], ids=["stock", "k=0", "k=0.5"])
+def test_the_language_model_sees_what_is_left(models, count, ratio, kept):
+    config = models[0].config
+    found = count(ratio, mode="inference")
+    tokens = kept + TOKENS
+    expected = formulas.text_linears(config, tokens) + formulas.text_attention(config, tokens)
+    assert found[LANGUAGE_MODEL] == expected + formulas.head(config, 1)
+    one_more = formulas.text_attention(config, 1) * (tokens + 1) + formulas.text_linears(config, 1)
+    assert found[DECODE_TOKEN] == one_more + formulas.head(config, 1)
+
+
+def test_training_counts_both_gradients_of_every_product(models, count):
+    config = models[0].config
+    found = count(None, mode="training", backend="eager")  # whose attention is plain matrix products
+    tokens = 36 + TOKENS
+    forward = formulas.patch_embedding(config, FRAMES * PATCHES)
+    no_gradient = forward  # pixels have none
+    forward += formulas.vision_layers(config, 6, [PATCHES] * FRAMES) + formulas.connector(config, FRAMES * BLOCKS)
+    forward += formulas.text_linears(config, tokens) + formulas.text_attention(config, tokens)
+    forward += formulas.head(config, tokens)
+    assert found[FORWARD] == forward
+    assert found[BACKWARD] == 2 * forward - no_gradient
+
+
+def test_recomputation_is_counted_on_both_sides(count):
+    for ratio in (None, 0.5):
+        plain = count(ratio, mode="training")
+        again = count(ratio, mode="training", checkpointing=True)
+        assert again[FORWARD] == plain[FORWARD]
+        assert plain[BACKWARD] < again[BACKWARD] < plain[BACKWARD] + plain[FORWARD]
+
+
+def share_of_text(name: str, frames: int, text_tokens: int, timestamp_tokens: int) -> tuple[float, float]:
+    """FLOPs of the LLM over those of the tower, and of attention over all of the LLM's, of one row of stock Molmo2."""
+    config = geometry_config(name)
+    vision = config.vision_config
+    rows, cols = vision.block_grid
+    tower = formulas.vision_layers(config, vision.num_hidden_layers, [9 * rows * cols] * frames)
+    tokens = frames * (rows * cols + 2 + timestamp_tokens) + text_tokens
+    attention = formulas.text_attention(config, tokens)
+    text = attention + formulas.text_linears(config, tokens)
+    return text / tower, attention / text
+
+
+@pytest.mark.parametrize(
+    ("small", "frames", "small_text", "large_text"),
+    [("molmo2-small", 64, 858, 2075), ("molmo2-small-long", 256, 750, 2267)],
+)
+def test_the_scaled_down_models_have_the_proportions_of_4b(small, frames, small_text, large_text):
+    ratio, attention = share_of_text(small, frames, small_text, 3)
+    expected_ratio, expected_attention = share_of_text("molmo2-4b", frames, large_text, 7)
+    assert ratio == pytest.approx(expected_ratio, rel=0.1)
+    assert attention == pytest.approx(expected_attention, rel=0.1)
+
+
+def test_every_geometry_prunes_after_the_same_share_of_its_tower():
+    for name in set(GEOMETRIES) - {"tiny"}:
+        vision = geometry_config(name).vision_config
+        assert (vision.pruning_layer + 1) / vision.num_hidden_layers == pytest.approx(4 / 25, abs=0.01), name

@@ -1,0 +1,174 @@
+"""Passes take turns, memory is what it is, and what does not fit leaves the rest alone."""
+
+import dataclasses
+import gc
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from stts_hf.benchmark import measure as measuring
+from stts_hf.benchmark.geometries import build_models, configure
+from stts_hf.benchmark.measure import measure, measure_workloads
+from stts_hf.benchmark.memory import is_out_of_memory, limited_to_free_memory, peak_memory
+from stts_hf.benchmark.passes import Runner
+from stts_hf.benchmark.workloads import Workload, workload_inputs
+
+CPU = torch.device("cpu")
+TOWER = Workload("tower", "tiny", 2, (0.0, 0.5))
+TRAINING = dataclasses.replace(TOWER, mode="training", text_tokens=8, timestamp_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return build_models("tiny", torch.float32, CPU)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Replaces passes by notes of who ran; a pass takes no time."""
+    notes: list[float | None] = []
+
+    def run(self, ratio, clock):
+        notes.append(ratio)
+        return {"total": 1.0}
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # slow among pytest's many objects
+    return notes
+
+
+def test_variants_take_turns_and_each_begins_a_round(models, ran):
+    cell = measure(TOWER, models, CPU, repeats=4, seconds=60.0)
+    assert ran[:3] == [None, 0.0, 0.5]  # warm-up
+    rounds = [ran[start : start + 3] for start in range(3, 15, 3)]
+    assert rounds == [[None, 0.0, 0.5], [0.0, 0.5, None], [0.5, None, 0.0], [None, 0.0, 0.5]]
+    assert cell["order"][1] == ["0", "0.5", "stock"]
+    assert [len(variant["stages"]["total"]["seconds"]) for variant in cell["variants"]] == [4, 4, 4]
+
+
+def test_it_stops_at_three_rounds_when_the_time_is_spent(models, ran):
+    assert len(measure(TOWER, models, CPU, repeats=9, seconds=0.0)["order"]) == 3
+    assert len(measure(TOWER, models, CPU, repeats=2, seconds=0.0)["order"]) == 2
+
+
+def test_stock_and_unpruned_agree_in_loss(models):
+    configure(models, "varlen", "sdpa", True, False)
+    inputs = workload_inputs(TRAINING, models[0].config, CPU)
+    with torch.no_grad():
+        ours, stock = models[0](**inputs, pruning_ratio=0.0).task_loss, models[1](**inputs).loss
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)  # float32 through six layers and two
+
+
+def test_a_training_pass_leaves_no_gradients_and_moves_no_weights(models):
+    configure(models, "varlen", "sdpa", True, False)
+    before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}
+    runner = Runner(TRAINING, models, workload_inputs(TRAINING, models[0].config, CPU))
+    for ratio in (None, 0.5):
+        assert set(runner.run(ratio, measuring.clock_of(CPU))) == {"forward", "backward", "optimiser_step", "total"}
+        assert all(parameter.grad is None for model in models for parameter in model.parameters())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in models[0].named_parameters())
+
+
+def test_gradients_of_both_models_lie_in_one_place(models):
+    configure(models, "varlen", "sdpa", True, False)
+    inputs = workload_inputs(TRAINING, models[0].config, CPU)
+    models[1](**inputs).loss.backward()
+    assert all(parameter.grad is not None for name, parameter in models[0].named_parameters() if "scorer" not in name)
+    models[0].zero_grad(set_to_none=True)
+
+
+def test_peak_memory_is_the_highest_sum_of_what_is_held():
+    def run():
+        first = torch.ones(1000, 1000)  # 4 MB
+        second = torch.ones(500, 1000)  # 2 MB, beside the first
+        del first
+        third = torch.ones(700, 1000)  # 2.8 MB, beside the second
+        return second.shape, third.shape
+
+    _, peak = peak_memory(run, CPU)
+    assert peak == 6_000_000
+
+
+def test_counting_flops_does_not_change_the_peak(models):
+    configure(models, "varlen", "sdpa", True, False)
+    runner = Runner(TRAINING, models, workload_inputs(TRAINING, models[0].config, CPU))
+    clock = measuring.clock_of(CPU)
+    for ratio in (None, 0.5):
+        _, plain = peak_memory(lambda ratio=ratio: runner.run(ratio, clock), CPU)
+        _, counted = measuring._warm_up(runner, ratio, CPU)
+        assert counted == pytest.approx(plain, rel=5e-3)  # the counter's hooks hold on to a little
+        assert plain > 1_000_000
+
+
+def test_a_pass_without_memory_is_noted_and_the_others_go_on(models, monkeypatch):
+    real = Runner.run
+
+    def run(self, ratio, clock):
+        if ratio == 0.0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+        return real(self, ratio, clock)
+
+    monkeypatch.setattr(Runner, "run", run)
+    cell = measure(TOWER, models, CPU, repeats=1, seconds=0.0)
+    assert [variant["status"] for variant in cell["variants"]] == ["ok", "out of memory", "ok"]
+    assert "1 TiB" in cell["variants"][1]["reason"]
+    assert cell["order"] == [["stock", "0.5"]]
+
+
+def test_a_pass_that_runs_out_of_memory_later_ends_there(models, monkeypatch):
+    calls = itertools.count()
+
+    def run(self, ratio, clock):
+        if next(calls) == 4:  # the second pass of the first timed round
+            raise MemoryError
+        return {"total": 1.0}
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    cell = measure(TOWER, models, CPU, repeats=2, seconds=0.0)
+    assert [variant["status"] for variant in cell["variants"]] == ["ok", "out of memory", "ok"]
+    assert sorted(cell["order"][1]) == ["0.5", "stock"]
+
+
+def test_a_workload_larger_than_the_machine_is_noted_too():
+    huge = dataclasses.replace(TOWER, frames=10_000_000_000)
+    cells = measure_workloads([huge, TOWER], CPU, repeats=1, seconds=0.0)
+    assert [cell["status"] for cell in cells] == ["out of memory", "ok"]
+    assert cells[0]["reason"]
+
+
+def test_other_errors_are_not_swallowed(models, monkeypatch):
+    def run(self, ratio, clock):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(Runner, "run", run)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        measure(TOWER, models, CPU, repeats=1, seconds=0.0)
+
+
+def test_what_counts_as_want_of_memory():
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(ValueError("out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_allocations_fail_before_the_machine_runs_out(monkeypatch):
+    monkeypatch.setattr("stts_hf.benchmark.memory.free_memory", lambda: 20_000_000)
+    with limited_to_free_memory(CPU), pytest.raises(RuntimeError) as caught:
+        torch.ones(30_000_000)
+    assert is_out_of_memory(caught.value)
+    assert torch.ones(30_000_000).sum() == 30_000_000  # and the limit is gone
+
+
+def test_the_twin_refuses_a_model_with_more_than_a_scorer(models):
+    from stts_hf.benchmark.stock import stock_twin
+
+    models[0].extra = nn.Linear(2, 2)
+    try:
+        with pytest.raises(ValueError, match=r"differ in more than the scorer: \['extra.bias', 'extra.weight'\]"):
+            stock_twin(models[0])
+    finally:
+        del models[0].extra
