@@ -1,0 +1,43 @@
+"""A run to be sent SIGTERM: `python -m tests.stts_hf.training.terminated_run FOLDER STEPS WORKERS [SECONDS A SAVE]`.
+
+Prints `step N` at the end of each step and `saving N` at the start of each save.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from tests.stts_hf.training.runs import Rows, trainer
+
+
+class Report(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print(f"step {state.global_step}", flush=True)
+        time.sleep(0.05)
+
+
+def main(folder: str, steps: str, workers: str, seconds: str = "0") -> None:
+    torch.set_num_threads(1)
+    options = {"max_steps": int(steps), "logging_steps": 1000, "dataloader_num_workers": int(workers)}
+    run = trainer(Path(folder), data=Rows(length=4 * int(steps)), **options)
+    run.add_callback(Report())
+    save = run._save_rng_state
+
+    def slow_save(output_dir: str) -> None:
+        print(f"saving {run.state.global_step}", flush=True)
+        time.sleep(float(seconds))
+        save(output_dir)
+
+    run._save_rng_state = slow_save  # type: ignore[method-assign]
+    os.setpgid(0, 0)
+    print("ready", flush=True)
+    run.train()
+    print("complete", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,137 @@
+"""SIGTERM: the step ends, a checkpoint is saved, the process exits with 143, and the run can go on from there."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from stts_hf.training.checkpointing import STAGE, last_checkpoint
+from tests.stts_hf.training.runs import KeepGradients, Rows, logged, trainer
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(folder: Path, steps: int, workers: int = 0, seconds: float = 0) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.stts_hf.training.terminated_run", folder, steps, workers, seconds]
+    return subprocess.Popen(
+        [str(part) for part in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(process: subprocess.Popen, line: str) -> None:
+    """Reads what the process prints up to `line`. A process that hangs is killed, which ends the reading."""
+    timer = threading.Timer(120, process.kill)
+    timer.start()
+    assert process.stdout is not None
+    for printed in process.stdout:
+        if printed.strip() == line:
+            timer.cancel()
+            return
+    timer.cancel()
+    assert process.stderr is not None
+    raise AssertionError(f"{line!r} was never printed:\n{process.stderr.read()}")
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group_with_workers"])
+def test_sigterm_saves_and_ends(tmp_path, whole_group):
+    process = start(tmp_path, 1000, workers=2 if whole_group else 0)
+    wait_for(process, "step 3")
+    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert "complete" not in output
+    assert "SIGTERM: saving at step" in errors
+    assert "Traceback" not in errors
+    checkpoint = last_checkpoint(tmp_path)
+    assert checkpoint is not None
+    step = int(checkpoint.rpartition("-")[2])
+    assert 3 <= step <= 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{step}"]
+    run = trainer(tmp_path, data=Rows(length=4000), max_steps=step + 1)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == step + 1
+
+
+def test_more_sigterms_during_the_save_change_nothing(tmp_path):
+    process = start(tmp_path, 1000, seconds=0.5)
+    wait_for(process, "step 1")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    saving = next(line for line in process.stdout if line.startswith("saving"))
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{saving.split()[1]}")
+    assert not (tmp_path / STAGE).exists()
+
+
+class SignalAt(KeepGradients):
+    """Sends this process SIGTERM at a step, before its optimizer step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
+    """The save is at the end of a step, so that the random state is that of the run without a stop."""
+    options = {"max_steps": 5, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
+    whole = trainer(tmp_path / "whole", data=Rows(length=12), **options)
+    whole.train()
+    stopped = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
+    stopped.add_callback(SignalAt(2))
+    with pytest.raises(SystemExit) as ended:
+        stopped.train()
+    assert ended.value.code == 143
+    assert stopped.state.global_step == 2
+    resumed = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_no_evaluation_delays_the_end(tmp_path):
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8}
+    run = trainer(tmp_path, eval_dataset=Rows(), **options)
+    run.add_callback(SignalAt(2))
+    with pytest.raises(SystemExit):
+        run.train()
+    assert not logged(run, "eval_loss")
+
+
+def test_a_sigterm_in_the_last_step_ends_with_143_too(tmp_path):
+    run = trainer(tmp_path, max_steps=2)
+    run.add_callback(SignalAt(2))
+    with pytest.raises(SystemExit):
+        run.train()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+def test_the_handler_is_there_while_training_alone(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    run = trainer(tmp_path, max_steps=1)
+    seen = []
+
+    class Look(KeepGradients):
+        def on_step_end(self, *args, **kwargs):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    run.add_callback(Look())
+    run.train()
+    assert seen != [before]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_training_outside_the_main_thread_works(tmp_path):
+    run = trainer(tmp_path, max_steps=1)
+    thread = threading.Thread(target=run.train)
+    thread.start()
+    thread.join(60)
+    assert run.state.global_step == 1
