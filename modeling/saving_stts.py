@@ -251,6 +251,8 @@ class SavingMixin(ModelCardMixin, UploadMixin):
             tensors = self.state_dict() if state_dict is None else state_dict  # type: ignore[attr-defined]
             if split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size).is_sharded:
                 options["save_original_format"] = False
+        if getattr(self, "hf_quantizer", None) is not None:
+            options["save_original_format"] = False  # fused and packed, query, key and value cannot be told apart again
         with staged(folder, MODEL_GATE) as stage:
             self._note_dtypes()
             model.save_pretrained(stage, is_main_process, **options)

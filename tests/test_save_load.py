@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers.quantizers import HfQuantizer
 
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
 from stts_hf.modeling.saving_stts import stale_weights
@@ -98,6 +99,36 @@ def test_stts_tiny_is_what_saving_writes(saved):
     names = {*CONFIGS, "tokenizer_config.json", "model.safetensors"}
     before, after = digests(TINY, "*"), digests(saved, "*")
     assert {name for name in names if before[name] != after[name]} == set()
+
+
+def test_a_quantised_model_is_saved_under_native_names(tmp_path):
+    # Released names would join packed weights: 4-bit ones then load no more, 8-bit ones are not even saved.
+    class Quantizer(HfQuantizer):
+        quantization_config = None
+
+        def __init__(self):
+            pass
+
+        def is_serializable(self):
+            return True
+
+        is_trainable = True
+
+    model = load_tiny()
+    names = set(model.state_dict())
+    model.hf_quantizer = Quantizer()
+    model.save_pretrained(tmp_path)
+    assert weights_of(tmp_path).keys() == names
+
+
+@pytest.mark.parametrize("option", ["load_in_4bit", "load_in_8bit"])
+def test_a_model_quantised_by_bitsandbytes_loads_as_it_was_saved(tmp_path, option):
+    pytest.importorskip("bitsandbytes")
+    model = load_tiny(quantization_config=BitsAndBytesConfig(**{option: True}), device_map="cpu")
+    model.save_pretrained(tmp_path)
+    prompt = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(load_tiny(tmp_path)(input_ids=prompt).logits, model(input_ids=prompt).logits)
 
 
 SAVE_AGAIN = """

@@ -210,6 +210,29 @@ def test_no_code_of_the_folder_runs(sound, tmp_path):
     assert [name for name, _ in listed(folder)] == ["code version"]
 
 
+def quantise(folder: Path) -> None:
+    """As a quantiser saves: one weight packed, with a scale beside it, and a note in config.json."""
+    path = shard_with(folder, "lm_head.weight")
+    weights = load_file(path)
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.uint8).reshape(-1, 1)
+    weights["lm_head.weight.absmax"] = torch.ones(8)
+    save_file(weights, path, metadata={"format": "pt"})
+    edit(
+        "model.safetensors.index.json", lambda index: index["weight_map"].update({"lm_head.weight.absmax": path.name})
+    )(folder)
+    edit("config.json", lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))(folder)
+
+
+def test_quantised_weights_deserve_a_look_but_are_not_wrong(sound, tmp_path):
+    folder = copy(sound, tmp_path / "checkpoint")
+    quantise(folder)
+    [(name, finding)] = listed(folder)
+    assert (name, finding.fatal) == ("weights", False)
+    assert "quantised" in finding.what
+    os.truncate(shard_with(folder, "lm_head.weight"), 5000)
+    assert any(finding.fatal and "cut off" in finding.what for _, finding in listed(folder))
+
+
 def test_presets_lack_weights_and_tokenizer_alone(hub_configs):
     wrong = {name for name, finding in listed(hub_configs / "stts-molmo2-4b") if finding.fatal}
     assert wrong == {"weights", "tokenizer"}
