@@ -7,6 +7,7 @@ the model's root, once a step whatever the batch holds.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def prepare_for_processes(trainer: Any) -> None:
     """
     With more than one process: turns on the collator's `always_video`, where it has it, and has FSDP shard the language
     model's layers each by itself if no layers are named. Raises `ValueError` where parts of the vision tower would be.
+    Under FSDP2 in bf16, the losses stay float32.
     """
     if trainer.args.world_size == 1:
         return
@@ -34,6 +36,10 @@ def prepare_for_processes(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and trainer.model is not None:
         wrap_language_model_alone(plugin, trainer.model)
+        policy = plugin.mixed_precision_policy
+        if getattr(policy, "output_dtype", None) is not None:
+            # accelerate has FSDP2 round all outputs, losses too.
+            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:

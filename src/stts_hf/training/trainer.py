@@ -268,8 +268,9 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         return self._gradient_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; the whole model also where checkpoints are saved in shards."""
-        with contextlib.nullcontext() if _internal_call else whole_weights(self.accelerator):
+        """As in `Trainer`; outside a checkpoint the whole model, also where checkpoints are saved in shards."""
+        in_checkpoint = self._stage is not None
+        with contextlib.nullcontext() if in_checkpoint else whole_weights(self.accelerator):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -1,0 +1,218 @@
+"""Run by `accelerate launch` for test_distributed.py: `processes.py FOLDER SCENARIO...`, each in a folder of its own.
+
+The scenarios are the same with one process, so that runs can be compared: a step is always four rows.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import IterableDataset
+
+from stts_hf import STTSProcessor
+from stts_hf.training.trainer import STTSTrainer
+from tests.checkpoints import TINY
+from tests.stts_hf.training.runs import Rows, logged, trainer
+from tests.test_peft import TARGETS
+from tests.tiny import PAD, Image, Part, Video, build_inputs, tiny_config, tiny_model
+
+# Beside each other at the same time, as two processes take every second row: video and text, image and video, image
+# with video and video, text and image. Label tokens and frames differ from row to row.
+MIXED: list[list[Part]] = [
+    [3, Video(2), 2],
+    [12],
+    [2, Image(), 5],
+    [3, Video(4), 9],
+    [2, Image(), Video(3), 7],
+    [2, Video(3), 17],
+    [20],
+    [4, Image(), 3],
+]
+PARTS = ("language_model", "vision_tower", "connector", "scorer")
+OPTIONS: dict[str, Any] = {
+    "learning_rates": dict.fromkeys(PARTS, 1e-3),
+    # AdamW divides a gradient by its own size. That of a key's bias is rounding alone, as it changes no attention, and
+    # would become steps of full size in directions that differ from run to run; this is far above it.
+    "adam_epsilon": 1e-6,
+    "train_sampling_strategy": "sequential",
+}
+VIDEO_KEYS = {"pixel_values_videos": None, "video_token_pooling": "pixel_values_videos", "video_grids": None}
+IMAGE_KEYS = {"pixel_values": None, "image_token_pooling": "pixel_values", "image_grids": None, "image_num_crops": None}
+
+
+class Collator:
+    """Batches of `Rows`, padded on the right. `always_video` as in `STTSDataCollator`."""
+
+    def __init__(self) -> None:
+        self.always_video = False
+
+    def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        items = [{key: value for key, value in item.items() if key != "id"} for item in items]
+        if getattr(self, "always_video", False) and not any("video_grids" in item for item in items):
+            black = build_inputs([[Video(1)]])
+            black["pixel_values_videos"].zero_()
+            items.append(black | {"labels": torch.full_like(black["input_ids"], -100)})
+        fillers = {"input_ids": PAD, "attention_mask": 0, "mm_token_type_ids": 0, "labels": -100}
+        width = max(item["input_ids"].shape[1] for item in items)
+        batch = {}
+        for name, filler in fillers.items():
+            rows = [torch.nn.functional.pad(i[name], (0, width - i[name].shape[1]), value=filler) for i in items]
+            batch[name] = torch.cat(rows)
+        for name, patches_of in (VIDEO_KEYS | IMAGE_KEYS).items():
+            parts, first = [], 0
+            for item in items:
+                if name in item:
+                    table = item[name]
+                    parts.append(table if patches_of is None else torch.where(table >= 0, table + first, table))
+                    first += 0 if patches_of is None else item[patches_of].shape[0] * item[patches_of].shape[1]
+            if parts:
+                batch[name] = torch.cat(parts)
+        return batch
+
+
+class Plain(Collator):
+    """A collator that knows nothing of `always_video`."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Rows(MIXED))
+
+
+def model() -> Any:
+    return tiny_model(tiny_config(pruning_ratio=0.5))
+
+
+def make(folder: Path, **options: Any) -> STTSTrainer:
+    """A trainer whose every step is four rows, divided among the processes there are."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        # accelerate knows FSDP for GPUs alone; on CPUs it would use DDP and say nothing. Told that these are GPUs, it
+        # does all the rest as it would there: wrapping, sharding, gathering, saving.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        options["accelerator_config"] = {"use_configured_state": True}
+    shared = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    alone = {"per_device_train_batch_size": 4}
+    batching = shared if int(os.environ.get("WORLD_SIZE", 1)) == 2 else alone
+    options = {"data": Rows(MIXED, 80), "data_collator": Collator(), "model": model(), **OPTIONS, **batching} | options
+    return trainer(folder, **options)
+
+
+def describe(run: STTSTrainer) -> dict[str, Any]:
+    trained: Any = run.model
+    return {
+        "losses": {name: logged(run, name) for name in ("loss", "task_loss", "temporal_loss")},
+        "processes": run.args.world_size,
+        "engine": run.accelerator.distributed_type.value,
+        "sharded": [name for name, module in trained.named_modules() if isinstance(module, FSDPModule)],
+        "steps": run.state.global_step,
+    }
+
+
+def full(folder: Path) -> dict[str, Any]:
+    """20 steps, saved, and the weights gathered by other means beside it."""
+    run = make(folder, max_steps=20, processing_class=STTSProcessor.from_pretrained(TINY))
+    run.train()
+    run.save_model(str(folder / "model"))
+    weights = run.accelerator.get_state_dict(run.model)  # of all processes together
+    if run.args.should_save:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "gathered.safetensors")
+    return describe(run)
+
+
+def checkpointed(folder: Path) -> dict[str, Any]:
+    run = make(folder, max_steps=4, gradient_checkpointing=True)
+    run.train()
+    return describe(run)
+
+
+def lora(folder: Path) -> dict[str, Any]:
+    """With the scorer trained in full and gradient checkpointing."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, modules_to_save=["scorer"])
+    adapted: Any = peft.get_peft_model(model(), config)
+    run = make(folder, model=adapted, max_steps=4, gradient_checkpointing=True)
+    run.train()
+    run.save_model(str(folder / "adapter"))
+    return describe(run)
+
+
+def bf16(folder: Path) -> dict[str, Any]:
+    run = make(folder, max_steps=4, bf16=True)
+    run.train()
+    outputs = run.model_wrapped(**Collator()([Rows(MIXED)[0]]))
+    dtypes = {name: str(getattr(outputs, name).dtype) for name in ("loss", "task_loss", "temporal_loss")}
+    return describe(run) | {"dtypes": dtypes}
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """6 steps, and again from the checkpoint after 3."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = make(folder, **options)
+    whole.train()
+    whole.save_model(str(folder / "whole"))
+    half = make(folder, **options)
+    half.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    half.save_model(str(folder / "half"), _internal_call=True)  # as `stts-hf train` does
+    return describe(half) | {"whole": describe(whole)["losses"]}
+
+
+def resumed_from_shards(folder: Path) -> dict[str, Any]:
+    os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
+    return resumed(folder)
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """2 epochs of 5 rows."""
+    options = {"data": Rows(MIXED, 5), "max_steps": -1, "num_train_epochs": 2}
+    run = make(folder, **options, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    run.train()
+    return describe(run)
+
+
+def refused(folder: Path) -> dict[str, Any]:
+    """What would hang or tear batches apart."""
+
+    def message(start: Callable[[], Any]) -> str:
+        try:
+            start()
+        except ValueError as error:
+            return str(error)
+        return "nothing was raised"
+
+    plain = {"data_collator": Plain(), "max_steps": 1, "ddp_find_unused_parameters": False}
+    return {
+        "no_video": message(lambda: make(folder, **plain).train()),
+        "stream": message(lambda: make(folder, data=Stream(), max_steps=1).train()),
+    }
+
+
+SCENARIOS = {
+    run.__name__: run for run in (full, checkpointed, lora, bf16, resumed, uneven, refused, resumed_from_shards)
+}
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        result = SCENARIOS[name](folder / name)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        rank = os.environ.get("RANK", "0")
+        (folder / name / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,258 @@
+"""Two processes under DDP and FSDP2 (gloo, CPU), started by `accelerate launch` with the shipped configs, against one.
+
+Each engine is launched once and goes through the scenarios of processes.py; the tests look at what they left.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+from stts_hf import STTSProcessor
+from stts_hf.training.collator import STTSDataCollator
+from stts_hf.training.distributed import prepare_for_processes, whole_weights, wrap_language_model_alone
+from tests.checkpoints import TINY, load_tiny
+from tests.conftest import REPOSITORY
+from tests.stts_hf.training.processes import Plain, full, lora, model
+from tests.tiny import Video, build_inputs
+
+CONFIGS = REPOSITORY / "examples" / "accelerate"
+SCENARIOS = {
+    "ddp": ("full", "checkpointed", "lora", "resumed", "uneven", "refused"),
+    "fsdp2": ("full", "checkpointed", "lora", "bf16", "resumed", "uneven", "refused", "resumed_from_shards"),
+}
+ENGINES = list(SCENARIOS)
+TOLERANCE = 1e-4  # the issue's; losses differ by 1e-6 and weights by 1e-5
+
+LOAD = """
+import json, sys, torch
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+folder, tensors = sys.argv[1:]
+model = AutoModelForMultimodalLM.from_pretrained(folder, trust_remote_code=True).eval()
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+with torch.no_grad():
+    logits = model(**torch.load(tensors)).logits
+print(json.dumps({"processor": type(processor).__name__, "logits": logits.double().sum().item()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Folder of an engine's run, launched on first use."""
+    folders: dict[str, Path] = {}
+
+    def launch(engine: str) -> Path:
+        if engine not in folders:
+            folders[engine] = folder = tmp_path_factory.mktemp(engine)
+            environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{CONFIGS / engine}.yaml"]
+            command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port
+            script = REPOSITORY / "tests" / "stts_hf" / "training" / "processes.py"
+            result = subprocess.run(
+                [*command, str(script), str(folder), *SCENARIOS[engine]],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=400,
+            )
+            assert result.returncode == 0, result.stderr[-4000:]
+        return folders[engine]
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Folder and results of the same runs in this process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, {run.__name__: run(folder / run.__name__) for run in (full, lora)}
+
+
+def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
+    return json.loads((folder / scenario / f"result-{rank}.json").read_text())
+
+
+def assert_losses_close(found: dict[str, list[float]], expected: dict[str, list[float]], steps: int) -> None:
+    for name in ("loss", "task_loss", "temporal_loss"):
+        assert len(found[name]) == steps
+        assert max(expected[name][:steps]) > 0
+        torch.testing.assert_close(
+            torch.tensor(found[name]), torch.tensor(expected[name][:steps]), atol=TOLERANCE, rtol=0, msg=name
+        )
+
+
+def assert_weights_close(folders: tuple[Path, Path], file: str, tolerance: float = TOLERANCE) -> None:
+    found, expected = (load_file(folder / file) for folder in folders)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=tolerance, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_engine_is_what_the_config_says(launched, engine):
+    """accelerate turns to other engines in silence where it finds no GPU."""
+    found = results(launched(engine), "full")
+    assert found["processes"] == 2
+    assert found["engine"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[engine]
+    names = ["", "model.language_model.embed_tokens", *(f"model.language_model.layers.{i}" for i in (0, 1)), "lm_head"]
+    assert found["sharded"] == (names if engine == "fsdp2" else [])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_processes_train_as_one_over_20_steps(launched, alone, engine):
+    folder, expected = alone
+    assert_losses_close(results(launched(engine), "full")["losses"], expected["full"]["losses"], 20)
+    assert_weights_close((launched(engine), folder), "full/model/model.safetensors")
+
+
+def test_the_compared_runs_learn(alone):
+    folder, expected = alone
+    losses = expected["full"]["losses"]["loss"]
+    assert sum(losses[-2:]) < sum(losses[:2]) - 0.2  # two steps go once over the rows
+    before, after = model().state_dict(), load_tiny(folder / "full" / "model").state_dict()
+    changes = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    moved = [name for name, change in changes.items() if change > 10 * TOLERANCE]
+    assert len(moved) > 0.8 * len(changes)
+    assert sum(".scorer." in name for name in moved) > 8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradient_checkpointing_changes_nothing(launched, alone, engine):
+    assert_losses_close(results(launched(engine), "checkpointed")["losses"], alone[1]["full"]["losses"], 4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_lora_with_the_scorer_in_full_trains_and_saves_as_with_one_process(launched, alone, engine):
+    folder, expected = alone
+    assert_losses_close(results(launched(engine), "lora")["losses"], expected["lora"]["losses"], 4)
+    assert_weights_close((launched(engine), folder), "lora/adapter/adapter_model.safetensors")
+    adapters = [path / "lora" / "adapter" for path in (launched(engine), folder)]
+    assert len({frozenset(file.name for file in adapter.iterdir()) for adapter in adapters}) == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sharded_run_saves_the_same_folder(launched, alone, engine):
+    saved, reference = (path / "full" / "model" for path in (launched(engine), alone[0]))
+    names = {file.name for file in reference.iterdir()}
+    assert {"README.md", "config.json", "modeling_stts.py", "model.safetensors", "processor_config.json"} <= names
+    assert {file.name for file in saved.iterdir()} == names
+    for name in names - {"model.safetensors", "training_args.bin"}:
+        assert (saved / name).read_bytes() == (reference / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_saved_weights_are_the_gathered_ones_bit_for_bit(launched, engine):
+    gathered = load_file(launched(engine) / "full" / "gathered.safetensors")
+    loaded = load_tiny(launched(engine) / "full" / "model").state_dict()
+    assert loaded.keys() == gathered.keys()
+    for name, tensor in gathered.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_what_fsdp2_saved_loads_in_a_fresh_process(launched, run_without_package, tmp_path):
+    folder = launched("fsdp2") / "full" / "model"
+    inputs = build_inputs([[3, Video(3), 4]])
+    torch.save(inputs, tmp_path / "inputs.pt")
+    found = json.loads(run_without_package(LOAD, str(folder), str(tmp_path / "inputs.pt")).splitlines()[-1])
+    with torch.no_grad():
+        expected = load_tiny(folder)(**inputs).logits
+    assert found["processor"] == "STTSProcessor"
+    assert found["logits"] == pytest.approx(expected.double().sum().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("engine", "scenario"), [("ddp", "resumed"), ("fsdp2", "resumed"), ("fsdp2", "resumed_from_shards")]
+)
+def test_resumed_runs_end_as_uninterrupted_ones(launched, engine, scenario):
+    folder = launched(engine) / scenario
+    found = results(launched(engine), scenario)
+    assert len(found["losses"]["loss"]) == 6
+    assert found["losses"] == found["whole"]
+    assert_weights_close((folder / "half", folder / "whole"), "model.safetensors", tolerance=0)
+
+
+def test_checkpoints_in_shards_are_shards_and_the_end_is_whole(launched):
+    folder = launched("fsdp2") / "resumed_from_shards"
+    assert (folder / "checkpoint-3" / "pytorch_model_fsdp_0").is_dir()
+    assert not (folder / "checkpoint-3" / "model.safetensors").exists()
+    assert (folder / "half" / "modeling_stts.py").exists()
+
+
+def test_losses_stay_float32_under_fsdp2_in_bf16(launched, alone):
+    found = results(launched("fsdp2"), "bf16")
+    assert set(found["dtypes"].values()) == {"torch.float32"}
+    losses = zip(found["losses"]["loss"], alone[1]["full"]["losses"]["loss"], strict=False)
+    assert all(abs(loss - exact) < 0.02 for loss, exact in losses)  # bf16 has 8 bits; losses are about 7
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_do_not_divide_by_the_processes_are_made_up_for(launched, engine):
+    assert results(launched(engine), "uneven")["steps"] == 2 * 3  # 5 rows on 2 processes, twice
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_would_hang_is_refused_in_every_process(launched, engine):
+    for rank in (0, 1):
+        found = results(launched(engine), "refused", rank)
+        assert "1 of 2 processes have a video in their batch at step 1" in found["no_video"]
+        assert "STTSDataCollator" in found["no_video"]
+        assert "'dispatch_batches': False" in found["stream"]
+
+
+def fake_trainer(processes: int, collator: Any) -> Any:
+    accelerator = SimpleNamespace(state=SimpleNamespace())
+    args = SimpleNamespace(world_size=processes)
+    return SimpleNamespace(args=args, data_collator=collator, accelerator=accelerator, model=None)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_more_than_one_process_turns_on_always_video(processes):
+    collator = STTSDataCollator(STTSProcessor.from_pretrained(TINY))
+    prepare_for_processes(fake_trainer(processes, collator))
+    assert collator.always_video is (processes > 1)
+
+
+def test_a_collator_without_always_video_is_left_alone():
+    collator = Plain()
+    prepare_for_processes(fake_trainer(2, collator))
+    assert not hasattr(collator, "always_video")
+
+
+def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
+    options = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"} | options
+    return FullyShardedDataParallelPlugin(**options)
+
+
+def test_fsdp_shards_the_language_models_layers_where_none_are_named():
+    chosen = plugin()
+    wrap_language_model_alone(chosen, model())
+    assert chosen.transformer_cls_names_to_wrap == ["Molmo2DecoderLayer"]
+
+
+def test_the_shipped_config_names_the_language_models_layers():
+    assert "fsdp_transformer_layer_cls_to_wrap: Molmo2DecoderLayer\n" in (CONFIGS / "fsdp2.yaml").read_text()
+
+
+def test_fsdp_units_inside_the_vision_tower_are_refused():
+    names = ["Molmo2DecoderLayer", "STTSVisionEncoderLayer"]
+    with pytest.raises(ValueError, match=r"names STTSVisionEncoderLayer .* Name Molmo2DecoderLayer alone"):
+        wrap_language_model_alone(plugin(transformer_cls_names_to_wrap=names), model())
+    with pytest.raises(ValueError, match="not SIZE_BASED_WRAP"):
+        wrap_language_model_alone(plugin(auto_wrap_policy=size_based_auto_wrap_policy), model())
+
+
+def test_whole_weights_give_the_plugin_back_as_it_was():
+    chosen = plugin(state_dict_type="SHARDED_STATE_DICT")
+    before = dict(vars(chosen))
+    with whole_weights(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=chosen))):
+        assert chosen.state_dict_type.name == "FULL_STATE_DICT"
+    assert vars(chosen) == before
