@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import is_flash_attn_2_available
 
+from .frame_attention_stts import attend_within_frames, eager_frame_attention
+
 if is_flash_attn_2_available():
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
 else:
@@ -55,23 +57,14 @@ def packed_attention(
     if key_bias is not None:
         query, key, value = fold_bias_into_keys(query, key, value, key_bias, scaling)
     backend = choose_backend(implementation, query, dropout)
+    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if backend == "flash_attn":
-        output = flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p=dropout,
-            softmax_scale=scaling,
-        )
+        output = flash_attn_varlen_func(query, key, value, *bounds, dropout_p=dropout, softmax_scale=scaling)
     elif backend == "torch_varlen":
-        output = varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scaling)
+        query, key, value = (F.pad(states, (0, -query.shape[-1] % 8)) for states in (query, key, value))
+        output = varlen_attn(query, key, value, *bounds, scale=scaling)
     else:
-        attend = eager_frame_attention if backend == "eager" else F.scaled_dot_product_attention
-        output = frame_by_frame(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, dropout)
+        output = attend_within_frames(query, key, value, *bounds, scaling, dropout, eager=backend == "eager")
     return output[..., :head_dim]
 
 
@@ -91,8 +84,7 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
         return "flash_attn"
     if implementation == "eager":
         return "eager"
-    flash_fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    if varlen_attn is not None and query.is_cuda and half and flash_fits and dropout == 0.0:
+    if varlen_attn is not None and query.is_cuda and half and query.shape[-1] <= 256 and dropout == 0.0:
         return "torch_varlen"
     return "sdpa"
 
@@ -123,19 +115,6 @@ def fold_bias_into_keys(
     )
 
 
-def frame_by_frame(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, scaling: float, dropout: float):
-    """One call of `attend` per frame: on a CPU faster than masked bins, since no masked product is ever computed."""
-    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    outputs = []
-    for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
-        if k.shape[0] == 0:  # nothing to attend to: padding slots of the biased layer
-            outputs.append(torch.zeros_like(q))
-        elif q.shape[0]:
-            q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))  # (1, heads, frame, d)
-            outputs.append(attend(q, k, v, dropout_p=dropout, scale=scaling)[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
 def binned_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -163,9 +142,3 @@ def binned_attention(
     else:
         output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
     return output.transpose(1, 2)
-
-
-def eager_frame_attention(query, key, value, dropout_p: float, scale: float, bias: torch.Tensor | float = 0.0):
-    """(batch, heads, frame, d) each; softmax in float32 as transformers' eager attention does it."""
-    logits = query @ key.transpose(-1, -2) * scale + bias
-    return F.dropout(logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype), p=dropout_p) @ value

@@ -19,8 +19,8 @@ class FrameSequence:
 
     patch_index: (P,) row of each slot's patch among the `F * N` patches.
     cu_seqlens: (F + 1,) int32, where each frame starts and ends; a frame that lost everything is an empty stretch.
-        Where windows hang over the border, one more stretch at the end holds their padding slots: it keeps every size
-        known on the host and is seen by no frame.
+        Where windows hang over the border, more stretches at the end hold their padding slots: they keep every size
+        known on the host and are seen by no frame.
     max_seqlen: upper bound of a stretch's length, in patches.
     window_index: (K, S) slots of each kept block, or None where they are simply consecutive.
     window_valid: (K, S) bool, False for padding, or None where there is none.
@@ -45,7 +45,7 @@ class FrameSequence:
         return stretches.clamp_max(num_frames) * num_patches
 
     def without_padding(self, num_frames: int) -> "FrameSequence":
-        """The same without the stretch of padding slots; reads the lengths back from the device."""
+        """The same without the stretches of padding slots; reads the lengths back from the device."""
         if self.window_valid is None or self.window_index is None:
             return self
         num_valid = int(self.cu_seqlens[num_frames])
@@ -116,13 +116,16 @@ def sequence_kept_patches(
         return FrameSequence(windows.flatten(), cumulative_lengths(lengths), num_patches)
     valid = windows >= 0
     lengths = lengths.index_add(0, frame.flatten(), valid.flatten().long())
-    lengths = torch.cat([lengths, windows.numel() - lengths.sum(0, keepdim=True)])
+    # As long as a frame at most: attention within one long stretch would cost more than all frames together.
+    num_stretches = -(-min(overhang, windows.numel()) // num_patches)
+    padding = windows.numel() - lengths.sum() - num_patches * torch.arange(num_stretches, device=lengths.device)
+    lengths = torch.cat([lengths, padding.clamp(0, num_patches)])
     order = torch.sort((~valid).flatten().long(), stable=True).indices  # (P,) padding slots behind everything
     window_index = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     return FrameSequence(
         windows.flatten()[order].clamp_min(0),
         cumulative_lengths(lengths),
-        max(num_patches, min(overhang, windows.numel())),
+        num_patches,
         window_index.view_as(windows),
         valid,
     )

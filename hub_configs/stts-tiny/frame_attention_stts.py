@@ -1,0 +1,1 @@
+../../modeling/frame_attention_stts.py

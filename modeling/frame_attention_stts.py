@@ -1,0 +1,164 @@
+"""Attention within frames where no kernel takes variable lengths: frame by frame on a CPU, padded elsewhere.
+
+Pure tensors and plain numbers; nothing here knows of Molmo2. Queries, keys and values are flat, `(P, heads, head_dim)`,
+and cut into frames by `cu_seqlens` (F + 1,) int32.
+"""
+
+import re
+
+import torch
+import torch.nn.functional as F
+
+
+def attend_within_frames(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling: float,
+    dropout: float = 0.0,
+    eager: bool = False,
+) -> torch.Tensor:
+    """
+    Every query of a frame attends to all keys of that frame; returns (P_q, heads, d). `eager`: plain matrix products.
+
+    A CPU knows the frames' lengths for free. Anywhere else reading them would wait for the device, so there frames are
+    padded to `max_seqlen`. While compiling for a CPU the loop over frames is one operator, whose graph is the same
+    whatever the lengths are.
+    """
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        return frame_by_frame(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, dropout, eager)
+    if query.device.type == "cpu" and dropout == 0.0:
+        return frame_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager)
+    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return padded_frames(query, key, value, *bounds, scaling, dropout, eager)
+
+
+def frame_by_frame(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, scaling: float, dropout: float = 0.0, eager: bool = False
+) -> torch.Tensor:
+    """One call per frame: on a CPU faster than masked bins, since no masked product is ever computed."""
+    attend = eager_frame_attention if eager else F.scaled_dot_product_attention
+    outputs = []
+    for q, k, v in zip(*split_frames(cu_seqlens_q, cu_seqlens_k, query, key, value), strict=True):
+        if k.shape[0] == 0:  # nothing to attend to: padding slots of the biased layer
+            outputs.append(torch.zeros_like(q))
+        elif q.shape[0]:
+            q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))  # (1, heads, frame, d)
+            outputs.append(attend(q, k, v, dropout_p=dropout, scale=scaling)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def split_frames(cu_seqlens_q, cu_seqlens_k, query, *others) -> list[tuple[torch.Tensor, ...]]:
+    """Queries by the first bounds, all others by the second, each cut into frames; reads the lengths."""
+    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    return [query.split(lengths_q), *(states.split(lengths_k) for states in others)]
+
+
+def padded_frames(
+    query,
+    key,
+    value,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling: float,
+    dropout: float = 0.0,
+    eager: bool = False,
+) -> torch.Tensor:
+    """One call for all frames, padded to `max_seqlen` and masked: no size depends on the frames' lengths."""
+    num_queries = query.shape[0]
+    query = gather_frames(query, cu_seqlens_q, max_seqlen_q)[0]  # (F, heads, max_seqlen_q, d)
+    (key, valid), (value, _) = (gather_frames(states, cu_seqlens_k, max_seqlen_k) for states in (key, value))
+    mask = valid | ~valid.any(-1, keepdim=True)  # a frame without keys: its values are zero, so its output is
+    mask = mask[:, None, None, :].expand(-1, 1, max_seqlen_q, -1)
+    if eager:
+        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        output = eager_frame_attention(query, key, value, dropout, scaling, bias)
+    else:
+        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    slots = torch.arange(num_queries, device=output.device, dtype=cu_seqlens_q.dtype)
+    frame = torch.searchsorted(cu_seqlens_q[1:].contiguous(), slots, right=True)
+    return output[frame, :, slots - cu_seqlens_q[frame]]
+
+
+def gather_frames(states: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(P, heads, d) -> (F, heads, max_seqlen, d), zero behind each frame's end, and (F, max_seqlen) bool before it."""
+    offsets = torch.arange(max_seqlen, device=states.device)
+    valid = offsets < cu_seqlens.diff()[:, None]
+    index = (cu_seqlens[:-1, None] + offsets).clamp_max(max(states.shape[0] - 1, 0))
+    padded = states[index].masked_fill(~valid[..., None, None], 0)  # zero, so that no frame's NaN reaches another
+    return padded.transpose(1, 2), valid
+
+
+def eager_frame_attention(query, key, value, dropout_p: float, scale: float, bias: torch.Tensor | float = 0.0):
+    """(batch, heads, frame, d) each; softmax in float32 as transformers' eager attention does it."""
+    logits = query @ key.transpose(-1, -2) * scale + bias
+    return F.dropout(logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype), p=dropout_p) @ value
+
+
+# A checkpoint's copy of this file may live beside the package's, under another module name: each has its own operators.
+OPERATORS = "stts_" + re.sub(r"\W", "_", __name__)
+
+
+@torch.library.custom_op(f"{OPERATORS}::frame_attention", mutates_args=())
+def frame_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scaling: float,
+    eager: bool,
+) -> torch.Tensor:
+    """`frame_by_frame` as one operator, which a compiler does not look into."""
+    return frame_by_frame(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager=eager)
+
+
+@frame_attention.register_fake
+def _(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(f"{OPERATORS}::frame_attention_backward", mutates_args=())
+def frame_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `frame_attention` by query, key and value; the weights are computed anew, in float32."""
+    gradients = []
+    frames = zip(*split_frames(cu_seqlens_q, cu_seqlens_k, query, key, value), strict=True)
+    for (q, k, v), g in zip(frames, gradient.split(cu_seqlens_q.diff().tolist()), strict=True):
+        g, q, k, v = (states.transpose(0, 1).float() for states in (g, q, k, v))  # (heads, frame, d)
+        weights = (q @ k.transpose(-1, -2) * scaling).softmax(dim=-1)
+        by_weight = g @ v.transpose(-1, -2)
+        by_logit = weights * (by_weight - (by_weight * weights).sum(-1, keepdim=True)) * scaling
+        parts = (by_logit @ k, by_logit.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g)
+        gradients.append([part.transpose(0, 1).to(query.dtype) for part in parts])
+    return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))  # type: ignore[return-value]
+
+
+@frame_attention_backward.register_fake
+def _(gradient, query, key, value, cu_seqlens_q, cu_seqlens_k, scaling):
+    return tuple(torch.empty_like(states, memory_format=torch.contiguous_format) for states in (query, key, value))
+
+
+def save_for_backward(ctx, inputs, output) -> None:
+    *tensors, ctx.scaling, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def backward(ctx, gradient):
+    return (*frame_attention_backward(gradient, *ctx.saved_tensors, ctx.scaling), None, None, None, None)
+
+
+frame_attention.register_autograd(backward, setup_context=save_for_backward)
