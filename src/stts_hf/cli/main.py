@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__
-from stts_hf.cli import bench, convert, doctor, push, run
+from stts_hf.cli import bench, convert, doctor, push, run, train
 from stts_hf.cli.errors import CommandError
 
-COMMANDS = {"run": run, "convert": convert, "doctor": doctor, "push": push, "bench": bench}
+COMMANDS = {"run": run, "convert": convert, "doctor": doctor, "push": push, "bench": bench, "train": train}
 
 
 def build_parser() -> argparse.ArgumentParser:

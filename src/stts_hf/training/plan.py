@@ -1,0 +1,91 @@
+"""What a run will do, in words and numbers, before it does it."""
+
+import math
+from typing import Any
+
+from stts_hf.training.build import Run
+from stts_hf.training.packing import PackedDataset
+from stts_hf.training.parts import ADAPTER, PARTS, is_adapter, part_of
+
+
+def count_parameters(model: Any) -> dict[str, tuple[int, int]]:
+    """Parameters of each part, and how many of them are trained; LoRA weights count as the part `adapter`."""
+    counts = dict.fromkeys((*PARTS, ADAPTER), (0, 0))
+    for name, parameter in model.named_parameters():
+        key = ADAPTER if is_adapter(name) else part_of(name)
+        if "original_module" in name.split("."):  # PEFT keeps the untrained module beside the trained copy
+            continue
+        total, trained = counts[key]
+        counts[key] = total + parameter.numel(), trained + parameter.numel() * parameter.requires_grad
+    return {part: count for part, count in counts.items() if count[0]}
+
+
+def count_steps(run: Run) -> tuple[int, int]:
+    """Optimizer steps of the run and of an epoch."""
+    arguments = run.arguments
+    batch = arguments.per_device_train_batch_size * arguments.world_size
+    rows = len(run.train_rows)
+    batches = rows // batch if arguments.dataloader_drop_last else math.ceil(rows / batch)
+    epoch = max(math.ceil(batches / arguments.gradient_accumulation_steps), 1)
+    return arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * epoch), epoch
+
+
+def describe_run(run: Run, model: Any) -> str:
+    """A table of model, parts, data and steps, for reading. model: with weights or without."""
+    config, arguments, vision = run.config, run.arguments, run.model_config.vision_config
+    rates: Any = arguments.learning_rates
+    lines = [
+        ("model", f"{config.model.path} ({config.model.dtype})"),
+        (
+            "pruning",
+            f"{vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, {vision.packing}; "
+            f"temporal loss x {run.model_config.temporal_loss_weight:g}",
+        ),
+    ]
+    for part, (total, trained) in count_parameters(model).items():
+        if not trained:
+            status = "frozen"
+        else:
+            rate = rates.get(part, rates["language_model"])
+            share = "" if trained == total else f"{_number(trained)} of them "
+            status = f"{share}trained at {rate:g}"
+        lines.append((part, f"{_number(total)} parameters, {status}"))
+    lines.append(("train", _describe_rows(run.train_rows)))
+    if run.eval_rows is not None:
+        lines.append(("eval", _describe_rows(run.eval_rows)))
+    if run.skipped:
+        lines.append(("skipped", f"{run.skipped} rows (data.on_error: skip)"))
+    processor = run.processor.video_processor
+    rate = f"{processor.max_fps:g} per second, " if processor.max_fps else ""
+    lines.append(("frames", f"{rate}at most {processor.num_frames}"))
+    batch = arguments.per_device_train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+    steps, epoch = count_steps(run)
+    lines.append(
+        (
+            "steps",
+            f"{steps} of {batch} rows ({arguments.per_device_train_batch_size} a process x {arguments.world_size} x "
+            f"{arguments.gradient_accumulation_steps} accumulated), {steps / epoch:.3g} epochs",
+        )
+    )
+    warmup: Any = arguments.get_warmup_steps(steps)
+    scheduler: Any = arguments.lr_scheduler_type
+    lines.append(("schedule", f"{getattr(scheduler, 'value', scheduler)}, {warmup} steps of warm-up"))
+    lines.append(("output", str(arguments.output_dir)))
+    width = max(len(name) for name, _ in lines) + 2
+    return "\n".join(f"{name + ':':<{width}}{text}" for name, text in lines)
+
+
+def _describe_rows(rows: Any) -> str:
+    if isinstance(rows, PackedDataset):
+        return (
+            f"{rows.num_samples} samples in {len(rows)} rows of up to {rows.budget} tokens after pruning "
+            f"({rows.num_samples / len(rows):.2f} a row, {rows.fill_rate:.1%} filled)"
+        )
+    return f"{len(rows)} rows"
+
+
+def _number(count: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
