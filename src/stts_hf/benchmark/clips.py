@@ -32,6 +32,7 @@ def repeat_clip(source: str | os.PathLike, destination: str | os.PathLike, times
     """Writes the video of `source` `times` times over into `destination`, without decoding it."""
     with av.open(os.fspath(source)) as read:
         stream = read.streams.video[0]
+        time_base: Any = stream.time_base
         packets: list[Any] = [
             (bytes(packet), packet.pts, packet.dts, packet.duration, packet.is_keyframe)
             for packet in read.demux(stream)
@@ -40,11 +41,11 @@ def repeat_clip(source: str | os.PathLike, destination: str | os.PathLike, times
         length = max(pts + duration for _, pts, _, duration, _ in packets) - min(pts for _, pts, *_ in packets)
         with av.open(os.fspath(destination), "w") as written:
             copy = written.add_stream_from_template(stream)
-            copy.time_base = stream.time_base  # type: ignore[assignment]
+            copy.time_base = time_base
             for repetition in range(times):
                 for data, pts, dts, duration, is_keyframe in packets:
                     packet = av.Packet(data)
-                    packet.stream, packet.time_base = copy, stream.time_base
+                    packet.stream, packet.time_base = copy, time_base
                     packet.pts, packet.dts = pts + repetition * length, dts + repetition * length
                     packet.duration, packet.is_keyframe = duration, is_keyframe
                     written.mux(packet)

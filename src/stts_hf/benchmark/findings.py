@@ -51,7 +51,8 @@ def _of_cell(cell: Mapping[str, Any], front_end: Sequence[Mapping[str, Any]]) ->
     if DECODE_TOKEN in stock:
         saved = stock[TOTAL]["median"] - fastest[TOTAL]["median"]
         extra = fastest[DECODE_TOKEN]["median"] - stock[DECODE_TOKEN]["median"]
-        if extra > 0 and saved > 0:
+        spread = max(fastest[DECODE_TOKEN]["spread"], stock[DECODE_TOKEN]["spread"])
+        if extra > spread and saved > 0:
             lines.append(
                 f"Answer length at which the gain is used up ({title}, k = {best}): {saved / extra:.0f} tokens, at "
                 f"{1000 * extra:.2f} ms more for each."

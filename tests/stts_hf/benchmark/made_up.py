@@ -21,7 +21,8 @@ def variant(ratio: float | None, stages: dict[str, tuple[list[float], int]], mem
 
 def cell(variants: list[dict[str, Any]], **workload: Any) -> dict[str, Any]:
     ratios = tuple(entry["pruning_ratio"] for entry in variants if entry["pruning_ratio"] is not None)
-    described = Workload(**({"mode": "tower", "geometry": "tiny", "frames": 8, "ratios": ratios} | workload))
+    given: dict[str, Any] = {"mode": "tower", "geometry": "tiny", "frames": 8, "ratios": ratios} | workload
+    described = Workload(**given)
     order = [[entry["name"] for entry in variants]] * 3
     return {
         "workload": vars(described) | {"ratios": list(ratios)},

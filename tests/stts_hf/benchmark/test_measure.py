@@ -1,6 +1,7 @@
 """Passes take turns, memory is what it is, and what does not fit leaves the rest alone."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 
@@ -96,7 +97,7 @@ def test_counting_flops_does_not_change_the_peak(models):
     runner = Runner(TRAINING, models, workload_inputs(TRAINING, models[0].config, CPU))
     clock = measuring.clock_of(CPU)
     for ratio in (None, 0.5):
-        _, plain = peak_memory(lambda ratio=ratio: runner.run(ratio, clock), CPU)
+        _, plain = peak_memory(functools.partial(runner.run, ratio, clock), CPU)
         _, counted = measuring._warm_up(runner, ratio, CPU)
         assert counted == pytest.approx(plain, rel=5e-3)  # the counter's hooks hold on to a little
         assert plain > 1_000_000
