@@ -1,4 +1,4 @@
-"""Peak memory of converting a large checkpoint, measured from outside; not part of the test run.
+"""Peak memory of converting a large checkpoint, measured from outside; the test run does it with a smaller one.
 
     python -m tests.stts_hf.convert_memory --form shards        # or unsharded, sharded; about 3.2 GB each
 
@@ -10,11 +10,9 @@ transformers alone, and the seconds it took.
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +133,21 @@ def write_training_checkpoint(folder: Path, layers: int, sharded: bool) -> None:
         torch.save(weights, folder / "model.pt")
 
 
+def measure(folder: Path, form: str, layers: int) -> dict[str, float]:
+    """Makes and converts a checkpoint in `folder`; returns `bytes`, `peak`, `imports_alone` and `seconds`."""
+    base = ""
+    if form == "shards":
+        write_shards(folder / "source", layers)
+    else:
+        base = str(write_base(folder / "base"))
+        write_training_checkpoint(folder / "source", layers, form == "sharded")
+    command = [sys.executable, "-c", MEASURED, str(folder / "source"), str(folder / "new"), base]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    if result.returncode:
+        raise RuntimeError(result.stderr)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the peak memory of a conversion.")
     parser.add_argument("--form", choices=("shards", "unsharded", "sharded"), default="shards")
@@ -142,20 +155,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to make the temporary folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder = Path(name)
-        base = ""
-        if arguments.form == "shards":
-            write_shards(folder / "source", arguments.layers)
-        else:
-            base = str(write_base(folder / "base"))
-            write_training_checkpoint(folder / "source", arguments.layers, arguments.form == "sharded")
-        time.sleep(1)
-        command = [sys.executable, "-c", MEASURED, str(folder / "source"), str(folder / "new"), base]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            sys.exit(result.stderr)
-        print(result.stdout.splitlines()[-1])
-        shutil.rmtree(folder / "new")
+        print(json.dumps(measure(Path(name), arguments.form, arguments.layers)))
 
 
 if __name__ == "__main__":
