@@ -38,6 +38,7 @@ from .checks_stts import (
     packed_without_videos,
     read_grids,
 )
+from .compiling_stts import CompilingMixin
 from .configuration_stts import STTSConfig, check_pruning_ratio
 from .generation_stts import STTSGeneration
 from .inputs_stts import PrunedInputs, prune_inputs
@@ -311,7 +312,9 @@ class STTSModel(Molmo2Model):
         )
 
 
-class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
+class STTSForConditionalGeneration(
+    SavingMixin, CompilingMixin, STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin
+):
     """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
 
     config: STTSConfig

@@ -1,0 +1,1 @@
+../../modeling/compiling_stts.py

@@ -1,0 +1,113 @@
+"""Compiled parts: the same numbers, no graph break, and one compilation per shape whatever the videos show.
+
+Graphs are counted, not generated: the backend runs what the compiler captured. `fullgraph=True` turns any break into an
+error.
+"""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.modeling.reference import assert_gradients_equal, gradients
+from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
+
+ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model, backend: str = "eager", **options) -> CompileCounterWithBackend:
+    counter = CompileCounterWithBackend(backend)
+    model.compile_parts(backend=counter, **options)
+    return counter
+
+
+def train_step(model, seed: int, rows=ROWS, **options) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    inputs = build_inputs(rows, model.config, seed=seed, labels=True)
+    loss = model(**inputs, use_cache=False, pruned_length=70, **options).loss
+    return loss.detach(), gradients(model, loss)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend"), [({}, "aot_eager"), ({"image_size": [14, 20]}, "eager")], ids=["", "borders"]
+)
+def test_training_compiles_once_and_changes_nothing(overrides, backend):
+    config = tiny_config(**overrides)
+    reference, model = tiny_model(config).train(), tiny_model(config).train()
+    counter = compiled(model, backend)
+    counts = []
+    for seed in range(3):
+        loss, grads = train_step(model, seed)
+        expected_loss, expected = train_step(reference, seed)
+        torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0)
+        assert_gradients_equal(grads, expected, tolerance=5e-5)
+        counts.append(counter.frame_count)
+    assert counts == [4] * 3  # layers before, at and after the drop, and a layer of the language model
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+def test_beside_gradient_checkpointing(use_reentrant):
+    reference, model = tiny_model().train(), tiny_model().train()
+    for each in (reference, model):
+        each.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        each.enable_input_require_grads()
+    counter = compiled(model)
+    counts = []
+    for seed in range(2):
+        assert_gradients_equal(train_step(model, seed)[1], train_step(reference, seed)[1], tolerance=5e-5)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]
+
+
+@torch.no_grad()
+def test_a_prefill_compiles_once_per_frames_and_ratio():
+    """Tower and language model as one graph each, into a cache; new videos reuse it, and so do old shapes."""
+    reference, model = tiny_model(), tiny_model()
+    counter = compiled(model, regional=False, dynamic=False)
+    seen = {}
+    for seed, (frames, ratio) in enumerate([(4, 0.5), (4, 0.5), (3, 0.5), (4, 0.3), (4, 0.5), (4, 0.3), (3, 0.5)]):
+        inputs = build_inputs([[3, Video(frames), 5]], seed=seed)
+        before = counter.frame_count
+        logits = model(**inputs, pruning_ratio=ratio, use_cache=True).logits
+        torch.testing.assert_close(logits, reference(**inputs, pruning_ratio=ratio).logits, atol=2e-5, rtol=0)
+        assert counter.frame_count - before == (0 if (frames, ratio) in seen else 2)
+        seen[frames, ratio] = True
+
+
+@torch.no_grad()
+def test_batches_of_many_shapes_stop_compiling():
+    """Sizes that change are compiled once more as unknown ones, and then no more; images take the same layers."""
+    model = tiny_model()
+    counter = compiled(model)
+    counts = []
+    for frames in (2, 3, 4, 5, 6, 7):
+        model(**build_inputs([[3, Video(frames), 5]]), use_cache=False)
+        model(**image_inputs([(1, frames)]), use_cache=False)
+        counts.append(counter.frame_count)
+    assert counts[2] == counts[-1]
+
+
+@torch.no_grad()
+def test_generate_goes_on_with_compiled_parts():
+    inputs = build_inputs([ROWS[0]])
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model = tiny_model()
+    compiled(model)
+    assert torch.equal(model.generate(**inputs, **options), tiny_model().generate(**inputs, **options))
+
+
+def test_names_of_weights_stay():
+    model = tiny_model()
+    names = set(model.state_dict())
+    compiled(model)
+    assert set(model.state_dict()) == names
+
+
+def test_nothing_to_compile_is_refused():
+    with pytest.raises(ValueError, match="`vision` and `decoder` are both False"):
+        tiny_model().compile_parts(vision=False, decoder=False)
