@@ -87,8 +87,8 @@ def trainer(
     eval_dataset: Dataset | None = None,
     processing_class: Any = None,
     **options: Any,
-) -> STTSTrainer:
-    """A trainer of the tiny model on `Rows()`."""
+) -> Any:
+    """An `STTSTrainer` of the tiny model on `Rows()`."""
     return STTSTrainer(
         model=tiny_model() if model is None else model,
         args=arguments(folder, **options),

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -22,7 +23,7 @@ class Report(TrainerCallback):
 
 def main(folder: str, steps: str, workers: str, seconds: str = "0") -> None:
     torch.set_num_threads(1)
-    options = {"max_steps": int(steps), "logging_steps": 1000, "dataloader_num_workers": int(workers)}
+    options: dict[str, Any] = {"max_steps": int(steps), "logging_steps": 1000, "dataloader_num_workers": int(workers)}
     run = trainer(Path(folder), data=Rows(length=4 * int(steps)), **options)
     run.add_callback(Report())
     save = run._save_rng_state
@@ -32,7 +33,7 @@ def main(folder: str, steps: str, workers: str, seconds: str = "0") -> None:
         time.sleep(float(seconds))
         save(output_dir)
 
-    run._save_rng_state = slow_save  # type: ignore[method-assign]
+    run._save_rng_state = slow_save
     os.setpgid(0, 0)
     print("ready", flush=True)
     run.train()

@@ -24,7 +24,12 @@ def save_until_killed(folder: Path, seconds: float) -> None:
     child = os.fork()
     if child == 0:
         try:
-            options = {"max_steps": 10_000, "save_total_limit": 2, "logging_steps": 10_000, **EVERY_STEP}
+            options: dict[str, Any] = {
+                "max_steps": 10_000,
+                "save_total_limit": 2,
+                "logging_steps": 10_000,
+                **EVERY_STEP,
+            }
             trainer(folder, data=Rows([[4]]), **options).train()
         finally:
             os._exit(0)
@@ -99,12 +104,14 @@ def test_an_unfinished_save_is_removed(run_folder):
 
 def killed_after(calls: int, monkeypatch) -> None:
     """Lets `os.rename` work `calls` times; then it raises what nothing catches."""
-    rename, done = os.rename, []
+    rename = os.rename
+    done: list[None] = []
 
     def counted(source, destination):
         if len(done) == calls:
             raise KeyboardInterrupt
-        done.append(rename(source, destination))
+        rename(source, destination)
+        done.append(None)
 
     monkeypatch.setattr(os, "rename", counted)
 
@@ -162,7 +169,12 @@ def test_old_checkpoints_go_when_the_new_one_is_there(tmp_path):
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
     rates = {"vision_tower": 0.1, "language_model": 1.0}  # every step makes it worse, so that the first is the best
     run = trainer(tmp_path, eval_dataset=Rows(), learning_rates=rates, max_steps=3, **options, **EVERY_STEP)
     run.train()

@@ -11,9 +11,9 @@ from tests.modeling.reference import assert_gradients_equal
 from tests.stts_hf.training.runs import KeepGradients, Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_model
 
-LARGE = {"per_device_train_batch_size": 4}
-ACCUMULATED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-IN_ORDER = {"train_sampling_strategy": "sequential", "max_grad_norm": 0}
+LARGE: dict[str, Any] = {"per_device_train_batch_size": 4}
+ACCUMULATED: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+IN_ORDER: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0}
 RATES = dict.fromkeys(("language_model", "vision_tower", "connector", "scorer"), 1e-2)  # high enough to tell
 
 

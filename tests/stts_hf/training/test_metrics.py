@@ -15,12 +15,13 @@ from stts_hf.training.metrics import Statistics
 from tests.stts_hf.training.runs import Rows, collate, logged, trainer
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
-IN_ORDER = {"train_sampling_strategy": "sequential"}
+IN_ORDER: dict[str, Any] = {"train_sampling_strategy": "sequential"}
 
 
 def kept_by_hand(model, rows: Rows, indices) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Scores and keep masks of the videos among `rows`, from calls of their own."""
-    scores, masks = [], []
+    scores: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
     for index in indices:
         outputs = model(**{key: value for key, value in rows[index].items() if key != "id"})
         scores += outputs.token_scores or ()
@@ -81,7 +82,12 @@ def scalars(folder: Path) -> Any:
 def test_frame_positions_go_to_tensorboard_alone(tmp_path, capsys, wanted):
     model, rows = tiny_model(), Rows()
     _, masks = kept_by_hand(model, rows, [0, 1, 3])
-    options = {"report_to": "tensorboard", "logging_steps": 4, "max_steps": 4, "log_frame_positions": wanted}
+    options: dict[str, Any] = {
+        "report_to": "tensorboard",
+        "logging_steps": 4,
+        "max_steps": 4,
+        "log_frame_positions": wanted,
+    }
     rates = dict.fromkeys(("language_model", "vision_tower", "connector", "scorer"), 0.0)
     run = trainer(tmp_path, model=model, learning_rates=rates, **options)
     run.train()
@@ -141,7 +147,7 @@ def test_the_clock_stands_while_paused():
 @pytest.mark.parametrize("only_loss", [True, False], ids=["loss_only", "with_logits"])
 def test_eval_loss_does_not_depend_on_the_batches(tmp_path, batch_size, only_loss):
     model, rows = tiny_model(), Rows()
-    options = {"per_device_eval_batch_size": batch_size, "prediction_loss_only": only_loss}
+    options: dict[str, Any] = {"per_device_eval_batch_size": batch_size, "prediction_loss_only": only_loss}
     run = trainer(tmp_path, model=model, eval_dataset=rows, **options)
     metrics = run.evaluate()
     whole = {key: value for key, value in collate([rows[index] for index in range(4)]).items() if key != "sample_ids"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from stts_hf.training.arguments import PAPER_LEARNING_RATES
 from stts_hf.training.parts import PARTS, freeze_parts, is_adapter, part_of
 from tests.stts_hf.training.runs import arguments, logged, trainer
 from tests.tiny import tiny_config, tiny_model
@@ -173,7 +174,9 @@ def test_arguments_that_cannot_be(tmp_path, options, message):
 
 
 def test_rates_are_read_from_json_as_other_mappings_of_the_command_line(tmp_path):
-    assert arguments(tmp_path, learning_rates='{"scorer": 1e-3}').learning_rates["scorer"] == 1e-3
+    assert arguments(tmp_path, learning_rates='{"scorer": 1e-3}').learning_rates == PAPER_LEARNING_RATES | {
+        "scorer": 1e-3
+    }
 
 
 @pytest.mark.parametrize("selector", ["scorer", "cosine"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,14 +77,14 @@ class SignalAt(KeepGradients):
     def __init__(self, step: int):
         self.step = step
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if state.global_step + 1 == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
     """The save is at the end of a step, so that the random state is that of the run without a stop."""
-    options = {"max_steps": 5, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
+    options: dict[str, Any] = {"max_steps": 5, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
     whole = trainer(tmp_path / "whole", data=Rows(length=12), **options)
     whole.train()
     stopped = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
@@ -98,7 +99,7 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
 
 
 def test_no_evaluation_delays_the_end(tmp_path):
-    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8}
+    options: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8}
     run = trainer(tmp_path, eval_dataset=Rows(), **options)
     run.add_callback(SignalAt(2))
     with pytest.raises(SystemExit):

@@ -14,7 +14,7 @@ from tests.modeling.reference import assert_gradients_equal
 from tests.stts_hf.training.runs import KeepGradients, Rows, arguments, collate, logged, trainer, without_ids
 from tests.tiny import Video, tiny_config, tiny_model
 
-IN_ORDER = {"train_sampling_strategy": "sequential", "max_grad_norm": 0}
+IN_ORDER: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0}
 
 
 def test_plain_trainer_trains(tmp_path):
@@ -78,10 +78,11 @@ def test_weights_spoilt_by_a_gradient_are_not_saved(tmp_path):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant, lora):
     found = []
-    for options in (
+    settings: list[dict[str, Any]] = [
         {},
         {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant}},
-    ):
+    ]
+    for options in settings:
         model: Any = tiny_model()
         if lora:
             torch.manual_seed(0)
@@ -156,7 +157,7 @@ def test_checkpoints_hold_the_processor_and_load(tmp_path):
 
 def test_a_model_made_by_model_init_is_prepared_too(tmp_path):
     args = arguments(tmp_path, freeze=["vision_tower"], max_steps=1)
-    run = STTSTrainer(model_init=lambda: tiny_model(), args=args, train_dataset=Rows(), data_collator=collate)
+    run: Any = STTSTrainer(model_init=lambda: tiny_model(), args=args, train_dataset=Rows(), data_collator=collate)
     run.train()
     assert not run.model.model.vision_tower.patch_embedding.weight.requires_grad
 
