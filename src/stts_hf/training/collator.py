@@ -37,8 +37,7 @@ class STTSDataCollator:
         return_ids: adds `sample_ids`, the ids of the batch's samples, and `skipped_ids`, those of the rows that were
             skipped; both are lists of str and not for the model.
         always_video: adds a black frame that nothing is learned from to batches without video, so that all processes of
-            a sharded run use the same parameters. Batches of packed rows without video get it in any case: without a
-            video the model would not keep the samples of a row apart.
+            a sharded run use the same parameters: one row more, or one sample more in the emptiest packed row.
         padding_side: "left" or "right", by default the tokenizer's.
 
     `batch = collator(rows)` is a dict for `model(**batch)`: `input_ids`, `attention_mask`, `mm_token_type_ids`,
@@ -100,7 +99,7 @@ class STTSDataCollator:
             )
         ids = [sample.id for samples in batch for sample in samples]
         has_video = any(sample.grids for samples in batch for sample in samples)
-        if (self.always_video or packed) and not has_video:
+        if self.always_video and not has_video:
             self._add_empty_video(batch, packed)
         features = self._pad(batch, packed) | _join_vision([sample for samples in batch for sample in samples])
         if self.return_ids:

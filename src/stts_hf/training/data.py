@@ -1,5 +1,6 @@
 """Data sets of rows: JSONL, Parquet or the Hub, through `datasets`; and a look at all rows before the first step."""
 
+import copy
 import json
 import os
 from collections.abc import Sequence
@@ -68,6 +69,8 @@ def load_rows(
         return _finish(stored, path.name, media_root if media_root is not None else path)
     if path.suffix and path.is_file():
         raise ValueError(f"{str(path)!r} is neither JSONL nor Parquet. Convert it, or pass a datasets.Dataset.")
+    if path.is_dir() and media_root is None:
+        media_root = path
     loaded = datasets.load_dataset(os.fspath(source), split=split or "train", **options)
     if not isinstance(loaded, datasets.Dataset):
         raise ValueError(f"{os.fspath(source)!r} gave a {type(loaded).__name__}; training needs rows by number.")
@@ -157,7 +160,9 @@ def _finish(table: datasets.Dataset, name: str, root: Any) -> datasets.Dataset:
     """The table with files left as they are, an `id` for every row, and the folder of its relative paths."""
     features = datasets.Features({key: _undecoded(feature) for key, feature in table.features.items()})
     if features != table.features:
-        table = table.cast(features)
+        # `cast` would write the whole table anew, videos and all, where nothing of what is stored changes.
+        table = copy.deepcopy(table)
+        table.info.features = features
     if "id" not in table.column_names:
         table = table.add_column("id", [f"{name}:{number}" for number in range(1, len(table) + 1)])
     if root is not None and "media_root" not in table.column_names:

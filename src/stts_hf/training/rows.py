@@ -78,7 +78,8 @@ def check_files(sample: Sample) -> None:
 
 
 def is_url(source: str) -> bool:
-    return source.startswith(("http://", "https://"))
+    """Whether a video or image is not a file: it is fetched, or spelled out in a data URL."""
+    return source.startswith(("http://", "https://", "data:"))
 
 
 def _read(row: Any, name: str) -> Sample:
@@ -182,7 +183,7 @@ def _source(entry: Any, key: str, kind: str, root: Path | None) -> Any:
     if isinstance(entry, os.PathLike):
         entry = os.fspath(entry)
     if isinstance(entry, str) and entry:
-        return entry if is_url(entry) or root is None else str(root / entry.removeprefix("file://"))
+        return entry if is_url(entry) else str((root or Path()) / entry.removeprefix("file://"))
     if kind == "image" and isinstance(entry, Image.Image):
         return entry
     forms = "a path, bytes or {'bytes', 'path'}" + (" or a PIL image" if kind == "image" else "")

@@ -1,0 +1,134 @@
+"""Data sets from files through `datasets`, and the look at all rows before training."""
+
+import json
+import pickle
+import re
+
+import datasets
+import pytest
+from PIL import Image
+
+from stts_hf.training import RowError, check_rows, load_rows
+from stts_hf.training.rows import read_row
+from tests.stts_hf.training.samples import assistant, image_row, text_row, user, video_row
+
+MIXED = [
+    video_row("first", "two.mp4"),
+    {"messages": [{"role": "user", "content": "<video>Why?"}, assistant("Yes.")], "videos": ["two.mp4"]},
+    {"question": "Q?", "options": ["a", "b"], "answer": 1, "video": "two.mp4", "subtitles": "speech.srt"},
+    {"question": "Q?", "options": ["a", "b"], "answer": "b", "subtitles": [{"start": 0, "end": 1, "text": "x"}]},
+    {"id": 17, "messages": [user("Q?", "image"), assistant("A")], "images": ["wide.png"]},
+]
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+@pytest.fixture
+def mixed(media):
+    yield write_jsonl(media / "mixed.jsonl", MIXED)
+    (media / "mixed.jsonl").unlink()
+
+
+def test_jsonl_of_mixed_rows_comes_back_as_written(mixed, media):
+    rows = load_rows(mixed)
+    assert isinstance(rows, datasets.Dataset)
+    # every second line is blank
+    assert rows["id"] == ["first", "mixed.jsonl:3", "mixed.jsonl:5", "mixed.jsonl:7", "17"]
+    for row, written in zip(rows, MIXED, strict=True):
+        kept = {key: value for key, value in row.items() if value is not None and key not in ("id", "media_root")}
+        assert kept == {key: value for key, value in written.items() if key != "id"}
+        assert read_row(row).videos == ([str(media / "two.mp4")] if "Q?" not in str(row) or row["video"] else [])
+
+
+def test_json_list_and_several_files(tmp_path, media, mixed):
+    (tmp_path / "list.json").write_text(
+        json.dumps([text_row("a"), {k: v for k, v in text_row("").items() if k != "id"}])
+    )
+    rows = load_rows([tmp_path / "list.json", mixed], media_root=media)
+    assert rows["id"][:3] == ["a", "list.json:2", "first"]
+    assert set(rows["media_root"]) == {str(media)}
+
+
+@pytest.mark.parametrize("kind", ["path", "bytes", "Video", "List(Video)"])
+def test_parquet_gives_files_undecoded(tmp_path, media, kind):
+    path, data = str(media / "two.mp4"), (media / "two.mp4").read_bytes()
+    column = {
+        "path": [path],
+        "bytes": data,
+        "Video": {"bytes": data, "path": None},
+        "List(Video)": [{"bytes": data, "path": None}],
+    }[kind]
+    table = datasets.Dataset.from_list([{"id": "r", "messages": [user("Q?"), assistant("A")], "videos": column}])
+    feature = {"Video": datasets.Video(), "List(Video)": datasets.List(datasets.Video())}.get(kind)
+    if feature is not None:
+        table = table.cast(datasets.Features({**table.features, "videos": feature}))
+    table.to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(tmp_path / "rows.parquet")
+    assert read_row(rows[0]).videos == [path if kind == "path" else data]
+    assert "decode=True" not in str(rows.features)
+    assert read_row(pickle.loads(pickle.dumps(rows))[0]).messages == read_row(rows[0]).messages
+
+
+def test_images_of_a_decoding_column(tmp_path):
+    features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.Value("string")})
+    features["images"] = datasets.List(datasets.Image())
+    picture = Image.new("RGB", (4, 4))
+    table = datasets.Dataset.from_list([{"question": "Q?", "answer": "A", "images": [picture]}], features=features)
+    table.save_to_disk(tmp_path / "saved")
+    for source, name in ((table, "row:1"), (tmp_path / "saved", "saved:1")):
+        rows = load_rows(source)
+        assert rows["id"] == [name]
+        assert isinstance(read_row(rows[0]).images[0], bytes)
+    assert isinstance(table[0]["images"][0], Image.Image)  # the caller's own is as it was
+
+
+def test_a_repository_of_data_files(tmp_path, media):
+    """A local folder goes the way of a Hub repository: `datasets.load_dataset(name, split=...)`."""
+    repository = tmp_path / "data-set"
+    repository.mkdir()
+    for split, name in (("train", "a"), ("validation", "b")):
+        datasets.Dataset.from_list([video_row(name, "two.mp4")]).to_parquet(
+            repository / f"{split}-00000-of-00001.parquet"
+        )
+    rows = load_rows(str(repository), split="validation", media_root=media, cache_dir=str(tmp_path / "cache"))
+    assert rows["id"] == ["b"]
+    assert read_row(rows[0]).videos == [str(media / "two.mp4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", None, "no data file"),
+        ("rows.jsonl", '{"id": 1}\n{"id": ', r"rows.jsonl:2 is not JSON"),
+        ("rows.jsonl", "[1]\n", r"rows.jsonl:1 must be an object"),
+        ("rows.jsonl", "\n", "holds no rows"),
+        ("rows.csv", "a,b", "neither JSONL nor Parquet"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        load_rows(tmp_path / name)
+
+
+def test_check_rows_finds_all_bad_rows_without_reading_media(processor, media, monkeypatch):
+    monkeypatch.setattr(type(processor.video_processor), "preprocess", None)
+    rows = [
+        video_row("good", media / "two.mp4"),
+        video_row("gone", media / "gone.mp4"),
+        video_row("unread", media / "damaged.mp4"),  # only its name is looked at
+        text_row("no columns") | {"messages": None},
+        text_row("turns") | {"messages": [user("a"), user("b"), assistant("c")]},
+        image_row("picture", media / "wide.png"),
+    ]
+    with pytest.raises(RowError) as caught:
+        check_rows(rows, processor, progress=False)
+    for said in ("3 of 6 rows", "Row 'gone': videos: the file", "Row 'no columns': one of", "Row 'turns': .*alternate"):
+        assert re.search(said, str(caught.value))
+    assert check_rows(rows, processor, on_error="skip", progress=False) == [0, 2, 5]
+    with pytest.raises(ValueError, match="on_error must be"):
+        check_rows(rows, on_error="ignore")
