@@ -20,6 +20,8 @@ from .video_decoding_stts import STTSVideoMetadata, decode_video, probe_video
 
 logger = logging.get_logger(__name__)
 
+_PIXELS_AT_ONCE = 2**18  # a frame of 378 x 378: native preprocessing holds several float32 copies of what it gets
+
 
 class STTSVideoProcessorKwargs(Molmo2VideoProcessorKwargs, total=False):
     """
@@ -31,11 +33,14 @@ class STTSVideoProcessorKwargs(Molmo2VideoProcessorKwargs, total=False):
         `num_frames` unpruned frames have.
     pruning_ratio (`float`, *optional*):
         Share of the video's tokens that the model will drop. Only used with `test_time_scaling`.
+    video_decoder (`str`, *optional*):
+        What decodes files: `"pyav"`, `"torchcodec"`, or `"auto"` for torchcodec where it is installed.
     """
 
     max_fps: int | float | None  # type: ignore[misc]
     test_time_scaling: bool
     pruning_ratio: int | float
+    video_decoder: str
 
 
 class STTSVideoProcessor(Molmo2VideoProcessor):
@@ -59,6 +64,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
     do_normalize = True
     test_time_scaling = False
     pruning_ratio = 0.5
+    video_decoder = "auto"
     valid_kwargs = STTSVideoProcessorKwargs  # type: ignore[assignment]
 
     def __init__(self, **kwargs: Any):
@@ -94,6 +100,30 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                 }
             ),
         )
+
+    def _preprocess(self, videos: list[torch.Tensor], return_tensors: Any = None, **kwargs: Any) -> BatchFeature:  # type: ignore[override]
+        """Native preprocessing of a few frames at a time, so that only the result is as large as all frames."""
+        pixel_values: Any = None
+        pooling, grids, done = [], [], 0  # done: frames
+        for video in videos:
+            for frames in video.split(max(1, _PIXELS_AT_ONCE // (video.shape[-2] * video.shape[-1]))):
+                part = super()._preprocess([frames], **kwargs)
+                patches, indices = (
+                    part["pixel_values_videos"],
+                    part["video_token_pooling"],
+                )  # (t, N, pixels), (t * n, w^2)
+                if pixel_values is None:
+                    pixel_values = patches.new_empty((sum(map(len, videos)), *patches.shape[1:]))
+                pixel_values[done : done + len(frames)] = patches
+                pooling.append(torch.where(indices >= 0, indices + done * patches.shape[1], indices))
+                done += len(frames)
+            grids.append(torch.tensor([len(video), *part["video_grids"][0, 1:].tolist()]))
+        data = {
+            "pixel_values_videos": pixel_values,
+            "video_token_pooling": torch.cat(pooling),
+            "video_grids": torch.stack(grids),
+        }
+        return BatchFeature(data, tensor_type=return_tensors)
 
     def probe(self, video: Any, **kwargs: Any) -> STTSVideoMetadata:
         """Which frames of a video file (a path, a URL or bytes) `preprocess` would show, without decoding any.
@@ -159,7 +189,9 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         sample = options["do_sample_frames"]
         if isinstance(video, str):
             moments = (lambda found: sample_times(found.duration, *limits)) if sample else None
-            images, found = decode_video(_source(video), moments, lambda frame: self._resized(frame, options))
+            images, found = decode_video(
+                _source(video), moments, lambda frame: self._resized(frame, options), options["video_decoder"]
+            )
             return torch.stack(images), found
         if isinstance(video, list | tuple):  # paths or URLs of images
             pictures = [load_image(picture).convert("RGB") for picture in video]
@@ -188,8 +220,12 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         image = torch.from_numpy(frame).permute(2, 0, 1)
         if options["device"] is not None:
             image = image.to(options["device"])
-        resized = self.resize(image.float(), size=size, resample=options["resample"], antialias=False)
-        return resized.round().clamp(0, 255).to(torch.uint8)
+        # One colour at a time: a 4K frame takes 100 MB in float32.
+        colours = [
+            self.resize(colour.float(), size=size, resample=options["resample"], antialias=False)
+            for colour in image.split(1)
+        ]
+        return torch.cat(colours).round().clamp(0, 255).to(torch.uint8)
 
 
 def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:

@@ -1,14 +1,16 @@
 """The seeking decoder against a reader that decodes everything, over the containers and accidents of real files."""
 
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import av
 import numpy as np
 import pytest
+import torch
 
-from stts_hf.modeling import video_decoding_stts
+from stts_hf.modeling import video_decoding_stts, video_index_stts
 from stts_hf.modeling.video_decoding_stts import decode_video
 from tests.clips import (
     decode_everything,
@@ -123,20 +125,53 @@ def test_beginning_hidden_by_an_edit_list_stays_hidden(tmp_path):
 def test_leaves_out_what_lies_between(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", 600, gop=20)
     packets = []
-    decode = video_decoding_stts._Reader._decode
+    decode = video_decoding_stts._decode
 
     def noted(source):
         for packet in source:
             packets.append(packet)
             yield packet
 
-    def counted(self, source, wanted=None):
-        return decode(self, noted(source), wanted)
+    def counted(file, source, wanted=None):
+        return decode(file, noted(source), wanted)
 
-    monkeypatch.setattr(video_decoding_stts._Reader, "_decode", counted)
-    decode_video(path, lambda found: np.linspace(0, found.duration, 4))
-    # Four groups of at most 20 frames each, plus what the decoder's threads read ahead.
-    assert len(packets) <= 4 * (20 + 16)
+    monkeypatch.setattr(video_decoding_stts, "_decode", counted)
+    decode_video(path, lambda _: [0, 8.4, 16.6, 23.8], decoder="pyav")
+    # Frames 0, 210, 415 and 595, each from the keyframe before it, and at most one packet more.
+    assert 1 + 11 + 16 + 16 <= len(packets) <= 44 + 4
+
+
+def test_stretches_are_decoded_by_several_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    path = write_clip(tmp_path / "a.mp4", 200, gop=20)
+    both = threading.Barrier(2)
+
+    def meet(frame):
+        both.wait(timeout=60)  # raises unless another thread comes here at the same time
+        return frame
+
+    frames, metadata = decode_video(path, lambda _: [1, 6], meet)
+    assert [frame_number(frame) for frame in frames] == metadata.frames_indices == [25, 150]
+
+
+def test_threads_hand_over_frames_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    data = write_clip(tmp_path / "a.mp4", 400, gop=20, max_b_frames=2).read_bytes()
+    frames, metadata = decode_video(data, lambda found: np.linspace(0, found.duration, 14))
+    assert [frame_number(frame) for frame in frames] == metadata.frames_indices
+    assert len(frames) == 14
+
+
+def test_error_of_a_thread_is_raised_and_ends_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    path = write_clip(tmp_path / "a.mp4", 400, gop=20)
+
+    def fail(frame):
+        raise KeyError(frame_number(frame))
+
+    with pytest.raises(KeyError):
+        decode_video(path, lambda found: np.linspace(0, found.duration, 14), fail)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode_video")]
 
 
 def test_transform_sees_frames_one_at_a_time(tmp_path):
@@ -261,7 +296,7 @@ def test_cut_off_file_gives_what_is_there_and_warns(tmp_path, name, options):
 def test_cut_off_mpeg_ts_gives_what_is_there(tmp_path):
     path = write_clip(tmp_path / "a.ts", 150)
     path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
-    frames, metadata = decode_video(path, lambda found: np.linspace(0, found.duration, 6))
+    frames, metadata = decode_video(path, lambda found: np.linspace(0, found.duration, 6), decoder="pyav")
     assert [frame_number(frame) for frame in frames] == [round(25 * time) for time in metadata.frame_times]
 
 
@@ -272,7 +307,7 @@ def test_damaged_frames_are_left_out_with_a_warning(tmp_path):
     data[middle : middle + 3000] = np.random.default_rng(0).bytes(3000)
     path.write_bytes(data)
     with pytest.warns(UserWarning, match="are damaged"):
-        frames, metadata = decode_video(path)
+        frames, metadata = decode_video(path, decoder="pyav")
     assert len(frames) < 150
     assert frame_number(frames[0]) == 0
     assert frame_number(frames[-1]) == 149
@@ -288,6 +323,6 @@ def test_frame_rate_is_measured_where_the_header_is_wrong(tmp_path):
 
 
 def test_import_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(video_decoding_stts, "av", None)
+    monkeypatch.setattr(video_index_stts, "av", None)
     with pytest.raises(ImportError, match="pip install av"):
         decode_video(tmp_path / "a.mp4")

@@ -11,6 +11,7 @@ from PIL import Image
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 from transformers.video_utils import VideoMetadata
 
+from stts_hf.modeling import video_processing_stts
 from stts_hf.modeling.video_decoding_stts import decode_video
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from tests.clips import decode_everything, numbered_frame, write_clip
@@ -68,6 +69,46 @@ def test_pixels_of_an_array_equal_the_native_ones(processor):
 def test_frames_are_small_before_they_are_gathered(processor, clip):
     options = {"size": SIZE, "resample": 2, "device": None, "default_to_square": True}
     assert processor._resized(numbered_frame(0, (480, 640)), options).shape == (3, 42, 42)
+
+
+def test_large_frame_is_resized_as_native_does(processor):
+    frame = np.random.default_rng(0).integers(0, 256, (2160, 3840, 3), dtype=np.uint8)
+    options = {"size": SIZE, "resample": 2, "device": None, "default_to_square": True}
+    small = processor._resized(frame, options).permute(1, 2, 0).numpy()
+    assert torch.equal(native_pixels(small[None]), native_pixels(frame[None]))
+
+
+def test_videos_of_several_sizes_equal_the_native_ones(processor, monkeypatch):
+    videos = [frames_of(5), np.ascontiguousarray(frames_of(4)[:, :, :100])]
+    native = Molmo2VideoProcessor(size=SIZE, do_rescale=True, do_normalize=True)
+    expected = native(videos, do_sample_frames=False, return_tensors="pt")
+    monkeypatch.setattr(video_processing_stts, "_PIXELS_AT_ONCE", 2 * 96 * 128)  # two frames
+    outputs = processor(videos, do_sample_frames=False, return_tensors="pt")
+    assert outputs.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(outputs[name], tensor)
+        assert outputs[name].dtype == tensor.dtype
+
+
+def test_native_preprocessing_sees_one_frame_at_a_time(processor, monkeypatch):
+    seen: list[tuple[int, ...]] = []
+    native = Molmo2VideoProcessor._preprocess
+
+    def noted(self, videos, **kwargs):
+        seen.extend(tuple(video.shape) for video in videos)
+        return native(self, videos, **kwargs)
+
+    monkeypatch.setattr(Molmo2VideoProcessor, "_preprocess", noted)
+    frames = np.zeros((3, 378, 378, 3), dtype=np.uint8)
+    processor(frames, do_sample_frames=False, size={"height": 378, "width": 378})
+    assert seen == [(1, 3, 378, 378)] * 3
+
+
+def test_decoder_is_chosen_by_name(processor, clip):
+    outputs = processor(str(clip), video_decoder="pyav", return_metadata=True)
+    assert outputs["video_metadata"][0].video_backend == "pyav"
+    with pytest.raises(ValueError, match="video_decoder must be one of"):
+        processor(str(clip), video_decoder="opencv")
 
 
 FORMS = {

@@ -1,0 +1,1 @@
+../../modeling/video_index_stts.py

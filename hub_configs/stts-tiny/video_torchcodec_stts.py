@@ -1,0 +1,1 @@
+../../modeling/video_torchcodec_stts.py
