@@ -282,3 +282,21 @@ def test_loads_through_auto_classes_where_the_package_is_absent(processor, clips
     assert printed["num_frames"] == 6
     assert printed["use_frame_special_tokens"] is False
     assert printed["input_ids"] == changed(text="<|video|>what?", videos=str(clips["long"]))["input_ids"]
+
+
+@pytest.mark.parametrize("wrap", [bytes, bytearray, lambda data: [data], lambda data: [[data]]], ids=range(4))
+def test_bytes_of_a_file_are_what_its_path_is(processor, clips, wrap):
+    path = clips["short"]
+    inputs = processor(text=["<|video|>a"], videos=wrap(path.read_bytes()), return_tensors="pt")
+    expected = processor(text=["<|video|>a"], videos=path, return_tensors="pt")
+    assert inputs.keys() == expected.keys()
+    assert all(torch.equal(inputs[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["short", "long", "late", "uneven"])
+@pytest.mark.parametrize("options", [{}, {"num_frames": 3}, {"fps": 4}, {"do_sample_frames": False}], ids=str)
+def test_probing_finds_the_frames_that_are_shown(processor, clips, name, options):
+    shown = processor.video_processor([str(clips[name])], return_metadata=True, **options)["video_metadata"][0]
+    for video in (clips[name], clips[name].read_bytes()):
+        probed = processor.video_processor.probe(video, **options)
+        assert (probed.frames_indices, probed.frame_times) == (shown.frames_indices, shown.frame_times)
