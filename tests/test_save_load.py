@@ -104,7 +104,7 @@ def test_stts_tiny_is_what_saving_writes(saved):
 def test_a_quantised_model_is_saved_under_native_names(tmp_path):
     # Released names would join packed weights: 4-bit ones then load no more, 8-bit ones are not even saved.
     class Quantizer(HfQuantizer):
-        quantization_config = None
+        quantization_config: Any = None
 
         def __init__(self):
             pass

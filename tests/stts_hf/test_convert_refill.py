@@ -5,6 +5,7 @@ features, feeds stock Molmo2's text model; without refill that pair must give th
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,12 +61,13 @@ def reference_logits(model: STTSForConditionalGeneration, form: Path, refill: bo
     text = Molmo2ForConditionalGeneration(stock_config(config.to_dict())).eval()
     weights = {name: weight for name, weight in native_weights(original).items() if ".scorer." not in name}
     text.load_state_dict(weights)
+    features: Any = (output.pooled_features,)  # of each video, as stock Molmo2 has it
     logits = text(
         input_ids=expected["input_ids"][keep][None],
         mm_token_type_ids=expected["mm_token_type_ids"][keep][None],
         position_ids=keep.nonzero().T,
         attention_mask=torch.ones(1, int(keep.sum()), dtype=torch.int64),  # or gaps in the positions cut the sequence
-        mm_encoder_outputs={"video": BaseModelOutputWithPooling(pooler_output=(output.pooled_features,))},
+        mm_encoder_outputs={"video": BaseModelOutputWithPooling(pooler_output=features)},
     ).logits[0]
     return logits, output.num_refilled_patches
 
