@@ -154,7 +154,7 @@ def build_models(
 
 
 def configure(
-    models: tuple[STTSForConditionalGeneration, Molmo2ForConditionalGeneration],
+    models: tuple[Any, Any],
     layout: str,
     backend: str,
     training: bool,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.flop_counter import FlopCounterMode
 
 from stts_hf.benchmark.clocks import FlopClock, clock_of
@@ -56,9 +57,7 @@ def measure_workloads(
                     built_for = (workload.geometry, workload.dtype)
                 cell |= measure(workload, models, device, repeats, share, on_pass)
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                cell |= {"status": "out of memory", "reason": _one_line(error), "variants": []}
+                cell |= {"status": _why_it_failed(error), "reason": _one_line(error), "variants": []}
         cells.append(cell)
         release(device)
     return cells
@@ -125,13 +124,24 @@ def describe(workload: Workload, config: Any, ratio: float | None) -> dict[str, 
 
 
 def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> tuple[dict[str, float], int]:
+    """FLOPs of every stage, and the peak memory of a pass."""
     _clear_away(device)
 
-    def run() -> dict[str, float]:
+    def count() -> dict[str, float]:
         with FlopCounterMode(display=False) as counter:
             return runner.run(ratio, FlopClock(counter))
 
-    return peak_memory(run, device)
+    workload, models = runner.workload, (runner.model, runner.stock)
+    if workload.backend != "flex_attention":
+        return peak_memory(count, device)
+    # Compiled code cannot be counted; the products are those of masked attention in full.
+    training = workload.mode == "training"
+    configure(models, workload.layout, "sdpa", training, workload.checkpointing and training)
+    flops = count()
+    configure(models, workload.layout, workload.backend, training, workload.checkpointing and training)
+    _clear_away(device)
+    _, peak = peak_memory(lambda: runner.run(ratio, clock_of(device)), device)
+    return flops, peak
 
 
 def _clear_away(device: torch.device) -> None:
@@ -154,15 +164,22 @@ def _old_objects_out_of_sight() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_want_of_memory(variant: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """A pass that does not fit is noted in its variant; the others go on."""
+    """A pass that does not fit, or compile, is noted in its variant; the others go on."""
     try:
         yield
         return
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        variant |= {"status": "out of memory", "reason": _one_line(error)}
+        variant |= {"status": _why_it_failed(error), "reason": _one_line(error)}
     release(device)  # not before the exception is gone, which holds on to the pass's tensors
+
+
+def _why_it_failed(error: Exception) -> str:
+    """What a result says of a failure that is this shape's or backend's own. Raises every other error again."""
+    if is_out_of_memory(error):
+        return "out of memory"
+    if isinstance(error, TorchDynamoException):
+        return "does not compile"
+    raise error
 
 
 def _one_line(error: BaseException) -> str:

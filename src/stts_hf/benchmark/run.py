@@ -24,6 +24,11 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
             f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}, or --force to run it anyway"
         )
     for workload in preset.workloads:
+        if workload.backend == "flex_attention" and device.type == "cpu":
+            raise ValueError(
+                "backend 'flex_attention' is for a GPU: on a CPU PyTorch has no backward pass for it, and its forward "
+                "pass does not compile for Molmo2's mask (2.15); use --backends sdpa"
+            )
         if workload.backend.startswith("flash_attention"):
             if not is_flash_attn_2_available() or device.type != "cuda" or workload.dtype == "float32":
                 raise ValueError(

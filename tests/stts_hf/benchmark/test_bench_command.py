@@ -115,6 +115,7 @@ def test_the_list_names_every_preset_and_what_it_takes(capsys):
         (["--preset", "tower", "--modes", "training"], "'tower' measures tower, which these options leave out"),
         (["--preset", "decode", "--frames", "8"], "'decode' measures files"),
         (["--backends", "flash_attention_2"], "needs the package flash-attn"),
+        (["--backends", "flex_attention"], "'flex_attention' is for a GPU"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
         (["--render"], "--render needs --output"),
     ],

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from stts_hf.benchmark import measure as measuring
 from stts_hf.benchmark.geometries import build_models, configure
@@ -147,6 +148,31 @@ def test_other_errors_are_not_swallowed(models, monkeypatch):
     monkeypatch.setattr(Runner, "run", run)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         measure(TOWER, models, CPU, repeats=1, seconds=0.0)
+
+
+def test_a_backend_that_does_not_compile_is_noted(models, monkeypatch):
+    def run(self, ratio, clock):
+        if ratio is None:
+            raise TorchDynamoException("CppCompileError: not declared")
+        return {"total": 1.0}
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    cell = measure(TOWER, models, CPU, repeats=1, seconds=0.0)
+    assert [variant["status"] for variant in cell["variants"]] == ["does not compile", "ok", "ok"]
+
+
+def test_compiled_attention_is_counted_as_masked_attention(models, monkeypatch):
+    seen = []
+
+    def run(self, ratio, clock):
+        seen.append((self.model.config.text_config._attn_implementation, type(clock).__name__))
+        return {"total": 1.0}
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    measure(dataclasses.replace(TOWER, backend="flex_attention", ratios=()), models, CPU, repeats=1, seconds=0.0)
+    assert seen == [("sdpa", "FlopClock"), ("flex_attention", "HostClock"), ("flex_attention", "HostClock")]
 
 
 def test_what_counts_as_want_of_memory():
