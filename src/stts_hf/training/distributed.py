@@ -19,7 +19,7 @@ VISION = ("vision_tower", "multi_modal_projector")
 KINDS = {"video": "video_grids", "image": "image_grids"}
 REMEDIES = {
     "video": "Take an `STTSDataCollator`, which gives every batch one.",
-    "image": "ZeRO-3 needs images in every batch or in none; train with FSDP2 or ZeRO-2.",
+    "image": "ZeRO-3 and `pruning_ratio=1` need images in every batch or in none.",
 }
 
 
@@ -72,7 +72,9 @@ def kinds_that_must_agree(trainer: Any) -> tuple[str, ...]:
     ddp = getattr(trainer.accelerator, "ddp_handler", None)
     waits = zero3 or getattr(state, "fsdp_plugin", None) is not None or not getattr(ddp, "find_unused_parameters", True)
     kinds = ("video",) if waits and not getattr(trainer.data_collator, "always_video", False) else ()
-    return (*kinds, "image") if zero3 else kinds
+    # At k = 1 a video leaves the later layers and the connector alone, and only images come there.
+    images = zero3 or (waits and trainer.model.config.vision_config.pruning_ratio >= 1)
+    return (*kinds, "image") if images else kinds
 
 
 def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.device) -> None:

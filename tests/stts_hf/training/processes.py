@@ -206,7 +206,6 @@ SCENARIOS = {
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
-    torch.set_num_threads(1)
     for name in names:
         result = SCENARIOS[name](folder / name)
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -215,4 +214,5 @@ def main(folder: Path, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main(Path(sys.argv[1]), sys.argv[2:])

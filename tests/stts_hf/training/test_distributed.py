@@ -7,22 +7,30 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import FullyShardedDataParallelPlugin
+from filelock import FileLock
 from safetensors.torch import load_file
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from stts_hf import STTSProcessor
 from stts_hf.training.collator import STTSDataCollator
-from stts_hf.training.distributed import prepare_for_processes, whole_weights, wrap_language_model_alone
+from stts_hf.training.distributed import (
+    kinds_that_must_agree,
+    prepare_for_processes,
+    whole_weights,
+    wrap_language_model_alone,
+)
 from tests.checkpoints import TINY, load_tiny
 from tests.conftest import REPOSITORY
-from tests.stts_hf.training.processes import Plain, full, lora, model
+from tests.stts_hf.training.processes import Plain, main, model
 from tests.tiny import Video, build_inputs
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
@@ -46,35 +54,46 @@ print(json.dumps({"processor": type(processor).__name__, "logits": logits.double
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
+def run_once(tmp_path_factory):
+    """Folder that is filled on first use, for all of pytest-xdist's workers together."""
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = root / f"processes-{name}"
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "filled").exists():
+                fill(folder)
+                (folder / "filled").touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def launched(run_once):
     """Folder of an engine's run, launched on first use."""
-    folders: dict[str, Path] = {}
 
     def launch(engine: str) -> Path:
-        if engine not in folders:
-            folders[engine] = folder = tmp_path_factory.mktemp(engine)
+        def fill(folder: Path) -> None:
             environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{CONFIGS / engine}.yaml"]
             command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port
-            script = REPOSITORY / "tests" / "stts_hf" / "training" / "processes.py"
+            command += [str(REPOSITORY / "tests" / "stts_hf" / "training" / "processes.py"), str(folder)]
             result = subprocess.run(
-                [*command, str(script), str(folder), *SCENARIOS[engine]],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=400,
+                [*command, *SCENARIOS[engine]], env=environment, capture_output=True, text=True, timeout=400
             )
             assert result.returncode == 0, result.stderr[-4000:]
-        return folders[engine]
+
+        return run_once(engine, fill)
 
     return launch
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Folder and results of the same runs in this process."""
-    folder = tmp_path_factory.mktemp("alone")
-    return folder, {run.__name__: run(folder / run.__name__) for run in (full, lora)}
+def alone(run_once) -> Path:
+    """Folder of the same runs in this process."""
+    return run_once("alone", lambda folder: main(folder, ["full", "lora"]))
 
 
 def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
@@ -109,16 +128,14 @@ def test_the_engine_is_what_the_config_says(launched, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_processes_train_as_one_over_20_steps(launched, alone, engine):
-    folder, expected = alone
-    assert_losses_close(results(launched(engine), "full")["losses"], expected["full"]["losses"], 20)
-    assert_weights_close((launched(engine), folder), "full/model/model.safetensors")
+    assert_losses_close(results(launched(engine), "full")["losses"], results(alone, "full")["losses"], 20)
+    assert_weights_close((launched(engine), alone), "full/model/model.safetensors")
 
 
 def test_the_compared_runs_learn(alone):
-    folder, expected = alone
-    losses = expected["full"]["losses"]["loss"]
+    losses = results(alone, "full")["losses"]["loss"]
     assert sum(losses[-2:]) < sum(losses[:2]) - 0.2  # two steps go once over the rows
-    before, after = model().state_dict(), load_tiny(folder / "full" / "model").state_dict()
+    before, after = model().state_dict(), load_tiny(alone / "full" / "model").state_dict()
     changes = {name: (after[name] - before[name]).abs().max().item() for name in before}
     moved = [name for name, change in changes.items() if change > 10 * TOLERANCE]
     assert len(moved) > 0.8 * len(changes)
@@ -127,21 +144,20 @@ def test_the_compared_runs_learn(alone):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradient_checkpointing_changes_nothing(launched, alone, engine):
-    assert_losses_close(results(launched(engine), "checkpointed")["losses"], alone[1]["full"]["losses"], 4)
+    assert_losses_close(results(launched(engine), "checkpointed")["losses"], results(alone, "full")["losses"], 4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lora_with_the_scorer_in_full_trains_and_saves_as_with_one_process(launched, alone, engine):
-    folder, expected = alone
-    assert_losses_close(results(launched(engine), "lora")["losses"], expected["lora"]["losses"], 4)
-    assert_weights_close((launched(engine), folder), "lora/adapter/adapter_model.safetensors")
-    adapters = [path / "lora" / "adapter" for path in (launched(engine), folder)]
+    assert_losses_close(results(launched(engine), "lora")["losses"], results(alone, "lora")["losses"], 4)
+    assert_weights_close((launched(engine), alone), "lora/adapter/adapter_model.safetensors")
+    adapters = [path / "lora" / "adapter" for path in (launched(engine), alone)]
     assert len({frozenset(file.name for file in adapter.iterdir()) for adapter in adapters}) == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_sharded_run_saves_the_same_folder(launched, alone, engine):
-    saved, reference = (path / "full" / "model" for path in (launched(engine), alone[0]))
+    saved, reference = (path / "full" / "model" for path in (launched(engine), alone))
     names = {file.name for file in reference.iterdir()}
     assert {"README.md", "config.json", "modeling_stts.py", "model.safetensors", "processor_config.json"} <= names
     assert {file.name for file in saved.iterdir()} == names
@@ -190,7 +206,7 @@ def test_checkpoints_in_shards_are_shards_and_the_end_is_whole(launched):
 def test_losses_stay_float32_under_fsdp2_in_bf16(launched, alone):
     found = results(launched("fsdp2"), "bf16")
     assert set(found["dtypes"].values()) == {"torch.float32"}
-    losses = zip(found["losses"]["loss"], alone[1]["full"]["losses"]["loss"], strict=False)
+    losses = zip(found["losses"]["loss"], results(alone, "full")["losses"]["loss"], strict=False)
     assert all(abs(loss - exact) < 0.02 for loss, exact in losses)  # bf16 has 8 bits; losses are about 7
 
 
@@ -227,6 +243,26 @@ def test_a_collator_without_always_video_is_left_alone():
     assert not hasattr(collator, "always_video")
 
 
+@pytest.mark.parametrize(
+    ("engine", "always_video", "ratio", "kinds"),
+    [
+        ({"fsdp_plugin": object()}, True, 0.5, ()),
+        ({"fsdp_plugin": object()}, False, 0.5, ("video",)),
+        ({"fsdp_plugin": object()}, True, 1.0, ("image",)),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, True, 0.5, ("image",)),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, False, 0.5, ()),
+        ({}, False, 0.5, ()),
+    ],
+    ids=["fsdp_with_video", "fsdp", "fsdp_text_only_control", "zero3", "zero2", "ddp_searching_unused_parameters"],
+)
+def test_what_batches_must_have_in_common(engine, always_video, ratio, kinds):
+    trainer = fake_trainer(2, SimpleNamespace(always_video=always_video))
+    vars(trainer.accelerator.state).update(engine)
+    trainer.accelerator.ddp_handler = SimpleNamespace(find_unused_parameters=True)
+    trainer.model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=ratio)))
+    assert kinds_that_must_agree(trainer) == kinds
+
+
 def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
     options = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"} | options
     return FullyShardedDataParallelPlugin(**options)
@@ -238,8 +274,13 @@ def test_fsdp_shards_the_language_models_layers_where_none_are_named():
     assert chosen.transformer_cls_names_to_wrap == ["Molmo2DecoderLayer"]
 
 
-def test_the_shipped_config_names_the_language_models_layers():
-    assert "fsdp_transformer_layer_cls_to_wrap: Molmo2DecoderLayer\n" in (CONFIGS / "fsdp2.yaml").read_text()
+@pytest.mark.parametrize("engine", [*ENGINES, "deepspeed_zero3"])
+def test_accelerate_reads_the_shipped_config(engine):
+    """It refuses keys that it does not know."""
+    config = load_config_from_file(f"{CONFIGS / engine}.yaml")
+    assert config.distributed_type == {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(engine, "DEEPSPEED")
+    if engine == "fsdp2":
+        assert config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "Molmo2DecoderLayer"
 
 
 def test_fsdp_units_inside_the_vision_tower_are_refused():
