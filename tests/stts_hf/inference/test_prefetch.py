@@ -1,0 +1,128 @@
+"""`prefetch`: in order, overlapping, bounded, and clear about what failed. Events decide, never the clock."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+
+from stts_hf.inference.prefetch import PreparationError, prefetch
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from tests.clips import write_clip
+
+PATIENCE = 60  # seconds until a test that would hang fails
+
+
+def running():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_results_come_in_the_order_of_the_items(num_workers, ahead):
+    assert list(prefetch(lambda item: item * item, range(20), num_workers=num_workers, ahead=ahead)) == [
+        item * item for item in range(20)
+    ]
+    assert not running()
+
+
+def test_next_item_is_prepared_while_the_caller_uses_this_one():
+    in_use = [threading.Event() for _ in range(4)]
+    prepared = [threading.Event() for _ in range(4)]
+
+    def prepare(item):
+        # Every item but the first is prepared only while the one before it is in the caller's hands.
+        assert item == 0 or in_use[item - 1].wait(PATIENCE)
+        prepared[item].set()
+        return item
+
+    for item in prefetch(prepare, range(4), ahead=1):
+        in_use[item].set()
+        assert item == 3 or prepared[item + 1].wait(PATIENCE)
+
+
+def test_several_workers_prepare_at_once():
+    both = threading.Barrier(2)
+    assert list(prefetch(lambda item: both.wait(PATIENCE) >= 0, range(4), num_workers=2)) == [True] * 4
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_no_more_than_asked_is_prepared_ahead(ahead):
+    taken = itertools.count()
+    with prefetch(lambda item: item, taken, ahead=ahead) as results:  # without an end
+        for item in itertools.islice(results, 5):
+            last = item
+    assert last == 4
+    assert next(taken) == 5 + ahead
+
+
+def test_error_names_the_item_and_ends():
+    with pytest.raises(PreparationError, match="Item b could not be prepared: ZeroDivisionError") as caught:
+        list(prefetch(lambda item: 1 / len(item[1:]), ["aa", "b", "cc"], item_id=lambda index, item: item))
+    assert caught.value.item_id == "b"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert not running()
+
+
+def test_error_can_be_returned_in_the_items_place():
+    results = list(prefetch(lambda item: 1 / item, [1, 0, 2], on_error="return", num_workers=2))
+    assert (results[0], results[2]) == (1.0, 0.5)
+    assert isinstance(results[1], PreparationError)
+    assert results[1].item_id == 1
+
+
+def test_error_of_the_items_themselves_comes_after_the_results_before_it():
+    def items():
+        yield 1
+        raise OSError("the list ends here")
+
+    results = prefetch(lambda item: item, items())
+    assert next(results) == 1
+    with pytest.raises(OSError, match="the list ends here"):
+        next(results)
+    assert not running()
+
+
+def test_leaving_early_starts_no_more():
+    started: list[int] = []
+    first, go_on = threading.Event(), threading.Event()
+
+    def prepare(item):
+        started.append(item)
+        if item == 1:
+            first.set()
+            assert go_on.wait(PATIENCE)
+        return item
+
+    with prefetch(prepare, range(10), ahead=5) as results:
+        assert next(results) == 0
+        assert first.wait(PATIENCE)
+        threading.Timer(0.1, go_on.set).start()
+    assert started == [0, 1]
+    assert not running()
+    assert list(results) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"num_workers": 0}, "num_workers must be"), ({"ahead": 0}, "ahead must be"), ({"on_error": "skip"}, "on_error")],
+    ids=str,
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        prefetch(len, [], **settings)
+
+
+def test_videos_come_out_as_they_do_one_by_one(tmp_path):
+    processor = STTSVideoProcessor(size={"height": 42, "width": 42})
+    clips = [str(write_clip(tmp_path / f"{number}.mp4", 30 + 10 * number)) for number in range(4)]
+    (tmp_path / "words.mp4").write_bytes(b"no video\n" * 100)
+    paths = [*clips[:2], str(tmp_path / "words.mp4"), *clips[2:]]
+
+    def prepare(path):
+        return processor(path, return_tensors="pt")["pixel_values_videos"]
+
+    results = list(prefetch(prepare, paths, num_workers=2, on_error="return", item_id=lambda _, path: path))
+    assert results.pop(2).item_id == paths[2]
+    for path, pixels in zip(clips, results, strict=True):
+        assert torch.equal(pixels, prepare(path))
