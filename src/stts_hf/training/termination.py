@@ -73,6 +73,8 @@ def keep_workers_alive(dataloader: Any) -> None:
     them the step in progress could not end. They still end with their parent.
     """
     loader: DataLoader = getattr(dataloader, "base_dataloader", dataloader)
+    if getattr(loader.worker_init_fn, "func", None) is _ignore_sigterm:
+        return  # kept from an earlier evaluation
     loader.worker_init_fn = functools.partial(_ignore_sigterm, loader.worker_init_fn)
 
 

@@ -69,8 +69,8 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         model_type = getattr(getattr(model, "config", None), "model_type", None)
         if model_type != "stts":
             raise ValueError(
-                f"`model` is a {type(model).__name__} of type {model_type!r}; it must be an STTS model. `stts-hf convert` "
-                "makes one of a Molmo2 checkpoint."
+                f"`model` is a {type(model).__name__} of type {model_type!r}; it must be an STTS model. `stts-hf "
+                "convert` makes one of a Molmo2 checkpoint."
             )
         freeze_parts(model, self.args.freeze or ())
         checkpointing = self.args.gradient_checkpointing_kwargs
@@ -126,12 +126,18 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         self.statistics.reset()
         with self.termination:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._step_counts = None
         if self.termination.agreed:
             raise SystemExit(EXIT_CODE)
         return result
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
+        keep_workers_alive(loader)
+        return loader
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        loader = super().get_eval_dataloader(*args, **kwargs)
         keep_workers_alive(loader)
         return loader
 
@@ -263,8 +269,8 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         return output
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        self._gradient_norm = super()._clip_grad_norm(model)
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self._gradient_norm = super()._get_grad_norm(*args, **kwargs)
         return self._gradient_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -1,6 +1,7 @@
 """A run to be sent SIGTERM: `python -m tests.stts_hf.training.terminated_run FOLDER STEPS WORKERS [SECONDS A SAVE]`.
 
-Prints `step N` at the end of each step and `saving N` at the start of each save.
+Under `torchrun`'s environment variables, as one of several processes. Prints `step N` at the end of each step and
+`saving N` at the start of each save.
 """
 
 import os
@@ -13,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.stts_hf.training.runs import Rows, trainer
+from tests.tiny import Part, Video
 
 
 class Report(TrainerCallback):
@@ -24,7 +26,8 @@ class Report(TrainerCallback):
 def main(folder: str, steps: str, workers: str, seconds: str = "0") -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = {"max_steps": int(steps), "logging_steps": 1000, "dataloader_num_workers": int(workers)}
-    run = trainer(Path(folder), data=Rows(length=4 * int(steps)), **options)
+    rows: list[list[Part]] = [[3, Video(2), 4], [3, Video(3), 2]]  # all with video, so that DDP sees every weight used
+    run = trainer(Path(folder), data=Rows(rows, length=4 * int(steps)), **options)
     run.add_callback(Report())
     save = run._save_rng_state
 

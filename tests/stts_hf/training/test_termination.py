@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +17,15 @@ from tests.stts_hf.training.runs import KeepGradients, Rows, logged, trainer
 ROOT = Path(__file__).parents[3]
 
 
-def start(folder: Path, steps: int, workers: int = 0, seconds: float = 0) -> subprocess.Popen:
+def start(folder: Path, steps: int, workers: int = 0, seconds: float = 0, **environment: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "tests.stts_hf.training.terminated_run", folder, steps, workers, seconds]
     return subprocess.Popen(
-        [str(part) for part in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [str(part) for part in command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
     )
 
 
@@ -69,6 +75,30 @@ def test_more_sigterms_during_the_save_change_nothing(tmp_path):
     assert process.returncode == 143, errors
     assert last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{saving.split()[1]}")
     assert not (tmp_path / STAGE).exists()
+
+
+def test_all_processes_stop_at_the_step_in_which_one_was_told(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        start(tmp_path, 1000, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in ("0", "1")
+    ]
+    try:
+        wait_for(ranks[1], "step 2")
+        ranks[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [143, 143], outputs[0][1] + outputs[1][1]
+    checkpoint = last_checkpoint(tmp_path)
+    assert checkpoint is not None
+    step = checkpoint.rpartition("-")[2]
+    for output, _ in outputs:
+        assert [line for line in output.splitlines() if line.startswith("step")][-1] == f"step {step}"
+    assert {f"rng_state_{rank}.pth" for rank in (0, 1)} <= set(os.listdir(checkpoint))
 
 
 class SignalAt(KeepGradients):
