@@ -136,3 +136,14 @@ def check_none_hidden(num_hidden: int) -> None:
             f"`attention_mask` hides {num_hidden} video placeholder tokens, but may hide only padding. Take the videos "
             "themselves out of the call."
         )
+
+
+def check_image_placeholders(placeholders: torch.Tensor, num_features: int) -> None:
+    """Raises `ValueError` where placeholders (B, L) and features differ in number; off the CPU it asserts there."""
+    if placeholders.device.type != "cpu":
+        torch._assert_async(placeholders.sum() == num_features)
+    elif int(placeholders.sum()) != num_features:
+        raise ValueError(
+            f"`pixel_values` make {num_features} image tokens by `image_grids`, but the text has "
+            f"{int(placeholders.sum())} image placeholders. Text and images must come from the same call."
+        )

@@ -10,6 +10,7 @@ import torch
 
 from .checks_stts import (
     check_image_inputs,
+    check_image_placeholders,
     check_none_hidden,
     check_shape,
     check_video_inputs,
@@ -182,11 +183,7 @@ def prune_inputs(
             features.append((sequence.take(of_videos, False), torch.cat(video.pooler_output)))
         if with_images:
             placeholders = sequence.take(of_images, False)
-            if int(placeholders.sum()) != len(images):
-                raise ValueError(
-                    f"`pixel_values` make {len(images)} image tokens by `image_grids`, but the text has "
-                    f"{int(placeholders.sum())} image placeholders. Text and images must come from the same call."
-                )
+            check_image_placeholders(placeholders, len(images))
             features.append((placeholders, images))
 
     positions = sequence.take_position_ids(position_ids, dropped, sample_ids)
@@ -245,11 +242,11 @@ class RowPlan:
     """
     Which videos lie in which row, and how many tokens a row has, all on the host and known before the ViT runs.
 
-    real_tokens: tokens of each row that are no padding, or None where they were not read. drops_padding: whether rows
-    lose their padding and get it anew. padded_right: bool, or on the device.
+    rows: None where it was not read. real_tokens: tokens of each row that are no padding, or None likewise.
+    drops_padding: whether rows lose their padding and get it anew. padded_right: bool, or on the device.
     """
 
-    rows: list[list[int]]
+    rows: list[list[int]] | None
     tokens_per_video: list[int]
     real_tokens: list[int] | None = None
     drops_padding: bool = False
@@ -260,32 +257,40 @@ class RowPlan:
         cls, of_videos: torch.Tensor, mask: torch.Tensor | None, video_grids: torch.Tensor | None, drop_padding: bool
     ) -> "RowPlan":
         """
-        of_videos: (B, L) placeholders. mask: (B, L) or None. One row needs no look at the device: all videos are its,
-        and its padding may stay, unless `drop_padding`.
+        of_videos: (B, L) placeholders. mask: (B, L) or None. drop_padding: whether a length is asked for. Then, and for
+        one row, which may keep its padding, nothing has to be read back from a device, and what would be an error
+        becomes an assertion there.
         """
         grids = [] if video_grids is None else read_grids(video_grids)
         tokens_per_video = [frames * rows * cols for frames, rows, cols in grids]
         if mask is not None and mask.dim() != 2:
             mask = None
+        batch_size = of_videos.shape[0]
         padded_right = mask is not None and ~mask[:, -1].bool().all()
-        one_row, on_host = of_videos.shape[0] == 1, of_videos.device.type == "cpu"
-        if one_row and not on_host:
+        drops_padding = mask is not None and (drop_padding or batch_size > 1)
+        hidden = None if mask is None else of_videos & ~mask.bool()
+        if of_videos.device.type != "cpu" and (drop_padding or batch_size == 1):
             torch._assert_async(of_videos.sum() == sum(tokens_per_video))
-            drops_padding = drop_padding and mask is not None
-            return cls([list(range(len(grids)))], tokens_per_video, None, drops_padding, padded_right)
+            if hidden is not None:
+                torch._assert_async(~hidden.any())
+            rows = [list(range(len(grids)))] if batch_size == 1 else None
+            return cls(rows, tokens_per_video, None, drops_padding, padded_right)
         counts = [of_videos.sum(-1)]
         if mask is not None:
-            counts += [mask.bool().sum(-1), (of_videos & ~mask.bool()).sum(-1)]
+            counts += [mask.bool().sum(-1), hidden.sum(-1)]
         read = torch.stack(counts).tolist()
         rows = assign_videos_to_rows(read[0], tokens_per_video)
         if mask is None:
             return cls(rows, tokens_per_video)
         check_none_hidden(sum(read[2]))
-        drops_padding = drop_padding or not one_row
         return cls(rows, tokens_per_video, read[1] if drops_padding else None, drops_padding, padded_right)
 
     def new_length(self, num_kept: list[int], kept_tokens: torch.Tensor, pruned_length: int | None) -> int:
         """`L'`: `pruned_length`, or the longest row of kept_tokens (B, L). Raises `ValueError` for a row too long."""
+        unread = self.rows is None or (self.drops_padding and self.real_tokens is None)
+        if unread and pruned_length is not None:
+            torch._assert_async((kept_tokens.sum(-1) <= pruned_length).all())
+            return pruned_length
         dropped = [sum(self.tokens_per_video[v] - num_kept[v] for v in videos) for videos in self.rows]
         real = self.real_tokens or [kept_tokens.shape[1]] * len(dropped)
         lengths = [tokens - gone for tokens, gone in zip(real, dropped, strict=True)]
@@ -293,11 +298,8 @@ class RowPlan:
         if pruned_length is None:
             return max(longest, 1)
         if longest > pruned_length:
-            if self.drops_padding and self.real_tokens is None:  # a row on the device, of which some is padding
-                torch._assert_async(kept_tokens.sum() <= pruned_length)
-            else:
-                raise ValueError(
-                    f"`pruned_length` is {pruned_length}, but row {lengths.index(longest)} has {longest} tokens left "
-                    "after dropping. Make it longer, shorten the row, or raise `pruning_ratio`."
-                )
+            raise ValueError(
+                f"`pruned_length` is {pruned_length}, but row {lengths.index(longest)} has {longest} tokens left "
+                "after dropping. Make it longer, shorten the row, or raise `pruning_ratio`."
+            )
         return pruned_length

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import and_masks, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2CausalLMOutputWithPast,
@@ -288,27 +288,31 @@ class STTSModel(Molmo2Model):
         """Causal, but bidirectional among the vision tokens of a sample, and closed between samples of a row."""
         if inputs.attention_mask.dim() == 4:
             return inputs.attention_mask
-        samples = inputs.sample_ids
+        samples, padding_mask = inputs.sample_ids, inputs.attention_mask
         # Always given: a plain causal mask may be left out, and gaps in the positions then pass for packed samples.
         blocks = torch.full_like(inputs.kept_positions, -1)
         if inputs.mm_token_type_ids is not None:
             blocks = torch.where(inputs.mm_token_type_ids == 1, 0 if samples is None else samples, blocks)
-        past = inputs.attention_mask.shape[-1] - blocks.shape[-1]
+        past = padding_mask.shape[-1] - blocks.shape[-1]
         blocks = nn.functional.pad(blocks, (past, 0), value=-1)
-        same_sample = None
+        text_config = self.config.get_text_config()
+        conditions = []  # beside causality; none of them holds in the vision block, which says so itself
         if samples is not None:
             last = samples.shape[-1] - 1  # a static cache has more columns than that, all of them out of sight
-
-            def same_sample(batch_idx, head_idx, q_idx, kv_idx):
-                return samples[batch_idx, q_idx] == samples[batch_idx, kv_idx.clamp(max=last)]
-
+            conditions.append(lambda b, h, q, kv: samples[b, q] == samples[b, kv.clamp(max=last)])
+        if text_config._attn_implementation == "flex_attention":
+            # transformers would look whether anything is hidden, and wait for the device.
+            shown, end = padding_mask.bool(), padding_mask.shape[-1] - 1
+            blocks = torch.where(shown, blocks, -1)
+            conditions.append(lambda b, h, q, kv: shown[b, kv.clamp(max=end)])
+            padding_mask = None
         return create_causal_mask(
-            config=self.config.get_text_config(),
+            config=text_config,
             inputs_embeds=inputs_embeds,
-            attention_mask=inputs.attention_mask,
+            attention_mask=padding_mask,
             past_key_values=past_key_values,
             block_sequence_ids=blocks,
-            and_mask_function=same_sample,
+            and_mask_function=and_masks(*conditions) if conditions else None,
         )
 
 

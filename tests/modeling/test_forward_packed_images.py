@@ -66,7 +66,7 @@ def test_one_block_for_the_whole_row_would_be_noticed(model):
 @pytest.mark.parametrize("kind", ["images", "texts"])
 @torch.no_grad()
 def test_unpacked_rows_are_stock_bit_for_bit(model, kind, positions):
-    rows = [IMAGES[0], [4]] if kind == "images" else TEXTS
+    rows: list[list[Part]] = [IMAGES[0], [4]] if kind == "images" else TEXTS
     inputs = build_inputs(rows)
     length = inputs["input_ids"].shape[1]
     if positions == "padded":  # as transformers' `generate` numbers them

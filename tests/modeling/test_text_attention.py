@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.modeling.reference import CLOSE, logits_of_row
-from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_model
+from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row, pack
+from tests.tiny import Image, Part, Video, build_inputs, image_inputs, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
 GREEDY = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
@@ -34,6 +34,41 @@ def test_backends_agree_with_sdpa(implementation, packed):
         outputs = model_with(implementation)(**inputs)
     for row in range(len(inputs["input_ids"])):
         torch.testing.assert_close(logits_of_row(outputs, inputs, row), logits_of_row(expected, inputs, row), **CLOSE)
+
+
+@torch.no_grad()
+def test_flex_attention_agrees_with_sdpa_in_a_cache():
+    """Prefill of a padded batch with filler, then two more tokens at once on top of it."""
+    inputs = build_inputs(ROWS)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 2, dtype=torch.long)], dim=-1)
+    step = {"input_ids": torch.tensor([[5, 7], [6, 8]]), "mm_token_type_ids": torch.zeros(2, 2, dtype=torch.long)}
+    logits = []
+    for implementation in ("sdpa", "flex_attention"):
+        model = model_with(implementation)
+        with torch.compiler.set_stance("force_eager"):
+            first = model(**inputs, pruned_length=60, use_cache=True)
+            logits.append(model(**step, attention_mask=mask, past_key_values=first.past_key_values).logits)
+    torch.testing.assert_close(*logits, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["videos", "images", "texts"])
+def test_flex_attention_agrees_with_sdpa_in_training(kind):
+    """Loss and gradients of packed rows."""
+    rows: list[list[Part]] = {
+        "videos": [[3, Video(2), 4], [2, Video(3), 5], [6]],
+        "images": [[2, Image(), 4], [3, Image((1, 1)), 5], [6]],
+        "texts": [[5], [9]],
+    }[kind]
+    packed = pack(build_inputs(rows, labels=True), rows)
+    found = []
+    for implementation in ("sdpa", "flex_attention"):
+        model = model_with(implementation).train()
+        with torch.compiler.set_stance("force_eager"):
+            loss = model(**packed, use_cache=False).loss
+            found.append((loss.detach(), gradients(model, loss)))
+    (expected_loss, expected), (loss, grads) = found
+    torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0)
+    assert_gradients_equal(grads, expected)
 
 
 def test_eager_generates_what_sdpa_generates():

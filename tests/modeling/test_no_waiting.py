@@ -1,0 +1,122 @@
+"""Between pixels and logits nothing is read back from the device, so the host never waits for it.
+
+Without a GPU, fake CUDA tensors stand in: they have shapes and devices but no values, so what would read one raises.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from stts_hf.modeling import attention_stts
+from stts_hf.modeling.frame_attention_stts import padded_frames
+from tests.tiny import Part, Video, build_inputs, tiny_config, tiny_model
+
+ONE: list[list[Part]] = [[3, Video(4), 5]]
+TWO: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
+
+
+def kernel_stand_in(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale):
+    """`varlen_attn` asks the driver what the device can do, which a fake one cannot answer."""
+    assert query.shape[-1] % 8 == 0
+    return padded_frames(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
+
+
+def flex_stand_in(module, query, key, value, attention_mask, **kwargs):
+    """The kernel is compiled for a device that is there; the mask before it is what might wait."""
+    assert isinstance(attention_mask, BlockMask)
+    return query.transpose(1, 2), None
+
+
+def to_device(model, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """In place for the model; `video_grids` stay on the host, where the processor leaves them."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cuda")
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(fake(parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake(buffer)
+    return {name: value if name == "video_grids" else fake(value) for name, value in inputs.items()}
+
+
+def call(rows, monkeypatch, dtype=torch.bfloat16, text="sdpa", train=False, config: Any = None, packed=False, **kw):
+    monkeypatch.setattr(attention_stts, "varlen_attn", kernel_stand_in)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flex_attention", flex_stand_in)
+    model = tiny_model(tiny_config(**(config or {}))).train(train)
+    model.config.text_config._attn_implementation = text
+    inputs = build_inputs(rows, model.config, labels=train)
+    if packed:
+        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None] % 30
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+        outputs = model(**to_device(model, inputs, dtype), **kw)
+    assert outputs.logits.is_cuda
+    return outputs
+
+
+@pytest.mark.parametrize("text", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_prefill(monkeypatch, dtype, text):
+    outputs = call(ONE, monkeypatch, dtype, text, use_cache=True)
+    assert outputs.logits.shape[1] == 3 + 4 * 3 + 18 + 5
+
+
+@pytest.mark.parametrize("text", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+def test_several_rows_in_training(monkeypatch, text, pruning_ratio):
+    """`pruned_length` says how long the rows will be, so nobody has to look."""
+    call(TWO, monkeypatch, text=text, train=True, pruned_length=70, pruning_ratio=pruning_ratio)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"image_size": [14, 20]}, {"head_dim": 7}, {"selector": "cosine"}, {"_attn_implementation": "eager"}],
+    ids=["borders", "head_dim_7", "cosine", "eager"],
+)
+def test_other_towers(monkeypatch, config):
+    call(ONE, monkeypatch, train=True, config=config)
+
+
+def test_packed_rows(monkeypatch):
+    call(ONE, monkeypatch, train=True, packed=True)
+
+
+def test_what_does_wait_is_noticed(monkeypatch):
+    """Several rows without a length: how many tokens each has is read once, before the ViT runs."""
+    with pytest.raises(DataDependentOutputException):
+        call(TWO, monkeypatch)
+
+
+def test_grids_on_the_device_are_noticed(monkeypatch):
+    monkeypatch.setattr(attention_stts, "varlen_attn", kernel_stand_in)
+    model = tiny_model()
+    inputs = build_inputs(ONE)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = to_device(model, inputs, torch.bfloat16)
+        inputs["video_grids"] = inputs["video_grids"].to("cuda")
+        with pytest.raises(DataDependentOutputException):
+            model(**inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [ONE, TWO], ids=["one_row", "two_rows"])
+def test_on_cuda(rows):
+    model = tiny_model().to("cuda", torch.bfloat16).train()
+    inputs = {
+        name: value if name == "video_grids" else value.cuda()
+        for name, value in build_inputs(rows, labels=True).items()
+    }
+    model(**inputs, pruned_length=70).loss.backward()  # the first call may wait while libraries load
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**inputs, pruned_length=70).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
