@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stts_hf.inference.prefetch import prefetch
     from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSModel, STTSVisionModel
     from stts_hf.modeling.processing_stts import STTSProcessor
@@ -25,6 +26,7 @@ _MODULES = {
     "STTSProcessor": "modeling.processing_stts",
     "STTSVideoProcessor": "modeling.video_processing_stts",
     "contact_sheet": "visualize.contact_sheet",
+    "prefetch": "inference.prefetch",
 }
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __all__ = [
     "STTSVisionConfig",
     "STTSVisionModel",
     "contact_sheet",
+    "prefetch",
     "register_auto_classes",
 ]
 
