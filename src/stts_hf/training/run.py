@@ -1,6 +1,7 @@
 """A run from its configuration to the saved checkpoint."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,24 @@ def save(run: Run, trainer: STTSTrainer, output: Path) -> None:
         settings=changed_settings(run),
     )
     if peft.merge:
-        merged: Any = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+        merged: Any = adapted_model(run, trainer, output).merge_and_unload()
         merged.save_pretrained(output / MERGED)
         run.processor.save_pretrained(output / MERGED)
         write_card(run, trainer, output / MERGED)
+
+
+def adapted_model(run: Run, trainer: STTSTrainer, output: Path) -> Any:
+    """
+    The trained model with its adapter. Where FSDP2 has it in shards, which one process alone cannot merge, its base
+    loaded anew with the adapter that was saved into `output`.
+    """
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        return model
+    from peft import PeftModel
+
+    base = load_model(replace(run, config=replace(run.config, peft=None, freeze=[])))
+    return PeftModel.from_pretrained(base, output)
 
 
 def write_card(run: Run, trainer: STTSTrainer, folder: Path) -> None:
