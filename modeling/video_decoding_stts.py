@@ -25,8 +25,8 @@ _TOLERANCE = 1e-6  # seconds: a moment that rounding put just before a frame's t
 _DECODE_ON = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
 _LONG = 128  # frames: from this length on a stretch is cut at the next keyframe, for another thread to go on from
 _MAX_THREADS = 8
-# A decoder holds up to 16 frames that others refer to, so several at once would take gigabytes for large frames.
-_MAX_PIXELS_AT_ONCE = 2**24
+# A decoder holds up to 16 frames that others refer to: 8 at once for 480p and 720p, 4 for 1080p, 1 for 4K.
+_MAX_PIXELS_AT_ONCE = 2**23
 
 # One stretch of the file: the keyframe (ticks) to start at, and the positions to decode from there on.
 _Stretch = tuple[int, list[int]]
