@@ -193,8 +193,10 @@ def parse_config(tree: Tree) -> TrainConfig:
     values = dict(tree.values)
     if "peft" in values and values["peft"] is None and not tree.where("peft").startswith("--set"):
         raise tree.error("peft", "is empty. Write `method: lora` in the line below, or take the key out.")
-    for name in ("stts", "learning_rates", "freeze", "training", "card"):
-        if name in values and values[name] is None:  # a section of which all is commented out
+    for name, value in tree.values.items():
+        if value is None and name in ("model", "data", "training"):  # all of it is commented out
+            values[name] = {}
+        elif value is None and name in ("stts", "learning_rates", "freeze", "card"):
             del values[name]
     _refuse_other_models(tree, values)
     values.setdefault("training", {})
@@ -225,7 +227,11 @@ def _read_training(tree: Tree, given: Any) -> dict[str, Any]:
     check_names(tree, "training", given, list(known), _TRAINING_HINTS)
     if not given.get("output_dir"):
         raise tree.error("training", "must have the key `output_dir`.")
-    return {name: convert(tree, f"training.{name}", value, known[name]) for name, value in given.items()}
+    options = {name: convert(tree, f"training.{name}", value, known[name]) for name, value in given.items()}
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if options.get(name, 1) < 1:
+            raise tree.error(f"training.{name}", f"is {options[name]}, but must be at least 1.")
+    return options
 
 
 def _refuse_other_models(tree: Tree, values: Mapping[str, Any]) -> None:
@@ -257,7 +263,7 @@ def _check_parts(config: TrainConfig) -> None:
 
 def _check_range(section: Any, name: str, low: float, high: float) -> None:
     value = getattr(section, name)
-    if value is None or low <= value <= high:
+    if value is None or low <= value <= high < math.inf or low <= value < high:
         return
-    limits = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+    limits = f"from {low} to {high}" if high < math.inf else f"at least {low} and below inf"
     raise BadValue(name, f"is {value}, but must be {limits}.")

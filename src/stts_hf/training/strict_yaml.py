@@ -171,11 +171,21 @@ def convert(tree: Tree, path: str, value: Any, kind: Any) -> Any:
         if is_dataclass(option) and isinstance(option, type) and isinstance(value, dict):
             return build(option, tree, value, path)
     if any(_is_enum(option) for option in options):  # beside the names that are valid, the hint allows any text
+        value = "no" if value is False else value  # what YAML makes of a bare `no`
         options = tuple(option for option in options if option is not str)
     for option in options:
         if _accepts(option)(value):
-            return float(value) if option is float and not isinstance(value, bool) else value
+            return _as_floats(value, option)
     raise tree.error(path, f"is {value!r}, but must be {_describe(options)}.")
+
+
+def _as_floats(value: Any, kind: Any) -> Any:
+    """Whole numbers as floats where the type asks for these."""
+    if kind is float:
+        return float(value)
+    if typing.get_origin(kind) is dict:
+        return {key: _as_floats(item, typing.get_args(kind)[1]) for key, item in value.items()}
+    return value
 
 
 def _accepts(kind: Any) -> Callable[[Any], bool]:

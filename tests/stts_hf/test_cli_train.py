@@ -1,0 +1,270 @@
+"""`stts-hf train`: from a configuration file to a folder that loads; what is refused, and when."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import ModelCard
+
+from stts_hf import STTSConfig
+from stts_hf.cli.main import main
+from stts_hf.training.checkpointing import last_checkpoint
+from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
+from tests.conftest import REPOSITORY
+from tests.training_files import row, train, write_config, write_data, write_rows
+
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory) -> SimpleNamespace:
+    """A run of one step with pruning settings, evaluation and a card of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    more = (
+        "stts:\n  pruning_ratio: 0.3\n  temporal_loss_weight: 0.5\nfreeze: [vision_tower]\n"
+        "card:\n  base_model: allenai/Molmo2-4B\n  datasets: [someone/clips]\n  text: Trained on moving numbers.\n"
+    )
+    output = folder / "out"
+    config = write_config(folder, data, output, more=more)
+    config.write_text(config.read_text().replace(f"train: {data}", f"train: {data}\n  eval: {data}"))
+    assert train(config, "--set", "training.save_steps=1") == 0
+    return SimpleNamespace(config=config, output=output)
+
+
+def logs(output: Path) -> list[dict]:
+    return json.loads((output / "trainer_state.json").read_text())["log_history"]
+
+
+def test_folder_is_a_checkpoint(whole, capsys):
+    assert main(["doctor", str(whole.output)]) == 0
+    assert torch.isfinite(logits_of(load_tiny(whole.output), prepare(data_clip(whole), whole.output))).all()
+
+
+def data_clip(whole) -> Path:
+    return Path(yaml.safe_load(whole.config.read_text())["data"]["train"]).parent / "clip_0.mp4"
+
+
+def test_settings_of_the_file_are_those_of_the_checkpoint(whole):
+    config = STTSConfig.from_pretrained(whole.output)
+    assert (config.vision_config.pruning_ratio, config.temporal_loss_weight) == (0.3, 0.5)
+    processor = json.loads((whole.output / "processor_config.json").read_text())["video_processor"]
+    assert (processor["num_frames"], processor["pruning_ratio"]) == (2, 0.3)
+
+
+def test_trained_parts_moved_and_frozen_ones_did_not(whole):
+    before, after = weights_of(TINY), weights_of(whole.output)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    tower = {name for name in before if ".image_vit." in name or "vision_tower" in name}
+    assert tower
+    assert {name for name in moved & tower if "scorer" not in name} == set()
+    assert any("scorer" in name for name in moved)
+    assert any("lm_head" in name for name in moved)
+
+
+def test_losses_are_logged(whole):
+    first = next(entry for entry in logs(whole.output) if "temporal_loss" in entry)
+    assert first["loss"] == pytest.approx(first["task_loss"] + 0.5 * first["temporal_loss"], rel=1e-4)
+    assert first["kept_share"] == pytest.approx(1 - 0.3, abs=0.01)
+    assert any("eval_loss" in entry for entry in logs(whole.output))
+    assert list((whole.output / "runs").rglob("events.out.tfevents.*"))
+
+
+def test_configuration_lies_beside_the_weights(whole):
+    kept = yaml.safe_load((whole.output / "train_config.yaml").read_text())
+    assert kept["stts"] == {"pruning_ratio": 0.3, "temporal_loss_weight": 0.5}
+    assert kept["training"]["save_steps"] == 1
+
+
+def test_card_knows_data_settings_and_losses(whole):
+    card = ModelCard.load(whole.output / "README.md")
+    assert (card.data.base_model, card.data.datasets) == ("allenai/Molmo2-4B", ["someone/clips"])
+    assert card.data.pipeline_tag == "video-text-to-text"
+    for words in ("Trained on moving numbers.", "1 steps of 2 rows; 3 samples", "scorer at 0.001", "| eval_loss |"):
+        assert words in card.text
+
+
+def test_earlier_run_is_not_mixed_with_a_new_one(whole, capsys):
+    assert train(whole.config) == 2
+    assert "holds checkpoint-1 of an earlier run. Pass --resume" in capsys.readouterr().err
+
+
+def test_resume_goes_on_where_the_run_stopped(whole, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(whole.output, output)
+    overrides = ["--set", f"training.output_dir={output}", "--set", "training.max_steps=2"]
+    assert train(whole.config, "--resume", *overrides, "--set", "data.eval=null") == 0
+    assert [entry["step"] for entry in logs(output) if "loss" in entry] == [1, 2]
+    before, after = weights_of(whole.output), weights_of(output)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_resume_without_a_checkpoint_is_refused(data, tmp_path, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert train(config, "--resume") == 2
+    assert "holds no whole checkpoint" in capsys.readouterr().err
+    assert train(config, "--resume", str(tmp_path / "nowhere")) == 2
+    assert "there is no such checkpoint folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def without_weights(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def test_dry_run_shows_the_plan_and_loads_no_weights(data, tmp_path, without_weights, capsys):
+    more = "freeze: [vision_tower]\nstts:\n  pruning_ratio: 0.5\n"
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights, more=more)
+    assert train(config, "--dry-run", "--set", "data.pack_to=300") == 0
+    plan = {line.split(":")[0]: line.partition(":")[2].strip() for line in capsys.readouterr().out.splitlines()}
+    assert plan["scorer"].endswith("parameters, trained at 0.001")
+    assert plan["vision_tower"].endswith("frozen")
+    assert plan["language_model"].endswith("trained at 1e-05")
+    assert plan["train"].startswith("3 samples in 2 rows of up to 300 tokens after pruning (1.50 a row")
+    assert plan["steps"] == "1 of 2 rows (2 a process x 1 x 1 accumulated), 1 epochs"
+    assert not (tmp_path / "out").exists()
+
+
+BAD_ROWS = {
+    "missing file": (row(1, videos=["gone.mp4"]), "gone.mp4' does not exist"),
+    "two videos": (row(1, videos=["clip_0.mp4", "clip_1.mp4"]), "at most one video"),
+    "no answer": (row(1, messages=[{"role": "user", "content": "What?"}]), "no assistant message"),
+    "no messages": ({"id": "row-1", "videos": ["clip_0.mp4"]}, "messages and question"),
+    "too long": (
+        row(1, messages=[{"role": "user", "content": "w " * 500}, *row(1)["messages"][1:]]),
+        "max_length is 300",
+    ),
+}
+
+
+@pytest.mark.parametrize(("bad", "problem"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_path, without_weights, capsys):
+    rows = write_rows(data.parent, [row(0), bad], f"{tmp_path.name}.jsonl")
+    config = write_config(tmp_path, rows, tmp_path / "out", model=without_weights)
+    assert train(config, "--set", "data.max_length=300") == 2
+    error = capsys.readouterr().err
+    assert "'row-1'" in error
+    assert problem in error
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "layer that the model has not": ("stts.pruning_layer=40", "`stts.pruning_layer` does not fit the model"),
+    "module that the model has not": ("peft.modules_to_save=[skorer]", "`peft.modules_to_save` names 'skorer'"),
+    "nothing to adapt": ("peft.target_modules=[zzz]", "`peft.target_modules` does not fit the model"),
+    "nothing to train": ("freeze=[language_model, vision_tower, connector, scorer]", "Nothing is left to train"),
+    "empty batches": ("training.per_device_train_batch_size=0", "_batch_size` is 0, but must be at least 1"),
+    "missing rows": ("data.train=nowhere.jsonl", "`data.train` cannot be loaded: There is no data file"),
+    "evaluation without rows": ("training.eval_strategy=epoch", "`training.eval_strategy` is 'epoch', but `data.eval`"),
+    "what TrainingArguments refuses": ("training.warmup_steps=-1", "`training`: "),
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), REFUSED.values(), ids=REFUSED)
+def test_settings_that_do_not_fit_are_refused_by_key(assignment, message, data, tmp_path, without_weights, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    assert train(config, "--dry-run", "--set", assignment) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_models_checkpoint_is_refused(data, tmp_path, capsys):
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    config = write_config(tmp_path, data, tmp_path / "out", model=tmp_path / "qwen")
+    assert train(config) == 2
+    error = capsys.readouterr().err
+    assert "run.yaml:2: `model.path` cannot be trained" in error
+    assert "'qwen2_5_vl'" in error
+
+
+def test_checkpoint_with_missing_weights_is_refused(data, tmp_path, without_weights, capsys):
+    from safetensors.torch import save_file
+
+    weights = weights_of(TINY)
+    dropped = next(name for name in weights if "lm_head" in name)
+    save_file({name: t for name, t in weights.items() if name != dropped}, without_weights / "model.safetensors")
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    assert train(config) == 2
+    assert f"lacks weights or holds some of other shapes: {dropped}" in capsys.readouterr().err
+
+
+def test_new_scorer_begins_untrained(data, tmp_path):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    rates = ["--set", "learning_rates.scorer=0"]
+    assert train(config, "--set", "model.new_scorer=true", *rates) == 0
+    weights = weights_of(tmp_path / "out")
+    last = [tensor for name, tensor in weights.items() if "scorer.score_layer" in name]
+    assert len(last) == 2
+    assert not any(tensor.any() for tensor in last)
+
+
+def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
+    rows = write_rows(data.parent, [row(0), row(1), row(2), row(3, videos=["gone.mp4"])], f"{tmp_path.name}.jsonl")
+    config = write_config(tmp_path, rows, tmp_path / "out")
+    packing = ["--set", "data.pack_to=500", "--set", "data.on_error=skip", "--set", "data.pad_to=500"]
+    assert train(config, *packing) == 0
+    printed = capsys.readouterr().out
+    assert "3 samples in 1 rows of up to 500 tokens" in printed
+    assert "1 rows (data.on_error: skip)" in printed
+    entry = next(entry for entry in logs(tmp_path / "out") if "loss" in entry)
+    assert entry["kept_share"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapter_is_saved_reloaded_and_merged(method, data, tmp_path):
+    peft = pytest.importorskip("peft")
+    more = (
+        f"peft:\n  method: {method}\n  r: 4\n  alpha: 8\n  merge: true\nstts:\n  pruning_ratio: 0.25\n"
+        "card:\n  base_model: someone/base\n"
+    )
+    config = write_config(tmp_path, data, tmp_path / "out", more=more)
+    rates = ["--set", "learning_rates.adapter=1e-2", "--set", "learning_rates.scorer=1e-2"]
+    assert train(config, *rates) == 0
+    output = tmp_path / "out"
+    assert not (output / "model.safetensors").exists()
+    inputs = prepare(data.parent / "clip_0.mp4", output / "merged")
+    base = load_tiny()
+    plain = logits_of(base, inputs)
+    adapted = peft.PeftModel.from_pretrained(base, output).eval()
+    weights = {name: parameter for name, parameter in adapted.named_parameters() if "original_module" not in name}
+    assert any("lora_magnitude_vector" in name for name in weights) == (method == "dora")
+    assert any(".scorer.modules_to_save." in name for name in weights)
+    changed = logits_of(adapted, inputs)
+    assert (changed - plain).abs().max() > 1e-2
+    # W x + s B (A x) against (W + s B A) x: float32 rounding of another order, on logits of order 1 to 10.
+    torch.testing.assert_close(logits_of(load_tiny(output / "merged"), inputs), changed, rtol=0, atol=1e-4)
+    assert STTSConfig.from_pretrained(output / "merged").vision_config.pruning_ratio == 0.25
+    card = ModelCard.load(output / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "video-text-to-text")
+    assert (card.data.base_model, method in card.data.tags) == ("someone/base", True)
+    assert "model.config.vision_config.pruning_ratio = 0.25" in card.text
+    assert "PeftModel.from_pretrained(model, adapter)" in card.text
+
+
+def test_runs_under_accelerate_in_two_processes(data, tmp_path):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    overrides = ["--set", "training.per_device_train_batch_size=1", "--set", "training.save_steps=1"]
+    shipped = REPOSITORY / "examples" / "accelerate" / "ddp.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(shipped)]
+    command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port
+    command += ["-m", "stts_hf.cli.main", "train", str(config), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("steps:") == 1
+    assert "1 of 2 rows (1 a process x 2 x 1 accumulated)" in result.stdout
+    assert last_checkpoint(tmp_path / "out")
+    assert main(["doctor", str(tmp_path / "out")]) == 0

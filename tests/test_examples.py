@@ -1,0 +1,139 @@
+"""The examples, run as they are, with the real libraries, on tiny data."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoProcessor
+
+from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf.cli.main import main
+from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
+from tests.conftest import REPOSITORY
+from tests.training_files import train, write_data
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"), clips=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """The tiny checkpoint, with a processor that shows 2 frames."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    STTSForConditionalGeneration.from_pretrained(TINY).save_pretrained(folder)
+    processor = STTSProcessor.from_pretrained(TINY)
+    processor.video_processor.num_frames = 2
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_example(monkeypatch, checkpoint, data, tmp_path):
+    """Runs an example for one step; returns its globals and the output folder."""
+
+    def run(name: str) -> tuple[dict[str, Any], Path]:
+        output = tmp_path / "out"
+        monkeypatch.setattr(sys, "argv", [name, str(checkpoint), str(data), str(output), "1"])
+        return runpy.run_path(str(EXAMPLES / name), run_name="__main__"), output
+
+    return run
+
+
+def losses(names: dict[str, Any]) -> list[float]:
+    return [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
+
+
+def code_lines(name: str) -> int:
+    lines = (EXAMPLES / name).read_text().splitlines()
+    return sum(bool(line.strip()) and not line.strip().startswith(("#", '"""')) for line in lines)
+
+
+def test_plain_trainer(run_example, data):
+    names, output = run_example("finetune.py")
+    assert type(names["trainer"]).__module__ == "transformers.trainer"
+    assert len(losses(names)) == 1
+    assert [group["lr"] for group in names["optimizer"].param_groups] != []
+    assert main(["doctor", str(output)]) == 0
+    assert code_lines("finetune.py") <= 40
+
+
+def test_plain_trainer_learns_from_both_losses(run_example, checkpoint):
+    names, _ = run_example("finetune.py")
+    batch = names["trainer"].data_collator([names["trainer"].train_dataset[index] for index in range(2)])
+    with torch.no_grad():
+        outputs = STTSForConditionalGeneration.from_pretrained(checkpoint).train()(**batch)
+    # The order of the two rows in the batch is the sampler's: sums of another order.
+    assert losses(names) == [pytest.approx((outputs.task_loss + outputs.temporal_loss).item(), abs=1e-4)]
+    assert outputs.temporal_loss > 0
+
+
+def test_lora(run_example, data):
+    names, output = run_example("finetune_lora.py")
+    trained = {name for name, parameter in names["model"].named_parameters() if parameter.requires_grad}
+    assert all(".language_model." in name or ".scorer.modules_to_save." in name for name in trained)
+    inputs = prepare(data.parent / "clip_0.mp4", output / "merged")
+    # W x + s B (A x) against (W + s B A) x: float32 rounding of another order, on logits of order 1 to 10.
+    torch.testing.assert_close(
+        logits_of(load_tiny(output / "merged"), inputs), logits_of(names["model"].eval(), inputs), rtol=0, atol=1e-4
+    )
+    assert ModelCard.load(output / "README.md").data.pipeline_tag == "video-text-to-text"
+
+
+def test_trl(run_example, checkpoint, data):
+    trl = pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
+    names, output = run_example("finetune_trl.py")
+    trainer = names["trainer"]
+    assert isinstance(trainer, trl.SFTTrainer)
+    assert isinstance(trainer.model, peft.PeftModel)
+    [entry] = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["loss"] == pytest.approx(entry["task_loss"] + entry["temporal_loss"], rel=1e-4)
+    assert entry["temporal_loss"] > 0
+    reloaded = peft.PeftModel.from_pretrained(load_tiny(checkpoint), output).eval()
+    inputs = prepare(data.parent / "clip_0.mp4", checkpoint)
+    # TRL's forward is no other: only its head's loss is, which is not used.
+    assert torch.equal(logits_of(reloaded, inputs), logits_of(trainer.model.eval(), inputs))
+    assert AutoProcessor.from_pretrained(output, trust_remote_code=True).video_processor.num_frames == 2
+
+
+def test_smoke_configuration(monkeypatch, tmp_path, capsys):
+    names = runpy.run_path(str(EXAMPLES / "make_smoke_data.py"))
+    rows = names["make_smoke_data"](tmp_path / "data", clips=2)
+    few = ["training.max_steps=1", "data.num_frames=2", f"training.output_dir={tmp_path / 'out'}"]
+    assert run_config("smoke.yaml", TINY, rows, few) == 0
+    assert main(["doctor", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("name", ["paper.yaml", "lora.yaml"])
+def test_configurations_for_gpus(name, checkpoint, data, tmp_path):
+    """The shipped file but for what a CPU and two clips ask for."""
+    output = tmp_path / "out"
+    here = [
+        f"training.output_dir={output}",
+        "training.max_steps=1",
+        "training.gradient_accumulation_steps=1",
+        "training.dataloader_num_workers=0",
+        "training.use_cpu=true",
+        "data.num_frames=2",
+    ]
+    assert run_config(name, checkpoint, data, here) == 0
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["temporal_loss"] > 0
+    if name == "lora.yaml":
+        assert (output / "adapter_model.safetensors").is_file()
+    else:
+        assert weights_of(output).keys() == weights_of(checkpoint).keys()
+
+
+def run_config(name: str, model: Path, rows: Path, overrides: list[str]) -> int:
+    overrides = [f"model.path={model}", f"data.train={rows}", *overrides]
+    return train(EXAMPLES / "configs" / name, *(part for override in overrides for part in ("--set", override)))
