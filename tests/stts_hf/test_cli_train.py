@@ -15,7 +15,10 @@ from huggingface_hub import ModelCard
 
 from stts_hf import STTSConfig
 from stts_hf.cli.main import main
+from stts_hf.training.build import load_model
+from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
+from stts_hf.training.config import load_config
 from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
 from tests.training_files import row, train, write_config, write_data, write_rows
@@ -221,6 +224,39 @@ def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
     assert "1 rows (data.on_error: skip)" in printed
     entry = next(entry for entry in logs(tmp_path / "out") if "loss" in entry)
     assert entry["kept_share"] == pytest.approx(0.5, abs=0.01)
+
+
+def compiled_layers(monkeypatch) -> list[str]:
+    """Kinds of the layers that are compiled from here on."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: found.append(type(self).__name__))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "kinds"),
+    [("compile: true", {"vision", "text"}), ("compile:\n  decoder: false", {"vision"})],
+    ids=["both", "vision alone"],
+)
+def test_parts_are_compiled_as_the_file_says(section, kinds, data, tmp_path, monkeypatch):
+    found = compiled_layers(monkeypatch)
+    config = write_config(tmp_path, data, tmp_path / "out", more=section)
+    run = prepare_run(load_config(config))
+    load_model(run)
+    assert {"text" if "Text" in kind or "Decoder" in kind else "vision" for kind in found} == kinds
+
+
+def test_trains_compiled(data, tmp_path):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    compiling = ["--set", "compile.backend=eager", "--set", "data.pad_to=200"]
+    assert train(config, *compiling) == 0
+    assert weights_of(tmp_path / "out").keys() == weights_of(TINY).keys()
+
+
+def test_unknown_backend_is_refused(data, tmp_path, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert train(config, "--set", "compile.backend=fast") == 2
+    assert "`compile.backend` is 'fast', but must be one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from stts_hf import register_auto_classes
 from stts_hf.convert.checkpoint import new_scorer_weights
@@ -13,13 +14,15 @@ from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.collator import STTSDataCollator
-from stts_hf.training.config import TRAINING_DEFAULTS, PeftSection, TrainConfig
+from stts_hf.training.config import TRAINING_DEFAULTS, CompileSection, PeftSection, TrainConfig
 from stts_hf.training.data import check_rows, load_rows
 from stts_hf.training.lengths import measure_lengths
 from stts_hf.training.packing import PackedDataset
 from stts_hf.training.parts import freeze_parts
 from stts_hf.training.strict_yaml import ConfigError
 from stts_hf.training.trainer import STTSTrainer
+
+logger = logging.get_logger(__name__)
 
 VISION_SETTINGS = (  # in the order in which they can be changed one by one
     "selector",
@@ -209,7 +212,24 @@ def load_model(run: Run) -> Any:
         weights = new_scorer_weights(empty, run.arguments.seed)
         scorer = loaded.model.vision_tower.scorer
         scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
-    return _adapt(run, loaded)
+    adapted = _adapt(run, loaded)
+    if run.config.compile:
+        compile_model(run.config, loaded)
+    return adapted
+
+
+def compile_model(config: TrainConfig, model: Any) -> None:
+    """Compiles the parts that the section names, in place. Raises `ConfigError` for a backend that there is not."""
+    section = config.compile if isinstance(config.compile, CompileSection) else CompileSection()
+    if section.backend not in torch.compiler.list_backends(exclude_tags=None):
+        backends = ", ".join(torch.compiler.list_backends())
+        raise config.error("compile.backend", f"is {section.backend!r}, but must be one of {backends}.")
+    if config.data.pad_to is None:
+        logger.warning(
+            "`compile` without `data.pad_to`: every length of a batch is compiled anew, up to torch's recompile limit. "
+            "Set `data.pad_to` to the tokens that a row may have after pruning."
+        )
+    model.compile_parts(section.vision, section.decoder, backend=section.backend, mode=section.mode)
 
 
 def _adapt(run: Run, model: Any) -> Any:

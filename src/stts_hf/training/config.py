@@ -124,6 +124,25 @@ class PeftSection:
 
 
 @dataclass
+class CompileSection:
+    """
+    Which parts `torch.compile` gets, and its backend and mode. Worth it with rows of one shape: `data.pad_to`, and
+    videos of as many frames.
+    """
+
+    vision: bool = True
+    decoder: bool = True
+    backend: str = "inductor"
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.vision and not self.decoder:
+            raise BadValue(
+                "vision", "and `decoder` are both false, so nothing is left to compile. Write `compile: false`."
+            )
+
+
+@dataclass
 class CardSection:
     """
     What the card of the trained checkpoint says: heading, Hub id of the base model, Hub ids of the data, licence (the
@@ -140,8 +159,9 @@ class CardSection:
 @dataclass
 class TrainConfig:
     """
-    A whole run. learning_rates, freeze: of parts of the model (`STTSTrainingArguments`). compile: whether vision tower
-    and text model are compiled. training: every option of `TrainingArguments`; `output_dir` is needed.
+    A whole run. learning_rates, freeze: of parts of the model (`STTSTrainingArguments`). compile: `true` for vision
+    tower and text model, or keys of `CompileSection`. training: every option of `TrainingArguments`; `output_dir` is
+    needed.
     """
 
     model: ModelSection
@@ -151,7 +171,7 @@ class TrainConfig:
     learning_rates: dict[str, float] = field(default_factory=dict)
     freeze: list[str] = field(default_factory=list)
     peft: PeftSection | None = None
-    compile: bool = False
+    compile: bool | CompileSection = False
     card: CardSection = field(default_factory=CardSection)
     tree: Tree = field(default_factory=lambda: Tree("the configuration"), repr=False)
 
