@@ -39,6 +39,7 @@ def write_sample_clip(
         stream: Any = container.add_stream(_codec(), rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.bit_rate = 8 * height * width
+        stream.thread_type = "FRAME"  # one slice a frame, as files usually have, whatever the number of cores
         for number in range(num_frames):
             picture = _draw(scene, number / max(num_frames - 1, 1), number / fps)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
