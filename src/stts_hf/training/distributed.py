@@ -36,6 +36,9 @@ def prepare_for_processes(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and trainer.model is not None:
         wrap_language_model_alone(plugin, trainer.model)
+        # With frozen embeddings (LoRA), a video that loses nothing, such as the black frame, brings no gradient to the
+        # language model's input; without one, FSDP gathers and reduces in another order than the other processes.
+        trainer.model.enable_input_require_grads()
         policy = plugin.mixed_precision_policy
         if getattr(policy, "output_dtype", None) is not None:
             # accelerate has FSDP2 round all outputs, losses too.

@@ -12,6 +12,7 @@ from typing import Any
 
 import peft
 import torch
+import yaml  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
@@ -19,8 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
 from stts_hf import STTSProcessor
+from stts_hf.training.config import load_config
+from stts_hf.training.run import train
 from stts_hf.training.trainer import STTSTrainer
 from tests.checkpoints import TINY
+from tests.clips import write_clip
 from tests.stts_hf.training.runs import Rows, logged, trainer
 from tests.test_peft import TARGETS
 from tests.tiny import PAD, Image, Part, Video, build_inputs, tiny_config, tiny_model
@@ -95,19 +99,26 @@ def model() -> Any:
     return tiny_model(tiny_config(pruning_ratio=0.5))
 
 
+def pretend_gpus() -> dict[str, Any]:
+    """
+    accelerate knows FSDP for GPUs alone; on CPUs it would use DDP and say nothing. Told that these are GPUs, it does
+    all the rest as it would there: wrapping, sharding, gathering, saving. Returns the options that a trainer needs.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+        return {}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return {"accelerator_config": {"use_configured_state": True}}
+
+
 def make(folder: Path, **options: Any) -> STTSTrainer:
     """A trainer whose every step is four rows, divided among the processes there are."""
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        # accelerate knows FSDP for GPUs alone; on CPUs it would use DDP and say nothing. Told that these are GPUs, it
-        # does all the rest as it would there: wrapping, sharding, gathering, saving.
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        options["accelerator_config"] = {"use_configured_state": True}
     shared = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     alone = {"per_device_train_batch_size": 4}
     batching = shared if int(os.environ.get("WORLD_SIZE", 1)) == 2 else alone
-    options = {"data": Rows(MIXED, 80), "data_collator": Collator(), "model": model(), **OPTIONS, **batching} | options
+    defaults = {"data": Rows(MIXED, 80), "data_collator": Collator(), "model": model()} | OPTIONS | batching
+    options = defaults | options | pretend_gpus()
     return trainer(folder, **options)
 
 
@@ -175,6 +186,34 @@ def resumed_from_shards(folder: Path) -> dict[str, Any]:
     return resumed(folder)
 
 
+def write_rows(folder: Path) -> Path:
+    """Rows for `command`: one with a video, one without, so each process has another kind."""
+    folder.mkdir(parents=True)
+    write_clip(folder / "clip.mp4", 10, fps=5)
+    messages = [{"role": "user", "content": "What moves?"}, {"role": "assistant", "content": "A box."}]
+    rows = [{"id": "a", "videos": ["clip.mp4"], "messages": messages}, {"id": "b", "messages": messages}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder / "rows.jsonl"
+
+
+def command(folder: Path) -> dict[str, Any]:
+    """`stts-hf train` with LoRA, merged at the end."""
+    options = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
+    options |= {"output_dir": str(folder / "output"), "save_strategy": "no", "adam_epsilon": 1e-6, "logging_steps": 1}
+    tree = {
+        "model": {"path": str(TINY)},
+        "stts": {"pruning_ratio": 0.5},
+        "data": {"train": str(folder.parent / "data" / "rows.jsonl"), "num_frames": 2},
+        "peft": {"r": 4, "alpha": 8, "merge": True},
+        "learning_rates": {"adapter": 1e-3, "scorer": 1e-3},
+        "training": options | pretend_gpus(),
+    }
+    file = folder.parent / f"command-{os.environ['RANK']}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    torch.manual_seed(0)  # of the LoRA weights
+    return describe(train(load_config(file)))
+
+
 def uneven(folder: Path) -> dict[str, Any]:
     """2 epochs of 5 rows."""
     options = {"data": Rows(MIXED, 5), "max_steps": -1, "num_train_epochs": 2}
@@ -201,7 +240,8 @@ def refused(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS = {
-    run.__name__: run for run in (full, checkpointed, lora, bf16, resumed, uneven, refused, resumed_from_shards)
+    run.__name__: run
+    for run in (full, checkpointed, lora, bf16, resumed, uneven, refused, resumed_from_shards, command)
 }
 
 

@@ -30,13 +30,13 @@ from stts_hf.training.distributed import (
 )
 from tests.checkpoints import TINY, load_tiny
 from tests.conftest import REPOSITORY
-from tests.stts_hf.training.processes import Plain, main, model
+from tests.stts_hf.training.processes import Plain, main, model, write_rows
 from tests.tiny import Video, build_inputs
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 SCENARIOS = {
-    "ddp": ("full", "checkpointed", "lora", "resumed", "uneven", "refused"),
-    "fsdp2": ("full", "checkpointed", "lora", "bf16", "resumed", "uneven", "refused", "resumed_from_shards"),
+    "ddp": ("full", "checkpointed", "lora", "resumed", "uneven", "refused", "command"),
+    "fsdp2": ("full", "checkpointed", "lora", "bf16", "resumed", "uneven", "refused", "resumed_from_shards", "command"),
 }
 ENGINES = list(SCENARIOS)
 TOLERANCE = 1e-4  # the issue's; losses differ by 1e-6 and weights by 1e-5
@@ -60,11 +60,13 @@ def run_once(tmp_path_factory):
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def folder_of(name: str, fill: Callable[[Path], None]) -> Path:
-        folder = root / f"processes-{name}"
+        folder, filled = root / f"processes-{name}", root / f"processes-{name}.filled"
         with FileLock(f"{folder}.lock"):
-            if not (folder / "filled").exists():
+            if not folder.exists():
+                folder.mkdir()
                 fill(folder)
-                (folder / "filled").touch()
+                filled.touch()
+        assert filled.exists(), f"{name} failed before"
         return folder
 
     return folder_of
@@ -76,6 +78,7 @@ def launched(run_once):
 
     def launch(engine: str) -> Path:
         def fill(folder: Path) -> None:
+            write_rows(folder / "data")
             environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{CONFIGS / engine}.yaml"]
             command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port
@@ -183,6 +186,20 @@ def test_what_fsdp2_saved_loads_in_a_fresh_process(launched, run_without_package
         expected = load_tiny(folder)(**inputs).logits
     assert found["processor"] == "STTSProcessor"
     assert found["logits"] == pytest.approx(expected.double().sum().item(), abs=1e-3)
+
+
+def test_the_train_command_saves_and_merges_an_adapter_under_both_engines(launched):
+    outputs = [launched(engine) / "command" / "output" for engine in ENGINES]
+    assert_weights_close((outputs[0], outputs[1]), "adapter_model.safetensors")
+    assert_weights_close((outputs[0], outputs[1]), "merged/model.safetensors")
+    for part in (".", "merged"):
+        names = [{file.name for file in (output / part).iterdir()} for output in outputs]
+        assert names[0] == names[1]
+        assert {"README.md", "modeling_stts.py", "processor_config.json"} <= names[0]
+    merged, before = load_tiny(outputs[1] / "merged").state_dict(), load_tiny().state_dict()
+    changed = {name for name in before if (merged[name] - before[name]).abs().max() > TOLERANCE}
+    assert any(".q_proj." in name for name in changed)
+    assert any(".scorer." in name for name in changed)
 
 
 @pytest.mark.parametrize(
