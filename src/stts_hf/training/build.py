@@ -19,6 +19,7 @@ from stts_hf.training.data import check_rows, load_rows
 from stts_hf.training.lengths import measure_lengths
 from stts_hf.training.packing import PackedDataset
 from stts_hf.training.parts import freeze_parts
+from stts_hf.training.rows import RowError
 from stts_hf.training.strict_yaml import ConfigError
 from stts_hf.training.trainer import STTSTrainer
 
@@ -60,11 +61,15 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> Run:
     progress = progress and arguments.process_index == 0
     model_config = load_model_config(config)
     processor = load_processor(config, model_config)
-    with arguments.main_process_first(desc="reading the data"):
-        train_rows, skipped = make_rows(config, "train", arguments.seed, model_config, processor, progress)
-        eval_rows, more = None, 0
-        if config.data.eval is not None:
-            eval_rows, more = make_rows(config, "eval", arguments.seed, model_config, processor, progress)
+    sources = ["train"] if config.data.eval is None else ["train", "eval"]
+    with arguments.main_process_first(desc="reading the data"):  # one process downloads, the others find it
+        opened = {name: open_rows(config, name) for name in sources}
+    made = {
+        name: make_rows(config, name, rows, arguments.seed, model_config, processor, progress)
+        for name, rows in opened.items()
+    }
+    train_rows, eval_rows = made["train"][0], made["eval"][0] if "eval" in made else None
+    skipped = sum(number for _, number in made.values())
     data = config.data
     collator = STTSDataCollator(
         processor,
@@ -76,7 +81,7 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> Run:
         return_ids=True,
         always_video=arguments.world_size > 1,
     )
-    return Run(config, arguments, model_config, processor, collator, train_rows, eval_rows, skipped + more)
+    return Run(config, arguments, model_config, processor, collator, train_rows, eval_rows, skipped)
 
 
 def make_arguments(config: TrainConfig) -> STTSTrainingArguments:
@@ -128,9 +133,23 @@ def load_processor(config: TrainConfig, model_config: STTSConfig) -> STTSProcess
     return processor
 
 
+def open_rows(config: TrainConfig, name: str) -> Any:
+    """The rows of `data.<name>` as they are. Raises `ConfigError` where they cannot be loaded."""
+    data = config.data
+    options = {} if data.revision is None else {"revision": data.revision}
+    split = data.eval_split if name == "eval" else data.split
+    try:
+        return load_rows(getattr(data, name), split=split, media_root=data.media_root, **options)
+    except RowError:
+        raise
+    except (ValueError, OSError) as error:
+        raise config.error(f"data.{name}", f"cannot be loaded: {error}") from error
+
+
 def make_rows(
     config: TrainConfig,
     name: str,
+    rows: Any,
     seed: int,
     model_config: STTSConfig,
     processor: STTSProcessor,
@@ -138,16 +157,9 @@ def make_rows(
 ) -> tuple[Any, int]:
     """
     The rows of `data.<name>`, checked and, with `pack_to`, packed; and how many were left out. Raises `ConfigError`
-    where they cannot be loaded and `RowError` where rows are bad.
+    where none is left and `RowError` where rows are bad.
     """
     data = config.data
-    source = getattr(data, name)
-    options = {} if data.revision is None else {"revision": data.revision}
-    split = data.eval_split if name == "eval" else data.split
-    try:
-        rows = load_rows(source, split=split, media_root=data.media_root, **options)
-    except (ValueError, OSError) as error:
-        raise config.error(f"data.{name}", f"cannot be loaded: {error}") from error
     good = check_rows(rows, processor, on_error=data.on_error, progress=progress)
     if not good:
         raise config.error(f"data.{name}", "holds no row that can be used.")
