@@ -1,13 +1,12 @@
 """STTS on Molmo2: `STTSModel` sends videos through the pruning tower and shortens the LLM's sequence accordingly;
 `STTSForConditionalGeneration` adds head, losses and `generate`.
 
-A call without videos is native Molmo2. With videos, `STTSModel.forward` goes `encode videos -> drop placeholders ->
-merge features -> mask -> native forward on embeddings`.
+A call without videos is native Molmo2, unless its rows are packed or get a length. With videos, `STTSModel.forward` goes
+`encode videos -> drop placeholders -> merge features -> mask -> native forward on embeddings`.
 """
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +17,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.masking_utils import and_masks, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import (
-    Molmo2CausalLMOutputWithPast,
     Molmo2ForConditionalGeneration,
     Molmo2Model,
-    Molmo2ModelOutputWithPast,
     Molmo2TextModel,
 )
 from transformers.utils import can_return_tuple
@@ -42,6 +39,7 @@ from .compiling_stts import CompilingMixin
 from .configuration_stts import STTSConfig, check_pruning_ratio
 from .generation_stts import STTSGeneration
 from .inputs_stts import PrunedInputs, prune_inputs
+from .outputs_stts import STTSCausalLMOutputWithPast, STTSModelOutputWithPast, STTSVideoFeatures
 from .saving_stts import SavingMixin
 from .scoring_stts import split_videos
 from .sequence_stts import find_samples
@@ -52,46 +50,6 @@ if TYPE_CHECKING:
     from .processing_stts import STTSProcessor  # noqa: F401
 
 RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names begin in Molmo2's and our files
-
-
-@dataclass
-class STTSVideoFeatures(BaseModelOutputWithPooling):
-    """
-    pooler_output: per video (K, text hidden size), features of the kept blocks. token_scores: per video (T, n) float32.
-    keep_mask: per video (T, n) bool. temporal_loss: scalar or None.
-    """
-
-    token_scores: tuple[torch.Tensor, ...] | None = None
-    keep_mask: tuple[torch.Tensor, ...] | None = None
-    temporal_loss: torch.Tensor | None = None
-
-
-@dataclass
-class STTSModelOutputWithPast(Molmo2ModelOutputWithPast):
-    """Molmo2's, and the fields of `STTSVideoFeatures`; `kept_positions` (B, L') as in `STTSCausalLMOutputWithPast`."""
-
-    temporal_loss: torch.Tensor | None = None
-    token_scores: tuple[torch.Tensor, ...] | None = None
-    keep_mask: tuple[torch.Tensor, ...] | None = None
-    kept_positions: torch.Tensor | None = None
-
-
-@dataclass
-class STTSCausalLMOutputWithPast(Molmo2CausalLMOutputWithPast):
-    """
-    Molmo2's output on the sequence that is left, and what was left.
-
-    loss: `task_loss + temporal_loss_weight * temporal_loss`. task_loss: cross entropy of the next token.
-    temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
-    image_hidden_states: features of the videos' kept blocks. token_scores, keep_mask: per video (T, n).
-    kept_positions: (B, L') place of every row of `logits` in the caller's sequence, -1 for filler.
-    """
-
-    task_loss: torch.Tensor | None = None
-    temporal_loss: torch.Tensor | None = None
-    token_scores: tuple[torch.Tensor, ...] | None = None
-    keep_mask: tuple[torch.Tensor, ...] | None = None
-    kept_positions: torch.Tensor | None = None
 
 
 class STTSModel(Molmo2Model):
