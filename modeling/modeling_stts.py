@@ -1,7 +1,7 @@
 """STTS on Molmo2: `STTSModel` sends videos through the pruning tower and shortens the LLM's sequence accordingly;
 `STTSForConditionalGeneration` adds head, losses and `generate`.
 
-A call without videos is native Molmo2, unless its rows are packed or get a length. With videos, `STTSModel.forward` goes
+Without videos a call is native Molmo2, unless rows are packed or get a length. With videos, `STTSModel.forward` goes
 `encode videos -> drop placeholders -> merge features -> mask -> native forward on embeddings`.
 """
 
