@@ -233,6 +233,15 @@ def compiled_layers(monkeypatch) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(workers, data, tmp_path, capsys):
+    (data.parent / "damaged.mp4").write_bytes(b"no video" * 50)
+    rows = write_rows(data.parent, [row(0), row(1, videos=["damaged.mp4"])], f"{tmp_path.name}.jsonl")
+    config = write_config(tmp_path, rows, tmp_path / "out")
+    assert train(config, "--set", f"training.dataloader_num_workers={workers}") == 2
+    assert "Row 'row-1': " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("section", "kinds"),
     [("compile: true", {"vision", "text"}), ("compile:\n  decoder: false", {"vision"})],
@@ -288,6 +297,20 @@ def test_adapter_is_saved_reloaded_and_merged(method, data, tmp_path):
     assert (card.data.base_model, method in card.data.tags) == ("someone/base", True)
     assert "model.config.vision_config.pruning_ratio = 0.25" in card.text
     assert "PeftModel.from_pretrained(model, adapter)" in card.text
+
+
+def test_what_is_trained_beside_a_model_in_half_precision_is_float32(data, tmp_path, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", more="peft:\n  r: 4\n  merge: true\n")
+    assert train(config, "--set", "model.dtype=bfloat16") == 2
+    assert "`training.bf16: true` (or `fp16`) is needed" in capsys.readouterr().err
+    assert train(config, "--set", "model.dtype=bfloat16", "--set", "training.bf16=true") == 0
+    adapter = weights_of(tmp_path / "out")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    scorer = [tensor for name, tensor in adapter.items() if "scorer" in name]
+    assert len(scorer) == 14
+    # A step of 1e-3 away from bfloat16's grid, where a bfloat16 weight would stay on it.
+    assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in scorer)
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "out" / "merged").values()} == {torch.bfloat16}
 
 
 def test_runs_under_accelerate_in_two_processes(data, tmp_path):

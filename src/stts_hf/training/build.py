@@ -230,6 +230,31 @@ def load_model(run: Run) -> Any:
     return adapted
 
 
+def keep_precision(run: Run, model: Any) -> None:
+    """
+    Beside an adapter, what is trained of a model in half precision becomes float32: steps of 1e-4 are smaller than
+    bfloat16 can tell apart. Raises `ConfigError` where matrix products would then mix the two.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    half = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
+    if not half:
+        return
+    if run.config.peft is None:
+        logger.warning(
+            f"`model.dtype` is {run.config.model.dtype!r}: trained weights in half precision lose small steps. Use "
+            "`model.dtype: float32` with `training.bf16: true`, or an optimizer that keeps copies of its own."
+        )
+        return
+    if not (run.arguments.bf16 or run.arguments.fp16):
+        raise run.config.error(
+            "model.dtype",
+            f"is {run.config.model.dtype!r}, and what is trained is kept in float32, so `training.bf16: true` (or "
+            "`fp16`) is needed.",
+        )
+    for parameter in half:
+        parameter.data = parameter.data.float()
+
+
 def compile_model(config: TrainConfig, model: Any) -> None:
     """Compiles the parts that the section names, in place. Raises `ConfigError` for a backend that there is not."""
     section = config.compile if isinstance(config.compile, CompileSection) else CompileSection()

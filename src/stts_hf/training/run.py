@@ -16,6 +16,7 @@ from stts_hf.training.build import (
     MODEL_SETTINGS,
     VISION_SETTINGS,
     Run,
+    keep_precision,
     load_model,
     make_empty_model,
     make_trainer,
@@ -50,6 +51,7 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
     check_output(config, output, resume)
     run = prepare(config)
     model = load_model(run)
+    keep_precision(run, model)
     trainer = make_trainer(run, model)
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)
@@ -111,6 +113,7 @@ def save(run: Run, trainer: STTSTrainer, output: Path) -> None:
     )
     if peft.merge:
         merged: Any = adapted_model(run, trainer, output).merge_and_unload()
+        merged = merged.to(merged.dtype)  # the scorer was trained in float32, whatever the model's
         merged.save_pretrained(output / MERGED)
         run.processor.save_pretrained(output / MERGED)
         write_card(run, trainer, output / MERGED)
@@ -126,7 +129,7 @@ def adapted_model(run: Run, trainer: STTSTrainer, output: Path) -> Any:
         return model
     from peft import PeftModel
 
-    base = load_model(replace(run, config=replace(run.config, peft=None, freeze=[])))
+    base = load_model(replace(run, config=replace(run.config, peft=None, freeze=[], compile=False)))
     return PeftModel.from_pretrained(base, output)
 
 
