@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import jinja2
 import torch
 
 IGNORED = -100
@@ -60,7 +61,13 @@ def render(processor: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tu
 def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     if not messages:
         return ""
-    return processor.apply_chat_template(messages, tokenize=False, **options)
+    try:
+        return processor.apply_chat_template(messages, tokenize=False, **options)
+    except jinja2.TemplateError as error:
+        if len(messages) > 1:
+            _apply(processor, messages[:-1])  # so that it is the first message it refuses that is named
+        number, role = len(messages) - 1, messages[-1]["role"]
+        raise ValueError(f"chat_template refuses messages[{number}], of role {role!r}: {error}") from error
 
 
 def _media_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -87,6 +87,7 @@ def _read(row: Any, name: str) -> Sample:
         raise TypeError(f"a row must be a dict of columns, got {type(row).__name__}.")
     root = Path(row["media_root"]) if row.get("media_root") else None
     messages = _read_messages(row)
+    _check_roles(messages)
     media: dict[str, list[Any]] = {}
     for kind, key in MEDIA.items():
         given = _read_media(row, kind, root)
@@ -95,7 +96,6 @@ def _read(row: Any, name: str) -> Sample:
         raise ValueError(
             f"videos: a Molmo2 sample holds at most one video, this one has {len(media['videos'])}. Make a row of each."
         )
-    _check_roles(messages)
     if row.get("subtitles"):
         if messages[0]["role"] == "subtitle":
             raise ValueError("subtitles: messages begin with subtitles as well. Give them once.")
@@ -110,6 +110,8 @@ def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         columns = sorted(name for name, value in row.items() if value is not None)
         raise ValueError(f"one of the columns messages and question must be filled, this row has {columns}.")
     if given is None:
+        if row.get("answer") is None:
+            raise ValueError("answer is empty, so there is nothing to learn of the question.")
         given = choice_messages(question, row.get("options"), row.get("answer"))
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise TypeError(f"messages must be a list of {{'role', 'content'}}, got {given!r}.")
@@ -118,27 +120,35 @@ def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or message.get("role") is None or message.get("content") is None:
             raise ValueError(f"messages[{number}] must have role and content, got {message!r}.")
         role = str(message["role"]).lower()
-        content = message["content"]
+        parts = _read_content(message["content"], number)
         if role == "subtitle":
-            lines = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
-            messages.append({"role": role, "content": "\n".join(lines)})
-            continue
-        parts = _split(content) if isinstance(content, str) else [_read_part(part, number) for part in content]
-        messages.append({"role": role, "content": parts})
+            messages.append({"role": role, "content": "\n".join(part.get("text", "") for part in parts)})
+        else:
+            messages.append({"role": role, "content": [piece for part in parts for piece in _split(part)]})
     return messages
 
 
-def _split(text: str) -> list[dict[str, Any]]:
-    """Text with `<video>` and `<image>` placeholders as parts; line breaks beside a placeholder belong to it."""
-    pieces = _PLACEHOLDER.split(text)
+def _read_content(content: Any, number: int) -> list[dict[str, Any]]:
+    """The content of `messages[number]` as parts."""
+    if isinstance(content, str | Mapping):
+        content = [content]
+    if not isinstance(content, list | tuple):
+        raise TypeError(f"messages[{number}]: content must be a text or a list of parts, got {content!r}.")
+    return [_read_part(part, number) for part in content]
+
+
+def _split(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """A text with `<video>` and `<image>` placeholders as parts; line breaks beside a placeholder belong to it."""
+    pieces = _PLACEHOLDER.split(part.get("text", ""))
     if len(pieces) == 1:
-        return [{"type": "text", "text": text}]
+        return [part]
     parts: list[dict[str, Any]] = []
     for position, piece in enumerate(pieces):
         if position % 2:
             parts.append({"type": piece})
         elif words := piece.strip("\n"):
-            parts.append({"type": "text", "text": words})
+            parts.append(part | {"text": words})
+            part = {"type": "text"}  # a style is said once
     return parts
 
 
@@ -187,10 +197,11 @@ def _source(entry: Any, key: str, kind: str, root: Path | None) -> Any:
     if kind == "image" and isinstance(entry, Image.Image):
         return entry
     forms = "a path, bytes or {'bytes', 'path'}" + (" or a PIL image" if kind == "image" else "")
-    raise TypeError(
-        f"{key} must be {forms}, got {type(entry).__name__}. Columns that datasets decodes must be cast to "
-        f"{kind.title()}(decode=False); load_rows does that."
-    )
+    if isinstance(entry, list | tuple):
+        advice = f"Write the files one behind another, not in lists of lists; a {kind} is one file."
+    else:
+        advice = f"Columns that datasets decodes must be cast to {kind.title()}(decode=False); load_rows does that."
+    raise TypeError(f"{key} must be {forms}, got {type(entry).__name__}. {advice}")
 
 
 def _fill(messages: list[dict[str, Any]], kind: str, given: list[Any], root: Path | None) -> list[Any]:
@@ -205,7 +216,7 @@ def _fill(messages: list[dict[str, Any]], kind: str, given: list[Any], root: Pat
     if given and not parts:
         first_user = next((message for message in messages if message["role"] == "user"), None)
         if first_user is None:
-            raise ValueError("messages: there is no user message.")
+            raise ValueError(f"messages: there is no user message to ask about the {kind}.")
         first_user["content"][:0] = [{"type": kind} for _ in given]
         return given
     empty = sum("source" not in part for part in parts)

@@ -96,7 +96,9 @@ def test_templates_that_hide_the_turns_are_refused(processor, conversation, temp
 
 def test_roles_that_the_template_refuses_are_named(processor):
     sample = Sample("r", [user("a"), user("b"), assistant("c")], [], [])
-    with pytest.raises(RowError, match="Row 'r': Conversation roles must alternate"):
+    with pytest.raises(
+        RowError, match=r"Row 'r': chat_template refuses messages\[1\], of role 'user': Conversation roles must"
+    ):
         encode(processor, sample)
 
 
@@ -114,3 +116,11 @@ def test_subtitles_and_images_are_not_learned(processor, media):
     encoded = [encode(processor, read_row(row)) for row in rows]
     assert [learned(processor, one) for one in encoded] == [["A red ball.<|im_end|>"], ["Red<|im_end|>"]]
     assert "0.0 - 1.0 Hello<|im_start|>" in processor.tokenizer.decode(encoded[0].input_ids)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_message_that_the_template_refuses_is_named(processor, number):
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    messages[number] = messages[number] | {"role": "system"}
+    with pytest.raises(ValueError, match=rf"refuses messages\[{number}\], of role 'system': .*alternate"):
+        render(processor, messages)

@@ -46,8 +46,30 @@ def texts(message):
             "images": None,
         },
         {"question": "Why?", "answer": "Yes.", "videos": ["a.mp4"]},
+        {
+            "messages": [
+                {"role": "user", "content": {"type": "text", "text": "Why?"}},
+                {"role": "assistant", "content": {"type": "text", "text": "Yes."}},
+            ],
+            "videos": ["a.mp4"],
+        },
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "<video>\nWhy?"}]}, ANSWER],
+            "video": "a.mp4",
+        },
     ],
-    ids=["parts", "placeholder", "no_placeholder", "one_video", "dict", "path_in_part", "filled_with_none", "question"],
+    ids=[
+        "parts",
+        "placeholder",
+        "no_placeholder",
+        "one_video",
+        "dict",
+        "path_in_part",
+        "filled_with_none",
+        "question",
+        "content_is_a_part",
+        "placeholder_in_part",
+    ],
 )
 def test_forms_of_one_conversation(row):
     sample = read_row(row | {"media_root": "/data"})
@@ -55,6 +77,13 @@ def test_forms_of_one_conversation(row):
     assert kinds(sample) == [["video", "text"], ["text"]]
     assert texts(sample.messages[0]) == ["Why?"]
     assert texts(sample.messages[1]) == ["Yes."]
+
+
+def test_a_style_is_said_once_where_a_text_is_split():
+    text = {"type": "text", "text": "One <video> two", "style": "demo"}
+    sample = read_row({"messages": [{"role": "user", "content": text}, ANSWER], "video": "a.mp4"})
+    first, _, last = sample.messages[0]["content"]
+    assert (first, last) == (text | {"text": "One "}, {"type": "text", "text": " two"})
 
 
 def test_columns_fill_parts_in_order_and_parts_may_bring_their_own():
@@ -102,6 +131,13 @@ def no_answer(row):
         (video_row("r", "a.mp4") | {"videos": ["a", "b"]}, "videos has 2 entries, but the messages have 1"),
         (text_row("r") | {"videos": ["a.mp4", "b.mp4"]}, "videos: a Molmo2 sample holds at most one video.*has 2"),
         (video_row("r", 3), r"videos\[0\] must be a path, bytes .* got int"),
+        (
+            text_row("r") | {"messages": [{"role": "user", "content": 3}, ANSWER]},
+            r"messages\[0\]: content must .* got 3",
+        ),
+        (video_row("r", "a") | {"messages": [{"role": "human", "content": "Q"}, ANSWER]}, "has role 'human'"),
+        ({"id": "r", "question": "Q", "options": ["a", "b"]}, "answer is empty"),
+        (video_row("r", ["a.mp4"]), r"videos\[0\] must be .* got list\. Write the files one behind another"),
         (video_row("r", b""), r"videos\[0\] is empty"),
         (image_row("r", "a") | {"images": [[1, 2]]}, r"images\[0\] must be .* got list"),
         (video_row("r", "a.mp4") | {"subtitles": "gone.srt"}, "no subtitle file"),
