@@ -1,9 +1,8 @@
 """Data sets of rows: JSONL, Parquet or the Hub, through `datasets`; and a look at all rows before the first step."""
 
 import copy
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,18 @@ from transformers.utils import logging
 
 from .collator import check_on_error
 from .encoding import check_text
+from .json_rows import as_json, load_json
 from .labels import render
 from .rows import RowError, check_files, read_row
 
 logger = logging.get_logger(__name__)
 
 _MAX_LISTED = 20
+_FILES = (".jsonl", ".json", ".parquet")
 
 
 def load_rows(
-    source: str | os.PathLike | Sequence[str | os.PathLike] | datasets.Dataset,
+    source: str | os.PathLike | datasets.Dataset | datasets.DatasetDict | Sequence[Any],
     *,
     split: str | None = None,
     media_root: str | os.PathLike | None = None,
@@ -32,49 +33,112 @@ def load_rows(
     Loads rows without reading a video or image.
 
     Args:
-        source: a JSONL file (`.jsonl`, or `.json` with a list), a Parquet file, several of these, a folder that
-            `Dataset.save_to_disk` wrote, a Hub data set by name, or a `Dataset`.
-        split: split of a Hub data set, by default "train".
+        source: a JSONL file (`.jsonl`, or `.json` with a list), a Parquet file, a folder that `Dataset.save_to_disk`
+            wrote, a Hub data set by name, a `Dataset` or `DatasetDict`, or a list of several of these.
+        split: split of a Hub data set or `DatasetDict`, by default "train".
         media_root: folder that relative paths start from, by default that of each data file.
-        options: further arguments of `datasets.load_dataset` (`name`, `revision`, `streaming=False`, ...).
+        options: further arguments of `datasets.load_dataset` (`name`, `revision`, ...), for those that it loads.
 
     Returns:
         A map-style `Dataset`. Each row has an `id`, `<file>:<line>` where the file has none, and `media_root`. Columns
         that datasets would decode give `{"bytes", "path"}` instead.
 
     Raises:
-        ValueError: the file is missing, of another kind or damaged; it names the file and line.
+        ValueError: the file is missing, of another kind or damaged (it names the file and line), or `split` or an
+            option has no use for any source.
+        TypeError: the source is something else, such as rows.
     """
+    sources = list(source) if isinstance(source, list | tuple) else [source]
+    if not sources:
+        raise ValueError("source is an empty list. Name at least one file.")
+    for one in sources:
+        _check_source(one)
+    given = {name: value for name, value in ({"split": split} | options).items() if value is not None}
+    for name, value in given.items():
+        if not any(uses(one, name) for one in sources):
+            raise ValueError(f"{name}={value!r} has no use for {sources[0]!r}: it is for data sets of the Hub.")
+    tables = [
+        _load(one, media_root, {name: value for name, value in given.items() if uses(one, name)}) for one in sources
+    ]
+    return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(_alike(tables))
+
+
+def uses(source: Any, option: str) -> bool:
+    """Whether `load_rows` has a use for `split`, or another option, with this source or one of them."""
+    if isinstance(source, list | tuple):
+        return any(uses(one, option) for one in source)
+    if not isinstance(source, str | os.PathLike):
+        return option == "split" and isinstance(source, datasets.DatasetDict)
+    path = Path(source)
+    if path.suffix in _FILES:
+        return path.suffix == ".parquet" and option not in ("split", "revision")
+    if _is_saved(path):
+        return option == "split" and (path / "dataset_dict.json").is_file()
+    return True
+
+
+def _check_source(source: Any) -> None:
+    if isinstance(source, str | os.PathLike | datasets.Dataset | datasets.DatasetDict):
+        return
+    advice = "Name a file, a folder or a data set of the Hub."
+    if isinstance(source, datasets.IterableDataset | datasets.IterableDatasetDict):
+        advice = "Training needs rows by number: load it without streaming."
+    elif isinstance(source, Mapping):
+        advice = "Rows need no loading: give the list of them to the trainer, or `datasets.Dataset.from_list(rows)`."
+    raise TypeError(
+        f"source must be a path, a name or a Dataset, or a list of these, got {type(source).__name__}. {advice}"
+    )
+
+
+def _is_saved(path: Path) -> bool:
+    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dataset:
+    if isinstance(source, datasets.DatasetDict):
+        source = _pick_split(source, options.get("split"), "source")
     if isinstance(source, datasets.Dataset):
         return _finish(source, "row", media_root)
-    if not isinstance(source, str | os.PathLike):
-        if not source:
-            raise ValueError("source is an empty list. Name at least one file.")
-        return datasets.concatenate_datasets(
-            [load_rows(one, split=split, media_root=media_root, **options) for one in source]
-        )
     path = Path(source)
-    if path.suffix in (".jsonl", ".json", ".parquet"):
+    if path.suffix in _FILES:
         if not path.is_file():
             raise ValueError(f"There is no data file {str(path)!r}.")
         root = Path(media_root) if media_root is not None else path.parent
         if path.suffix == ".parquet":
             table = datasets.load_dataset("parquet", data_files=str(path), split="train", **options)
             return _finish(table, path.name, root)
-        return _load_json(path, root)
-    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return load_json(path, root)
+    if _is_saved(path):
         stored = datasets.load_from_disk(str(path))
         if isinstance(stored, datasets.DatasetDict):
-            stored = _pick_split(stored, split, str(path))
+            stored = _pick_split(stored, options.get("split"), repr(str(path)))
         return _finish(stored, path.name, media_root if media_root is not None else path)
     if path.suffix and path.is_file():
         raise ValueError(f"{str(path)!r} is neither JSONL nor Parquet. Convert it, or pass a datasets.Dataset.")
     if path.is_dir() and media_root is None:
         media_root = path
-    loaded = datasets.load_dataset(os.fspath(source), split=split or "train", **options)
+    options = {"split": "train"} | options
+    loaded = datasets.load_dataset(os.fspath(source), **options)
     if not isinstance(loaded, datasets.Dataset):
         raise ValueError(f"{os.fspath(source)!r} gave a {type(loaded).__name__}; training needs rows by number.")
-    return _finish(loaded, f"{os.fspath(source)}/{split or 'train'}", media_root)
+    return _finish(loaded, f"{os.fspath(source)}/{options['split']}", media_root)
+
+
+def _alike(tables: list[datasets.Dataset]) -> list[datasets.Dataset]:
+    """The tables with columns that can be joined: where they differ, each value is kept as JSON."""
+    kinds: dict[str, Any] = {}
+    differing = set()
+    for number, table in enumerate(tables, 1):
+        for name, feature in table.features.items():
+            if feature == kinds.setdefault(name, feature):
+                continue
+            differing.add(name)
+            if any(word in str((feature, kinds[name])) for word in ("Image(", "Video(", "binary")):
+                raise ValueError(
+                    f"The column {name!r} of source {number} is {feature}, but {kinds[name]} in one before it: they cannot be "
+                    "joined, because one of them holds files. Give the column the same type in all sources."
+                )
+    return [as_json(table, sorted(differing & set(table.column_names))) for table in tables]
 
 
 def check_rows(rows: Any, processor: Any = None, *, on_error: str = "raise", progress: bool = True) -> list[int]:
@@ -117,42 +181,10 @@ def _check_prompt(processor: Any, sample: Any) -> None:
         raise RowError(f"Row {sample.id!r}: {error}", sample.id) from error
 
 
-def _load_json(path: Path, root: Path) -> datasets.Dataset:
-    """A JSONL file, or a JSON file that is a list of rows; values come back as they are in the file.
-
-    Not `load_dataset("json")`, which refuses content that is text in one row and a list of parts in another.
-    """
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        numbered = list(enumerate(_parse(text, str(path)), 1))
-    else:
-        lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-        numbered = [(number, _parse(line, f"{path}:{number}")) for number, line in lines]
-    if not numbered:
-        raise ValueError(f"{str(path)!r} holds no rows.")
-    rows = []
-    for number, row in numbered:
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number} must be an object with columns, got {type(row).__name__}.")
-        name = f"{path.name}:{number}" if row.get("id") is None else str(row["id"])
-        rows.append(row | {"id": name, "media_root": row.get("media_root") or str(root.absolute())})
-    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-    plain = {key for key, values in columns.items() if all(value is None or isinstance(value, str) for value in values)}
-    features = {key: datasets.Value("string") if key in plain else datasets.Json() for key in columns}
-    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
-
-
-def _parse(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error}.") from error
-
-
 def _pick_split(stored: datasets.DatasetDict, split: str | None, name: str) -> datasets.Dataset:
     wanted = split or "train"
     if wanted not in stored:
-        raise ValueError(f"{name!r} has the splits {sorted(map(str, stored))}, not {wanted!r}. Pass split.")
+        raise ValueError(f"{name} has the splits {sorted(map(str, stored))}, not {wanted!r}. Pass split.")
     return stored[wanted]
 
 

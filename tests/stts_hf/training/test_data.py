@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from typing import Any
 
 import datasets
 import pytest
@@ -106,6 +107,7 @@ def test_a_repository_of_data_files(tmp_path, media):
         ("rows.jsonl", "[1]\n", r"rows.jsonl:1 must be an object"),
         ("rows.jsonl", "\n", "holds no rows"),
         ("rows.csv", "a,b", "neither JSONL nor Parquet"),
+        ("rows.json", '{\n "data": []\n}', r"rows.json is one object, of \['data'\], but must be a list of rows"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, said):
@@ -113,6 +115,67 @@ def test_bad_files_are_named(tmp_path, name, content, said):
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=said):
         load_rows(tmp_path / name)
+
+
+def test_a_json_file_that_is_one_row(tmp_path):
+    (tmp_path / "row.json").write_text(json.dumps(text_row("one"), indent=2))
+    assert load_rows(tmp_path / "row.json")["id"] == ["one"]
+
+
+def test_texts_that_look_like_json_stay_texts(tmp_path):
+    rows = load_rows(write_jsonl(tmp_path / "a.jsonl", [{"question": "2024", "answer": "12"}, {"answer": 12}]))
+    assert [(row["question"], row["answer"]) for row in rows] == [("2024", "12"), (None, 12)]
+
+
+def test_sources_of_different_forms_are_joined(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"question": "Q?", "options": ["a", "b"], "answer": 1, "videos": ["a.mp4"]}])
+    write_jsonl(tmp_path / "b.jsonl", [{"question": "Q?", "answer": "text", "videos": ["b.mp4"]}])
+    table = datasets.Dataset.from_list([{"id": 7, "messages": [user("Q?"), assistant("A")], "videos": ["c.mp4"]}])
+    table.to_parquet(tmp_path / "c.parquet")
+    rows = load_rows([tmp_path / name for name in ("c.parquet", "a.jsonl", "b.jsonl")])
+    samples = [read_row(row) for row in rows]
+    assert [sample.id for sample in samples] == ["7", "a.jsonl:1", "b.jsonl:1"]
+    assert [sample.messages[-1]["content"][0]["text"] for sample in samples] == ["A", "B", "text"]
+    assert [sample.videos for sample in samples] == [[str(tmp_path / name)] for name in ("c.mp4", "a.mp4", "b.mp4")]
+
+
+def test_columns_with_files_are_not_joined_with_paths(tmp_path, media):
+    write_jsonl(tmp_path / "a.jsonl", [image_row("a", media / "wide.png")])
+    features = datasets.Features({"images": datasets.List(datasets.Image())})
+    table = datasets.Dataset.from_dict({"images": [[Image.new("RGB", (4, 4))]]}, features=features)
+    with pytest.raises(ValueError, match=r"column 'images' of source 2 is List\(Image.*Json.*cannot be joined"):
+        load_rows([tmp_path / "a.jsonl", table])
+
+
+def test_a_dataset_dict_gives_its_split():
+    both = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list([video_row(name, "a.mp4")]) for name in ("train", "test")}
+    )
+    assert load_rows(both)["id"] == ["train"]
+    assert load_rows([both, both["train"]], split="test")["id"] == ["test", "train"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ([text_row("a")], r"got dict\. Rows need no loading"),
+        (None, "got NoneType"),
+        (datasets.Dataset.from_list([text_row("a")]).to_iterable_dataset(), "got IterableDataset.*without streaming"),
+    ],
+    ids=["rows", "none", "iterable"],
+)
+def test_what_is_no_source_is_refused(source, said):
+    with pytest.raises(TypeError, match=f"source must be a path.*{said}"):
+        load_rows(source)
+
+
+@pytest.mark.parametrize("name", ["split", "revision", "cache_dir"])
+def test_options_without_use_are_refused(tmp_path, name):
+    path = write_jsonl(tmp_path / "a.jsonl", [text_row("a")])
+    options: dict[str, Any] = {name: "x"}
+    with pytest.raises(ValueError, match=f"{name}='x' has no use for"):
+        load_rows(path, **options)
+    assert load_rows(path, split=None, revision=None)["id"] == ["a"]
 
 
 def test_check_rows_finds_all_bad_rows_without_reading_media(processor, media, monkeypatch):
