@@ -61,7 +61,9 @@ def test_plain_trainer(run_example, data):
     names, output = run_example("finetune.py")
     assert type(names["trainer"]).__module__ == "transformers.trainer"
     assert len(losses(names)) == 1
-    assert [group["lr"] for group in names["optimizer"].param_groups] != []
+    assert [group["initial_lr"] for group in names["optimizer"].param_groups] == [1e-5, 5e-6, 5e-6, 1e-4]
+    trained = sum(parameter.numel() for group in names["optimizer"].param_groups for parameter in group["params"])
+    assert trained == sum(parameter.numel() for parameter in names["model"].parameters())
     assert main(["doctor", str(output)]) == 0
     assert code_lines("finetune.py") <= 40
 

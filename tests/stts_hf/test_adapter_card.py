@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from stts_hf import STTSConfig, STTSProcessor
 from stts_hf.hub.adapter_card import NO_ADAPTER, NO_BASE, write_adapter_card
 from tests.checkpoints import TINY, load_tiny
+from tests.stts_hf.training.runs import trainer
 from tests.test_peft import TARGETS
 
 peft = pytest.importorskip("peft")
@@ -61,6 +62,23 @@ def test_instructions_work(adapter, tmp_path, run_without_package):
     assert STTSConfig.from_pretrained(tmp_path / "merged").vision_config.pruning_ratio == 0.25
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert (tmp_path / "merged" / "processor_config.json").is_file()
+
+
+def test_nothing_is_said_against_the_code_of_the_processor_beside_it(adapter):
+    write_adapter_card(adapter)
+    assert list(adapter.glob("*.py"))
+    assert "no model code" not in (adapter / "README.md").read_text()
+
+
+def test_trainer_writes_it_in_place_of_pefts(tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["scorer"])
+    run = trainer(tmp_path, model=peft.get_peft_model(load_tiny(), config))
+    run.save_model()
+    run.create_model_card(model_name="Ours", dataset_tags="someone/clips")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.pipeline_tag, card.data.datasets) == ("video-text-to-text", ["someone/clips"])
+    for words in ("# Ours", "PeftModel.from_pretrained(model, adapter)", "### Training hyperparameters"):
+        assert words in card.text
 
 
 def test_folder_without_an_adapter_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """`stts-hf train`: from a configuration file to a folder that loads; what is refused, and when."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -7,18 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
+from transformers import Trainer
 
 from stts_hf import STTSConfig
 from stts_hf.cli.main import main
-from stts_hf.training.build import load_model
+from stts_hf.training.build import make_arguments
 from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.config import load_config
+from stts_hf.training.models import load_model
+from stts_hf.training.resuming import check_unchanged
 from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
 from tests.training_files import row, train, write_config, write_data, write_rows
@@ -121,6 +126,140 @@ def test_resume_without_a_checkpoint_is_refused(data, tmp_path, capsys):
     assert "there is no such checkpoint folder" in capsys.readouterr().err
 
 
+def test_configuration_that_is_missing_is_asked_for(tmp_path, capsys):
+    assert main(["train"]) == 2
+    assert "CONFIG is missing" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "run.yaml")]) == 2
+    assert "Write the file first: stts-hf train CONFIG --resume" in capsys.readouterr().err
+
+
+CHANGED = {
+    "rate": ("learning_rates.scorer=7e-3", "`learning_rates.scorer` is 0.007 and was 0.001"),
+    "schedule": ("training.lr_scheduler_type=cosine", "`training.lr_scheduler_type` is 'cosine' and was 'constant'"),
+    "option that was left out": ("training.weight_decay=0.1", "`training.weight_decay` is 0.1 and was 0.0"),
+    "frozen parts": ("freeze=[scorer]", "`freeze` is ['scorer'] and was ['vision_tower']"),
+    "packing": ("data.pack_to=300", "`data.pack_to` is 300 and was None"),
+    "pruning": ("stts.pruning_ratio=0.9", "`stts.pruning_ratio` is 0.9 and was 0.3"),
+    "adapter": ("peft.r=4", "`peft` is True and was False"),
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), CHANGED.values(), ids=CHANGED)
+@pytest.mark.parametrize("named", [False, True], ids=["last", "named"])
+def test_resume_with_other_settings_is_refused_by_key(assignment, message, named, whole, capsys):
+    kept = (whole.output / "train_config.yaml").read_text()
+    resume = ["--resume", *([str(whole.output / "checkpoint-1")] if named else [])]
+    assert train(whole.config, *resume, "--set", assignment) == 2
+    assert message in capsys.readouterr().err
+    assert (whole.output / "train_config.yaml").read_text() == kept
+
+
+def test_what_a_resumed_run_may_change(whole):
+    overrides = ["training.save_steps=5", "training.max_steps=9", "training.eval_strategy=steps", "data.eval=null"]
+    overrides += ["card.name=Ours", "compile=true", "learning_rates.language_model=1e-5", "stts.pruning_ratio=0.30"]
+    check_unchanged(load_config(whole.config, overrides), whole.output / "train_config.yaml")
+
+
+@pytest.mark.parametrize("lost", ["trainer_state.json", "optimizer.pt"])
+def test_resume_from_half_a_checkpoint_is_refused(lost, whole, tmp_path, capsys):
+    shutil.copytree(whole.output / "checkpoint-1", tmp_path / "half")
+    (tmp_path / "half" / lost).unlink()
+    assert train(whole.config, "--resume", str(tmp_path / "half")) == 2
+    assert f"it is no checkpoint to resume from; it has no {lost}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def uploads(monkeypatch) -> list[dict[str, str]]:
+    """Every upload as file to text, what is no text left out; the Hub is not asked."""
+    found: list[dict[str, str]] = []
+
+    def upload(api, *, folder_path, ignore_patterns, **where):
+        assert where["repo_id"] == "someone/ours"
+        files = [file for file in Path(folder_path).rglob("*") if file.is_file()]
+        texts = [file for file in files if file.suffix in (".md", ".yaml", ".json")]
+        found.append({str(file.relative_to(folder_path)): file.read_text() for file in texts})
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+
+    def name(trainer) -> None:
+        trainer.hub_model_id, trainer.push_in_progress = "someone/ours", None
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", name)
+    return found
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "adapter"])
+def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
+    more = (
+        "card: {name: Ours, base_model: someone/base, license: cc0-1.0, text: Our words., datasets: [someone/clips]}\n"
+    )
+    more += "peft: {r: 4, merge: true}\n" if adapter else ""
+    config = write_config(tmp_path, data, tmp_path / "out", more=more)
+    pushing = ["--set", "training.push_to_hub=true", "--set", "training.hub_strategy=end"]
+    assert train(config, *pushing) == 0
+    [pushed] = uploads
+    cards = ["README.md", "merged/README.md"] if adapter else ["README.md"]
+    for name in cards:
+        card: Any = ModelCard(pushed[name])
+        assert (card.data.base_model, card.data.license) == ("someone/base", "cc0-1.0")
+        assert card.data.datasets == ["someone/clips"]
+        assert "# Ours" in card.text
+        assert "Our words." in card.text
+        assert pushed[name] == (tmp_path / "out" / name).read_text()
+    assert ("PeftModel.from_pretrained(model, adapter)" in pushed["README.md"]) == adapter
+    assert ("adapter_config.json" in pushed) == adapter
+    assert "train_config.yaml" in pushed
+
+
+NOT_HERE = {
+    "package of an optimizer": ("training.optim=adamw_bnb_8bit", "bitsandbytes"),
+    "package of reports": ("training.report_to=wandb", "wandb"),
+    "the Hub": ("training.push_to_hub=true", "`training.push_to_hub` cannot be done: the Hub is switched off"),
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), NOT_HERE.values(), ids=NOT_HERE)
+def test_what_this_machine_lacks_is_named(assignment, message, data, tmp_path, capsys):
+    if importlib.util.find_spec(message.split()[0].strip("`").split(".")[0]):
+        pytest.skip("it is installed")
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert train(config, "--set", assignment) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train_config.yaml").exists()
+
+
+def test_output_that_cannot_be_written_is_refused(data, tmp_path, without_weights, capsys):
+    (tmp_path / "file").touch()
+    config = write_config(tmp_path, data, tmp_path / "file" / "out", model=without_weights)
+    assert train(config) == 2
+    assert f"cannot be written: '{tmp_path / 'file'}' is a file" in capsys.readouterr().err
+
+
+def test_run_without_a_step_is_refused(data, tmp_path, without_weights, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    dropping = ["training.per_device_train_batch_size=4", "training.dataloader_drop_last=true"]
+    assert train(config, *(part for one in dropping for part in ("--set", one))) == 2
+    assert "`training.dataloader_drop_last` leaves nothing of 3 rows in batches of 4" in capsys.readouterr().err
+
+
+def test_evaluation_batches_are_as_large_as_those_of_training(data, tmp_path):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert make_arguments(load_config(config)).per_device_eval_batch_size == 2
+    other = load_config(config, ["training.per_device_eval_batch_size=5"])
+    assert make_arguments(other).per_device_eval_batch_size == 5
+
+
+def test_the_same_seed_draws_the_same_weights(data, tmp_path):
+    pytest.importorskip("peft")
+    run = prepare_run(load_config(write_config(tmp_path, data, tmp_path / "out", more="peft:\n  r: 4\n")))
+    found = []
+    for before in (1, 2):
+        torch.manual_seed(before)
+        found.append({name: tensor for name, tensor in load_model(run).state_dict().items() if "lora_A" in name})
+    assert found[0]
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
 @pytest.fixture
 def without_weights(tmp_path) -> Path:
     folder = tmp_path / "model"
@@ -139,6 +278,29 @@ def test_dry_run_shows_the_plan_and_loads_no_weights(data, tmp_path, without_wei
     assert plan["train"].startswith("3 samples in 2 rows of up to 300 tokens after pruning (1.50 a row")
     assert plan["steps"] == "1 of 2 rows (2 a process x 1 x 1 accumulated), 1 epochs"
     assert not (tmp_path / "out").exists()
+
+
+def test_plan_says_when_it_evaluates_and_what_was_skipped(data, tmp_path, without_weights, capsys):
+    rows = write_rows(data.parent, [row(0), row(1, videos=["gone.mp4"])], f"{tmp_path.name}.jsonl")
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    overrides = [f"data.eval={rows}", "data.on_error=skip", "training.load_best_model_at_end=true"]
+    overrides += [f"training.{name}_strategy=steps" for name in ("eval", "save")]
+    overrides += [f"training.{name}_steps=5" for name in ("eval", "save")]
+    assert train(config, "--dry-run", *(part for one in overrides for part in ("--set", one))) == 0
+    plan = capsys.readouterr().out
+    assert "1 rows, every 5 steps and at the end; the checkpoint with the best loss is what is saved" in plan
+    assert "1 rows of eval (data.on_error: skip)" in plan
+    assert train(config, "--dry-run", "--set", f"data.eval={data}") == 0
+    assert "3 rows, at the end alone" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_dry_run_of_a_configuration_for_gpus_needs_none(data, tmp_path, without_weights, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    overrides = ["--set", "training.use_cpu=false", "--set", "training.bf16=true"]
+    assert train(config, "--dry-run", *overrides) == 0
+    assert train(config, *overrides) == 2
+    assert "bf16" in capsys.readouterr().err
 
 
 BAD_ROWS = {
@@ -172,6 +334,12 @@ REFUSED = {
     "empty batches": ("training.per_device_train_batch_size=0", "_batch_size` is 0, but must be at least 1"),
     "missing rows": ("data.train=nowhere.jsonl", "`data.train` cannot be loaded: There is no data file"),
     "evaluation without rows": ("training.eval_strategy=epoch", "`training.eval_strategy` is 'epoch', but `data.eval`"),
+    "order by lengths": (
+        "training.train_sampling_strategy=group_by_length",
+        "`training.train_sampling_strategy` is 'group_by_length', but the rows have no column 'length'",
+    ),
+    "no epoch": ("training={output_dir: out, num_train_epochs: 0}", "`training.num_train_epochs` is 0"),
+    "missing folder": ("model.path=/nowhere/model", "`model.path` is '/nowhere/model': there is no such folder"),
     "what TrainingArguments refuses": ("training.warmup_steps=-1", "`training`: "),
 }
 
@@ -221,7 +389,7 @@ def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
     assert train(config, *packing) == 0
     printed = capsys.readouterr().out
     assert "3 samples in 1 rows of up to 500 tokens" in printed
-    assert "1 rows (data.on_error: skip)" in printed
+    assert "1 rows of train (data.on_error: skip)" in printed
     entry = next(entry for entry in logs(tmp_path / "out") if "loss" in entry)
     assert entry["kept_share"] == pytest.approx(0.5, abs=0.01)
 
@@ -239,7 +407,9 @@ def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(workers, data, tmp_
     rows = write_rows(data.parent, [row(0), row(1, videos=["damaged.mp4"])], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, rows, tmp_path / "out")
     assert train(config, "--set", f"training.dataloader_num_workers={workers}") == 2
-    assert "Row 'row-1': " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "Row 'row-1': " in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

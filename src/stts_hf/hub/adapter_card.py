@@ -15,8 +15,7 @@ NO_ADAPTER = "path/to/this/adapter"
 RELOAD = """
 ## Use
 
-The folder holds the adapter alone: no weights of the base model and no model code. Load the base first
-(`AutoPeftModel` cannot load custom code):
+The folder holds no weights of the base model. Load that first (`AutoPeftModel` cannot load custom code):
 
 ```python
 from peft import PeftModel

@@ -131,4 +131,16 @@ def what_is_missing(checkpoint: Path) -> str | None:
         absent = sorted(shard for shard in shards if not (checkpoint / shard).is_file())
         if absent:
             return f"it lacks {absent[0]}"
+    return _what_is_missing_of_optimizer(checkpoint)
+
+
+def _what_is_missing_of_optimizer(checkpoint: Path) -> str | None:
+    """`Trainer` goes on with a fresh optimizer where there is no saved one, and says nothing."""
+    names = {path.name for path in checkpoint.iterdir()}
+    if any(name.startswith("global_step") for name in names):  # DeepSpeed's, with the scheduler in it or beside it
+        return None
+    optimizer = any(re.fullmatch(r"optimizer\.(pt|bin)|optimizer_\d+", name) for name in names)  # a folder is FSDP's
+    for name, there in (("optimizer.pt", optimizer), ("scheduler.pt", "scheduler.pt" in names)):
+        if not there:
+            return f"it has no {name}, which a run needs to go on as it was (`save_only_model` leaves it out)"
     return None

@@ -64,7 +64,8 @@ class DataSection:
     file's folder. on_error: what a bad row does. pack_to: tokens after pruning that several samples may share; without
     it, a row holds one sample. max_samples_per_row: most samples of a packed row. max_length: tokens after pruning that
     an unpacked sample may have. pad_to: tokens after pruning that every row is padded to. num_frames, max_fps: frames
-    of a video; what is left out stays the checkpoint's.
+    of a video; what is left out stays the checkpoint's. check_headers: open every video and image file before the first
+    step; off saves time where they are many, or far away.
     """
 
     train: str | list[str]
@@ -80,6 +81,7 @@ class DataSection:
     pad_to: int | None = None
     num_frames: int | None = None
     max_fps: float | None = None
+    check_headers: bool = True
 
     def __post_init__(self) -> None:
         for name in ("pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"):
@@ -187,10 +189,12 @@ _OWN_SECTIONS = {
 }
 _TRAINING_HINTS = _OWN_SECTIONS | {
     "resume_from_checkpoint": "Pass --resume on the command line.",
+    "hub_token": "Run `hf auth login`, or set HF_TOKEN: this file is kept beside the weights and pushed with them.",
     "parallelism_config": "It is no YAML; use a configuration of `accelerate launch`.",
     "remove_unused_columns": "Leave it out: the collator needs the rows' own columns.",
     "overwrite_output_dir": "Pass --resume to go on with a run, or name another output_dir.",
     "torch_compile": "Use `compile: true` at the top of the file, which compiles what keeps its shape.",
+    "use_liger_kernel": "Liger has no kernels for this type of model and would change nothing.",
     "label_smoothing_factor": "The model computes its losses itself, on the shortened sequence.",
 }
 

@@ -26,8 +26,23 @@ def count_steps(run: Run) -> tuple[int, int]:
     batch = arguments.per_device_train_batch_size * arguments.world_size
     rows = len(run.train_rows)
     batches = rows // batch if arguments.dataloader_drop_last else math.ceil(rows / batch)
-    epoch = max(math.ceil(batches / arguments.gradient_accumulation_steps), 1)
+    epoch = math.ceil(batches / arguments.gradient_accumulation_steps)
     return arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * epoch), epoch
+
+
+def check_steps(run: Run) -> None:
+    """Raises `ConfigError` for a run that would take no step and save what it was given."""
+    arguments = run.arguments
+    batch = arguments.per_device_train_batch_size * arguments.world_size
+    steps, epoch = count_steps(run)
+    if not epoch:
+        raise run.config.error(
+            "training.dataloader_drop_last",
+            f"leaves nothing of {len(run.train_rows)} rows in batches of {batch}. Take it out, or make "
+            "`training.per_device_train_batch_size` smaller.",
+        )
+    if not steps:
+        raise run.config.error("training.num_train_epochs", "is 0, so there would be no step. Set it or `max_steps`.")
 
 
 def describe_run(run: Run, model: Any) -> str:
@@ -52,9 +67,10 @@ def describe_run(run: Run, model: Any) -> str:
         lines.append((part, f"{_number(total)} parameters, {status}"))
     lines.append(("train", _describe_rows(run.train_rows)))
     if run.eval_rows is not None:
-        lines.append(("eval", _describe_rows(run.eval_rows)))
-    if run.skipped:
-        lines.append(("skipped", f"{run.skipped} rows (data.on_error: skip)"))
+        lines.append(("eval", f"{_describe_rows(run.eval_rows)}, {_describe_evaluations(arguments)}"))
+    skipped = [f"{number} rows of {name}" for name, number in run.skipped.items() if number]
+    if skipped:
+        lines.append(("skipped", f"{', '.join(skipped)} (data.on_error: skip)"))
     processor = run.processor.video_processor
     rate = f"{processor.max_fps:g} per second, " if processor.max_fps else ""
     lines.append(("frames", f"{rate}at most {processor.num_frames}"))
@@ -82,6 +98,15 @@ def _describe_rows(rows: Any) -> str:
             f"({rows.num_samples / len(rows):.2f} a row, {rows.fill_rate:.1%} filled)"
         )
     return f"{len(rows)} rows"
+
+
+def _describe_evaluations(arguments: Any) -> str:
+    strategy = getattr(arguments.eval_strategy, "value", arguments.eval_strategy)
+    every = {"steps": f"every {arguments.eval_steps:g} steps", "epoch": "every epoch"} if strategy != "no" else {}
+    when = f"{every[strategy]} and at the end" if strategy in every else "at the end alone"
+    if not arguments.load_best_model_at_end:
+        return when
+    return f"{when}; the checkpoint with the best {arguments.metric_for_best_model} is what is saved"
 
 
 def _number(count: int) -> str:

@@ -176,6 +176,10 @@ def convert(tree: Tree, path: str, value: Any, kind: Any) -> Any:
     for option in options:
         if _accepts(option)(value):
             return _as_floats(value, option)
+    for option in options:
+        if typing.get_origin(option) is dict and isinstance(value, dict):
+            for key, item in value.items():  # one of these is wrong, and has a line of its own
+                convert(tree, f"{path}.{key}", item, typing.get_args(option)[1])
     raise tree.error(path, f"is {value!r}, but must be {_describe(options)}.")
 
 

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from stts_hf.hub.trainer import ModelCardTrainerMixin
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.checkpointing import WholeCheckpointsMixin, finish_or_clear, last_checkpoint
+from stts_hf.training.checkpointing import WholeCheckpointsMixin, finish_or_clear, last_checkpoint, what_is_missing
 from stts_hf.training.distributed import check_batches_agree, prepare_for_processes, whole_weights
 from stts_hf.training.losses import LossCounts, count, normalised_losses
 from stts_hf.training.metrics import Statistics, describe
@@ -123,6 +123,12 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
             resume_from_checkpoint = last_checkpoint(output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"`output_dir` {output_dir!r} holds no whole checkpoint to resume from.")
+        elif resume_from_checkpoint:
+            missing = what_is_missing(Path(resume_from_checkpoint))
+            if missing is not None:
+                raise ValueError(
+                    f"`resume_from_checkpoint` {resume_from_checkpoint!r} is no whole checkpoint: {missing}."
+                )
         self.statistics.reset()
         with self.termination:
             result = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -76,15 +76,31 @@ def test_a_folder_that_was_cut_off_is_passed_over(run_folder, caplog):
     assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-2")
 
 
-@pytest.mark.parametrize("damage", ["state", "index", "shard"])
+@pytest.mark.parametrize("damage", ["state", "index", "shard", "optimizer", "scheduler"])
 def test_what_is_missing_is_found(run_folder, damage):
     last = run_folder / "checkpoint-3"
     if damage == "state":
         (last / "trainer_state.json").write_text('{"global_')
+    elif damage in ("optimizer", "scheduler"):
+        (last / f"{damage}.pt").unlink()
     else:
         index = last / "model.safetensors.index.json"
         index.write_text("{" if damage == "index" else json.dumps({"weight_map": {"lm_head.weight": "absent"}}))
     assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-2")
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_0/", "global_step3/"], ids=["FSDP", "FSDP2", "DeepSpeed"])
+def test_other_forms_of_the_optimizers_state_are_known(run_folder, name):
+    last = run_folder / "checkpoint-3"
+    (last / "optimizer.pt").unlink()
+    (last / name).mkdir() if name.endswith("/") else (last / name).touch()
+    assert last_checkpoint(run_folder) == str(last)
+
+
+def test_a_named_checkpoint_without_its_optimizer_is_refused(tmp_path):
+    trainer(tmp_path, max_steps=1, save_only_model=True, **EVERY_STEP).train()
+    with pytest.raises(ValueError, match=r"is no whole checkpoint: it has no optimizer\.pt.*save_only_model"):
+        trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("name", ["", "absent"], ids=["empty", "absent"])

@@ -57,6 +57,8 @@ def test_numbers_mean_what_they_say(load, text, value):
 def test_every_option_of_training_arguments_is_taken():
     options = {item.name for item in fields(TrainingArguments) if item.init}
     elsewhere = {
+        "hub_token",
+        "use_liger_kernel",
         "resume_from_checkpoint",
         "parallelism_config",
         "remove_unused_columns",
@@ -89,6 +91,12 @@ MISTAKES = {
     "compile in training": ("  torch_compile: true\n", "`training.torch_compile`", "Use `compile: true`"),
     "unknown part": ("learning_rates:\n  scorr: 1e-4\n", "run.yaml:7: `learning_rates` names 'scorr'", "'scorer'?"),
     "unknown part to freeze": ("freeze: [vit]\n", "run.yaml:7: `freeze` names 'vit'", "vision_tower"),
+    "text for a rate": (
+        "learning_rates:\n  scorer: fast\n",
+        "run.yaml:8: `learning_rates.scorer` is 'fast'",
+        "a number",
+    ),
+    "token": ("  hub_token: hf_secret\n", "run.yaml:7: `training.hub_token`", "hf auth login"),
     "rate below zero": ("learning_rates:\n  scorer: -1\n", "run.yaml:8: `learning_rates.scorer` is -1.0", "at least 0"),
     "rate of no adapter": ("learning_rates:\n  adapter: 1e-4\n", "run.yaml:8: `learning_rates.adapter`", "no `peft`"),
     "text for a number": ("  max_steps: many\n", "run.yaml:7: `training.max_steps` is 'many'", "a whole number"),
@@ -117,6 +125,7 @@ def test_mistakes_are_refused_by_line_and_key(load, more, place, advice):
         load(SMALLEST + more)
     assert advice in str(error.value)
     assert "\n" not in str(error.value)
+    assert "hf_secret" not in str(error.value)
 
 
 DATA_MISTAKES = {
