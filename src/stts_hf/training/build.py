@@ -159,9 +159,8 @@ def open_rows(config: TrainConfig, name: str) -> Any:
     """The rows of `data.<name>` as they are. Raises `ConfigError` where they cannot be loaded."""
     data = config.data
     options = {} if data.revision is None else {"revision": data.revision}
-    if uses(data.train if name == "eval" else data.eval or "", "revision") and not uses(
-        getattr(data, name), "revision"
-    ):
+    other = data.train if name == "eval" else data.eval
+    if uses(other, "revision") and not uses(getattr(data, name), "revision"):
         options = {}  # it is the other one's
     split = data.eval_split if name == "eval" else data.split
     try:
@@ -186,13 +185,14 @@ def make_rows(
     where none is left and `RowError` where rows are bad.
     """
     data = config.data
-    good = check_rows(rows, processor, on_error=data.on_error, progress=progress)
+    limit = data.pack_to or data.max_length or data.pad_to
+    headers = data.check_headers and limit is None  # else `measure_lengths` reads them
+    good = check_rows(rows, processor, on_error=data.on_error, headers=headers, progress=progress)
     if not good:
         raise config.error(f"data.{name}", "holds no row that can be used.")
     skipped = len(rows) - len(good)
     if skipped:
         rows = rows.select(good)
-    limit = data.pack_to or data.max_length or data.pad_to
     if limit is None:
         return rows, skipped
     lengths = measure_lengths(
@@ -217,6 +217,7 @@ def make_trainer(run: Run, model: Any) -> STTSTrainer:
             model,
             run.arguments,
             data_collator=run.collator,
+            eval_collator=run.eval_collator,
             train_dataset=run.train_rows,
             eval_dataset=run.eval_rows,
             processing_class=run.processor,

@@ -12,9 +12,10 @@ from transformers.utils import logging
 
 from .collator import check_on_error
 from .encoding import check_text
+from .headers import check_headers, in_order
 from .json_rows import as_json, load_json
 from .labels import render
-from .rows import RowError, check_files, read_row
+from .rows import RowError, Sample, check_files, read_row
 
 logger = logging.get_logger(__name__)
 
@@ -135,16 +136,25 @@ def _alike(tables: list[datasets.Dataset]) -> list[datasets.Dataset]:
             differing.add(name)
             if any(word in str((feature, kinds[name])) for word in ("Image(", "Video(", "binary")):
                 raise ValueError(
-                    f"The column {name!r} of source {number} is {feature}, but {kinds[name]} in one before it: they cannot be "
-                    "joined, because one of them holds files. Give the column the same type in all sources."
+                    f"The column {name!r} of source {number} is {feature}, but {kinds[name]} in one before it: they "
+                    "cannot be joined, because one of them holds files. Give the column the same type in all."
                 )
     return [as_json(table, sorted(differing & set(table.column_names))) for table in tables]
 
 
-def check_rows(rows: Any, processor: Any = None, *, on_error: str = "raise", progress: bool = True) -> list[int]:
+def check_rows(
+    rows: Any,
+    processor: Any = None,
+    *,
+    on_error: str = "raise",
+    headers: bool = False,
+    num_threads: int = 8,
+    progress: bool = True,
+) -> list[int]:
     """
     Looks at every row before training, without reading a video or image: columns, kinds, placeholders, subtitles, that
-    files exist, and, with a `processor`, that the chat template takes the conversation.
+    files exist, and, with a `processor`, that the chat template takes the conversation. `headers` also opens every
+    file, `num_threads` at a time, to see that it is a video or image; what is at a URL stays there.
 
     Returns:
         Which rows are good. `rows.select(check_rows(rows, on_error="skip"))` leaves out the others.
@@ -154,10 +164,22 @@ def check_rows(rows: Any, processor: Any = None, *, on_error: str = "raise", pro
     """
     check_on_error(on_error)
     good, bad = [], []
-    for index in tqdm(range(len(rows)), desc="Checking rows", disable=not progress):
+
+    def look(index: int) -> Sample | RowError:
         try:
             sample = read_row(rows[index], index)
             check_files(sample)
+            if headers:
+                check_headers(sample)
+            return sample
+        except RowError as error:
+            return error
+
+    found = in_order(look, len(rows), num_threads) if headers else map(look, range(len(rows)))
+    for index, sample in enumerate(tqdm(found, total=len(rows), desc="Checking rows", disable=not progress)):
+        try:
+            if isinstance(sample, RowError):
+                raise sample
             if processor is not None:
                 _check_prompt(processor, sample)
             good.append(index)

@@ -1,9 +1,8 @@
 """How long each sample will be after pruning, from its text and its files' headers: nothing is decoded."""
 
+import contextlib
 import io
 import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers.utils import logging
 
 from .collator import check_on_error, resolve_ratio
 from .encoding import add_bos, check_text, count_dropped
+from .headers import in_order
 from .labels import render
 from .rows import RowError, Sample, check_files, is_url, read_row
 
@@ -63,9 +63,8 @@ def measure_lengths(
             return error
 
     lengths: list[int | None] = []
-    with ThreadPoolExecutor(num_threads) as pool:
-        # A tokenizer is not safe to share between threads, so only the files are read in the pool.
-        probed: Iterator[Any] = pool.map(probe, range(len(rows)))
+    # A tokenizer is not safe to share between threads, so only the files are read in them.
+    with contextlib.closing(in_order(probe, len(rows), num_threads)) as probed:
         for found in tqdm(probed, total=len(rows), desc="Measuring", disable=not progress):
             try:
                 if isinstance(found, RowError):
@@ -81,7 +80,6 @@ def measure_lengths(
                 lengths.append(length)
             except RowError as error:
                 if on_error == "raise":
-                    pool.shutdown(cancel_futures=True)
                     raise
                 logger.warning(f"Skipped: {error}")
                 lengths.append(None)

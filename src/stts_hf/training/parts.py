@@ -68,6 +68,19 @@ def freeze_parts(model: nn.Module, parts: Iterable[str]) -> None:
         )
 
 
+def require_grads_in_tower(model: nn.Module) -> None:
+    """
+    Makes the outputs of the vision tower's patch embedding require gradients where the tower has weights to train:
+    `enable_input_require_grads` finds the text embedding alone.
+    """
+    trained = any(
+        parameter.requires_grad and part_of(name) == VISION_TOWER for name, parameter in model.named_parameters()
+    )
+    for name, module in model.named_modules():
+        if trained and name.endswith("vision_tower.patch_embedding"):
+            module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
 def split_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, learning_rates: dict[str, float]
 ) -> list[dict[str, object]]:

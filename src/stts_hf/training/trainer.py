@@ -17,7 +17,7 @@ from stts_hf.training.checkpointing import WholeCheckpointsMixin, finish_or_clea
 from stts_hf.training.distributed import check_batches_agree, prepare_for_processes, whole_weights
 from stts_hf.training.losses import LossCounts, count, normalised_losses
 from stts_hf.training.metrics import Statistics, describe
-from stts_hf.training.parts import freeze_parts, split_groups
+from stts_hf.training.parts import freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
 
 logger = logging.get_logger(__name__)
@@ -30,6 +30,8 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
     `Trainer` for an `STTSForConditionalGeneration`, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
 
+    `eval_collator` takes the place of `data_collator` in evaluation: one that has no training rows as replacements.
+
     Batches may hold two lists of str that the model does not get: `sample_ids` to name rows in errors, `skipped_ids`
     to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids where a loss is not
     finite, and `SystemExit(143)` when it has saved after SIGTERM.
@@ -38,12 +40,15 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
     # Both of `Trainer`'s ways to know that `compute_loss` has normalised over the accumulated micro-batches.
     loss_is_scaled_for_ga = True
 
-    def __init__(self, model: Any = None, args: STTSTrainingArguments | None = None, **kwargs: Any):
+    def __init__(
+        self, model: Any = None, args: STTSTrainingArguments | None = None, *, eval_collator: Any = None, **kwargs: Any
+    ):
         args = STTSTrainingArguments(output_dir="tmp_trainer") if args is None else args
         if not isinstance(args, STTSTrainingArguments):
             raise TypeError(f"`args` must be an STTSTrainingArguments, not a {type(args).__name__}.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("`compute_loss_func` must be None: the model computes its losses itself.")
+        self.eval_collator = eval_collator
         self.termination = Termination()
         super().__init__(model, args, **kwargs)
         self.args: STTSTrainingArguments
@@ -77,6 +82,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             # Reentrant checkpointing gives no gradient where no input needs one: with LoRA, or with frozen parts.
             model.enable_input_require_grads()
+            require_grads_in_tower(model)
 
     def _check_loader(self) -> None:
         """Batches hold all videos' frames in one tensor, which no process may cut along its first dimension."""
@@ -143,7 +149,12 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        loader = super().get_eval_dataloader(*args, **kwargs)
+        of_training = self.data_collator
+        self.data_collator = self.eval_collator or of_training
+        try:
+            loader = super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = of_training
         keep_workers_alive(loader)
         return loader
 
@@ -243,6 +254,8 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """As in `Trainer`; logits and labels are those of the shortened sequence, (B, L', vocabulary) and (B, L')."""
+        if self._eval_statistics is not None:
+            self._eval_statistics.add("skipped_rows", len(inputs.get("skipped_ids") or ()))
         inputs = {key: value for key, value in inputs.items() if key not in NOT_OF_THE_MODEL}
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -273,6 +286,8 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
             total = task + self.temporal_loss_weight * temporal
             found = {"loss": total, "task_loss": task, "temporal_loss": temporal} | describe(sums)
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        if sums["skipped_rows"]:
+            output.metrics[f"{prefix}_skipped_rows"] = sums["skipped_rows"]
         return output
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:

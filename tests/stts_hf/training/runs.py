@@ -85,6 +85,7 @@ def trainer(
     data: Dataset | None = None,
     data_collator: Callable = collate,
     eval_dataset: Dataset | None = None,
+    eval_collator: Callable | None = None,
     processing_class: Any = None,
     **options: Any,
 ) -> Any:
@@ -95,6 +96,7 @@ def trainer(
         train_dataset=Rows() if data is None else data,
         eval_dataset=eval_dataset,
         data_collator=data_collator,
+        eval_collator=eval_collator,
         processing_class=processing_class,
     )
 

@@ -195,3 +195,21 @@ def test_check_rows_finds_all_bad_rows_without_reading_media(processor, media, m
     assert check_rows(rows, processor, on_error="skip", progress=False) == [0, 2, 5]
     with pytest.raises(ValueError, match="on_error must be"):
         check_rows(rows, on_error="ignore")
+
+
+def test_check_rows_opens_files_where_it_shall(media, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no picture" * 9)
+    rows = [
+        video_row("good", media / "two.mp4"),
+        video_row("broken", media / "damaged.mp4"),
+        video_row("bytes", b"not a video" * 50),
+        video_row("remote", "https://example.com/a.mp4"),
+        image_row("wide", media / "wide.png"),
+        image_row("picture", tmp_path / "broken.png"),
+        video_row("second", media / "five.mkv"),
+        text_row("text"),
+    ]
+    assert check_rows(rows, on_error="skip", progress=False) == list(range(8))
+    assert check_rows(rows, on_error="skip", headers=True, progress=False) == [0, 3, 4, 6, 7]
+    with pytest.raises(RowError, match=r"Row 'broken': videos: .*damaged.mp4' cannot be opened"):
+        check_rows(rows[1:2], headers=True, progress=False)

@@ -9,6 +9,7 @@ from PIL import Image
 from stts_hf.modeling import video_processing_stts
 from stts_hf.training import RowError, measure_lengths
 from stts_hf.training.encoding import encode
+from stts_hf.training.headers import in_order
 from stts_hf.training.rows import read_row
 from tests.clips import write_clip
 from tests.stts_hf.training.samples import image_row, text_row, user, video_row
@@ -82,3 +83,11 @@ def test_a_ratio_is_needed_for_videos_alone(processor, rows):
     assert measure_lengths(rows[:1], processor, progress=False) == [len(encode(processor, read_row(rows[0])))]
     with pytest.raises(RowError, match="Row 'two': pruning_ratio is not known"):
         measure_lengths(rows[1:2], processor, progress=False)
+
+
+def test_few_results_are_held_at_a_time():
+    begun: list[int] = []
+    for index, result in enumerate(in_order(lambda number: begun.append(number) or number, 100, 2)):
+        assert result == index
+        assert len(begun) <= index + 8
+    assert sorted(begun) == list(range(100))

@@ -207,6 +207,22 @@ def test_evaluation_during_training_leaves_the_logs_alone(tmp_path):
     assert len(logged(evaluated, "eval_temporal_loss")) == 4
 
 
+def test_an_evaluation_has_a_collator_of_its_own_and_counts_what_it_skips(tmp_path):
+    model, rows = tiny_model(), Rows()
+
+    def first_alone(items):
+        return collate(items[:1]) | {"skipped_ids": [item["id"] for item in items[1:]]}
+
+    options: dict[str, Any] = {"per_device_eval_batch_size": 4, "max_steps": 1}
+    run = trainer(tmp_path, model=model, eval_dataset=rows, eval_collator=first_alone, **options)
+    expected = trainer(tmp_path, model=model, eval_dataset=Rows(length=1), **options).evaluate()["eval_task_loss"]
+    metrics = run.evaluate()
+    assert metrics["eval_task_loss"] == pytest.approx(expected, rel=1e-6)
+    assert metrics["eval_skipped_rows"] == 3
+    run.train()
+    assert not logged(run, "skipped_rows")
+
+
 def test_prediction_without_labels(tmp_path):
     def no_labels(items):
         return {key: value for key, value in collate(items).items() if key != "labels"}

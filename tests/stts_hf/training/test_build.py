@@ -1,0 +1,54 @@
+"""What is prepared of a configuration before any weights are loaded."""
+
+import pytest
+
+from stts_hf.training.build import open_rows, prepare
+from stts_hf.training.config import load_config
+from stts_hf.training.rows import RowError
+from stts_hf.training.strict_yaml import ConfigError
+from tests.training_files import row, write_config, write_data, write_rows
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A configuration's file and its data."""
+    folder = tmp_path_factory.mktemp("files")
+    data = write_data(folder)
+    return write_config(folder, data, folder / "out"), data
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_no_row_of_the_training_takes_the_place_of_one_in_an_evaluation(files, on_error):
+    config, data = files
+    run = prepare(load_config(config, [f"data.eval={data}", f"data.on_error={on_error}"]), progress=False)
+    assert run.collator.replacements is (run.train_rows if on_error == "skip" else None)
+    assert run.eval_collator.replacements is (run.eval_rows if on_error == "skip" else None)
+    assert run.eval_rows is not None
+    assert run.eval_rows is not run.train_rows
+
+
+def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
+    config, data = files
+    asked = {}
+    monkeypatch.setattr("stts_hf.training.build.load_rows", lambda source, **options: asked.update({source: options}))
+    both = load_config(config, ["data.train=someone/clips", f"data.eval={data}", "data.revision=v2"])
+    open_rows(both, "train")
+    open_rows(both, "eval")
+    assert asked["someone/clips"]["revision"] == "v2"
+    assert "revision" not in asked[str(data)]
+
+
+def test_a_revision_of_files_is_refused(files):
+    config, _ = files
+    with pytest.raises(ConfigError, match="revision='v2' has no use"):
+        prepare(load_config(config, ["data.revision=v2"]), progress=False)
+
+
+def test_a_file_that_is_no_video_is_found_before_the_training(files, tmp_path):
+    config, _ = files
+    (tmp_path / "broken.mp4").write_bytes(b"not a video" * 50)
+    broken = write_rows(tmp_path, [row(0, videos=["broken.mp4"], id="broken")])
+    for setting in ("data.num_frames=2", "data.max_length=5000"):  # the latter by measuring
+        with pytest.raises(RowError, match=r"Row 'broken': .*broken.mp4'"):
+            prepare(load_config(config, [f"data.eval={broken}", setting]), progress=False)
+    prepare(load_config(config, [f"data.eval={broken}", "data.check_headers=false"]), progress=False)
