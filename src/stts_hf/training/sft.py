@@ -9,7 +9,7 @@ override `compute_loss`, which is what `STTSSFTTrainer` does. `SFTCollator` and 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,12 +24,35 @@ from stts_hf.training.collator import STTSDataCollator, resolve_ratio
 from stts_hf.training.encoding import count_dropped
 from stts_hf.training.trainer import STTSTrainer
 
+_AS_THEY_ARE = {"skip_prepare_dataset": True}
+_OWN_LENGTH = "Give an `STTSDataCollator(..., max_length=)`, which counts tokens after pruning, as `data_collator`."
+_OWN_LABELS = "It learns what the assistant says, and nothing else."
+_OWN_TEXT = "Set it in the processor."
+_OWN_ROWS = "Prepare the data set before."
+# Options of TRL that would do nothing here, and what does.
+_NOT_USED = {
+    "max_length": _OWN_LENGTH,
+    "truncation_mode": "Nothing is ever cut off.",
+    "pad_to_multiple_of": "With STTSTrainer, a collator's `pad_to` gives all rows one length.",
+    "assistant_only_loss": _OWN_LABELS,
+    "completion_only_loss": _OWN_LABELS,
+    "eos_token": _OWN_TEXT,
+    "pad_token": _OWN_TEXT,
+    "chat_template_path": _OWN_TEXT,
+    "dataset_text_field": "docs/training_data.md says what rows hold.",
+    "dataset_num_proc": _OWN_ROWS,
+    "shuffle_dataset": "The sampler shuffles.",
+    "packing_strategy": "To pack samples, use STTSTrainer with a PackedDataset.",
+    "eval_packing": "To pack samples, use STTSTrainer with a PackedDataset.",
+}
+
 
 @dataclass
 class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
     """
     Every option of `trl.SFTConfig` and of `STTSTrainingArguments`, with the latter's defaults. Rows go to the collator
-    as they are. Raises `ValueError` for TRL's packing, padding and losses, which know nothing of dropped tokens.
+    as they are. Raises `ValueError` for TRL's packing, padding and losses, which know nothing of dropped tokens, and
+    for options of its tokenizing, which is left to the collator and the processor.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
@@ -46,7 +69,16 @@ class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
                     f"`{name}` must be {needed!r}, not {getattr(self, name)!r}: TRL's knows nothing of dropped tokens. "
                     "To pack samples, use STTSTrainer with a PackedDataset."
                 )
-        self.dataset_kwargs = {"skip_prepare_dataset": True}  # the only key there is
+        defaults = {field.name: field.default for field in fields(SFTConfig)}
+        for name, instead in _NOT_USED.items():
+            if getattr(self, name) not in (defaults[name], None):
+                raise ValueError(
+                    f"`{name}` must be left at {defaults[name]!r}, not {getattr(self, name)!r}: rows go to the "
+                    f"collator as they are. {instead}"
+                )
+        if self.dataset_kwargs not in (None, {}, _AS_THEY_ARE):
+            raise ValueError(f"`dataset_kwargs` must be {_AS_THEY_ARE}, or left out, not {self.dataset_kwargs!r}.")
+        self.dataset_kwargs = dict(_AS_THEY_ARE)
 
 
 class STTSSFTTrainer(STTSTrainer, SFTTrainer):  # type: ignore[misc]
