@@ -2,7 +2,7 @@
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 _AHEAD = 4  # results a thread may be ahead: a sample may hold the bytes of its video
 
 
-def in_order(function: Callable[[int], Result], count: int, num_threads: int) -> Iterator[Result]:
+def in_order(function: Callable[[int], Result], count: int, num_threads: int) -> Generator[Result, None, None]:
     """`function(0)`, `function(1)`, ... from threads a little ahead, so that few results are held at a time."""
     with ThreadPoolExecutor(num_threads) as pool:
         waiting: deque[Future[Result]] = deque()

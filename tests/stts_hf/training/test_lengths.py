@@ -87,7 +87,12 @@ def test_a_ratio_is_needed_for_videos_alone(processor, rows):
 
 def test_few_results_are_held_at_a_time():
     begun: list[int] = []
-    for index, result in enumerate(in_order(lambda number: begun.append(number) or number, 100, 2)):
+
+    def begin(number: int) -> int:
+        begun.append(number)
+        return number
+
+    for index, result in enumerate(in_order(begin, 100, 2)):
         assert result == index
         assert len(begun) <= index + 8
     assert sorted(begun) == list(range(100))
