@@ -70,8 +70,8 @@ def freeze_parts(model: nn.Module, parts: Iterable[str]) -> None:
 
 def require_grads_in_tower(model: nn.Module) -> None:
     """
-    Makes the outputs of the vision tower's patch embedding require gradients where the tower has weights to train:
-    `enable_input_require_grads` finds the text embedding alone.
+    Makes the outputs of the vision tower's patch embedding require gradients where the tower has weights to train. Of
+    the text embedding, `activation_checkpointing_enable` sees to it.
     """
     trained = any(
         parameter.requires_grad and part_of(name) == VISION_TOWER for name, parameter in model.named_parameters()

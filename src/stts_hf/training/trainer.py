@@ -80,8 +80,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         freeze_parts(model, self.args.freeze or ())
         checkpointing = self.args.gradient_checkpointing_kwargs
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
-            # Reentrant checkpointing gives no gradient where no input needs one: with LoRA, or with frozen parts.
-            model.enable_input_require_grads()
+            # It gives no gradient where no input needs one: with LoRA, or with frozen parts.
             require_grads_in_tower(model)
 
     def _check_loader(self) -> None:

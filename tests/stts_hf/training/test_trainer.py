@@ -109,6 +109,23 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant, lor
     assert_gradients_equal(found[1], found[0])
 
 
+def test_reentrant_checkpointing_reaches_weights_whose_inputs_need_no_gradient(tmp_path):
+    found = []
+    reentrant = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    settings: list[dict[str, Any]] = [{}, reentrant]
+    for options in settings:
+        model = tiny_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("language_model" in name and "mlp" in name)
+        kept = KeepGradients()
+        run = trainer(tmp_path, model=model, max_steps=1, **IN_ORDER, **options)
+        run.add_callback(kept)
+        run.train()
+        found.append(kept.gradients)
+    assert found[0]
+    assert_gradients_equal(found[1], found[0])
+
+
 def test_bf16_autocast_keeps_scores_and_temporal_loss_in_float32(tmp_path, monkeypatch):
     from stts_hf.modeling import scoring_stts, vision_stts
 
