@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from stts_hf.cli.devices import choose_device
 from stts_hf.cli.errors import CommandError
 
 HELP = "measure speed, FLOPs and memory beside stock Molmo2"
+
+# Environment variables that change what is measured, and so are part of a result's command.
+TUNING = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "MKL_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +121,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def command_line(arguments: argparse.Namespace) -> str:
-    """What the user typed, as far as it says what was measured."""
+    """What the user typed, as far as it matters, after what the environment sets of memory and threads."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name.startswith(TUNING)]
     words = ["stts-hf", "bench", "--preset", arguments.preset]
     for name, value in vars(arguments).items():
         if (
@@ -130,4 +135,4 @@ def command_line(arguments: argparse.Namespace) -> str:
         words += [f"--{name.replace('_', '-')}", *map(str, values)]
     if arguments.force:
         words.append("--force")
-    return shlex.join(words)
+    return " ".join([*settings, shlex.join(words)])

@@ -1,6 +1,8 @@
 """`stts-hf bench` from the command line: one whole run of the tiny preset, and everything it refuses."""
 
+import argparse
 import json
+import os
 import re
 
 import pytest
@@ -10,6 +12,7 @@ from stts_hf.benchmark import output
 from stts_hf.benchmark.presets import PRESETS, find_preset, vary
 from stts_hf.benchmark.run import count_passes
 from stts_hf.benchmark.stages import STAGES
+from stts_hf.cli import bench
 from stts_hf.cli.main import main
 from tests.stts_hf.benchmark.made_up import pruned_twice, result
 
@@ -43,7 +46,7 @@ def test_it_writes_samples_page_and_picture(tiny):
 def test_the_result_holds_every_raw_sample(tiny):
     found = json.loads((tiny / "result.json").read_text())
     assert found["schema"] == 1
-    assert found["command"].startswith("stts-hf bench --preset tiny --output")
+    assert "stts-hf bench --preset tiny --output" in found["command"]
     assert {"cpu", "cores", "threads", "memory", "device", "load_before", "load_after"} <= set(found["machine"])
     assert {"torch", "transformers", "stts_hf", "python", "commit"} <= set(found["versions"])
     assert found["seconds"] > 0
@@ -184,3 +187,13 @@ def test_modes_choose_among_a_presets_workloads():
 def test_on_a_gpu_the_tower_presets_are_full_size_in_half_precision():
     for name in ("tower", "scaling"):
         assert {(w.geometry, w.dtype) for w in find_preset(name, on_gpu=True).workloads} == {("so400m", "bfloat16")}
+
+
+def test_the_command_names_what_the_environment_tunes(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(bench.TUNING)]:
+        monkeypatch.delenv(name)
+    arguments = argparse.Namespace(preset="tiny", force=False)
+    assert bench.command_line(arguments) == "stts-hf bench --preset tiny"
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    monkeypatch.setenv("HOME", "elsewhere")
+    assert bench.command_line(arguments) == "MALLOC_MMAP_MAX_=0 stts-hf bench --preset tiny"
