@@ -34,7 +34,7 @@ def test_kills_at_20_moments_leave_whole_folders_and_the_source():
     result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["killed"] >= 10, "hardly any run was killed before its end, so nothing was shown"
+    assert found["killed"] >= 17, "runs ended before they were killed, so little was shown"
 
 
 def test_an_existing_folder_is_refused(source, tmp_path):
