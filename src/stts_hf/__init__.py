@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stts_hf.inference.answering import answer_videos
     from stts_hf.inference.prefetch import prefetch
     from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSModel, STTSVisionModel
@@ -25,6 +26,7 @@ _MODULES = {
     "STTSVisionModel": "modeling.modeling_stts",
     "STTSProcessor": "modeling.processing_stts",
     "STTSVideoProcessor": "modeling.video_processing_stts",
+    "answer_videos": "inference.answering",
     "contact_sheet": "visualize.contact_sheet",
     "prefetch": "inference.prefetch",
 }
@@ -38,6 +40,7 @@ __all__ = [
     "STTSVideoProcessor",
     "STTSVisionConfig",
     "STTSVisionModel",
+    "answer_videos",
     "contact_sheet",
     "prefetch",
     "register_auto_classes",

@@ -184,7 +184,7 @@ def test_help_does_not_wait_for_torch():
 def test_the_checkpoints_own_code_runs(hub_configs, tmp_path):
     code = """
 import argparse, sys, torch
-from stts_hf.cli.run import load_model, load_processor
+from stts_hf.cli.checkpoints import load_model, load_processor
 options = argparse.Namespace(revision=None, selector="cosine", dtype="auto")
 config, processor = load_processor(sys.argv[1], options)
 model = load_model(sys.argv[1], config, torch.device("cpu"), options)

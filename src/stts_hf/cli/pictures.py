@@ -1,0 +1,71 @@
+"""Contact sheets of videos that were answered: what to call them, and drawing them."""
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stts_hf.cli.errors import CommandError, one_line
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from stts_hf.inference.answering import VideoAnswer
+
+FRAME_WIDTH = 480
+ENDING = ".contact_sheet.png"
+
+
+def sheet_paths(folder: Path, videos: Sequence[str]) -> list[Path]:
+    """
+    One picture's path per video: its name without the ending, and a number where that name is taken. No two differ in
+    case only, which some file systems do not tell apart.
+    """
+    stems = [Path(video).stem for video in videos]
+    own_names = {stem.casefold() for stem in stems}
+    taken: set[str] = set()
+    paths = []
+    for stem in stems:
+        name, number = stem, 1
+        while name.casefold() in taken or (number > 1 and name.casefold() in own_names):
+            number += 1
+            name = f"{stem}-{number}"
+        taken.add(name.casefold())
+        paths.append(folder / (name + ENDING))
+    return paths
+
+
+def draw(answer: "VideoAnswer", path: Path) -> None:
+    """
+    Decodes the sampled frames once more, small and not squashed, and writes the contact sheet. Raises `CommandError`
+    where the file cannot be written.
+    """
+    import numpy as np
+    from PIL import Image
+
+    from stts_hf.modeling.video_decoding_stts import decode_video
+    from stts_hf.visualize.contact_sheet import contact_sheet
+
+    def shrink(frame: "np.ndarray") -> "np.ndarray":
+        image = Image.fromarray(frame)
+        image.thumbnail((FRAME_WIDTH, FRAME_WIDTH))
+        return np.asarray(image)
+
+    # Damaged files were warned of the first time. Of this module's calls only, and for good: `catch_warnings` would
+    # also hide what the thread that decodes the next videos has to say meanwhile.
+    warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
+    frames, _ = decode_video(answer.video, lambda _: answer.timestamps, shrink)
+    assert answer.keep_mask is not None  # there is an answer
+    sheet = contact_sheet(
+        np.stack(frames),
+        answer.keep_mask,
+        answer.grid,
+        answer.timestamps,
+        answer.token_scores,
+        title=answer.question,
+    )
+    try:
+        sheet.save(path)
+    except OSError as error:
+        raise CommandError(f"--output {path} cannot be written: {one_line(error, 120)}") from error

@@ -1,0 +1,237 @@
+"""A question about each of many videos: the next ones are decoded while the model answers this one."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from stts_hf.inference.prefetch import OnError, PreparationError, prefetch
+from stts_hf.modeling.configuration_stts import check_pruning_ratio, check_vision_config
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedVideo:
+    """A video and a question as the model takes them: `inputs` for `generate`, `metadata` of the frames shown."""
+
+    video: Any
+    question: str
+    inputs: Any
+    metadata: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class VideoAnswer:
+    """The answer about one video, or why there is none; all that follows `error` is empty then.
+
+    Attributes:
+        video, question: as they were passed.
+        answer: what the model wrote, without special tokens and space around it.
+        error: what went wrong with the video; its `__cause__` is the error itself. None where all went well.
+        timestamps: when each of the `T` frames shown is on screen, in seconds since the first frame of the video.
+        duration: of the video, in seconds; None where frames came without it.
+        grid: rows and columns of blocks in a frame, `n` in all.
+        keep_mask: (T, n) bool, which blocks were kept; on the host.
+        token_scores: (T, n) float32, what they were ranked by; on the host.
+        prompt_tokens: tokens of the prompt, `L`, video tokens that were dropped included.
+        seconds: what the model took.
+        seconds_waited: how long the model waited for the video to be decoded and preprocessed.
+    """
+
+    video: Any
+    question: str
+    answer: str | None = None
+    error: PreparationError | None = None
+    timestamps: tuple[float, ...] = ()
+    duration: float | None = None
+    grid: tuple[int, int] = (0, 0)
+    keep_mask: torch.Tensor | None = None
+    token_scores: torch.Tensor | None = None
+    prompt_tokens: int = 0
+    seconds: float = 0.0
+    seconds_waited: float = 0.0
+
+    @property
+    def num_frames(self) -> int:
+        """`T`."""
+        return len(self.timestamps)
+
+    @property
+    def video_tokens(self) -> int:
+        """Blocks of the video, `n * T`: its tokens before any was dropped."""
+        return 0 if self.keep_mask is None else self.keep_mask.numel()
+
+    @property
+    def video_tokens_kept(self) -> int:
+        """`K`."""
+        return 0 if self.keep_mask is None else int(self.keep_mask.sum())
+
+    @property
+    def prompt_tokens_kept(self) -> int:
+        """Tokens of the prompt that reach the language model, `L'`."""
+        return self.prompt_tokens - self.video_tokens + self.video_tokens_kept
+
+
+def answer_videos(
+    model: Any,
+    processor: Any,
+    videos: Iterable[Any],
+    question: str | Iterable[str],
+    *,
+    pruning_ratio: float | None = None,
+    processing: Mapping[str, Any] | None = None,
+    num_workers: int = 1,
+    ahead: int = 2,
+    on_error: OnError = "raise",
+    **generate_options: Any,
+) -> Generator[VideoAnswer, None, None]:
+    """Answers a question about each video, one after the other; threads decode the next ones meanwhile (`prefetch`).
+
+        for answer in answer_videos(model, processor, paths, "What happens?", max_new_tokens=64, on_error="return"):
+            print(answer.video, answer.answer or answer.error)
+
+    The batch size is 1: videos differ in length, and one video's prompt of thousands of tokens fills a device. Answers
+    come in the order of the videos, each as soon as it is there.
+
+    Args:
+        model: an `STTSForConditionalGeneration`, or one wrapped by PEFT.
+        processor: its `STTSProcessor`.
+        videos: paths, URLs, the bytes of files, or arrays of frames, as the processor takes them; need not end.
+        question: one for all videos, or one for each.
+        pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
+        processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
+        num_workers, ahead: threads that prepare, and how many videos they are ahead; see `prefetch`.
+        on_error: "raise" ends with a `PreparationError` at a video that cannot be read; "return" hands out a
+            `VideoAnswer` with that `error` in its place and goes on.
+        generate_options: of `model.generate`, such as `max_new_tokens`; what it returns first is the answer.
+
+    Returns:
+        An iterator of `VideoAnswer`. Leaving it early (`close()`, or simply dropping it) starts no more videos.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; there are more or fewer questions than
+            videos, which shows at the end of the shorter list.
+        PreparationError: see `on_error`. What the model itself raises comes through and ends the iteration.
+    """
+    if isinstance(videos, str | bytes | os.PathLike):
+        raise TypeError(f"videos must be several, got one {type(videos).__name__}; pass a list, even of one video.")
+    check_vision_config(model.config.vision_config)
+    ratio = check_pruning_ratio(model.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio)
+    check_generate_options(generate_options)
+    if isinstance(question, str):
+        pairs: Iterator[tuple[Any, str]] = ((video, question) for video in videos)
+    else:
+        pairs = zip(videos, question, strict=True)
+    in_work: deque[tuple[Any, str]] = deque()
+
+    def taken() -> Iterator[tuple[Any, str]]:
+        for pair in pairs:
+            in_work.append(pair)
+            yield pair
+
+    def prepare(pair: tuple[Any, str]) -> PreparedVideo:
+        return prepare_video(processor, *pair, pruning_ratio=ratio, processing=processing)
+
+    prepared = prefetch(
+        prepare,
+        taken(),
+        num_workers=num_workers,
+        ahead=ahead,
+        item_id=lambda index, pair: pair[0] if isinstance(pair[0], str | os.PathLike) else index,
+        on_error=on_error,
+    )
+
+    def answers() -> Generator[VideoAnswer, None, None]:
+        with prepared:
+            while True:
+                started = time.perf_counter()
+                result = next(prepared, None)
+                waited = time.perf_counter() - started
+                if result is None:
+                    return
+                video, asked = in_work.popleft()
+                if isinstance(result, PreparationError):
+                    yield VideoAnswer(video, asked, error=result, seconds_waited=waited)
+                    continue
+                answer = answer_prepared(model, processor, result, pruning_ratio=ratio, **generate_options)
+                del result  # not held while the caller works on the answer
+                yield dataclasses.replace(answer, seconds_waited=waited)
+
+    return answers()
+
+
+def prepare_video(
+    processor: Any,
+    video: Any,
+    question: str,
+    *,
+    pruning_ratio: float,
+    processing: Mapping[str, Any] | None = None,
+) -> PreparedVideo:
+    """Decodes and preprocesses one video and writes its prompt; arguments and errors as in `answer_videos`.
+
+    `pruning_ratio` is what `test_time_scaling` raises the number of frames by, where that is on.
+    """
+    content = [{"type": "video"}, {"type": "text", "text": question}]
+    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    options = {"pruning_ratio": pruning_ratio, **(processing or {}), "return_metadata": True, "return_tensors": "pt"}
+    inputs = processor(text=[prompt], videos=[video], **options)
+    metadata = inputs.pop("video_metadata")[0]
+    if metadata.fps is None:  # frames that came without it: the rate that the prompt goes by
+        metadata.fps = processor.video_processor.max_fps
+    return PreparedVideo(video, question, inputs, metadata)
+
+
+def answer_prepared(
+    model: Any, processor: Any, prepared: PreparedVideo, *, pruning_ratio: float | None = None, **generate_options: Any
+) -> VideoAnswer:
+    """Answers the question about a prepared video in one call of `generate`; arguments as in `answer_videos`."""
+    check_generate_options(generate_options)
+    started = time.perf_counter()
+    inputs = prepared.inputs.to(model.device, dtype=model.dtype)
+    with _watch_tower(model) as seen:
+        output = model.generate(**inputs, pruning_ratio=pruning_ratio, **generate_options)
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    prompt_tokens = inputs["input_ids"].shape[1]
+    text = processor.decode(sequences[0, prompt_tokens:], skip_special_tokens=True).strip()
+    num_frames, rows, columns = inputs["video_grids"][0].tolist()
+    ((keep_mask, token_scores),) = seen
+    return VideoAnswer(
+        prepared.video,
+        prepared.question,
+        answer=text,
+        timestamps=tuple(float(time) for time in prepared.metadata.timestamps),
+        duration=prepared.metadata.duration,
+        grid=(rows, columns),
+        keep_mask=keep_mask.cpu().view(num_frames, -1),
+        token_scores=token_scores.float().cpu().view(num_frames, -1),
+        prompt_tokens=prompt_tokens,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def check_generate_options(options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what asks for several answers."""
+    if options.get("num_return_sequences") not in (None, 1):
+        raise ValueError(
+            f"num_return_sequences is {options['num_return_sequences']}, but a video gets one answer; leave it out."
+        )
+
+
+@contextlib.contextmanager
+def _watch_tower(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Masks and scores that the vision tower returns meanwhile: `generate` does not hand them on."""
+    # By name: under PEFT and torch.compile the tower lies deeper.
+    (tower,) = (module for name, module in model.named_modules() if name.rpartition(".")[2] == "vision_tower")
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hook = tower.register_forward_hook(
+        lambda module, arguments, output: seen.append((output.keep_mask, output.token_scores))
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()

@@ -1,0 +1,205 @@
+"""`answer_videos`: what one call after the other gives, in order, while the next videos are prepared."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+from stts_hf.inference import answering
+from stts_hf.inference.answering import PreparedVideo, VideoAnswer, answer_videos
+from stts_hf.inference.prefetch import PreparationError
+from tests.clips import write_clip
+
+PATIENCE = 20  # seconds until a test that would hang fails
+QUESTION = "What moves?"
+FEW: dict[str, Any] = {"processing": {"num_frames": 2}, "max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def model(hub_configs):
+    return AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True).eval()
+
+
+@pytest.fixture(scope="module")
+def processor(hub_configs):
+    return AutoProcessor.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("clips")
+    return [str(write_clip(folder / f"{name}.mp4", 20 + 10 * place)) for place, name in enumerate("abc")]
+
+
+@pytest.fixture
+def words(tmp_path) -> str:
+    """A file that is no video."""
+    path = tmp_path / "words.mp4"
+    path.write_bytes(b"no video\n" * 100)
+    return str(path)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A model that needs no processor: `prepare` and `answer` are called in place of the real steps."""
+
+    def pretend(prepare=lambda video: None, answer=lambda video: None):
+        def prepare_video(processor, video, question, **options):
+            prepare(video)
+            return PreparedVideo(video, question, None, None)
+
+        def answer_prepared(model, processor, prepared, **options):
+            answer(prepared.video)
+            return VideoAnswer(prepared.video, prepared.question, f"{prepared.question} {prepared.video}")
+
+        monkeypatch.setattr(answering, "prepare_video", prepare_video)
+        monkeypatch.setattr(answering, "answer_prepared", answer_prepared)
+        return SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
+
+    return pretend
+
+
+def test_next_video_is_prepared_while_the_model_answers(pretend):
+    in_work = [threading.Event() for _ in range(4)]
+
+    def answer(video):
+        assert video == 3 or in_work[video + 1].wait(PATIENCE), f"{video} was answered before {video + 1} was begun"
+
+    model = pretend(lambda video: in_work[video].set(), answer)
+    assert [found.video for found in answer_videos(model, None, range(4), QUESTION)] == [0, 1, 2, 3]
+
+
+def test_waiting_is_what_preparing_takes_beyond_answering(pretend):
+    go_on = threading.Event()
+
+    def prepare(video):
+        assert video == 0 or go_on.wait(PATIENCE)
+
+    first, second = range(2)
+    answers = answer_videos(pretend(prepare), None, [first, second], QUESTION)
+    next(answers)
+    threading.Timer(0.2, go_on.set).start()
+    # 0.2 s less what starting the timer took
+    assert next(answers).seconds_waited > 0.1
+
+
+@torch.no_grad()
+def test_answers_are_those_of_one_call_after_the_other(model, processor, clips):
+    answers = list(answer_videos(model, processor, clips, QUESTION, pruning_ratio=0.3, num_workers=2, **FEW))
+    assert [answer.video for answer in answers] == clips
+    messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+    for clip, answer in zip(clips, answers, strict=True):
+        inputs = processor(text=[prompt], videos=[clip], num_frames=2, return_metadata=True, return_tensors="pt")
+        metadata = inputs.pop("video_metadata")[0]
+        tokens = model.generate(**inputs, pruning_ratio=0.3, max_new_tokens=3, do_sample=False)
+        length = inputs["input_ids"].shape[1]
+        assert answer.answer == processor.decode(tokens[0, length:], skip_special_tokens=True).strip()
+        seen = model(**inputs, pruning_ratio=0.3)
+        assert answer.keep_mask is not None
+        assert answer.token_scores is not None
+        assert torch.equal(answer.keep_mask, seen.keep_mask[0])
+        assert torch.equal(answer.token_scores, seen.token_scores[0])
+        assert answer.timestamps == tuple(metadata.timestamps)
+        assert (answer.num_frames, answer.grid, answer.duration) == (2, (9, 9), metadata.duration)
+        # floor(0.3 * 162) = 48 are dropped.
+        assert (answer.video_tokens, answer.video_tokens_kept) == (162, 114)
+        assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_positions.shape[1])
+
+
+def test_checkpoints_ratio_is_the_default_also_for_test_time_scaling(model, processor, clips):
+    few = FEW | {"processing": {"num_frames": 2, "test_time_scaling": True}}
+    (answer,) = answer_videos(model, processor, clips[2:], QUESTION, **few)
+    # The checkpoint says 0.5: ceil(2 / (1 - 0.5)) = 4 frames, half of their 324 tokens kept.
+    assert (answer.num_frames, answer.video_tokens_kept) == (4, 162)
+
+
+def test_frames_without_a_rate_are_dated_as_in_the_prompt(model, processor):
+    frames = np.random.default_rng(0).integers(0, 255, (2, 40, 40, 3), dtype=np.uint8)
+    few = FEW | {"processing": {"do_sample_frames": False}}
+    (answer,) = answer_videos(model, processor, [frames], QUESTION, **few)
+    assert answer.timestamps == (0.0, 0.5)  # 2 per second
+
+
+def test_error_is_returned_in_the_videos_place(model, processor, clips, words):
+    first, second, third = answer_videos(
+        model, processor, [clips[0], words, clips[1]], QUESTION, on_error="return", **FEW
+    )
+    assert (first.error, third.error) == (None, None)
+    assert first.answer is not None
+    assert third.video == clips[1]
+    assert isinstance(second.error, PreparationError)
+    assert isinstance(second.error.__cause__, ValueError)
+    assert (second.video, second.question, second.answer) == (words, QUESTION, None)
+    assert (second.num_frames, second.video_tokens, second.prompt_tokens_kept) == (0, 0, 0)
+
+
+def test_error_ends_it_by_default(model, processor, clips, words):
+    answers = answer_videos(model, processor, [clips[0], words, clips[1]], QUESTION, **FEW)
+    assert next(answers).video == clips[0]
+    with pytest.raises(PreparationError, match=r"words\.mp4 could not be prepared: ValueError"):
+        next(answers)
+    assert next(answers, None) is None
+
+
+def test_error_names_the_place_of_what_has_no_path(pretend):
+    def prepare(video):
+        raise ValueError("no")
+
+    (answer,) = answer_videos(pretend(prepare), None, [b"bytes"], QUESTION, on_error="return")
+    assert str(answer.error).startswith("Item 0 could not")
+
+
+def test_each_video_may_have_its_own_question(pretend):
+    answers = answer_videos(pretend(), None, iter("abc"), iter("xyz"))
+    assert [answer.answer for answer in answers] == ["x a", "y b", "z c"]
+
+
+def test_more_videos_than_questions_are_an_error_after_the_last_pair(pretend):
+    answers = answer_videos(pretend(), None, ["abc", "d"], ["x"])
+    assert next(answers).answer == "x abc"
+    with pytest.raises(ValueError, match="zip"):
+        next(answers)
+
+
+def test_leaving_early_starts_no_more(pretend):
+    begun: list[int] = []
+    answers = answer_videos(pretend(begun.append), None, range(10), QUESTION, ahead=1)
+    next(answers)
+    answers.close()
+    assert begun in ([0], [0, 1])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_what_the_model_raises_comes_through_and_leaves_no_hook(model, processor, clips):
+    with pytest.raises(ValueError, match="no_such_option"):
+        next(answer_videos(model, processor, clips, QUESTION, no_such_option=1, **FEW))
+    assert not model.model.vision_tower._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"videos": "a.mp4"}, TypeError, "videos must be several, got one str"),
+        ({"pruning_ratio": 1.5}, ValueError, "1.5"),
+        ({"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
+        ({"num_workers": 0}, ValueError, "num_workers must be"),
+        ({"ahead": 0}, ValueError, "ahead must be"),
+        ({"on_error": "skip"}, ValueError, "on_error must be"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_refused_at_once(pretend, options, error, message):
+    arguments: dict[str, Any] = {"videos": ["a.mp4"], "question": QUESTION} | options
+    with pytest.raises(error, match=message):
+        answer_videos(pretend(), None, **arguments)
+
+
+def test_a_stock_model_is_refused_at_once():
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(model_type="molmo2")))
+    with pytest.raises(ValueError, match="vision_config"):
+        answer_videos(model, None, [], QUESTION)
