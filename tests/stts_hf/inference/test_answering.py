@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from stts_hf.inference import answering
@@ -109,6 +110,13 @@ def test_answers_are_those_of_one_call_after_the_other(model, processor, clips):
         # floor(0.3 * 162) = 48 are dropped.
         assert (answer.video_tokens, answer.video_tokens_kept) == (162, 114)
         assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_positions.shape[1])
+
+
+def test_a_model_with_adapters_answers_too(hub_configs, processor, clips):
+    model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True)
+    adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj")).eval()
+    (answer,) = answer_videos(adapted, processor, clips[:1], QUESTION, **FEW)
+    assert answer.video_tokens_kept == 81
 
 
 def test_checkpoints_ratio_is_the_default_also_for_test_time_scaling(model, processor, clips):
