@@ -96,22 +96,26 @@ def finish_or_clear(run: Path) -> None:
     shutil.rmtree(stage, ignore_errors=True)
 
 
-def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """
-    Path of the latest whole checkpoint in `output_dir`, None where there is none. One that was cut off, as plain
-    `Trainer` may leave it, is passed over with a warning.
-    """
-    run = Path(output_dir)
+def checkpoints_in(run: Path) -> dict[int, Path]:
+    """Checkpoints in the folder `run`, whole or not, by their step, in order; none where there is no such folder."""
     steps = {}
     for path in run.iterdir() if run.is_dir() else ():
         found = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
         if found and path.is_dir():
             steps[int(found[1])] = path
-    for step in sorted(steps, reverse=True):
-        missing = what_is_missing(steps[step])
+    return dict(sorted(steps.items()))
+
+
+def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """
+    Path of the latest whole checkpoint in `output_dir`, None where there is none. One that was cut off, as plain
+    `Trainer` may leave it, is passed over with a warning.
+    """
+    for folder in reversed(checkpoints_in(Path(output_dir)).values()):
+        missing = what_is_missing(folder)
         if missing is None:
-            return str(steps[step])
-        logger.warning(f"Passing over {steps[step]}: {missing}.")
+            return str(folder)
+        logger.warning(f"Passing over {folder}: {missing}.")
     return None
 
 

@@ -1,15 +1,13 @@
 """A run from its configuration to the saved checkpoint."""
 
 import os
-import re
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from stts_hf import __version__
 from stts_hf.training.build import make_trainer, prepare
-from stts_hf.training.checkpointing import last_checkpoint, what_is_missing
+from stts_hf.training.checkpointing import checkpoints_in, last_checkpoint, what_is_missing
 from stts_hf.training.config import TrainConfig
 from stts_hf.training.models import keep_precision, load_model, make_empty_model
 from stts_hf.training.outputs import CONFIG_COPY, save
@@ -78,14 +76,13 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> None:
             raise ConfigError(f"--resume {resume}: it is no checkpoint to resume from; {missing}.")
     if resume is True and last_checkpoint(output) is None:
         raise ConfigError(f"--resume: {str(output)!r} holds no whole checkpoint to resume from.")
-    if resume is False and output.is_dir():
-        earlier = [p.name for p in output.iterdir() if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", p.name)]
-        if earlier:
-            raise config.error(
-                "training.output_dir",
-                f"{str(output)!r} holds {sorted(earlier)[-1]} of an earlier run. Pass --resume to go on with it, or "
-                "name another folder.",
-            )
+    earlier = list(checkpoints_in(output).values())
+    if resume is False and earlier:
+        raise config.error(
+            "training.output_dir",
+            f"{str(output)!r} holds {earlier[-1].name} of an earlier run. Pass --resume to go on with it, or name "
+            "another folder.",
+        )
 
 
 def write_config(config: TrainConfig, output: Path) -> None:

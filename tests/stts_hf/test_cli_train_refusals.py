@@ -1,0 +1,185 @@
+"""`stts-hf train` before its first step: the plan that it shows, and what it refuses, by name."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from stts_hf.cli.main import main
+from tests.checkpoints import TINY, weights_of
+from tests.training_files import row, train, write_config, write_rows
+
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture
+def without_weights(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def test_dry_run_shows_the_plan_and_loads_no_weights(data, tmp_path, without_weights, capsys):
+    more = "freeze: [vision_tower]\nstts:\n  pruning_ratio: 0.5\n"
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights, more=more)
+    assert train(config, "--dry-run", "--set", "data.pack_to=300") == 0
+    plan = {line.split(":")[0]: line.partition(":")[2].strip() for line in capsys.readouterr().out.splitlines()}
+    assert plan["scorer"].endswith("parameters, trained at 0.001")
+    assert plan["vision_tower"].endswith("frozen")
+    assert plan["language_model"].endswith("trained at 1e-05")
+    assert plan["train"].startswith("3 samples in 2 rows of up to 300 tokens after pruning (1.50 a row")
+    assert plan["steps"] == "1 of 2 rows (2 a process x 1 x 1 accumulated), 1 epochs"
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_says_when_it_evaluates_and_what_was_skipped(data, tmp_path, without_weights, capsys):
+    rows = write_rows(data.parent, [row(0), row(1, videos=["gone.mp4"])], f"{tmp_path.name}.jsonl")
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    overrides = [f"data.eval={rows}", "data.on_error=skip", "training.load_best_model_at_end=true"]
+    overrides += [f"training.{name}_strategy=steps" for name in ("eval", "save")]
+    overrides += [f"training.{name}_steps=5" for name in ("eval", "save")]
+    assert train(config, "--dry-run", *(part for one in overrides for part in ("--set", one))) == 0
+    plan = capsys.readouterr().out
+    assert "1 rows, every 5 steps and at the end; the checkpoint with the best loss is what is saved" in plan
+    assert "1 rows of eval (data.on_error: skip)" in plan
+    assert train(config, "--dry-run", "--set", f"data.eval={data}") == 0
+    assert "3 rows, at the end alone" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_dry_run_of_a_configuration_for_gpus_needs_none(data, tmp_path, without_weights, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    overrides = ["--set", "training.use_cpu=false", "--set", "training.bf16=true"]
+    assert train(config, "--dry-run", *overrides) == 0
+    assert train(config, *overrides) == 2
+    assert "bf16" in capsys.readouterr().err
+
+
+def test_configuration_that_is_missing_is_asked_for(tmp_path, capsys):
+    assert main(["train"]) == 2
+    assert "CONFIG is missing" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "run.yaml")]) == 2
+    assert "Write the file first: stts-hf train CONFIG --resume" in capsys.readouterr().err
+
+
+def test_resume_without_a_checkpoint_is_refused(data, tmp_path, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert train(config, "--resume") == 2
+    assert "holds no whole checkpoint" in capsys.readouterr().err
+    assert train(config, "--resume", str(tmp_path / "nowhere")) == 2
+    assert "there is no such checkpoint folder" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_refused(data, tmp_path, without_weights, capsys):
+    (tmp_path / "file").touch()
+    config = write_config(tmp_path, data, tmp_path / "file" / "out", model=without_weights)
+    assert train(config) == 2
+    assert f"cannot be written: '{tmp_path / 'file'}' is a file" in capsys.readouterr().err
+
+
+def test_the_last_checkpoint_of_an_earlier_run_is_named(data, tmp_path, capsys):
+    for step in (9, 90, 100):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+    assert train(write_config(tmp_path, data, tmp_path / "out")) == 2
+    assert "holds checkpoint-100 of an earlier run" in capsys.readouterr().err
+
+
+def test_run_without_a_step_is_refused(data, tmp_path, without_weights, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    dropping = ["training.per_device_train_batch_size=4", "training.dataloader_drop_last=true"]
+    assert train(config, *(part for one in dropping for part in ("--set", one))) == 2
+    assert "`training.dataloader_drop_last` leaves nothing of 3 rows in batches of 4" in capsys.readouterr().err
+
+
+BAD_ROWS = {
+    "missing file": (row(1, videos=["gone.mp4"]), "gone.mp4' does not exist"),
+    "two videos": (row(1, videos=["clip_0.mp4", "clip_1.mp4"]), "at most one video"),
+    "no answer": (row(1, messages=[{"role": "user", "content": "What?"}]), "no assistant message"),
+    "no messages": ({"id": "row-1", "videos": ["clip_0.mp4"]}, "messages and question"),
+    "too long": (
+        row(1, messages=[{"role": "user", "content": "w " * 500}, *row(1)["messages"][1:]]),
+        "max_length is 300",
+    ),
+}
+
+
+@pytest.mark.parametrize(("bad", "problem"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_path, without_weights, capsys):
+    rows = write_rows(data.parent, [row(0), bad], f"{tmp_path.name}.jsonl")
+    config = write_config(tmp_path, rows, tmp_path / "out", model=without_weights)
+    assert train(config, "--set", "data.max_length=300") == 2
+    error = capsys.readouterr().err
+    assert "'row-1'" in error
+    assert problem in error
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "layer that the model has not": ("stts.pruning_layer=40", "`stts.pruning_layer` does not fit the model"),
+    "module that the model has not": ("peft.modules_to_save=[skorer]", "`peft.modules_to_save` names 'skorer'"),
+    "nothing to adapt": ("peft.target_modules=[zzz]", "`peft.target_modules` does not fit the model"),
+    "nothing to train": ("freeze=[language_model, vision_tower, connector, scorer]", "Nothing is left to train"),
+    "empty batches": ("training.per_device_train_batch_size=0", "_batch_size` is 0, but must be at least 1"),
+    "missing rows": ("data.train=nowhere.jsonl", "`data.train` cannot be loaded: There is no data file"),
+    "evaluation without rows": ("training.eval_strategy=epoch", "`training.eval_strategy` is 'epoch', but `data.eval`"),
+    "order by lengths": (
+        "training.train_sampling_strategy=group_by_length",
+        "`training.train_sampling_strategy` is 'group_by_length', but the rows have no column 'length'",
+    ),
+    "no epoch": ("training={output_dir: out, num_train_epochs: 0}", "`training.num_train_epochs` is 0"),
+    "missing folder": ("model.path=/nowhere/model", "`model.path` is '/nowhere/model': there is no such folder"),
+    "what TrainingArguments refuses": ("training.warmup_steps=-1", "`training`: "),
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), REFUSED.values(), ids=REFUSED)
+def test_settings_that_do_not_fit_are_refused_by_key(assignment, message, data, tmp_path, without_weights, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    assert train(config, "--dry-run", "--set", assignment) == 2
+    assert message in capsys.readouterr().err
+
+
+NOT_HERE = {
+    "package of an optimizer": ("training.optim=adamw_bnb_8bit", "bitsandbytes"),
+    "package of reports": ("training.report_to=wandb", "wandb"),
+    "the Hub": ("training.push_to_hub=true", "`training.push_to_hub` cannot be done: the Hub is switched off"),
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), NOT_HERE.values(), ids=NOT_HERE)
+def test_what_this_machine_lacks_is_named(assignment, message, data, tmp_path, capsys):
+    if importlib.util.find_spec(message.split()[0].strip("`").split(".")[0]):
+        pytest.skip("it is installed")
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert train(config, "--set", assignment) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train_config.yaml").exists()
+
+
+def test_another_models_checkpoint_is_refused(data, tmp_path, capsys):
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    config = write_config(tmp_path, data, tmp_path / "out", model=tmp_path / "qwen")
+    assert train(config) == 2
+    error = capsys.readouterr().err
+    assert "run.yaml:2: `model.path` cannot be trained" in error
+    assert "'qwen2_5_vl'" in error
+
+
+def test_checkpoint_with_missing_weights_is_refused(data, tmp_path, without_weights, capsys):
+    from safetensors.torch import save_file
+
+    weights = weights_of(TINY)
+    dropped = next(name for name in weights if "lm_head" in name)
+    save_file({name: t for name, t in weights.items() if name != dropped}, without_weights / "model.safetensors")
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    assert train(config) == 2
+    assert f"lacks weights or holds some of other shapes: {dropped}" in capsys.readouterr().err
+
+
+def test_unknown_backend_is_refused(data, tmp_path, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert train(config, "--set", "compile.backend=fast") == 2
+    assert "`compile.backend` is 'fast', but must be one of" in capsys.readouterr().err
