@@ -1,87 +1,19 @@
-"""Scorer, bias, temporal loss and selection against the naive reference, forward and gradients."""
+"""Scorer, bias and temporal loss against the naive reference, forward and gradients."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 
 import pytest
 import torch
 
-from stts_hf.modeling.scoring_stts import (
-    TokenScorer,
-    num_kept_blocks,
-    previous_frame,
-    random_ranking,
-    score_bias,
-    select_blocks,
-    temporal_loss,
-    temporal_similarity,
-)
-from tests.naive import (
-    SCORER,
-    naive_bias,
-    naive_keep_mask,
-    naive_scores,
-    naive_similarity,
-    naive_temporal_loss,
-)
-from tests.tiny import pooling_windows, randomise, window_grid
+from stts_hf.modeling.scoring_stts import TokenScorer, previous_frame, score_bias, temporal_loss, temporal_similarity
+from tests.modeling.hidden_clips import GEOMETRIES, WIDTH, Clips, make_clips, random_scores
+from tests.naive import SCORER, naive_bias, naive_scores, naive_similarity, naive_temporal_loss
+from tests.tiny import randomise
 
-WIDTH, HEADS = 16, 4
+HEADS = 4
 # float32 sums of at most a hundred terms of order one.
 FORWARD_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5  # of the largest entry of each gradient
-
-
-@dataclass
-class Clips:
-    """Hidden states (T, N, D) of several videos, their windows (T * n, S), and what the optimised code takes."""
-
-    hidden_states: list[torch.Tensor]
-    tables: list[torch.Tensor]
-    grids: list[tuple[int, int, int]]
-    patch_grids: list[tuple[int, int]]
-
-    @property
-    def valid(self) -> torch.Tensor | None:
-        valid = torch.cat(self.tables) >= 0
-        return None if valid.all() else valid
-
-    def blocks(self) -> torch.Tensor:
-        """(G, S, D), padding slots zero."""
-        blocks = [
-            states.flatten(0, 1)[table.clamp_min(0)] * (table >= 0)[..., None]
-            for states, table in zip(self.hidden_states, self.tables, strict=True)
-        ]
-        return torch.cat(blocks)
-
-    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """(G,) as one (T, n) per video."""
-        parts = values.split([math.prod(grid) for grid in self.grids])
-        return [part.view(grid[0], -1) for part, grid in zip(parts, self.grids, strict=True)]
-
-
-def make_clips(videos: Sequence[tuple[int, tuple[int, int]]], window: tuple[int, int], seed: int = 0) -> Clips:
-    """`videos` holds (frames, patch grid) of each."""
-    generator = torch.Generator().manual_seed(seed)
-    clips = Clips([], [], [], [])
-    for frames, grid in videos:
-        states = torch.randn(frames, grid[0] * grid[1], WIDTH, generator=generator)
-        clips.hidden_states.append(states.requires_grad_())
-        clips.tables.append(pooling_windows(frames, grid, window))
-        clips.grids.append((frames, *window_grid(grid, window)))
-        clips.patch_grids.append(grid)
-    return clips
-
-
-# At least three blocks to a row: of two, both are extremes, whose bias has hardly any gradient.
-GEOMETRIES = {
-    "one-video": ([(4, (6, 9))], (3, 3)),
-    "different-lengths": ([(2, (6, 9)), (5, (6, 9)), (1, (6, 9))], (3, 3)),
-    "different-grids": ([(3, (4, 9)), (2, (6, 9)), (4, (2, 12))], (2, 3)),
-    "borders": ([(3, (8, 8)), (2, (4, 7))], (3, 3)),
-}
 
 
 @pytest.fixture(params=GEOMETRIES, ids=str)
@@ -104,11 +36,6 @@ def naive_scores_of(scorer: TokenScorer, clips: Clips) -> list[torch.Tensor]:
     weights = scorer_weights(scorer)
     videos = zip(clips.hidden_states, clips.tables, strict=True)
     return [naive_scores(weights, HEADS, states, table) for states, table in videos]
-
-
-def random_scores(clips: Clips, seed: int = 3) -> torch.Tensor:
-    count = sum(math.prod(grid) for grid in clips.grids)
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def cotangent(values: torch.Tensor) -> torch.Tensor:
@@ -322,108 +249,3 @@ def test_temporal_loss_is_float32_in_half_precision():
     loss = temporal_loss(scores, clips.blocks().bfloat16(), clips.grids)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, temporal_loss(scores, clips.blocks(), clips.grids), rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "videos", "expected"),
-    [
-        pytest.param(0.3, [64, 64], 7258, id="128-frames-30"),
-        pytest.param(0.4, [64, 64], 6222, id="128-frames-40"),
-        pytest.param(0.5, [64, 64], 5184, id="128-frames-50"),
-        pytest.param(0.3, [256], 14516, id="256-frames-30"),
-        pytest.param(0.4, [256], 12442, id="256-frames-40"),
-        pytest.param(0.5, [256], 10368, id="256-frames-50"),
-        pytest.param(0, [64, 64], 10368, id="128-frames-0"),
-        pytest.param(1, [256], 0, id="256-frames-100"),
-    ],
-)
-def test_counts_are_the_papers(ratio, videos, expected):
-    assert sum(num_kept_blocks(frames, 81, ratio) for frames in videos) == expected
-
-
-@pytest.mark.parametrize("percent", range(0, 100, 5))
-def test_budget_is_exact_for_decimal_ratios(percent):
-    ratio = percent / 100
-    for frames in [*range(1, 130), 256, 1024]:
-        for blocks in (1, 9, 80, 81):
-            dropped = min(math.floor(Fraction(percent, 100) * frames * blocks), (frames - 1) * blocks)
-            assert num_kept_blocks(frames, blocks, ratio) == frames * blocks - dropped, (frames, blocks)
-
-
-@pytest.mark.parametrize(("ratio", "expected"), [(0, 9), (0.5, 9), (0.999, 9), (1, 0)])
-def test_a_single_frame_loses_nothing_below_ratio_one(ratio, expected):
-    assert num_kept_blocks(1, 9, ratio) == expected
-
-
-def test_a_budget_beyond_the_other_frames_leaves_frame_zero():
-    grids = [(3, 2, 2)]
-    kept = num_kept_blocks(3, 4, 0.9)  # floor(10.8) of 12, but only 8 may go
-    keep_mask, kept_blocks = select_blocks(torch.arange(12, 0, -1).float() * -1, grids, [kept])
-    assert kept_blocks.tolist() == [0, 1, 2, 3]
-    assert keep_mask.tolist() == [True] * 4 + [False] * 8
-
-
-@pytest.mark.parametrize("ratio", [0, 0.2, 0.5, 0.77, 0.95, 1])
-@pytest.mark.parametrize("levels", [1000, 3, 1], ids=["no-ties", "many-ties", "all-equal"])
-def test_selection_is_the_naive_one(clips, ratio, levels):
-    scores = (random_scores(clips).detach() * levels).floor() / levels
-    num_kept = [num_kept_blocks(frames, rows * cols, ratio) for frames, rows, cols in clips.grids]
-    keep_mask, kept_blocks = select_blocks(scores, clips.grids, num_kept)
-    expected = torch.cat([naive_keep_mask(video, ratio).flatten() for video in clips.split(scores)])
-    assert torch.equal(keep_mask, expected)
-    assert torch.equal(kept_blocks, expected.nonzero().squeeze(-1))
-
-
-def test_of_equals_the_earlier_goes_first():
-    keep_mask, _ = select_blocks(torch.full((12,), 0.5), [(3, 2, 2)], [6])
-    assert keep_mask.view(3, 4).tolist() == [[True] * 4, [False] * 4, [False, False, True, True]]
-
-
-def test_frame_zero_stays_though_it_has_the_lowest_scores():
-    scores = torch.cat([torch.zeros(4), torch.ones(8)])
-    keep_mask, _ = select_blocks(scores, [(3, 2, 2)], [5])
-    assert keep_mask.view(3, 4).sum(dim=1).tolist() == [4, 0, 1]
-
-
-def test_selection_leaves_the_scores_as_they_are():
-    scores = torch.rand(12)
-    before = scores.clone()
-    select_blocks(scores, [(3, 2, 2)], [6])
-    assert torch.equal(scores, before)
-
-
-def test_scores_that_are_no_numbers_go_first_but_not_before_frame_zero():
-    scores = torch.tensor([math.nan, 0.1, math.nan, 0.9, math.inf, math.nan])
-    keep_mask, _ = select_blocks(scores, [(3, 1, 2)], [4])
-    assert keep_mask.tolist() == [True, True, False, True, True, False]
-
-
-def test_infinite_scores_do_not_displace_frame_zero():
-    scores = torch.tensor([0.5, 0.5, math.inf, math.inf, math.inf, math.inf])
-    keep_mask, _ = select_blocks(scores, [(3, 1, 2)], [3])
-    assert keep_mask.tolist() == [True, True, False, False, False, True]
-
-
-def test_a_seeded_random_ranking_of_a_video_does_not_depend_on_its_batch():
-    grids = [(3, 2, 2), (2, 3, 3)]
-    together = random_ranking(grids, torch.device("cpu"), seed=4)
-    apart = [random_ranking([grid], torch.device("cpu"), seed=4) for grid in grids]
-    assert torch.equal(together, torch.cat(apart))
-    assert not torch.equal(together, random_ranking(grids, torch.device("cpu"), seed=5))
-
-
-def test_a_random_ranking_without_a_seed_follows_the_global_generator():
-    grids = [(3, 2, 2)]
-    torch.manual_seed(0)
-    first, second = random_ranking(grids, torch.device("cpu")), random_ranking(grids, torch.device("cpu"))
-    torch.manual_seed(0)
-    assert torch.equal(first, random_ranking(grids, torch.device("cpu")))
-    assert not torch.equal(first, second)
-
-
-def test_a_seeded_random_ranking_leaves_the_global_generator_alone():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    random_ranking([(3, 2, 2)], torch.device("cpu"), seed=4)
-    assert torch.equal(torch.rand(3), expected)
