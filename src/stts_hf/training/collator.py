@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .encoding import IMAGE_KEYS, VIDEO_KEYS, Encoded, empty_video, encode
+from .encoding import IMAGE_KEYS, VIDEO_KEYS, Encoded, check_length, empty_video, encode
 from .labels import IGNORED
 from .rows import RowError, read_row
 
@@ -131,13 +131,7 @@ class STTSDataCollator:
         if self.max_length is None:
             return sample, 0
         length = len(sample) - sample.dropped(self.pruning_ratio)
-        if used + length > self.max_length:
-            before = f" and the samples before it in its row {used}" if used else ""
-            raise RowError(
-                f"Row {sample.id!r} has {length} tokens after pruning{before}, but max_length is {self.max_length}. "
-                "Raise max_length or pruning_ratio, or lower the video processor's num_frames.",
-                sample.id,
-            )
+        check_length(sample.id, length, self.max_length, used)
         return sample, length
 
     def _replace(self, skipped: list[str]) -> Encoded:

@@ -15,7 +15,7 @@ from .encoding import check_text
 from .headers import check_headers, in_order
 from .json_rows import as_json, load_json
 from .labels import render
-from .rows import RowError, Sample, check_files, read_row
+from .rows import RowError, Sample, check_files, read_row, row_errors
 
 logger = logging.get_logger(__name__)
 
@@ -181,7 +181,9 @@ def check_rows(
             if isinstance(sample, RowError):
                 raise sample
             if processor is not None:
-                _check_prompt(processor, sample)
+                with row_errors(sample.id):
+                    check_text(processor, sample)
+                    render(processor, sample.messages)
             good.append(index)
         except RowError as error:
             bad.append(error)
@@ -193,14 +195,6 @@ def check_rows(
             raise RowError(message, bad[0].row_id)
         logger.warning(message)
     return good
-
-
-def _check_prompt(processor: Any, sample: Any) -> None:
-    try:
-        check_text(processor, sample)
-        render(processor, sample.messages)
-    except Exception as error:  # the template raises what Jinja makes of its problem
-        raise RowError(f"Row {sample.id!r}: {error}", sample.id) from error
 
 
 def _pick_split(stored: datasets.DatasetDict, split: str | None, name: str) -> datasets.Dataset:

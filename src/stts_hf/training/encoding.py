@@ -12,7 +12,7 @@ from transformers.image_utils import load_image
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 
 from .labels import IGNORED, make_labels, render
-from .rows import RowError, Sample
+from .rows import RowError, Sample, row_errors
 
 VIDEO_KEYS = ("pixel_values_videos", "video_token_pooling", "video_grids")
 IMAGE_KEYS = ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
@@ -55,6 +55,17 @@ def count_dropped(grids: Sequence[tuple[int, int, int]], pruning_ratio: float | 
     return sum(t * n - num_kept_blocks(t, n, pruning_ratio) for t, n in blocks)
 
 
+def check_length(name: str, length: int, max_length: int, used: int = 0) -> None:
+    """Raises `RowError` where `length` tokens of the row `name` do not fit behind `used` tokens of other samples."""
+    if used + length > max_length:
+        before = f" and the samples before it in its row {used}" if used else ""
+        raise RowError(
+            f"Row {name!r} has {length} tokens after pruning{before}, but max_length is {max_length}. Raise max_length "
+            "or pruning_ratio, or lower the video processor's num_frames.",
+            name,
+        )
+
+
 def encode(processor: Any, sample: Sample) -> Encoded:
     """
     Decodes and tokenizes a sample.
@@ -62,7 +73,7 @@ def encode(processor: Any, sample: Sample) -> Encoded:
     Raises:
         RowError: a file cannot be decoded, the chat template refuses the conversation, or nothing of it is learned.
     """
-    try:
+    with row_errors(sample.id):
         check_text(processor, sample)
         text, spans = render(processor, sample.messages)
         inputs = processor(
@@ -79,10 +90,6 @@ def encode(processor: Any, sample: Sample) -> Encoded:
         labels = make_labels(inputs["input_ids"][0], inputs["offset_mapping"][0], moved)
         if (labels == IGNORED).all():
             raise ValueError("messages: all labels are masked, so there is nothing to learn.")
-    except (ImportError, MemoryError):  # not the row's fault
-        raise
-    except Exception as error:
-        raise RowError(f"Row {sample.id!r}: {error}", sample.id) from error
     vision = {key: inputs[key] for key in (*VIDEO_KEYS, *IMAGE_KEYS) if key in inputs}
     return Encoded(sample.id, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from .rows import RowError, Sample, is_url
+from .rows import Sample, is_url, row_errors
 
 Result = TypeVar("Result")
 
@@ -37,12 +37,8 @@ def check_headers(sample: Sample) -> None:
             if isinstance(source, str) and is_url(source):
                 continue
             name = repr(source) if isinstance(source, str) else "its bytes"
-            try:
+            with row_errors(sample.id, f"{key}: {name} cannot be opened: "):
                 check(io.BytesIO(source) if isinstance(source, bytes) else source)
-            except (ImportError, MemoryError):  # not the row's fault
-                raise
-            except Exception as error:
-                raise RowError(f"Row {sample.id!r}: {key}: {name} cannot be opened: {error}", sample.id) from error
 
 
 def _open_video(source: Any) -> None:

@@ -12,10 +12,10 @@ from transformers.image_utils import load_image
 from transformers.utils import logging
 
 from .collator import check_on_error, resolve_ratio
-from .encoding import add_bos, check_text, count_dropped
+from .encoding import add_bos, check_length, check_text, count_dropped
 from .headers import in_order
 from .labels import render
-from .rows import RowError, Sample, check_files, is_url, read_row
+from .rows import RowError, Sample, check_files, is_url, read_row, row_errors
 
 logger = logging.get_logger(__name__)
 
@@ -71,12 +71,8 @@ def measure_lengths(
                     raise found
                 sample, frame_times, image_sizes = found
                 length = _count(processor, sample, frame_times, image_sizes, ratio)
-                if max_length is not None and length > max_length:
-                    raise RowError(
-                        f"Row {sample.id!r} has {length} tokens after pruning, but max_length is {max_length}. Raise "
-                        "max_length or pruning_ratio, or lower the video processor's num_frames.",
-                        sample.id,
-                    )
+                if max_length is not None:
+                    check_length(sample.id, length, max_length)
                 lengths.append(length)
             except RowError as error:
                 if on_error == "raise":
@@ -88,13 +84,9 @@ def measure_lengths(
 
 def _read_headers(processor: Any, sample: Sample) -> tuple[list[list[float]], list[tuple[int, int]]]:
     """Times (seconds) of the frames that each video will show, and height and width of each image."""
-    try:
+    with row_errors(sample.id):
         times = [processor.video_processor.probe(video).frame_times for video in sample.videos]
         return times, [_image_size(image) for image in sample.images]
-    except (ImportError, MemoryError):  # not the row's fault
-        raise
-    except Exception as error:
-        raise RowError(f"Row {sample.id!r}: {error}", sample.id) from error
 
 
 def _image_size(source: Any) -> tuple[int, int]:
@@ -120,7 +112,7 @@ def _count(
     pruning_ratio: float | None,
 ) -> int:
     """Tokens of the prompt with its videos and images spelled out, less those that pruning takes."""
-    try:
+    with row_errors(sample.id):
         check_text(processor, sample)
         text, _ = render(processor, sample.messages)
         rows, columns = _blocks_of_frame(processor.video_processor)
@@ -133,8 +125,6 @@ def _count(
         images = [processor.replace_image_token({"image_grids": [grid]}, 0) for grid in image_grids]
         [text], _ = processor.get_text_with_replacements([add_bos(processor, text)], images, videos)
         return len(processor.tokenizer(text)["input_ids"]) - count_dropped(grids, pruning_ratio)
-    except Exception as error:
-        raise RowError(f"Row {sample.id!r}: {error}", sample.id) from error
 
 
 def _blocks_of_frame(video_processor: Any) -> tuple[int, int]:

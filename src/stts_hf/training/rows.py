@@ -5,9 +5,10 @@ A row has `messages`, or `question` with `options` and `answer` in their place; 
 placeholders of the messages in order. See docs/training_data.md.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
         return _read(row, name)
     except (ValueError, TypeError) as error:
         raise RowError(f"Row {name!r}: {error}", name) from error
+
+
+@contextlib.contextmanager
+def row_errors(name: str, place: str = "") -> Iterator[None]:
+    """Raises as `RowError` of the row `name` whatever is raised inside, with `place` before its message."""
+    try:
+        yield
+    except (ImportError, MemoryError):  # not the row's fault
+        raise
+    except Exception as error:  # decoders and chat templates raise what they like
+        raise RowError(f"Row {name!r}: {place}{error}", name) from error
 
 
 def check_files(sample: Sample) -> None:
