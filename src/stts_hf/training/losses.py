@@ -21,6 +21,10 @@ class LossCounts:
     labels: torch.Tensor
     blocks: torch.Tensor
 
+    def at_least_one(self) -> "LossCounts":
+        """The same to divide by: a loss over none of them is 0."""
+        return LossCounts(self.labels.clamp_min(1), self.blocks.clamp_min(1))
+
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:
     """
@@ -53,13 +57,15 @@ def count(batch: Mapping[str, Any]) -> LossCounts:
     return LossCounts(count_labels(batch), count_blocks(batch))
 
 
-def normalised_losses(outputs: Any, batch: Mapping[str, Any], step: LossCounts) -> tuple[torch.Tensor, torch.Tensor]:
+def normalised_losses(outputs: Any, counts: LossCounts, step: LossCounts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    A batch's share of the task loss and of the temporal loss of the whole step, float32 scalars. outputs: of a call
-    with `num_items_in_batch=step.labels`, so that its task loss is a sum already divided.
+    A batch's share of the task loss and of the temporal loss of the whole step, float32 scalars.
+
+    outputs: of a call with `num_items_in_batch=step.labels`, so that its task loss is a sum already divided. counts: of
+    the batch. step: of the step, `at_least_one`.
     """
     task = outputs.task_loss.float()
     if outputs.temporal_loss is None:
         return task, torch.zeros_like(task)
-    share = count_blocks(batch) / step.blocks.clamp_min(1)
+    share = counts.blocks / step.blocks
     return task, (outputs.temporal_loss * share.to(outputs.temporal_loss.device)).to(task.device)

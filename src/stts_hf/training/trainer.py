@@ -169,7 +169,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
             everywhere = self.accelerator.reduce(step, reduction="sum")
             self._stop = everywhere[2]
             step = everywhere if self.args.average_tokens_across_devices else step
-        self._step_counts = LossCounts(step[0].clamp_min(1), step[1])
+        self._step_counts = LossCounts(step[0], step[1]).at_least_one()
         self.statistics.steps += 1
         return batches, self._step_counts.labels
 
@@ -201,11 +201,11 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         """The batch's share of the step's loss; outside training, the loss of the batch alone."""
         training = model.training and self._eval_statistics is None
         counts = count(inputs)
-        step = self._step_counts if training else LossCounts(counts.labels.clamp_min(1), counts.blocks)
-        if step is None:  # called by hand, outside `train`
-            step = LossCounts(counts.labels.clamp_min(1), counts.blocks)
+        step = self._step_counts if training else None
+        if step is None:  # in evaluation, or called by hand
+            step = counts.at_least_one()
         outputs = model(**inputs, num_items_in_batch=step.labels)
-        task, temporal = normalised_losses(outputs, inputs, step)
+        task, temporal = normalised_losses(outputs, counts, step)
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
         loss = scale * (task + self.temporal_loss_weight * temporal)

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
-from stts_hf.training.losses import LossCounts, count, normalised_losses
+from stts_hf.training.losses import count, normalised_losses
 from stts_hf.training.metrics import Statistics
 from tests.stts_hf.training.runs import Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
@@ -125,8 +125,7 @@ def test_counting_reads_nothing_from_the_device():
     statistics = Statistics(torch.device("cpu"))
     with Readings() as readings:
         counts = count(inputs)
-        step = LossCounts(counts.labels, counts.blocks)
-        task, temporal = normalised_losses(outputs, inputs, step)
+        task, temporal = normalised_losses(outputs, counts, counts.at_least_one())
         statistics.observe(outputs, inputs)
         statistics.add("task_loss", task)
         statistics.add("temporal_loss", temporal)
