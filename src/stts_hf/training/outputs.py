@@ -13,7 +13,7 @@ from stts_hf.hub.push import refusals
 from stts_hf.modeling.card_stts import base_model_of
 from stts_hf.training.build import MODEL_SETTINGS, VISION_SETTINGS, Run
 from stts_hf.training.models import load_model
-from stts_hf.training.plan import count_parameters, count_steps
+from stts_hf.training.plan import count_parameters, describe_schedule, peak_rate, rows_of_step
 from stts_hf.training.trainer import STTSTrainer
 
 CONFIG_COPY = "train_config.yaml"
@@ -66,17 +66,7 @@ def push(trainer: STTSTrainer, output: Path) -> None:
 
 def write_card_of_adapter(run: Run, trainer: STTSTrainer, folder: Path) -> None:
     """The card of an adapter: what it is put on, settings, data, hyperparameters and last losses."""
-    card, path = run.config.card, run.config.model.path
-    write_adapter_card(
-        folder,
-        base_model=card.base_model or base_model_of(path),
-        name=card.name,
-        license=_license(run),
-        datasets=card.datasets,
-        training=describe_training(run, trainer),
-        figures=final_figures(trainer),
-        settings=changed_settings(run),
-    )
+    write_adapter_card(folder, settings=changed_settings(run), **_details(run, trainer, _inherited(run)))
 
 
 def adapted_model(run: Run, trainer: STTSTrainer, output: Path) -> Any:
@@ -95,36 +85,22 @@ def adapted_model(run: Run, trainer: STTSTrainer, output: Path) -> Any:
 
 def write_card(run: Run, trainer: STTSTrainer, folder: Path) -> None:
     """The card of a whole checkpoint: settings, data, hyperparameters and last losses."""
-    card, path = run.config.card, run.config.model.path
-    write_model_card(
-        folder,
-        base_model=card.base_model or base_model_of(path),
-        name=card.name,
-        license=_license(run),
-        datasets=card.datasets,
-        training=describe_training(run, trainer),
-        figures=final_figures(trainer),
-        metadata=inherited_metadata(Path(path)),
-    )
+    inherited = _inherited(run)
+    write_model_card(folder, metadata=inherited, **_details(run, trainer, inherited))
 
 
 def describe_training(run: Run, trainer: STTSTrainer) -> str:
     """What a card says of the training, in Markdown."""
     arguments, config = run.arguments, run.config
-    rates: Any = arguments.learning_rates
     counts = count_parameters(trainer.accelerator.unwrap_model(trainer.model))
-    trained = [f"{part} at {rates.get(part, rates['language_model']):g}" for part, (_, n) in counts.items() if n]
-    batch = arguments.per_device_train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+    trained = [f"{part} at {peak_rate(arguments, part):g}" for part, (_, number) in counts.items() if number]
     rows = f"{getattr(run.train_rows, 'num_samples', len(run.train_rows))} samples"
     if config.data.pack_to is not None:
         rows += f", packed into {len(run.train_rows)} rows of up to {config.data.pack_to} tokens after pruning"
-    scheduler: Any = arguments.lr_scheduler_type
-    steps, _ = count_steps(run)
     lines = [
         f"Trained with `stts-hf train` ({__version__}); `{CONFIG_COPY}` holds the whole configuration.\n",
-        f"- {trainer.state.global_step} steps of {batch} rows; {rows}",
-        f"- peak learning rates: {', '.join(trained)}; {getattr(scheduler, 'value', scheduler)} schedule, "
-        f"{arguments.get_warmup_steps(steps)} steps of warm-up",
+        f"- {trainer.state.global_step} steps of {rows_of_step(arguments)} rows; {rows}",
+        f"- peak learning rates: {', '.join(trained)}; schedule: {describe_schedule(run)}",
         f"- loss: task + {run.model_config.temporal_loss_weight:g} x temporal",
         f"- precision: {config.model.dtype} weights"
         + (", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""),
@@ -148,6 +124,18 @@ def changed_settings(run: Run) -> dict[str, Any]:
     return given | run.config.stts.given(MODEL_SETTINGS)
 
 
-def _license(run: Run) -> str | None:
-    inherited = inherited_metadata(Path(run.config.model.path))
-    return run.config.card.license or inherited.get("license") or "apache-2.0"
+def _details(run: Run, trainer: STTSTrainer, inherited: dict[str, Any]) -> dict[str, Any]:
+    """What cards of both kinds say."""
+    card = run.config.card
+    return {
+        "base_model": card.base_model or base_model_of(run.config.model.path),
+        "name": card.name,
+        "license": card.license or inherited.get("license") or "apache-2.0",
+        "datasets": card.datasets,
+        "training": describe_training(run, trainer),
+        "figures": final_figures(trainer),
+    }
+
+
+def _inherited(run: Run) -> dict[str, Any]:
+    return inherited_metadata(Path(run.config.model.path))

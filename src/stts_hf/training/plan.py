@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
+from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import Run
 from stts_hf.training.packing import PackedDataset
-from stts_hf.training.parts import ADAPTER, PARTS, is_adapter, part_of
+from stts_hf.training.parts import ADAPTER, LANGUAGE_MODEL, PARTS, is_adapter, part_of
 
 
 def count_parameters(model: Any) -> dict[str, tuple[int, int]]:
@@ -20,11 +21,32 @@ def count_parameters(model: Any) -> dict[str, tuple[int, int]]:
     return {part: count for part, count in counts.items() if count[0]}
 
 
+def rows_of_batch(arguments: STTSTrainingArguments) -> int:
+    """Rows that all processes take at once."""
+    return arguments.per_device_train_batch_size * arguments.world_size
+
+
+def rows_of_step(arguments: STTSTrainingArguments) -> int:
+    """Rows of an optimizer step, over all processes and accumulated batches."""
+    return rows_of_batch(arguments) * arguments.gradient_accumulation_steps
+
+
+def peak_rate(arguments: STTSTrainingArguments, part: str) -> float:
+    """Peak learning rate of a part; of an adapter without one of its own, the language model's."""
+    rates: Any = arguments.learning_rates
+    return rates.get(part, rates[LANGUAGE_MODEL])
+
+
+def describe_schedule(run: Run) -> str:
+    """Its name and its warm-up, for reading."""
+    scheduler: Any = run.arguments.lr_scheduler_type
+    warmup = run.arguments.get_warmup_steps(count_steps(run)[0])
+    return f"{getattr(scheduler, 'value', scheduler)}, {warmup} steps of warm-up"
+
+
 def count_steps(run: Run) -> tuple[int, int]:
     """Optimizer steps of the run and of an epoch."""
-    arguments = run.arguments
-    batch = arguments.per_device_train_batch_size * arguments.world_size
-    rows = len(run.train_rows)
+    arguments, rows, batch = run.arguments, len(run.train_rows), rows_of_batch(run.arguments)
     batches = rows // batch if arguments.dataloader_drop_last else math.ceil(rows / batch)
     epoch = math.ceil(batches / arguments.gradient_accumulation_steps)
     return arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * epoch), epoch
@@ -32,14 +54,12 @@ def count_steps(run: Run) -> tuple[int, int]:
 
 def check_steps(run: Run) -> None:
     """Raises `ConfigError` for a run that would take no step and save what it was given."""
-    arguments = run.arguments
-    batch = arguments.per_device_train_batch_size * arguments.world_size
     steps, epoch = count_steps(run)
     if not epoch:
         raise run.config.error(
             "training.dataloader_drop_last",
-            f"leaves nothing of {len(run.train_rows)} rows in batches of {batch}. Take it out, or make "
-            "`training.per_device_train_batch_size` smaller.",
+            f"leaves nothing of {len(run.train_rows)} rows in batches of {rows_of_batch(run.arguments)}. Take it out, "
+            "or make `training.per_device_train_batch_size` smaller.",
         )
     if not steps:
         raise run.config.error("training.num_train_epochs", "is 0, so there would be no step. Set it or `max_steps`.")
@@ -48,7 +68,6 @@ def check_steps(run: Run) -> None:
 def describe_run(run: Run, model: Any) -> str:
     """A table of model, parts, data and steps, for reading. model: with weights or without."""
     config, arguments, vision = run.config, run.arguments, run.model_config.vision_config
-    rates: Any = arguments.learning_rates
     lines = [
         ("model", f"{config.model.path} ({config.model.dtype})"),
         (
@@ -61,9 +80,8 @@ def describe_run(run: Run, model: Any) -> str:
         if not trained:
             status = "frozen"
         else:
-            rate = rates.get(part, rates["language_model"])
             share = "" if trained == total else f"{_number(trained)} of them "
-            status = f"{share}trained at {rate:g}"
+            status = f"{share}trained at {peak_rate(arguments, part):g}"
         lines.append((part, f"{_number(total)} parameters, {status}"))
     lines.append(("train", _describe_rows(run.train_rows)))
     if run.eval_rows is not None:
@@ -74,18 +92,16 @@ def describe_run(run: Run, model: Any) -> str:
     processor = run.processor.video_processor
     rate = f"{processor.max_fps:g} per second, " if processor.max_fps else ""
     lines.append(("frames", f"{rate}at most {processor.num_frames}"))
-    batch = arguments.per_device_train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
     steps, epoch = count_steps(run)
     lines.append(
         (
             "steps",
-            f"{steps} of {batch} rows ({arguments.per_device_train_batch_size} a process x {arguments.world_size} x "
-            f"{arguments.gradient_accumulation_steps} accumulated), {steps / epoch:.3g} epochs",
+            f"{steps} of {rows_of_step(arguments)} rows ({arguments.per_device_train_batch_size} a process x "
+            f"{arguments.world_size} x {arguments.gradient_accumulation_steps} accumulated), "
+            f"{steps / epoch:.3g} epochs",
         )
     )
-    warmup: Any = arguments.get_warmup_steps(steps)
-    scheduler: Any = arguments.lr_scheduler_type
-    lines.append(("schedule", f"{getattr(scheduler, 'value', scheduler)}, {warmup} steps of warm-up"))
+    lines.append(("schedule", describe_schedule(run)))
     lines.append(("output", str(arguments.output_dir)))
     width = max(len(name) for name, _ in lines) + 2
     return "\n".join(f"{name + ':':<{width}}{text}" for name, text in lines)
