@@ -104,13 +104,20 @@ def model_card(
     if config is not None:
         parts.append(_table("Pruning settings", ("setting", "value"), _settings(config, frames)))
     parts.append(USAGE.format(checkpoint=checkpoint).lstrip("\n"))
-    if training or datasets:
-        listed = [f"- [{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets]
-        parts.append("## Training\n\n" + "\n".join([*([training, ""] if training else []), *listed]).strip() + "\n")
-    if figures:
-        parts.append(_table("Measured", ("what", "result"), {key: str(value) for key, value in figures.items()}))
+    parts += training_sections(training, datasets, figures)
     parts.append(CITATION.lstrip("\n"))
     return ModelCard("\n".join(parts))
+
+
+def training_sections(training: str | None, datasets: Sequence[str], figures: Mapping[str, Any] | None) -> list[str]:
+    """The sections about training and measured results, each where there is something to say."""
+    listed = [f"- [{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets]
+    sections = []
+    if training or listed:
+        sections.append("## Training\n\n" + "\n".join([*([training, ""] if training else []), *listed]).strip() + "\n")
+    if figures:
+        sections.append(_table("Measured", ("what", "result"), figures))
+    return sections
 
 
 def _settings(config: Mapping[str, Any], frames: tuple[int, float | None] | None) -> dict[str, str]:
@@ -130,7 +137,7 @@ def _settings(config: Mapping[str, Any], frames: tuple[int, float | None] | None
     return settings
 
 
-def _table(title: str, head: tuple[str, str], rows: Mapping[str, str]) -> str:
+def _table(title: str, head: tuple[str, str], rows: Mapping[str, Any]) -> str:
     lines = [f"## {title}\n", f"| {head[0]} | {head[1]} |", "|---|---|"]
     return "\n".join([*lines, *(f"| {key} | {value} |" for key, value in rows.items())]) + "\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from stts_hf.hub.card import read_json
-from stts_hf.modeling.card_stts import CARD, CITATION, METHOD, TAGS
+from stts_hf.modeling.card_stts import CARD, CITATION, METHOD, TAGS, training_sections
 
 NO_BASE = "path/to/the/base/model"
 NO_ADAPTER = "path/to/this/adapter"
@@ -91,11 +91,5 @@ def write_adapter_card(
             processor="adapter" if (folder / "processor_config.json").is_file() else "base",
         ).lstrip("\n"),
     ]
-    if training or datasets:
-        listed = [f"- [{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets]
-        parts.append("## Training\n\n" + "\n".join([*([training, ""] if training else []), *listed]).strip() + "\n")
-    if figures:
-        rows = "\n".join(f"| {key} | {value} |" for key, value in figures.items())
-        parts.append(f"## Measured\n\n| what | result |\n|---|---|\n{rows}\n")
-    parts.append(CITATION.lstrip("\n"))
+    parts += [*training_sections(training, datasets, figures), CITATION.lstrip("\n")]
     ModelCard("\n".join(parts)).save(folder / CARD)
