@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.benchmark.clips import SIZE_480P, write_clip
-from stts_hf.modeling.frame_sampling_stts import sample_times
-from stts_hf.modeling.video_decoding_stts import decode_video
-from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.benchmark.read_frames import read
+from stts_hf.benchmark.readers import OURS, OURS_PREPROCESSED
 
 SAMPLED_PER_SECOND = 2  # the paper's rate
 
@@ -28,17 +27,13 @@ def measure_front_end(
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "clip.mp4")
         write_clip(path, frames / SAMPLED_PER_SECOND, size)
-        processor = STTSVideoProcessor(num_frames=frames, max_fps=None)
-
-        def decode() -> None:
-            decode_video(path, lambda found: sample_times(found.duration, frames, None))
-
-        def preprocess() -> None:
-            processor(videos=[path], return_tensors="pt")
-
-        samples: dict[str, list[float]] = {"decode": [], "decode_and_preprocess": []}
+        readers = {
+            name: read({"reader": reader, "path": path, "frames": frames})
+            for name, reader in (("decode", OURS), ("decode_and_preprocess", OURS_PREPROCESSED))
+        }
+        samples: dict[str, list[float]] = {name: [] for name in readers}
         for _ in range(repeats + 1):
-            for name, run in (("decode", decode), ("decode_and_preprocess", preprocess)):
+            for name, run in readers.items():
                 started = time.perf_counter()
                 run()
                 samples[name].append(time.perf_counter() - started)

@@ -18,12 +18,15 @@ from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
 
 def read(job: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
-    """Returns what is to be timed: reads the frames of a job, `(frames, metadata)`."""
-    path, count, indices = job["path"], job["frames"], job["indices"]
+    """
+    Returns what is to be timed: reads the frames of a job, `(frames, metadata)`. transformers' reader is told their
+    `indices`.
+    """
+    path, count = job["path"], job["frames"]
     if job["reader"] == OURS:
         return lambda: decode_video(path, lambda found: sample_times(found.duration, count, None))
     if job["reader"] == PYAV:
-        return lambda: read_video_pyav(path, lambda metadata: indices)
+        return lambda: read_video_pyav(path, lambda metadata: job["indices"])
     processor = STTSVideoProcessor(num_frames=count, max_fps=None)
 
     def preprocess() -> tuple[Any, VideoMetadata]:
