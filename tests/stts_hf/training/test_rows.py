@@ -3,6 +3,7 @@
 import pytest
 from PIL import Image
 
+from stts_hf.training import check_rows, measure_lengths
 from stts_hf.training.rows import RowError, check_files, read_row
 from tests.stts_hf.training.samples import assistant, image_row, text_row, user, video_row
 
@@ -163,3 +164,14 @@ def test_missing_and_empty_files_are_named(tmp_path, problem):
 def test_files_that_exist_pass(media):
     check_files(read_row(video_row("r", media / "two.mp4")))
     check_files(read_row(video_row("r", "https://example.com/a.mp4")))
+
+
+@pytest.mark.parametrize("error", [ImportError, MemoryError])
+@pytest.mark.parametrize("function", [check_rows, measure_lengths])
+def test_what_is_not_the_rows_fault_skips_none(function, error, processor, monkeypatch):
+    def fail(*_):
+        raise error("jinja2 is missing")
+
+    monkeypatch.setattr(f"{function.__module__}.render", fail)
+    with pytest.raises(error, match="jinja2 is missing"):
+        function([text_row("a")], processor, on_error="skip", progress=False)
