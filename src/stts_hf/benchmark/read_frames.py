@@ -18,10 +18,7 @@ from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
 
 def read(job: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
-    """
-    Returns what is to be timed: reads the frames of a job, `(frames, metadata)`. transformers' reader is told their
-    `indices`.
-    """
+    """Returns what is to be timed: reads the frames of a job, `(frames, metadata)`; only PyAV needs `indices`."""
     path, count = job["path"], job["frames"]
     if job["reader"] == OURS:
         return lambda: decode_video(path, lambda found: sample_times(found.duration, count, None))
