@@ -9,14 +9,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from transformers.utils import is_flash_attn_2_available
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from .frame_attention_stts import attend_within_frames, eager_frame_attention
-
-if is_flash_attn_2_available():
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
-else:
-    flash_attn_varlen_func = None
+from .frame_attention_stts import attend_within_frames, masked_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -47,8 +42,9 @@ def packed_attention(
 
     query: (P_q, heads, d). key, value: (P_k, heads, d). cu_seqlens_q, cu_seqlens_k: (F + 1,) int32.
     key_bias: (P_k,) float32, added to the logits of every query towards that key; gradients reach it.
-    implementation: a transformers attention name; "flash_attention_2" uses flash-attn, "eager" plain matrix products,
-    every other the best that PyTorch has on this device. Returns (P_q, heads, d).
+    implementation: a transformers attention name. Those with "flash" in them ("flash_attention_2", "flash_attention_3",
+    "kernels-community/flash-attn2", ...) are that kernel, "eager" is plain matrix products, every other the best that
+    PyTorch has on this device. Returns (P_q, heads, d).
     """
     head_dim = query.shape[-1]
     if query.shape[0] == 0:
@@ -58,8 +54,22 @@ def packed_attention(
         query, key, value = fold_bias_into_keys(query, key, value, key_bias, scaling)
     backend = choose_backend(implementation, query, dropout)
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if backend == "flash_attn":
-        output = flash_attn_varlen_func(query, key, value, *bounds, dropout_p=dropout, softmax_scale=scaling)
+    if backend == "flash":
+        output = _flash_attention_forward(  # of every version and source that transformers knows
+            query[None],
+            key[None],
+            value[None],
+            None,
+            query.shape[0],
+            is_causal=False,
+            dropout=dropout,
+            softmax_scale=scaling,
+            cu_seq_lens_q=cu_seqlens_q,  # type: ignore[arg-type]
+            cu_seq_lens_k=cu_seqlens_k,  # type: ignore[arg-type]
+            max_length_q=max_seqlen_q,
+            max_length_k=max_seqlen_k,
+            attn_implementation=implementation,
+        )[0]
     elif backend == "torch_varlen":
         query, key, value = (F.pad(states, (0, -query.shape[-1] % 8)) for states in (query, key, value))
         output = varlen_attn(query, key, value, *bounds, scale=scaling)
@@ -70,23 +80,27 @@ def packed_attention(
 
 def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.0) -> str:
     """
-    "flash_attn", "torch_varlen", "sdpa" or "eager". Raises `ValueError` where flash-attn is asked for and cannot run.
+    "flash", "torch_varlen", "sdpa" or "eager". Raises `ValueError` where a flash kernel is asked for and cannot run.
     """
     half = query.dtype in HALF_PRECISION
-    if implementation is not None and implementation.startswith("flash_attention"):
-        if flash_attn_varlen_func is None or not query.is_cuda or not half:
+    if is_flash(implementation):
+        if query.device.type == "cpu" or not half:
             raise ValueError(
-                f"`attn_implementation` is {implementation!r} for the vision tower, which needs the package "
-                f"flash-attn, a CUDA device and float16 or bfloat16, but the patches are {query.dtype} on "
-                f"{query.device}{'' if flash_attn_varlen_func else ' and flash-attn is not installed'}. "
+                f"`attn_implementation` is {implementation!r} for the vision tower, which needs a GPU and float16 or "
+                f"bfloat16, but the patches are {query.dtype} on {query.device}. "
                 "Use attn_implementation='sdpa' or change dtype and device."
             )
-        return "flash_attn"
+        return "flash"
     if implementation == "eager":
         return "eager"
     if varlen_attn is not None and query.is_cuda and half and query.shape[-1] <= 256 and dropout == 0.0:
         return "torch_varlen"
     return "sdpa"
+
+
+def is_flash(implementation: str | None) -> bool:
+    """Whether a transformers attention name is that of a flash kernel, of any version or source."""
+    return implementation is not None and "flash" in implementation
 
 
 def fold_bias_into_keys(
@@ -130,15 +144,11 @@ def binned_attention(
     query, key, value: (bins, capacity, heads, d). mask: (bins, 1, capacity, capacity) bool. Returns the query's shape.
     Raises `ValueError` for flash attention, which takes no mask.
     """
-    if implementation is not None and implementation.startswith("flash_attention"):
+    if is_flash(implementation):
         raise ValueError(
             f"`packing` is 'first_fit_descending', which needs an attention mask, but `attn_implementation` is "
             f"{implementation!r} for the vision tower. Use packing='varlen' or attn_implementation='sdpa'."
         )
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))  # (bins, heads, capacity, d)
-    if implementation == "eager":
-        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-        output = eager_frame_attention(query, key, value, dropout, scaling, bias)
-    else:
-        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    output = masked_attention(query, key, value, mask, scaling, dropout, eager=implementation == "eager")
     return output.transpose(1, 2)

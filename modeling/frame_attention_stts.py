@@ -76,11 +76,7 @@ def padded_frames(
     (key, valid), (value, _) = (gather_frames(states, cu_seqlens_k, max_seqlen_k) for states in (key, value))
     mask = valid | ~valid.any(-1, keepdim=True)  # a frame without keys: its values are zero, so its output is
     mask = mask[:, None, None, :].expand(-1, 1, max_seqlen_q, -1)
-    if eager:
-        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-        output = eager_frame_attention(query, key, value, dropout, scaling, bias)
-    else:
-        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    output = masked_attention(query, key, value, mask, scaling, dropout, eager)
     slots = torch.arange(num_queries, device=output.device, dtype=cu_seqlens_q.dtype)
     frame = torch.searchsorted(cu_seqlens_q[1:].contiguous(), slots, right=True)
     return output[frame, :, slots - cu_seqlens_q[frame]]
@@ -93,6 +89,14 @@ def gather_frames(states: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: in
     index = (cu_seqlens[:-1, None] + offsets).clamp_max(max(states.shape[0] - 1, 0))
     padded = states[index].masked_fill(~valid[..., None, None], 0)  # zero, so that no frame's NaN reaches another
     return padded.transpose(1, 2), valid
+
+
+def masked_attention(query, key, value, mask: torch.Tensor, scaling: float, dropout: float, eager: bool):
+    """(batch, heads, length, d) each, mask bool and broadcast to (batch, heads, query length, key length)."""
+    if not eager:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return eager_frame_attention(query, key, value, dropout, scaling, bias)
 
 
 def eager_frame_attention(query, key, value, dropout_p: float, scale: float, bias: torch.Tensor | float = 0.0):

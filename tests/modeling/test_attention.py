@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from transformers import modeling_flash_attention_utils
 
 from stts_hf.modeling.attention_stts import binned_attention, choose_backend, fold_bias_into_keys, packed_attention
 from stts_hf.modeling.packing_stts import cumulative_lengths
@@ -184,6 +185,62 @@ def test_flash_attention_on_a_cpu_is_refused(dtype):
         attend(inputs, lengths, "flash_attention_2")
 
 
+def naive_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale):
+    assert not causal
+    lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    unscaled = scale / SCALING  # `naive_attention` scales by itself
+    return naive_attention({"query": q * unscaled, "key": k, "value": v}, lengths).to(q.dtype)
+
+
+# What the packages' functions take: FlashAttention-3 knows no dropout, FlashAttention-4 no deterministic passes either.
+def flash_attention_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, block_table=None,
+):  # fmt: skip
+    assert dropout_p == 0.0
+    return naive_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)
+
+
+def flash_attention_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, deterministic=False,
+):  # fmt: skip
+    return naive_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)
+
+
+def flash_attention_4(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+    causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0,
+):  # fmt: skip
+    return naive_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale), None  # and the log-sum-exp
+
+
+@pytest.mark.parametrize("kernel", [flash_attention_2, flash_attention_3, flash_attention_4], ids=lambda f: f.__name__)
+def test_each_flash_kernel_is_called_as_it_wants(kernel, lengths, monkeypatch):
+    imported = []
+
+    def import_kernel(implementation, *args, **kwargs):
+        imported.append(implementation)
+        return None, kernel, None, None, None
+
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", import_kernel)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    # Stands in for a GPU: elsewhere the kernels are refused.
+    monkeypatch.setattr("stts_hf.modeling.attention_stts.choose_backend", lambda *_: "flash")
+    inputs = make_inputs(lengths)
+    output, expected = attend(inputs, lengths, kernel.__name__), naive_attention(inputs, lengths)
+    assert imported == [kernel.__name__]
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    expected_gradients = gradients(expected, inputs)
+    for name, gradient in gradients(output, inputs).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=FLOAT32_TOLERANCE, msg=name)
+
+
+def test_a_flash_kernel_of_the_hub_is_no_other_backend():
+    with pytest.raises(ValueError, match="kernels-community/flash-attn2"):
+        choose_backend("kernels-community/flash-attn2", torch.zeros(1, 1, 8))
+
+
 @pytest.mark.parametrize(
     ("implementation", "expected"),
     [("sdpa", "sdpa"), ("flex_attention", "sdpa"), (None, "sdpa"), ("eager", "eager")],
@@ -231,9 +288,9 @@ def test_flash_attention_over_bins_is_refused():
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
-@pytest.mark.parametrize(("implementation", "backend"), [("sdpa", "torch_varlen"), ("flash_attention_2", "flash_attn")])
+@pytest.mark.parametrize(("implementation", "backend"), [("sdpa", "torch_varlen"), ("flash_attention_2", "flash")])
 def test_cuda_kernels_agree_with_the_naive_one(implementation, backend, biased):
-    if backend == "flash_attn":
+    if backend == "flash":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     lengths = ([40, 0, 64, 3], [81, 81, 81, 81])
     cpu = make_inputs(lengths)

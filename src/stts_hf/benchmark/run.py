@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from stts_hf.benchmark.front_end import measure_front_end
 from stts_hf.benchmark.machine import describe_machine, describe_versions
@@ -16,6 +16,10 @@ from stts_hf.benchmark.presets import Preset
 from stts_hf.benchmark.readers import READERS, measure_readers
 
 SCHEMA = 1
+FLASH_BACKENDS = {
+    "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
+    "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
+}
 
 
 def check_runnable(preset: Preset, device: torch.device, force: bool = False) -> None:
@@ -30,10 +34,11 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
                 "backend 'flex_attention' is for a GPU: on a CPU PyTorch has no backward pass for it, and its forward "
                 "pass does not compile for Molmo2's mask (2.15); use --backends sdpa"
             )
-        if workload.backend.startswith("flash_attention"):
-            if not is_flash_attn_2_available() or device.type != "cuda" or workload.dtype == "float32":
+        if workload.backend in FLASH_BACKENDS:
+            package, is_available = FLASH_BACKENDS[workload.backend]
+            if not is_available() or device.type != "cuda" or workload.dtype == "float32":
                 raise ValueError(
-                    f"backend {workload.backend!r} needs the package flash-attn, a CUDA device and a half precision "
+                    f"backend {workload.backend!r} needs the package {package}, a CUDA device and a half precision "
                     "dtype; use --backends sdpa"
                 )
             if workload.layout == "first_fit_descending":

@@ -9,7 +9,7 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 
 MODES = ("tower", "inference", "training")
 LAYOUTS = ("varlen", "first_fit_descending")
-BACKENDS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
+BACKENDS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--ratios", nargs="+", type=float, metavar="K", help="pruning ratios, 0 to 1")
     axes.add_argument("--batches", nargs="+", type=int, metavar="B", help="rows, each with one video")
     axes.add_argument("--layouts", nargs="+", metavar="NAME", help="varlen, first_fit_descending")
-    axes.add_argument("--backends", nargs="+", metavar="NAME", help="sdpa, eager, flex_attention, flash_attention_2")
+    backends = "sdpa, eager, flex_attention, flash_attention_2, flash_attention_3"
+    axes.add_argument("--backends", nargs="+", metavar="NAME", help=backends)
     axes.add_argument("--dtypes", nargs="+", metavar="NAME", help="float32, bfloat16, float16")
     parser.add_argument("--repeats", type=int, metavar="N", help="most timed rounds of each workload")
     parser.add_argument("--budget-minutes", type=float, metavar="M", help="stop at 3 rounds each once these are spent")
