@@ -305,7 +305,9 @@ def _upright(frame: Any) -> np.ndarray:
 
 
 def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
-    data = [bytes(item) for item in frame.side_data if item.type.name == "DISPLAYMATRIX"]
+    # Not `frame.side_data`: the frame would hold what holds the frame, 12 MB each at 4K until garbage is collected.
+    side_data = av.sidedata.sidedata.SideDataContainer(frame)
+    data = [bytes(item) for item in side_data if item.type.name == "DISPLAYMATRIX"]
     if not data:
         return 1, 0, 0, 1
     a, b, _, c, d = struct.unpack("=5i", data[0][:20])
