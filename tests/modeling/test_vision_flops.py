@@ -40,7 +40,9 @@ def expected_flops(config, kept: list[int], last_layer: int, pruning_ratio: floa
 
     embedding = patches * config.patch_size**2 * config.num_channels * width
     dense = patches * (4 * projection + mlp_per_patch + 2 * size * width)
-    pooler = blocks * (2 * projection + 2 * window * projection + 2 * window * width)
+    # Keys and values are never made: their weights meet the query and, per head, the weighted sum of a block's patches.
+    over_window = window * config.num_attention_heads * width
+    pooler = blocks * (4 * projection + width + 2 * over_window)
     scorer = pooler + blocks * (2 * width * mlp + mlp * mlp + mlp)
     # Layer l + 1: keys and values of all, everything else of the kept. The bias makes its heads longer, 8 -> 16.
     heads = config.num_attention_heads

@@ -29,11 +29,11 @@ def pruning_layer(
 
 
 def scorer(config: STTSConfig, blocks: int) -> int:
-    """Token pooler and MLP over `blocks` blocks of `S` patches."""
+    """Token pooler, which makes no keys or values, and MLP over `blocks` blocks of `S` patches."""
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
     window = vision.pooling_size[0] * vision.pooling_size[1]
-    pooler = 4 * width**2 + 4 * window * width**2 + 4 * window * width
+    pooler = 8 * width**2 + 2 * width + 4 * window * vision.num_attention_heads * width
     return blocks * (pooler + 2 * (2 * width * mlp + mlp**2 + mlp))
 
 
