@@ -21,6 +21,11 @@ from transformers.video_utils import VideoMetadata
 from .video_index_stts import VideoFile, av
 from .video_torchcodec_stts import TorchcodecFile, choose_decoder, torchcodec_index
 
+try:
+    from av.sidedata.sidedata import SideDataContainer
+except ImportError:  # then `VideoFile` says so
+    SideDataContainer = None  # type: ignore[assignment,misc]
+
 _TOLERANCE = 1e-6  # seconds: a moment that rounding put just before a frame's time still means that frame
 _DECODE_ON = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
 _LONG = 128  # frames: from this length on a stretch is cut at the next keyframe, for another thread to go on from
@@ -306,7 +311,7 @@ def _upright(frame: Any) -> np.ndarray:
 
 def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
     # Not `frame.side_data`: the frame would hold what holds the frame, 12 MB each at 4K until garbage is collected.
-    side_data = av.sidedata.sidedata.SideDataContainer(frame)
+    side_data = SideDataContainer(frame)  # type: ignore[call-arg]
     data = [bytes(item) for item in side_data if item.type.name == "DISPLAYMATRIX"]
     if not data:
         return 1, 0, 0, 1

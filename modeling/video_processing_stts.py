@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -188,11 +189,15 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         """The frames to show `(T, 3, height, width)` and their metadata."""
         sample = options["do_sample_frames"]
         if isinstance(video, str):
-            moments = (lambda found: sample_times(found.duration, *limits)) if sample else None
-            images, found = decode_video(
-                _source(video), moments, lambda frame: self._resized(frame, options), options["video_decoder"]
+            shown = _Frames()
+            moments = (lambda found: shown.expect(sample_times(found.duration, *limits))) if sample else None
+            places, found = decode_video(
+                _source(video),
+                moments,
+                lambda frame: shown.add(self._resized(frame, options)),
+                options["video_decoder"],
             )
-            return torch.stack(images), found
+            return shown.in_order(places), found
         if isinstance(video, list | tuple):  # paths or URLs of images
             pictures = [load_image(picture).convert("RGB") for picture in video]
             _check_sizes({(picture.height, picture.width) for picture in pictures})
@@ -226,6 +231,38 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             for colour in image.split(1)
         ]
         return torch.cat(colours).round().clamp(0, 255).to(torch.uint8)
+
+
+class _Frames:
+    """
+    Frames of one video, each copied into its place as it comes. One tensor from the beginning: small ones would lie
+    among what the decoder frees, and keep all of that, 100 MB and more at 4K, from going back to the system.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._frames: Any = None
+        self._expected, self._count = 64, 0
+
+    def expect(self, moments: Any) -> Any:
+        """Makes room for one frame per moment; returns the moments."""
+        self._expected = max(1, len(moments))
+        return moments
+
+    def add(self, frame: torch.Tensor) -> int:
+        """Copies a frame `(3, height, width)`; several threads may at once. Returns its place."""
+        with self._lock:
+            if self._frames is None:
+                self._frames = frame.new_empty(self._expected, *frame.shape)
+            elif self._count == len(self._frames):
+                self._frames = torch.cat([self._frames, torch.empty_like(self._frames)])
+            self._frames[self._count] = frame
+            self._count += 1
+            return self._count - 1
+
+    def in_order(self, places: list[int]) -> torch.Tensor:
+        """The frames at these places, `(T, 3, height, width)`."""
+        return self._frames[: len(places)] if places == list(range(len(places))) else self._frames[places]
 
 
 def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:

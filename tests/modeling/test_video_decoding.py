@@ -1,5 +1,6 @@
 """The seeking decoder against a reader that decodes everything, over the containers and accidents of real files."""
 
+import gc
 import io
 import threading
 from collections.abc import Callable
@@ -190,6 +191,21 @@ def test_kinds_of_source(tmp_path, kind):
     ]
     frames, _ = decode_video(source, lambda found: [0, found.duration])
     assert [frame_number(frame) for frame in frames] == [0, 49]
+
+
+def test_no_frame_waits_for_the_garbage_collector(tmp_path):
+    def count_frames() -> int:
+        return sum(type(thing) is av.VideoFrame for thing in gc.get_objects())
+
+    path = write_clip(tmp_path / "a.mp4")
+    gc.collect()
+    gc.disable()
+    try:
+        before = count_frames()  # other tests keep some
+        decode_video(path, lambda found: np.linspace(0, found.duration, 6), lambda frame: frame.shape)
+        assert count_frames() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,15 @@ def test_frames_are_small_before_they_are_gathered(processor, clip):
     assert processor._resized(numbered_frame(0, (480, 640)), options).shape == (3, 42, 42)
 
 
+def test_frames_are_gathered_in_the_order_of_showing_whatever_order_they_come_in():
+    frames = video_processing_stts._Frames()
+    frames.expect([0.0, 1.0])  # a damaged frame has its predecessor come again, so there may be more
+    third, first, second = (frames.add(torch.full((3, 2, 4), number)) for number in (2, 0, 1))
+    expected = torch.arange(3).view(3, 1, 1, 1).expand(3, 3, 2, 4)
+    assert torch.equal(frames.in_order([first, second, third]), expected)
+    assert torch.equal(frames.in_order([third, first]), expected[[2, 0]])
+
+
 def test_large_frame_is_resized_as_native_does(processor):
     frame = np.random.default_rng(0).integers(0, 256, (2160, 3840, 3), dtype=np.uint8)
     options = {"size": SIZE, "resample": 2, "device": None, "default_to_square": True}
