@@ -116,10 +116,10 @@ def _paper_small_long() -> Preset:
 
 
 def _scaling() -> Preset:
-    frames = (8, 16, 32, 64, 128, 256, 512, 1024)
+    frames = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     return Preset(
         "scaling",
-        "cost per frame from 8 to 1024 frames: the narrow tower on a CPU, So400M on a GPU",
+        "cost per frame from 1 to 1024 frames: the narrow tower on a CPU, So400M on a GPU",
         "12 min, 14 GB on 2 CPU cores",
         tuple(Workload("tower", "narrow-tower", count, (0.5,)) for count in frames),
     )

@@ -58,17 +58,18 @@ def summarise(cell: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 def crossing(points: Sequence[tuple[float, float]], level: float = 1.0) -> float | None:
     """
-    The smallest `x` at which the line through `points` (x ascending, y) reaches `level` from below, by interpolation
-    between neighbours; the first `x` where it is there from the start, None where it never is.
+    The `x` from which on the line through `points` (x ascending, y) stays at `level` or above, by interpolation between
+    neighbours; the first `x` where it never is below, None where it ends below.
     """
+    reached: float | None = None
     before = None
     for x, y in points:
-        if y >= level:
-            if before is None:
-                return x
-            return before[0] + (level - before[1]) * (x - before[0]) / (y - before[1])
+        if y < level:
+            reached = None
+        elif reached is None:
+            reached = x if before is None else before[0] + (level - before[1]) * (x - before[0]) / (y - before[1])
         before = (x, y)
-    return None
+    return reached
 
 
 def break_even_ratio(cell: Mapping[str, Any]) -> float | None:

@@ -70,8 +70,10 @@ def test_without_stock_nothing_is_claimed():
         ([(0.0, 0.7), (0.5, 0.9)], None),
         ([], None),
         ([(8, 0.5), (16, 0.9), (32, 1.7)], 18.0),
+        ([(1, 2.0), (2, 0.5), (4, 1.5)], 3.0),
+        ([(1, 2.0), (2, 0.5)], None),
     ],
-    ids=["between", "from the start", "never", "nothing measured", "last stretch"],
+    ids=["between", "from the start", "never", "nothing measured", "last stretch", "lost and back", "lost"],
 )
 def test_crossing(points, expected):
     assert crossing(points) == (None if expected is None else pytest.approx(expected))
