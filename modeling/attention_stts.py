@@ -4,11 +4,14 @@ Pure tensors and plain numbers; nothing here knows of Molmo2. Queries, keys and 
 and cut into frames by `cu_seqlens`; nothing is padded and no frame sees another.
 """
 
+import contextlib
+import functools
 import inspect
 import math
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from .frame_attention_stts import attend_within_frames, masked_attention
@@ -22,6 +25,8 @@ if varlen_attn is not None and "scale" not in inspect.signature(varlen_attn).par
     varlen_attn = None  # type: ignore[assignment]
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
+# On Hopper and Blackwell PyTorch prefers cuDNN, which before 9.25 makes NaN of sequences without a single entry.
+CUDNN_TAKES_EMPTY_FRAMES = (torch.backends.cudnn.version() or 0) >= 92500
 
 
 def packed_attention(
@@ -71,8 +76,11 @@ def packed_attention(
             attn_implementation=implementation,
         )[0]
     elif backend == "torch_varlen":
-        query, key, value = (F.pad(states, (0, -query.shape[-1] % 8)) for states in (query, key, value))
-        output = varlen_attn(query, key, value, *bounds, scale=scaling)
+        if missing := -query.shape[-1] % 8:
+            query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
+        flash = contextlib.nullcontext() if CUDNN_TAKES_EMPTY_FRAMES else sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        with flash:
+            output = varlen_attn(query, key, value, *bounds, scale=scaling)
     else:
         output = attend_within_frames(query, key, value, *bounds, scaling, dropout, eager=backend == "eager")
     return output[..., :head_dim]
@@ -93,9 +101,17 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
         return "flash"
     if implementation == "eager":
         return "eager"
-    if varlen_attn is not None and query.is_cuda and half and query.shape[-1] <= 256 and dropout == 0.0:
+    fits = half and query.shape[-1] <= 256 and dropout == 0.0
+    if varlen_attn is not None and query.is_cuda and fits and has_flash(query.device.index):
         return "torch_varlen"
     return "sdpa"
+
+
+@functools.lru_cache
+@torch.compiler.assume_constant_result
+def has_flash(device_index: int) -> bool:
+    """Whether PyTorch's flash attention runs on this GPU: Ampere and newer, and AMD's."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
 def is_flash(implementation: str | None) -> bool:

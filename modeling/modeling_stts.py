@@ -237,9 +237,11 @@ class STTSModel(Molmo2Model):
         if embeds is None:
             embeds = self.get_input_embeddings()(inputs.input_ids)
         for placeholders, features in inputs.features:
-            # Added through a scatter: no boolean indexing, which would wait for the device.
-            places = placeholders[..., None].expand_as(embeds)
-            embeds = embeds + torch.zeros_like(embeds).masked_scatter(places, features.to(embeds))
+            # A stable sort of the flags brings the placeholders to the front. Boolean indexing, or the backward pass of
+            # a masked scatter, would wait for their number.
+            places = torch.sort((~placeholders).flatten().to(torch.int8), stable=True).indices[: len(features)]
+            added = torch.zeros_like(embeds).flatten(0, 1).index_copy(0, places, features.to(embeds))
+            embeds = embeds + added.view_as(embeds)
         return embeds
 
     def make_mask(self, inputs: PrunedInputs, inputs_embeds: torch.Tensor, past_key_values: Cache | None):

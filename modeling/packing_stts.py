@@ -5,7 +5,6 @@ Pure tensors and plain numbers; nothing here knows of Molmo2. Patches of all fra
 (G, S) holds the row of each block's patches, -1 where a window hangs over the border of the grid.
 """
 
-import functools
 import itertools
 from dataclasses import dataclass
 
@@ -66,10 +65,13 @@ class FrameBins:
 
     slot: (P,) place of each slot of the sequence among the `num_bins * capacity` places.
     frame: (num_bins, capacity) frame of the patch in each place; every free place has a negative number of its own.
+    attention_mask: (num_bins, 1, capacity, capacity) bool, True where query and key are of one frame. Free places see
+        themselves alone, so that no row is empty.
     """
 
     slot: torch.Tensor
     frame: torch.Tensor
+    attention_mask: torch.Tensor
 
     def pack(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(P, D) -> (num_bins, capacity, D), free places zero."""
@@ -79,12 +81,6 @@ class FrameBins:
     def unpack(self, bins: torch.Tensor) -> torch.Tensor:
         """(num_bins, capacity, D) -> (P, D)."""
         return bins.flatten(0, 1)[self.slot]
-
-    @functools.cached_property
-    def attention_mask(self) -> torch.Tensor:
-        """(num_bins, 1, capacity, capacity) bool, True where query and key are of one frame. Free places see
-        themselves alone, so that no row is empty."""
-        return self.frame[:, None, :, None] == self.frame[:, None, None, :]
 
 
 def frame_of_blocks(frame_blocks: list[int], device: torch.device) -> torch.Tensor:
@@ -203,4 +199,5 @@ def bin_frames(sequence: FrameSequence, lengths: list[int], capacity: int) -> Fr
     slot = torch.arange(starts[-1]) + shift[frame_of_slot]
     frame = -1 - torch.arange(num_bins * capacity)
     frame[slot] = frame_of_slot
-    return FrameBins(slot.to(device), frame.view(num_bins, capacity).to(device))
+    frame = frame.view(num_bins, capacity).to(device)
+    return FrameBins(slot.to(device), frame, frame[:, None, :, None] == frame[:, None, None, :])

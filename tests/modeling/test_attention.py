@@ -5,9 +5,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import modeling_flash_attention_utils
 
-from stts_hf.modeling.attention_stts import binned_attention, choose_backend, fold_bias_into_keys, packed_attention
+from stts_hf.modeling import attention_stts
+from stts_hf.modeling.attention_stts import (
+    binned_attention,
+    choose_backend,
+    fold_bias_into_keys,
+    has_flash,
+    packed_attention,
+)
 from stts_hf.modeling.packing_stts import cumulative_lengths
 
 HEADS, HEAD_DIM = 2, 8
@@ -32,11 +40,13 @@ def lengths(request) -> tuple[list[int], list[int]]:
     return LENGTHS[request.param]
 
 
-def make_inputs(lengths: tuple[list[int], list[int]], seed: int = 0) -> dict[str, torch.Tensor]:
+def make_inputs(
+    lengths: tuple[list[int], list[int]], seed: int = 0, head_dim: int = HEAD_DIM
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     num_queries, num_keys = map(sum, lengths)
     shapes = {"query": num_queries, "key": num_keys, "value": num_keys}
-    inputs = {name: torch.randn(count, HEADS, HEAD_DIM, generator=generator) for name, count in shapes.items()}
+    inputs = {name: torch.randn(count, HEADS, head_dim, generator=generator) for name, count in shapes.items()}
     inputs["key_bias"] = -2 * torch.rand(num_keys, generator=generator)
     return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
 
@@ -249,6 +259,38 @@ def test_backends_of_a_cpu(implementation, expected):
     assert choose_backend(implementation, torch.zeros(1, 1, 8, dtype=torch.bfloat16)) == expected
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), "sdpa"), ((8, 0), "torch_varlen"), ((9, 0), "torch_varlen")]
+)
+def test_varlen_kernels_are_for_ampere_and_newer(monkeypatch, capability, expected):
+    monkeypatch.setattr(attention_stts, "varlen_attn", object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    has_flash.cache_clear()
+    try:
+        with FakeTensorMode():
+            query = torch.empty(3, 2, 72, dtype=torch.bfloat16, device="cuda")
+            assert choose_backend("sdpa", query) == expected
+            assert choose_backend("sdpa", query, dropout=0.1) == "sdpa"
+    finally:
+        has_flash.cache_clear()
+
+
+def test_nothing_is_copied_that_kernels_take_as_it_is(monkeypatch):
+    seen = []
+
+    def kernel(query, key, value, *bounds, scale):
+        seen.append((query, key, value))
+        return query
+
+    monkeypatch.setattr(attention_stts, "varlen_attn", kernel)
+    monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "torch_varlen")
+    inputs = {name: tensor.detach() for name, tensor in without_bias(make_inputs(([3], [3]))).items()}
+    attend(inputs, ([3], [3]))
+    assert all(one is other for one, other in zip(seen[0], inputs.values(), strict=True))
+    attend({name: tensor[..., :7] for name, tensor in inputs.items()}, ([3], [3]))
+    assert [states.shape[-1] for states in seen[1]] == [8, 8, 8]
+
+
 def make_bins(seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Two bins of 6 places: frames of 4 and 2 patches, a frame of 3 and three free places."""
     generator = torch.Generator().manual_seed(seed)
@@ -287,19 +329,25 @@ def test_flash_attention_over_bins_is_refused():
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("head_dim", [8, 72])  # So400M's, which the bias makes 80
 @pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
-@pytest.mark.parametrize(("implementation", "backend"), [("sdpa", "torch_varlen"), ("flash_attention_2", "flash")])
-def test_cuda_kernels_agree_with_the_naive_one(implementation, backend, biased):
-    if backend == "flash":
-        pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    lengths = ([40, 0, 64, 3], [81, 81, 81, 81])
-    cpu = make_inputs(lengths)
+@pytest.mark.parametrize(
+    ("implementation", "package"),
+    [("sdpa", None), ("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")],
+)
+def test_cuda_kernels_agree_with_the_naive_one(implementation, package, biased, head_dim):
+    if package is not None:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    # Frames that lost everything, and behind them padding slots that no key belongs to.
+    lengths = ([40, 0, 64, 3, 5], [81, 81, 81, 81, 0])
+    cpu = make_inputs(lengths, head_dim=head_dim)
     cpu = cpu if biased else without_bias(cpu)
     inputs = {
         name: tensor.detach().cuda().to(torch.float32 if name == "key_bias" else torch.bfloat16).requires_grad_()
         for name, tensor in cpu.items()
     }
-    assert choose_backend(implementation, inputs["query"]) == backend
+    if has_flash(inputs["query"].device.index):
+        assert choose_backend(implementation, inputs["query"]) == ("torch_varlen" if package is None else "flash")
     output, expected = attend(inputs, lengths, implementation), naive_attention(inputs, lengths)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=2.0**-6)
     expected_gradients = gradients(expected, inputs)

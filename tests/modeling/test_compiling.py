@@ -50,6 +50,23 @@ def test_training_compiles_once_and_changes_nothing(overrides, backend):
     assert counts == [4] * 3  # layers before, at and after the drop, and a layer of the language model
 
 
+def test_bins_compile_layer_by_layer():
+    config = tiny_config(packing="first_fit_descending")
+    reference, model = tiny_model(config).train(), tiny_model(config).train()
+    counter = compiled(model)
+    (loss, grads), (expected_loss, expected) = train_step(model, 0), train_step(reference, 0)
+    torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0)
+    assert_gradients_equal(grads, expected, tolerance=5e-5)
+    assert counter.frame_count > 0
+
+
+def test_a_whole_tower_with_bins_is_refused():
+    model = tiny_model(tiny_config(packing="first_fit_descending"))
+    with pytest.raises(ValueError, match=r"`regional` is False, but `packing` is 'first_fit_descending'"):
+        model.compile_parts(regional=False)
+    model.compile_parts(vision=False, regional=False)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 def test_beside_gradient_checkpointing(use_reentrant):
     reference, model = tiny_model().train(), tiny_model().train()
@@ -62,6 +79,23 @@ def test_beside_gradient_checkpointing(use_reentrant):
         assert_gradients_equal(train_step(model, seed)[1], train_step(reference, seed)[1], tolerance=5e-5)
         counts.append(counter.frame_count)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_cuda():
+    """With inductor, and the kernels of variable length in the graph."""
+    reference, model = (tiny_model().train().to("cuda", torch.bfloat16) for _ in range(2))
+    model.compile_parts()
+    inputs = build_inputs(ROWS, model.config, labels=True)
+    inputs = {name: value if name == "video_grids" else value.cuda() for name, value in inputs.items()}
+    losses = []
+    for each in (reference, model):
+        loss = each(**inputs, use_cache=False, pruned_length=70).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses, atol=3e-2, rtol=0)  # bfloat16, rounded at other places
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stts_hf.modeling import attention_stts
@@ -17,6 +18,40 @@ from tests.tiny import Part, Video, build_inputs, tiny_config, tiny_model
 
 ONE: list[list[Part]] = [[3, Video(4), 5]]
 TWO: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
+
+
+# What looks at values to know a size, and so waits for a device.
+WAITING = {
+    "aten._local_scalar_dense",
+    "aten.item",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.masked_scatter_backward",
+    "aten.unique_consecutive",
+    "aten._unique2",
+    "aten.repeat_interleave",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(str(function.overloadpacket))
+        if function is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            self.seen.add("aten.nonzero")
+        return function(*args, **(kwargs or {}))
+
+
+def stand_in(monkeypatch) -> None:
+    monkeypatch.setattr(attention_stts, "varlen_attn", kernel_stand_in)
+    monkeypatch.setattr(attention_stts, "has_flash", lambda index: True)
 
 
 def kernel_stand_in(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale):
@@ -48,7 +83,7 @@ def to_device(model, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dic
 
 
 def call(rows, monkeypatch, dtype=torch.bfloat16, text="sdpa", train=False, config: Any = None, packed=False, **kw):
-    monkeypatch.setattr(attention_stts, "varlen_attn", kernel_stand_in)
+    stand_in(monkeypatch)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flex_attention", flex_stand_in)
     model = tiny_model(tiny_config(**(config or {}))).train(train)
     model.config.text_config._attn_implementation = text
@@ -88,6 +123,36 @@ def test_packed_rows(monkeypatch):
     call(ONE, monkeypatch, train=True, packed=True)
 
 
+def operations_of_backward(model, **options) -> set[str]:
+    loss = model(**build_inputs(TWO, model.config, labels=True), **options).loss
+    with Recorder() as recorder:
+        loss.backward()
+    return recorder.seen
+
+
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+def test_nothing_in_the_backward_pass_waits(monkeypatch, pruning_ratio, packing):
+    # As on devices other than a CPU, where frames are not told apart by reading their lengths.
+    monkeypatch.setattr(attention_stts, "attend_within_frames", padded_frames)
+    model = tiny_model(tiny_config(packing=packing)).train()
+    seen = operations_of_backward(model, pruned_length=70, pruning_ratio=pruning_ratio)
+    assert "aten.mm" in seen
+    assert not seen & WAITING
+
+
+def test_a_backward_pass_that_does_wait_is_noticed(monkeypatch):
+    """As stock Molmo2 merges its features."""
+    model = tiny_model().train()
+    merged = torch.zeros(2, 70, model.config.text_config.hidden_size)
+    monkeypatch.setattr(
+        model.model,
+        "merge_features",
+        lambda inputs: merged.masked_scatter(inputs.features[0][0][..., None], inputs.features[0][1]),
+    )
+    assert operations_of_backward(model, pruned_length=70) & WAITING
+
+
 def test_what_does_wait_is_noticed(monkeypatch):
     """Several rows without a length: how many tokens each has is read once, before the ViT runs."""
     with pytest.raises(DataDependentOutputException):
@@ -95,7 +160,7 @@ def test_what_does_wait_is_noticed(monkeypatch):
 
 
 def test_grids_on_the_device_are_noticed(monkeypatch):
-    monkeypatch.setattr(attention_stts, "varlen_attn", kernel_stand_in)
+    stand_in(monkeypatch)
     model = tiny_model()
     inputs = build_inputs(ONE)
     with FakeTensorMode(allow_non_fake_inputs=True):

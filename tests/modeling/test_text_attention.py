@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.modeling.reference import CLOSE, logits_of_row, pack
+from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row, pack
 from tests.tiny import Image, Part, Video, build_inputs, image_inputs, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
@@ -67,6 +67,25 @@ def test_flex_attention_agrees_with_sdpa_on_packed_rows(rows: list[list[Part]]):
         expected, outputs = (model_with(name).train()(**packed) for name in ("sdpa", "flex_attention"))
     torch.testing.assert_close(outputs.logits, expected.logits, **CLOSE)
     torch.testing.assert_close(outputs.loss, expected.loss, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed_row"])
+def test_compiled_flex_attention_trains_as_sdpa_does(packed):
+    rows: list[list[Part]] = [[3, Video(2), 4], [2, Video(3), 5]]
+    inputs = build_inputs(rows, labels=True)
+    inputs = pack(inputs, rows) if packed else inputs
+    inputs = {name: value if name == "video_grids" else value.cuda() for name, value in inputs.items()}
+    losses, found = [], []
+    for implementation in ("sdpa", "flex_attention"):
+        model = model_with(implementation).train().cuda()
+        loss = model(**inputs, use_cache=False).loss
+        losses.append(loss.detach())
+        found.append(gradients(model, loss))
+    # TF32 or not, the kernels sum in another order.
+    torch.testing.assert_close(*losses, atol=1e-3, rtol=0)
+    assert_gradients_equal(found[1], found[0], tolerance=1e-2)
 
 
 def test_eager_generates_what_sdpa_generates():

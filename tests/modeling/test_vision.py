@@ -1,5 +1,6 @@
 """The vision tower and connector against the naive reference and against stock Molmo2, forward and gradients."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Model
 
-from stts_hf.modeling import packing_stts
+from stts_hf.modeling import packing_stts, vision_stts
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.packing_stts import FrameBins
+from stts_hf.modeling.packing_stts import bin_frames
 from tests.modeling.towers import (
     FFD,
     FORWARD_TOLERANCE,
@@ -141,8 +142,12 @@ def test_a_frame_leaked_into_its_bin_would_be_seen(monkeypatch):
     model = tiny_model(tiny_config(packing=FFD))
     inputs = video_inputs(model.config, [4, 2])
     expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
-    leaky = property(lambda bins: (bins.frame >= 0)[:, None, None, :])
-    monkeypatch.setattr(FrameBins, "attention_mask", leaky)
+
+    def leaky(*arguments):
+        bins = bin_frames(*arguments)
+        return dataclasses.replace(bins, attention_mask=(bins.frame >= 0)[:, None, None, :])
+
+    monkeypatch.setattr(vision_stts, "bin_frames", leaky)
     actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
     assert largest_difference(actual, expected) > 100 * FORWARD_TOLERANCE
 
