@@ -1,5 +1,11 @@
-"""FLOPs of the model's parts in closed form: two for every multiplication and addition of a matrix product."""
+"""FLOPs of the model's parts in closed form: two for every multiplication and addition of a matrix product.
 
+Forward passes. Attention stands apart from the other products where the difference matters: its gradients take two
+and a half times its forward pass in the kernels of scaled dot product attention, which compute the logits once more,
+and those of every other product twice.
+"""
+
+import math
 from typing import Any
 
 from stts_hf.modeling.configuration_stts import STTSConfig
@@ -7,10 +13,17 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 
 def vision_layers(config: STTSConfig, layers: int, lengths: list[int]) -> int:
     """`layers` encoder layers over frames of `lengths` patches, each seeing its own frame."""
+    return vision_linears(config, layers, sum(lengths)) + vision_attention(config, layers, lengths)
+
+
+def vision_linears(config: STTSConfig, layers: int, patches: int) -> int:
     vision = config.vision_config
-    width, mlp, patches = vision.hidden_size, vision.intermediate_size, sum(lengths)
-    linear = 8 * patches * width**2 + 4 * patches * width * mlp
-    return layers * (linear + 4 * sum(length**2 for length in lengths) * width)
+    width, mlp = vision.hidden_size, vision.intermediate_size
+    return layers * (8 * patches * width**2 + 4 * patches * width * mlp)
+
+
+def vision_attention(config: STTSConfig, layers: int, lengths: list[int]) -> int:
+    return layers * 4 * sum(length**2 for length in lengths) * config.vision_config.hidden_size
 
 
 def patch_embedding(config: STTSConfig, patches: int) -> int:
@@ -22,14 +35,28 @@ def pruning_layer(
     config: STTSConfig, frames: int, patches: int, lengths: list[int], head_dim: int | None = None
 ) -> int:
     """Layer `l + 1`: keys and values of all patches of a frame, queries, output and MLP of the survivors alone."""
+    linears = pruning_layer_linears(config, frames, patches, sum(lengths))
+    return linears + pruning_layer_attention(config, patches, sum(lengths), head_dim)
+
+
+def pruning_layer_linears(config: STTSConfig, frames: int, patches: int, kept: int) -> int:
     vision = config.vision_config
-    width, mlp, kept = vision.hidden_size, vision.intermediate_size, sum(lengths)
-    linear = 4 * kept * width**2 + 4 * frames * patches * width**2 + 4 * kept * width * mlp
-    return linear + 4 * kept * patches * vision.num_attention_heads * (head_dim or vision.head_dim)
+    width, mlp = vision.hidden_size, vision.intermediate_size
+    return 4 * kept * width**2 + 4 * frames * patches * width**2 + 4 * kept * width * mlp
+
+
+def pruning_layer_attention(config: STTSConfig, patches: int, kept: int, head_dim: int | None = None) -> int:
+    vision = config.vision_config
+    return 4 * kept * patches * vision.num_attention_heads * (head_dim or vision.head_dim)
+
+
+def biased_head_dim(config: STTSConfig, dtype: str) -> int:
+    """Of layer `l + 1` where keys carry a bias, in one entry more, three in half precision; filled up to eights."""
+    return 8 * math.ceil((config.vision_config.head_dim + (1 if dtype == "float32" else 3)) / 8)
 
 
 def scorer(config: STTSConfig, blocks: int) -> int:
-    """Token pooler, which makes no keys or values, and MLP over `blocks` blocks of `S` patches."""
+    """Token pooler, which makes no keys or values, and MLP over `blocks` blocks of `S` patches; plain products all."""
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
     window = vision.pooling_size[0] * vision.pooling_size[1]
@@ -39,13 +66,23 @@ def scorer(config: STTSConfig, blocks: int) -> int:
 
 def connector(config: STTSConfig, blocks: int) -> int:
     """Attention pooling of two feature layers over each block, and the projector."""
+    return connector_linears(config, blocks) + connector_attention(config, blocks)
+
+
+def connector_linears(config: STTSConfig, blocks: int) -> int:
     adapter = config.adapter_config
     window = config.vision_config.pooling_size[0] * config.vision_config.pooling_size[1]
     features = adapter.hidden_size * len(adapter.vision_feature_layer)
     inner = adapter.num_attention_heads * adapter.head_dim
-    pooling = 2 * features * inner * (1 + 2 * window) + 2 * inner * adapter.hidden_size + 4 * window * inner
+    pooling = 2 * features * inner * (1 + 2 * window) + 2 * inner * adapter.hidden_size
     projector = 2 * adapter.intermediate_size * (2 * adapter.hidden_size + adapter.text_hidden_size)
     return blocks * (pooling + projector)
+
+
+def connector_attention(config: STTSConfig, blocks: int) -> int:
+    adapter = config.adapter_config
+    window = config.vision_config.pooling_size[0] * config.vision_config.pooling_size[1]
+    return 4 * blocks * window * adapter.num_attention_heads * adapter.head_dim
 
 
 def text_linears(config: STTSConfig, tokens: int) -> int:
@@ -59,6 +96,16 @@ def text_attention(config: STTSConfig, tokens: int) -> int:
     """Every token of one row to every other: the mask saves nothing in `torch.utils.flop_counter`'s view."""
     text = config.text_config
     return 4 * tokens**2 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
+
+
+def last_products(config: STTSConfig, patches_of_layers: int, tokens: int) -> int:
+    """
+    The product that ends each layer of the ViT and the LLM. Recomputing a layer stops before it: all that gradients
+    need is there by then. `patches_of_layers`: summed over the ViT's layers.
+    """
+    vision, text = config.vision_config, config.text_config
+    vit = 2 * patches_of_layers * vision.hidden_size * vision.intermediate_size
+    return vit + 2 * tokens * text.num_hidden_layers * text.hidden_size * text.intermediate_size
 
 
 def head(config: STTSConfig, tokens: int) -> int:

@@ -6,29 +6,50 @@ from stts_hf.benchmark.workloads import Workload
 from tests.stts_hf.benchmark import formulas
 
 
-def flops(workload: Workload, ratio: float | None) -> float:
-    """FLOPs of one pass, with the survivors spread evenly over the frames."""
+def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = None) -> float:
+    """
+    FLOPs of one pass, as `torch.utils.flop_counter` counts them with scaled dot product attention.
+
+    lengths: how many patches of each frame of a row survive; by default they are spread evenly over the frames.
+    """
     config = geometry_config(workload.geometry)
     vision = config.vision_config
     rows, cols = vision.block_grid
     blocks, patches, frames = rows * cols, 9 * rows * cols, workload.frames
-    kept = 1 - (ratio or 0.0)
+    if lengths is None:
+        lengths = [round((1 - (ratio or 0.0)) * patches)] * frames
+    kept = sum(lengths)
     layers, dense = vision.num_hidden_layers, vision.pruning_layer + 1
-    total = formulas.patch_embedding(config, frames * patches)
+
+    # Products and attention in the layers of ViT and LLM, which checkpointing computes again; products elsewhere.
+    outside = formulas.patch_embedding(config, frames * patches) + formulas.connector_linears(config, kept // 9)
+    patches_of_layers = layers * frames * patches
     if ratio is None:
-        total += formulas.vision_layers(config, layers, [patches] * frames)
+        linears = formulas.vision_linears(config, layers, frames * patches)
+        attention = formulas.vision_attention(config, layers, [patches] * frames)
     else:
-        lengths = [round(kept * patches)] * frames
-        total += formulas.vision_layers(config, dense, [patches] * frames) + formulas.scorer(config, frames * blocks)
-        total += formulas.pruning_layer(config, frames, patches, lengths)
-        total += formulas.vision_layers(config, layers - dense - 1, lengths)
-    total += formulas.connector(config, round(kept * frames * blocks))
+        patches_of_layers = dense * frames * patches + (layers - dense) * kept
+        head_dim = formulas.biased_head_dim(config, workload.dtype) if ratio > 0 else None
+        outside += formulas.scorer(config, frames * blocks)
+        linears = formulas.vision_linears(config, dense, frames * patches)
+        linears += formulas.pruning_layer_linears(config, frames, patches, kept)
+        linears += formulas.vision_linears(config, layers - dense - 1, kept)
+        attention = formulas.vision_attention(config, dense, [patches] * frames)
+        attention += formulas.pruning_layer_attention(config, patches, kept, head_dim)
+        attention += formulas.vision_attention(config, layers - dense - 1, lengths)
+    tokens = 0
     if workload.mode != "tower":
-        tokens = round(kept * frames * blocks) + frames * (2 + workload.timestamp_tokens) + workload.text_tokens
-        total += formulas.text_linears(config, tokens) + formulas.text_attention(config, tokens)
-        total += formulas.head(config, tokens if workload.mode == "training" else 1)
-    if workload.mode == "training":  # twice as much back, and once more where activations are computed again
-        total *= 4 if workload.checkpointing else 3
+        tokens = kept // 9 + frames * (2 + workload.timestamp_tokens) + workload.text_tokens
+        linears += formulas.text_linears(config, tokens)
+        attention += formulas.text_attention(config, tokens)
+        outside += formulas.head(config, tokens if workload.mode == "training" else 1)
+    pooling = formulas.connector_attention(config, kept // 9)
+    total: float = linears + attention + outside + pooling
+    if workload.mode == "training":
+        total += 2 * (linears + outside) + 2.5 * (attention + pooling)
+        total -= formulas.patch_embedding(config, frames * patches)  # pixels have no gradient
+        if workload.checkpointing:
+            total += linears + attention - formulas.last_products(config, patches_of_layers, tokens)
     return workload.batch * total
 
 
@@ -36,11 +57,11 @@ def main() -> None:
     for preset in PRESETS.values():
         for workload in preset.workloads:
             stock = flops(workload, None)
-            ideals = [f"k = {ratio:g}: {stock / flops(workload, ratio):.3f}" for ratio in workload.ratios]
-            print(
-                f"{preset.name:<16}{workload.mode:<10} {workload.total_frames:>5} frames {stock / 1e12:>9.3f} TFLOP  ",
-                *ideals,
-            )
+            ideals = [
+                f"k = {ratio:g}: {stock / flops(workload, ratio):.3f}" for ratio in sorted({0.0, *workload.ratios})
+            ]
+            what = f"{preset.name:<16}{workload.mode:<10} {workload.backend:<15}{workload.total_frames:>5} frames"
+            print(f"{what} {stock / 1e12:>9.3f} TFLOP  ", *ideals)
 
 
 if __name__ == "__main__":

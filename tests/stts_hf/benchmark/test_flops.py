@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from stts_hf.benchmark.clocks import FlopClock
 from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config
@@ -21,7 +21,7 @@ from stts_hf.benchmark.stages import (
     VISION_TOWER,
 )
 from stts_hf.benchmark.workloads import Workload, workload_inputs
-from tests.stts_hf.benchmark import formulas
+from tests.stts_hf.benchmark import formulas, ideals
 
 FRAMES, PATCHES, BLOCKS = 4, 81, 9
 CPU = torch.device("cpu")
@@ -126,6 +126,31 @@ def test_training_counts_both_gradients_of_every_product(models, count):
     forward += formulas.head(config, tokens)
     assert found[FORWARD] == forward
     assert found[BACKWARD] == 2 * forward - no_gradient
+
+
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.5], ids=["stock", "k=0", "k=0.5"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"mode": "tower"}, {"mode": "inference"}, {"mode": "training"}, {"mode": "training", "checkpointing": True}],
+    ids=["tower", "inference", "training", "training with checkpointing"],
+)
+def test_what_ideals_work_out_is_what_is_counted(count, kept_patches, changes, ratio):
+    lengths = kept_patches(ratio, "scorer") if ratio else None
+    expected = ideals.flops(dataclasses.replace(SHAPE, **changes), ratio, lengths)
+    assert count(ratio, **changes)[TOTAL] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_biased_layer_of_so400m_is_counted_with_80_entries_a_head(dtype):
+    assert formulas.biased_head_dim(geometry_config("so400m"), dtype) == 80
+
+
+def test_pytorchs_variable_length_attention_is_counted():
+    pytest.importorskip("torch.nn.attention.varlen")
+    formula = flop_registry[torch.ops.torch_attn._varlen_attn]
+    query, key = torch.empty(7, 3, 8, device="meta"), torch.empty(9, 3, 8, device="meta")
+    bounds = torch.tensor([0, 2, 7]), torch.tensor([0, 5, 9])
+    assert formula(query, key, key, *bounds, 5, 5) == 4 * (2 * 5 + 5 * 4) * 3 * 8
 
 
 def test_recomputation_is_counted_on_both_sides(count):
