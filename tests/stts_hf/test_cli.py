@@ -124,6 +124,15 @@ def test_bad_options_are_one_clear_line(run, arguments, words):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("token", ["<|image|>", "<|video|>", "<im_patch>"])
+def test_a_question_that_holds_a_control_token_is_at_fault(clip, hub_configs, tmp_path, monkeypatch, capsys, token):
+    monkeypatch.chdir(tmp_path)
+    videos = [str(clip), str(clip)]
+    assert main(["run", *videos, f"What is {token}?", "--checkpoint", str(hub_configs / "stts-tiny")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"stts-hf run: error: question holds {token!r}, a token that stands for images or videos")
+
+
 def test_an_output_that_is_a_folder_is_one_clear_line(run, tmp_path):
     (tmp_path / "sheet.png").mkdir()
     status, out, err, _ = run("--output", str(tmp_path / "sheet.png"))

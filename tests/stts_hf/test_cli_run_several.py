@@ -217,7 +217,7 @@ def test_no_timing_may_be_asked_for(run):
         (["a.mp4", "b.mp4", QUESTION, "--repeats", "2"], "--repeats compares times on one video"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "sheet.png"], "--output sheet.png must name a folder"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4"], "--output words.mp4 must name a folder"),
-        (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4/x"], "--output words.mp4/x cannot be written"),
+        (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4/x"], "--output words.mp4/x cannot be made"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "folder"], "--output folder holds b.contact_sheet.png already"),
         (["a.mp4", "b.mp4", QUESTION, "--answers", "words.mp4"], "--answers words.mp4 is there already and is not"),
         (["a.mp4", QUESTION, "--answers", "words.mp4"], "--answers words.mp4 is there already and is not written over"),

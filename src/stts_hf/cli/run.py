@@ -86,6 +86,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     device = choose_device(arguments.device)
     config, processor = load_processor(checkpoint, arguments)
+    check_question(processor, arguments.question)
     if len(arguments.videos) == 1:
         return answer_one(arguments, checkpoint, config, processor, device)
     return answer_several(arguments, checkpoint, config, processor, device)
@@ -124,6 +125,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_pictures(arguments.output, arguments.videos)
 
 
+def check_question(processor: Any, question: str) -> None:
+    from stts_hf.inference import answering
+
+    try:
+        answering.check_question(processor, question)
+    except ValueError as error:
+        raise CommandError(one_line(error)) from error
+
+
 def check_answers(path: Path) -> None:
     if os.path.lexists(path):
         raise CommandError(answers_exist(path))
@@ -150,7 +160,9 @@ def check_pictures(folder: Path, videos: list[str]) -> None:
     if folder.suffix.lower() in PICTURES or (folder.exists() and not folder.is_dir()):
         raise CommandError(f"--output {folder} must name a folder where there are several videos: one picture for each")
     existing = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        raise CommandError(f"--output {folder} cannot be made: {existing} is a file")
+    if not os.access(existing, os.W_OK):
         raise CommandError(f"--output {folder} cannot be written: no permission in {existing}")
     there = [path.name for path in sheet_paths(folder, videos) if os.path.lexists(path)]
     if there:

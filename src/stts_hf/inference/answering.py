@@ -176,6 +176,7 @@ def prepare_video(
 
     `pruning_ratio` is what `test_time_scaling` raises the number of frames by, where that is on.
     """
+    check_question(processor, question)
     content = [{"type": "video"}, {"type": "text", "text": question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     options = {"pruning_ratio": pruning_ratio, **(processing or {}), "return_metadata": True, "return_tensors": "pt"}
@@ -212,6 +213,17 @@ def answer_prepared(
         prompt_tokens=prompt_tokens,
         seconds=time.perf_counter() - started,
     )
+
+
+def check_question(processor: Any, question: str) -> None:
+    """Raises `ValueError` where a question holds a token that stands for images or videos."""
+    reserved = [processor.video_token, processor.image_token]
+    reserved += processor.tokenizer.convert_ids_to_tokens(processor.image_token_ids)
+    found = [token for token in reserved if token in question]
+    if found:
+        raise ValueError(
+            f"question holds {found[0]!r}, a token that stands for images or videos. Take it out of the text."
+        )
 
 
 def check_generate_options(options: Mapping[str, Any]) -> None:

@@ -146,6 +146,13 @@ def test_error_is_returned_in_the_videos_place(model, processor, clips, words):
     assert (second.num_frames, second.video_tokens, second.prompt_tokens_kept) == (0, 0, 0)
 
 
+def test_a_question_with_a_placeholder_is_an_error_that_names_it(model, processor, clips):
+    questions = ["What is <|video|>?", QUESTION]
+    first, second = answer_videos(model, processor, clips[:2], questions, on_error="return", **FEW)
+    assert "question holds '<|video|>'" in str(first.error)
+    assert second.error is None
+
+
 def test_error_ends_it_by_default(model, processor, clips, words):
     answers = answer_videos(model, processor, [clips[0], words, clips[1]], QUESTION, **FEW)
     assert next(answers).video == clips[0]
