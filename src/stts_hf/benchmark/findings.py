@@ -6,7 +6,7 @@ from typing import Any
 
 from stts_hf.benchmark.measure import STOCK, variant_name
 from stts_hf.benchmark.paper import SPEED_UPS
-from stts_hf.benchmark.stages import DECODE_TOKEN, TOTAL
+from stts_hf.benchmark.stages import DECODE_TOKEN, SELECT_AND_PACK, TOTAL, VISION_TOWER
 from stts_hf.benchmark.statistics import (
     break_even_frames,
     break_even_ratio,
@@ -14,6 +14,8 @@ from stts_hf.benchmark.statistics import (
     median,
     summarise,
 )
+
+MOST_SELECT_AND_PACK = 0.02  # of the vision tower's time
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str]:
@@ -26,9 +28,20 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
 
 def _of_cell(cell: Mapping[str, Any], front_end: Sequence[Mapping[str, Any]]) -> list[str]:
     summary = summarise(cell)
-    if STOCK not in summary:
-        return []
     title, lines = cell["title"], []
+    packing = {
+        name: stages[SELECT_AND_PACK]["median"] / stages[VISION_TOWER]["median"]
+        for name, stages in summary.items()
+        if SELECT_AND_PACK in stages
+    }
+    too_long = [f"k = {name}: {share:.1%}" for name, share in packing.items() if share > MOST_SELECT_AND_PACK]
+    if too_long:
+        limit = f"{MOST_SELECT_AND_PACK:.0%}"
+        lines.append(
+            f"**Select and pack takes more than {limit} of the vision tower** ({title}): {'; '.join(too_long)}."
+        )
+    if STOCK not in summary:
+        return lines
     stock = summary[STOCK]
     losing = []
     for name, stages in summary.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from stts_hf.benchmark.clocks import FlopClock, clock_of
 from stts_hf.benchmark.geometries import build_models, configure
@@ -20,6 +20,9 @@ from stts_hf.modeling.scoring_stts import num_kept_blocks
 
 STOCK = "stock"
 FEWEST_REPEATS = 3
+# Compiled code and the kernels of other packages have no formulas in PyTorch's counter.
+COUNTED_WITH_SDPA = ("flex_attention", "flash_attention_2", "flash_attention_3")
+Counts = dict[tuple[Workload, float | None], dict[str, Any]]  # FLOPs of the stages of passes with sdpa
 
 
 def variant_name(ratio: float | None) -> str:
@@ -33,15 +36,16 @@ def measure_workloads(
     repeats: int,
     seconds: float,
     on_pass: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """
-    Measures each workload on `device`, and returns a cell of the result for each (see `measure`).
+    Measures each workload on `device`, and yields a cell of the result for each as soon as it is there (see `measure`).
 
     Each gets a share of `seconds` in proportion to its cost and stops early, though never below 3 rounds, when that is
-    spent; at most `repeats` rounds. One that does not fit into memory says so in its cell; the others go on.
+    spent; at most `repeats` rounds. One that does not fit into memory, or fails in a kernel, says so in its cell; the
+    others go on.
     """
-    cells = []
     models: Any = None
+    counts: Counts = {}
     built_for = None
     deadline = time.perf_counter() + seconds
     for index, workload in enumerate(workloads):
@@ -55,12 +59,11 @@ def measure_workloads(
                     release(device)
                     models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
                     built_for = (workload.geometry, workload.dtype)
-                cell |= measure(workload, models, device, repeats, share, on_pass)
+                cell |= measure(workload, models, device, repeats, share, on_pass, counts)
             except Exception as error:
-                cell |= {"status": _why_it_failed(error), "reason": _one_line(error), "variants": []}
-        cells.append(cell)
+                cell |= {**_failure(error), "variants": []}
         release(device)
-    return cells
+        yield cell
 
 
 def measure(
@@ -70,11 +73,13 @@ def measure(
     repeats: int,
     seconds: float,
     on_pass: Callable[[str], None] = lambda _: None,
+    counts: Counts | None = None,
 ) -> dict[str, Any]:
     """
     Measures one workload: `{"status", "order", "variants"}`, each variant with `stages` (raw `seconds` of every round
     and `flops`), `peak_memory` and `resident_memory` in bytes, and how many tokens it kept.
 
+    `counts` holds FLOPs that were counted with sdpa before, and takes in what is.
     `order` is the order in which variants ran in each timed round: stock and each ratio take turns, and every round
     begins with another of them, so that whatever drifts drifts for all.
     """
@@ -82,10 +87,11 @@ def measure(
     configure(models, workload.layout, workload.backend, training, workload.checkpointing and training)
     runner = Runner(workload, models, workload_inputs(workload, models[0].config, device))
     variants: dict[float | None, dict[str, Any]] = {}
+    counts = {} if counts is None else counts
     for ratio in (None, *workload.ratios):
         variants[ratio] = variant = describe(workload, models[0].config, ratio)
-        with _noting_want_of_memory(variant, device):
-            flops, variant["peak_memory"] = _warm_up(runner, ratio, device)
+        with _noting_failure(variant, device):
+            flops, variant["peak_memory"] = _warm_up(runner, ratio, device, counts, variant)
             variant["resident_memory"] = runner.resident_memory()
             variant["stages"] = {stage: {"flops": count, "seconds": []} for stage, count in flops.items()}
         on_pass(workload.title)
@@ -99,7 +105,7 @@ def measure(
         turn = able[first:] + able[:first]
         for ratio in turn:
             _clear_away(device)
-            with _noting_want_of_memory(variants[ratio], device):
+            with _noting_failure(variants[ratio], device):
                 for stage, taken in runner.run(ratio, clock).items():
                     variants[ratio]["stages"][stage]["seconds"].append(taken)
             on_pass(workload.title)
@@ -123,25 +129,58 @@ def describe(workload: Workload, config: Any, ratio: float | None) -> dict[str, 
     }
 
 
-def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> tuple[dict[str, float], int]:
-    """FLOPs of every stage, and the peak memory of a pass."""
+def _warm_up(
+    runner: Runner, ratio: float | None, device: torch.device, counts: Counts, variant: dict[str, Any]
+) -> tuple[dict[str, float | None], int]:
+    """
+    FLOPs of every stage, and the peak memory of a pass. FLOPs that cannot be counted are None, and `variant` then says
+    why in `not_counted`.
+    """
     _clear_away(device)
+    workload = runner.workload
+    same_shape = (dataclasses.replace(workload, backend="sdpa", ratios=()), ratio)
+    if workload.backend not in COUNTED_WITH_SDPA:
+        stages, peak = peak_memory(lambda: _count(runner, ratio), device)
+        if workload.backend == "sdpa":
+            counts[same_shape] = stages
+        counted: dict[str, float] = stages
+    else:
+        failure: dict[str, str] = {}
+        if same_shape not in counts:
+            with _noting_failure(failure, device):  # sdpa may need more memory than there is, and this backend less
+                counts[same_shape] = _count_with_sdpa(runner, ratio)
+        if failure:
+            variant["not_counted"] = f"with sdpa, by which they are counted: {failure['status']} ({failure['reason']})"
+        _clear_away(device)
+        stages, peak = peak_memory(lambda: runner.run(ratio, clock_of(device)), device)
+        counted = counts.get(same_shape, {})
+    if _has_no_formula(workload, device):
+        variant["not_counted"] = "this PyTorch has no formula for its variable-length attention"
+        counted = {}
+    return {stage: counted.get(stage) for stage in stages}, peak
 
-    def count() -> dict[str, float]:
-        with FlopCounterMode(display=False) as counter:
-            return runner.run(ratio, FlopClock(counter))
 
+def _count(runner: Runner, ratio: float | None) -> dict[str, float]:
+    with FlopCounterMode(display=False) as counter:
+        return runner.run(ratio, FlopClock(counter))
+
+
+def _count_with_sdpa(runner: Runner, ratio: float | None) -> dict[str, float]:
+    """FLOPs of the same pass with PyTorch's kernels, which are counted as attention in full, mask or not."""
     workload, models = runner.workload, (runner.model, runner.stock)
-    if workload.backend != "flex_attention":
-        return peak_memory(count, device)
-    # Compiled code cannot be counted; the products are those of masked attention in full.
     training = workload.mode == "training"
     configure(models, workload.layout, "sdpa", training, workload.checkpointing and training)
-    flops = count()
-    configure(models, workload.layout, workload.backend, training, workload.checkpointing and training)
-    _clear_away(device)
-    _, peak = peak_memory(lambda: runner.run(ratio, clock_of(device)), device)
-    return flops, peak
+    try:
+        return _count(runner, ratio)
+    finally:
+        configure(models, workload.layout, workload.backend, training, workload.checkpointing and training)
+
+
+def _has_no_formula(workload: Workload, device: torch.device) -> bool:
+    """Whether sdpa in the vision tower is PyTorch's variable-length kernel, of a version that does not count it."""
+    operator = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+    takes_it = device.type == "cuda" and workload.dtype != "float32" and workload.backend != "eager"
+    return takes_it and operator is not None and operator not in flop_registry
 
 
 def _clear_away(device: torch.device) -> None:
@@ -163,24 +202,27 @@ def _old_objects_out_of_sight() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting_want_of_memory(variant: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """A pass that does not fit, or compile, is noted in its variant; the others go on."""
+def _noting_failure(variant: dict[str, Any], device: torch.device) -> Iterator[None]:
+    """A pass that does not fit, or compile, or run on this device, is noted in its variant; the others go on."""
     try:
         yield
         return
     except Exception as error:
-        variant |= {"status": _why_it_failed(error), "reason": _one_line(error)}
+        variant |= _failure(error)
     release(device)  # not before the exception is gone, which holds on to the pass's tensors
 
 
-def _why_it_failed(error: Exception) -> str:
-    """What a result says of a failure that is this shape's or backend's own. Raises every other error again."""
+def _failure(error: Exception) -> dict[str, str]:
+    """
+    Status and reason of a failure that is this shape's, backend's or device's own. Raises every other error again:
+    that is a mistake in a program.
+    """
+    message = " ".join(str(error).split())[:300]
     if is_out_of_memory(error):
-        return "out of memory"
+        return {"status": "out of memory", "reason": message}
     if isinstance(error, TorchDynamoException):
-        return "does not compile"
+        return {"status": "does not compile", "reason": message}
+    # A kernel's refusal is a RuntimeError, but Triton's errors ("out of resource: shared memory") have no such base.
+    if isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] == "triton":
+        return {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
     raise error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

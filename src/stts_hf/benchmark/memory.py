@@ -18,7 +18,14 @@ from torch.profiler import ProfilerActivity, profile
 
 Result = TypeVar("Result")
 
-_OUT_OF_MEMORY = ("can't allocate memory", "bad allocation", "std::bad_alloc", "out of memory", "not enough memory")
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "bad allocation",
+    "std::bad_alloc",
+    "out of memory",
+    "not enough memory",
+    "STATUS_ALLOC_FAILED",  # cuBLAS and cuDNN, which want memory of their own
+)
 
 
 def peak_memory(run: Callable[[], Result], device: torch.device) -> tuple[Result, int]:

@@ -19,7 +19,7 @@ the optimiser's state."""
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The page for a result, ending in a newline."""
-    parts = [f"# stts-hf bench: {result['preset']}", _made_with(result), LEGEND]
+    parts = [f"# stts-hf bench: {result['preset']}", *_unfinished(result), _made_with(result), LEGEND]
     for cell in result["cells"]:
         parts.append(f"## {cell['title'][0].upper()}{cell['title'][1:]}")
         if cell["status"] != "ok":
@@ -42,6 +42,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, all columns but the first to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _unfinished(result: Mapping[str, Any]) -> list[str]:
+    if result.get("finished", True):  # older results do not say
+        return []
+    return [f"**Unfinished**: the run ended early, after {len(result['cells'])} of {result['workloads']} workloads."]
 
 
 def _made_with(result: Mapping[str, Any]) -> str:
@@ -76,7 +82,7 @@ def _variants(cell: Mapping[str, Any]) -> str:
                 _milliseconds(total["median"]),
                 _milliseconds(total["spread"]),
                 _times(total["speed_up"]),
-                f"{total['flops'] / 1e9:.4g}",
+                "-" if total["flops"] is None else f"{total['flops'] / 1e9:.4g}",
                 _times(total["ideal"]),
                 _percent(total["share"]),
                 f"{variant['peak_memory'] / 2**20:.4g}",
@@ -87,7 +93,18 @@ def _variants(cell: Mapping[str, Any]) -> str:
     header = ["variant", "median, ms", "IQR, ms", "speed-up", "GFLOP", "FLOP ideal", "share", "memory, MiB"]
     count = len(cell["order"])
     rounds = f"\n\n{count} timed rounds, after one of warm-up. Video tokens are those of one row."
-    return table([*header, "frames/s", "video tokens"], rows) + rounds + f" {_resident(cell)}"
+    return table([*header, "frames/s", "video tokens"], rows) + rounds + f" {_resident(cell)}" + _reasons(cell)
+
+
+def _reasons(cell: Mapping[str, Any]) -> str:
+    """Why variants have no figures, or no FLOPs."""
+    lines = []
+    for variant in cell["variants"]:
+        if variant["status"] != "ok":
+            lines.append(f"{_label(variant['name'])}: {variant['status']} ({variant['reason']}).")
+        elif variant.get("not_counted"):
+            lines.append(f"{_label(variant['name'])}: FLOPs were not counted; {variant['not_counted']}.")
+    return "".join(f"\n\n{line}" for line in lines)
 
 
 def _resident(cell: Mapping[str, Any]) -> str:
@@ -172,17 +189,20 @@ def _scaling(result: Mapping[str, Any]) -> list[str]:
 def _front_end(front_end: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for found in front_end:
-        whole, decode = median(found["decode_and_preprocess"]), median(found["decode"])
         rows.append(
             [
                 f"{found['frames']} frames, {found['height']} lines",
-                f"{_milliseconds(decode)} ({_milliseconds(interquartile_range(found['decode']))})",
-                f"{_milliseconds(whole)} ({_milliseconds(interquartile_range(found['decode_and_preprocess']))})",
-                f"{found['frames'] / whole:.3g}",
+                *(_with_spread(found.get(part, ())) for part in ("decode", "preprocess", "decode_and_preprocess")),
+                f"{found['frames'] / median(found['decode_and_preprocess']):.3g}",
             ]
         )
-    header = ["sampled at 2 frames per second", "decode, ms (IQR)", "decode and preprocess, ms (IQR)", "frames/s"]
-    return table(header, rows)
+    header = ["sampled at 2 frames per second", "decode, ms (IQR)", "preprocess, ms (IQR)"]
+    return table([*header, "decode and preprocess, ms (IQR)", "frames/s"], rows)
+
+
+def _with_spread(samples: Sequence[float]) -> str:
+    """Median and interquartile range; older results have no samples of some parts."""
+    return f"{_milliseconds(median(samples))} ({_milliseconds(interquartile_range(samples))})" if samples else "-"
 
 
 def _readers(readers: Mapping[str, Any]) -> str:

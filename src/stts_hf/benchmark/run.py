@@ -28,6 +28,8 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
         raise ValueError(
             f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}, or --force to run it anyway"
         )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device} cannot be timed; cpu and cuda can")
     for workload in preset.workloads:
         if workload.backend == "flex_attention" and device.type == "cpu":
             raise ValueError(
@@ -49,7 +51,11 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
 
 
 def run_preset(
-    preset: Preset, device: torch.device, command: str, on_pass: Callable[[str], None] = lambda _: None
+    preset: Preset,
+    device: torch.device,
+    command: str,
+    on_pass: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """
     Measures everything in `preset` and returns the result, which `json` can write.
@@ -57,6 +63,7 @@ def run_preset(
     Args:
         command: what the user typed, to be named beside every figure.
         on_pass: called with what was just done, `count_passes(preset)` times at most.
+        on_progress: called with the result so far, `"finished": False`, whenever something more is in it.
     """
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
     result: dict[str, Any] = {
@@ -64,22 +71,33 @@ def run_preset(
         "preset": preset.name,
         "command": command,
         "started": started.strftime("%Y-%m-%d %H:%M UTC"),
+        "finished": False,
+        "workloads": len(preset.workloads),
         "machine": describe_machine(device),
         "versions": describe_versions(),
+        "front_end": [],
+        "cells": [],
+        "readers": None,
     }
-    result["front_end"] = [
-        measure_front_end(frames, preset.repeats, preset.video_size, on_pass) for frames in preset.front_end_frames
-    ]
-    spent = time.perf_counter() - clock
-    seconds = max(60 * preset.budget_minutes - spent, 0.0)
-    result["cells"] = measure_workloads(preset.workloads, device, preset.repeats, seconds, on_pass)
-    result["readers"] = None
+
+    def report() -> None:
+        result["seconds"] = time.perf_counter() - clock
+        result["machine"]["load_after"] = os.getloadavg()[0]
+        on_progress(result)
+
+    for frames in preset.front_end_frames:
+        result["front_end"].append(measure_front_end(frames, preset.repeats, preset.video_size, on_pass))
+        report()
+    seconds = max(60 * preset.budget_minutes - (time.perf_counter() - clock), 0.0)
+    for cell in measure_workloads(preset.workloads, device, preset.repeats, seconds, on_pass):
+        result["cells"].append(cell)
+        report()
     if preset.video_seconds:
         result["readers"] = measure_readers(
             preset.video_seconds, preset.video_frames, preset.repeats, preset.video_size, on_pass
         )
-    result["seconds"] = time.perf_counter() - clock
-    result["machine"]["load_after"] = os.getloadavg()[0]
+        report()
+    result["finished"] = True
     return result
 
 

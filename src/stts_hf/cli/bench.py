@@ -1,11 +1,14 @@
 """`stts-hf bench`: measures STTS beside stock Molmo2 and writes down what it found, where it loses too."""
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("--preset", default="tiny", metavar="NAME", help="what to measure; see --list (default: tiny)")
     parser.add_argument("--list", action="store_true", help="say what presets there are and what they take, and stop")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write result.json, README.md and plot.png there")
+    parser.add_argument(
+        "--output", type=_folder, metavar="FOLDER", help="write result.json, README.md and plot.png there"
+    )
     parser.add_argument(
         "--render", action="store_true", help="measure nothing; redo page and plot of --output's result"
     )
@@ -40,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's own choice)")
     parser.add_argument("--force", action="store_true", help="run a preset for a GPU on a CPU all the same")
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must name a folder, but is empty")
+    return Path(text)
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -85,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     from tqdm import tqdm
 
-    from stts_hf.benchmark.output import check_folder, write_result
+    from stts_hf.benchmark.output import check_folder, keep_unfinished, write_result
     from stts_hf.benchmark.presets import find_preset, vary
     from stts_hf.benchmark.run import check_runnable, count_passes, run_preset
 
@@ -107,18 +118,40 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         check_folder(arguments.output)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    with tqdm(total=count_passes(preset), unit="pass", file=sys.stderr) as bar:
+
+    def on_progress(result: dict[str, Any]) -> None:
+        if arguments.output is not None:
+            keep_unfinished(result, arguments.output)
+
+    with ending_on_sigterm(), tqdm(total=count_passes(preset), unit="pass", file=sys.stderr) as bar:
 
         def on_pass(what: str) -> None:
             bar.set_description(what, refresh=False)
             bar.update()
 
-        result = run_preset(preset, device, command_line(arguments), on_pass)
+        result = run_preset(preset, device, command_line(arguments), on_pass, on_progress)
         bar.total = bar.n  # rounds that the time did not allow
         bar.refresh()
     if arguments.output is not None:
         write_result(result, arguments.output)
     return result
+
+
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, so that its temporary files go with it."""
+    if threading.current_thread() is not threading.main_thread():  # only there can a signal be handled
+        yield
+        return
+
+    def leave(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def command_line(arguments: argparse.Namespace) -> str:

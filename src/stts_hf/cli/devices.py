@@ -16,4 +16,6 @@ def choose_device(name: str) -> Any:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise CommandError(f"--device {name} cannot be used here: {one_line(error, 120)}") from None
+    if device.type == "meta":
+        raise CommandError("--device meta cannot be used here: it has shapes, but no numbers")
     return device

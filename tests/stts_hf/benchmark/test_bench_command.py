@@ -6,11 +6,12 @@ import os
 import re
 
 import pytest
+import torch
 from PIL import Image
 
 from stts_hf.benchmark import output
 from stts_hf.benchmark.presets import PRESETS, find_preset, vary
-from stts_hf.benchmark.run import count_passes
+from stts_hf.benchmark.run import check_runnable, count_passes
 from stts_hf.benchmark.stages import STAGES
 from stts_hf.cli import bench
 from stts_hf.cli.main import main
@@ -121,12 +122,19 @@ def test_the_list_names_every_preset_and_what_it_takes(capsys):
         (["--backends", "flash_attention_3"], "needs the package flash-attn-3,"),
         (["--backends", "flex_attention"], "'flex_attention' is for a GPU"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
+        (["--device", "meta"], "--device meta cannot be used here"),
+        (["--frames", "200000"], "`frames` holds 200000, which would need a clip of more than an hour"),
         (["--render"], "--render needs --output"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_name_the_option_and_what_would_be_right(capsys, arguments, message):
     assert message in refused(capsys, "--device", "cpu", *arguments)
+
+
+def test_a_device_without_a_clock_is_refused():
+    with pytest.raises(ValueError, match="--device mps cannot be timed; cpu and cuda can"):
+        check_runnable(find_preset("tiny"), torch.device("mps"))
 
 
 def test_the_papers_sizes_are_refused_on_a_cpu_with_the_reason(capsys):
@@ -139,6 +147,29 @@ def test_the_papers_sizes_are_refused_on_a_cpu_with_the_reason(capsys):
 def test_an_output_that_cannot_be_is_refused_before_measuring(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert "is a file, but must be a folder" in refused(capsys, "--output", str(tmp_path / "file"))
+    message = refused(capsys, "--output", str(tmp_path / "file" / "sub"))
+    assert message.endswith(f"cannot be made: {tmp_path / 'file'} is a file\n")
+
+
+def test_an_output_without_a_name_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--output", ""])
+    assert ended.value.code == 2
+    assert "--output: must name a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["README.md", "plot.png", "result.json"])
+def test_files_that_no_benchmark_wrote_are_not_replaced(capsys, tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    message = refused(capsys, "--output", str(tmp_path))
+    assert f"holds {name}, which would be replaced, but no result of a benchmark" in message
+    assert (tmp_path / name).read_text() == "{}"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_folder_of_a_result_may_be_written_again(tmp_path, finished):
+    output.write_result(result([pruned_twice()], finished=finished, workloads=2), tmp_path)
+    output.check_folder(tmp_path)
 
 
 def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatch):
@@ -146,7 +177,11 @@ def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatc
     assert "pip install 'stts-hf[bench]'" in refused(capsys, "--output", str(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}'], ids=["empty", "list", "other schema"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"schema": 99}', '{"schema": 1}', json.dumps(result([{"title": "a cell"}]))],
+    ids=["empty", "list", "other schema", "nothing but a schema", "an empty cell"],
+)
 def test_a_result_that_is_none_is_refused(capsys, tmp_path, content):
     (tmp_path / "result.json").write_text(content)
     assert "result.json" in refused(capsys, "--render", "--output", str(tmp_path))
@@ -183,6 +218,14 @@ def test_modes_choose_among_a_presets_workloads():
     varied = vary(find_preset("tiny"), modes=["training"], repeats=5)
     assert [w.mode for w in varied.workloads] == ["training"]
     assert count_passes(varied) == 3 * (1 + 5) + (1 + 5)  # three variants, and the clip of the front end
+
+
+def test_a_clip_is_decoded_only_for_workloads_that_are_compared_with_it():
+    assert vary(find_preset("tiny"), modes=["tower"]).front_end_frames == ()
+    assert vary(find_preset("tiny"), modes=["tower"], frames=[200_000]).front_end_frames == ()
+    assert vary(find_preset("tiny"), frames=[2, 6]).front_end_frames == (2, 6)
+    for preset in PRESETS.values():
+        assert vary(preset).front_end_frames == preset.front_end_frames
 
 
 def test_on_a_gpu_the_tower_presets_are_full_size_in_half_precision():

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from stts_hf.benchmark import measure as measuring
+from stts_hf.benchmark.clocks import FlopClock
 from stts_hf.benchmark.geometries import build_models, configure
 from stts_hf.benchmark.measure import measure, measure_workloads
 from stts_hf.benchmark.memory import is_out_of_memory, limited_to_free_memory, peak_memory
@@ -99,7 +100,7 @@ def test_counting_flops_does_not_change_the_peak(models):
     clock = measuring.clock_of(CPU)
     for ratio in (None, 0.5):
         _, plain = peak_memory(functools.partial(runner.run, ratio, clock), CPU)
-        _, counted = measuring._warm_up(runner, ratio, CPU)
+        _, counted = measuring._warm_up(runner, ratio, CPU, {}, {})
         assert counted == pytest.approx(plain, rel=5e-3)  # the counter's hooks hold on to a little
         assert plain > 1_000_000
 
@@ -136,18 +137,56 @@ def test_a_pass_that_runs_out_of_memory_later_ends_there(models, monkeypatch):
 
 def test_a_workload_larger_than_the_machine_is_noted_too():
     huge = dataclasses.replace(TOWER, frames=10_000_000_000)
-    cells = measure_workloads([huge, TOWER], CPU, repeats=1, seconds=0.0)
+    cells = list(measure_workloads([huge, TOWER], CPU, repeats=1, seconds=0.0))
     assert [cell["status"] for cell in cells] == ["out of memory", "ok"]
     assert cells[0]["reason"]
 
 
-def test_other_errors_are_not_swallowed(models, monkeypatch):
+def test_each_cell_is_handed_out_before_the_next_is_measured(ran):
+    cells = measure_workloads([TOWER, TRAINING], CPU, repeats=1, seconds=0.0)
+    assert next(cells)["workload"]["mode"] == "tower"
+    assert len(ran) == 2 * 3
+    assert next(cells)["workload"]["mode"] == "training"
+    assert next(cells, None) is None
+
+
+class OutOfResources(Exception):
+    """As Triton's, which has no other base."""
+
+    __module__ = "triton.runtime.errors"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("FlashAttention only supports Ampere GPUs or newer."),
+        OutOfResources("out of resource: shared memory"),
+    ],
+    ids=["kernel", "Triton"],
+)
+def test_a_kernel_that_refuses_is_noted_and_the_others_go_on(models, monkeypatch, error):
     def run(self, ratio, clock):
-        raise RuntimeError("shapes do not match")
+        if ratio == 0.5:
+            raise error
+        return {"total": 1.0}
 
     monkeypatch.setattr(Runner, "run", run)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    cell = measure(TOWER, models, CPU, repeats=1, seconds=0.0)
+    assert [variant["status"] for variant in cell["variants"]] == ["ok", "ok", "failed"]
+    assert cell["variants"][2]["reason"] == f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, AttributeError, KeyError])
+def test_mistakes_in_a_program_are_not_swallowed(models, monkeypatch, kind):
+    def run(self, ratio, clock):
+        raise kind("a mistake")
+
+    monkeypatch.setattr(Runner, "run", run)
+    with pytest.raises(kind, match="a mistake"):
         measure(TOWER, models, CPU, repeats=1, seconds=0.0)
+    with pytest.raises(kind, match="a mistake"):
+        list(measure_workloads([TOWER], CPU, repeats=1, seconds=0.0))
 
 
 def test_a_backend_that_does_not_compile_is_noted(models, monkeypatch):
@@ -162,22 +201,75 @@ def test_a_backend_that_does_not_compile_is_noted(models, monkeypatch):
     assert [variant["status"] for variant in cell["variants"]] == ["does not compile", "ok", "ok"]
 
 
-def test_compiled_attention_is_counted_as_masked_attention(models, monkeypatch):
-    seen = []
+@pytest.fixture
+def backends(monkeypatch):
+    """Replaces passes by notes of the attention of the ViT, that of the LLM, and the clock; counts 7 FLOPs in each."""
+    notes: list[tuple[str, str, str]] = []
 
     def run(self, ratio, clock):
-        seen.append((self.model.config.text_config._attn_implementation, type(clock).__name__))
+        parts = (self.model.config.vision_config, self.model.config.text_config)
+        notes.append((*(part._attn_implementation for part in parts), type(clock).__name__))
+        return {"total": 7 if isinstance(clock, FlopClock) else 1.0}
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("backend", "used"),
+    [
+        ("flex_attention", ("sdpa", "flex_attention")),
+        ("flash_attention_2", ("flash_attention_2", "sdpa")),
+        ("flash_attention_3", ("flash_attention_3", "sdpa")),
+    ],
+)
+def test_kernels_without_formulas_are_counted_with_sdpa(models, backends, backend, used):
+    workload = dataclasses.replace(TOWER, backend=backend, ratios=())
+    cell = measure(workload, models, CPU, repeats=1, seconds=0.0)
+    assert backends == [("sdpa", "sdpa", "FlopClock"), (*used, "HostClock"), (*used, "HostClock")]
+    assert cell["variants"][0]["stages"]["total"] == {"flops": 7, "seconds": [1.0]}
+
+
+def test_what_sdpa_counted_in_a_cell_is_not_counted_again(backends):
+    flex = dataclasses.replace(TOWER, backend="flex_attention", ratios=(0.5,))
+    longer = dataclasses.replace(flex, frames=3)
+    cells = list(measure_workloads([TOWER, flex, longer], CPU, repeats=1, seconds=0.0))
+    # three variants of the first, none of the second, two of the third, which has another shape
+    assert [clock for *_, clock in backends].count("FlopClock") == 3 + 0 + 2
+    assert [variant["stages"]["total"]["flops"] for variant in cells[1]["variants"]] == [7, 7]
+
+
+def test_a_shape_that_is_too_large_to_count_is_measured_all_the_same(models, monkeypatch):
+    def run(self, ratio, clock):
+        if self.model.config.text_config._attn_implementation == "sdpa":
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return {"total": 1.0}
 
     monkeypatch.setattr(Runner, "run", run)
     monkeypatch.setattr(gc, "collect", lambda: 0)
-    measure(dataclasses.replace(TOWER, backend="flex_attention", ratios=()), models, CPU, repeats=1, seconds=0.0)
-    assert seen == [("sdpa", "FlopClock"), ("flex_attention", "HostClock"), ("flex_attention", "HostClock")]
+    workload = dataclasses.replace(TOWER, backend="flex_attention")
+    cell = measure(workload, models, CPU, repeats=1, seconds=0.0)
+    assert [variant["status"] for variant in cell["variants"]] == ["ok"] * 3
+    assert [variant["stages"]["total"] for variant in cell["variants"]] == [{"flops": None, "seconds": [1.0]}] * 3
+    assert all("out of memory (CUDA out of memory)" in variant["not_counted"] for variant in cell["variants"])
+
+
+def test_a_version_that_cannot_count_its_own_kernel_is_found_out(monkeypatch):
+    pytest.importorskip("torch.nn.attention.varlen")
+    half, cuda = dataclasses.replace(TOWER, dtype="bfloat16"), torch.device("cuda")
+    assert not measuring._has_no_formula(half, cuda)
+    monkeypatch.setattr(measuring, "flop_registry", {})
+    assert measuring._has_no_formula(half, cuda)
+    assert not measuring._has_no_formula(half, CPU)
+    assert not measuring._has_no_formula(TOWER, cuda)  # float32
+    assert not measuring._has_no_formula(dataclasses.replace(half, backend="eager"), cuda)
 
 
 def test_what_counts_as_want_of_memory():
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
     assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(ValueError("out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 

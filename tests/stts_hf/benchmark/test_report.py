@@ -51,6 +51,52 @@ def test_a_variant_without_memory_says_so():
     assert rows_of(page, "k = 0.5")[0][3] == "-"
 
 
+def test_a_variant_that_failed_says_why():
+    broken = pruned_twice()
+    broken["variants"][2] |= {"status": "failed", "reason": "RuntimeError: Ampere GPUs or newer"}
+    page = markdown(result([broken]))
+    assert rows_of(page, "k = 0.5")[0][1] == "failed"
+    assert "k = 0.5: failed (RuntimeError: Ampere GPUs or newer)." in page
+
+
+def test_flops_that_were_not_counted_have_no_ideal():
+    uncounted = pruned_twice()
+    for entry in uncounted["variants"]:
+        for stage in entry["stages"].values():
+            stage["flops"] = None
+        entry["not_counted"] = "out of memory"
+    page = markdown(result([uncounted]))
+    assert rows_of(page, "k = 0.5")[0][3:7] == ["1.600x", "-", "-", "-"]
+    assert "k = 0.5: FLOPs were not counted; out of memory." in page
+
+
+def test_a_run_that_did_not_finish_says_so():
+    page = markdown(result([pruned_twice()], finished=False, workloads=3))
+    assert "**Unfinished**: the run ended early, after 1 of 3 workloads." in page
+    assert "Unfinished" not in markdown(result([pruned_twice()], finished=True, workloads=1))
+    assert "Unfinished" not in markdown(result([pruned_twice()]))  # older results do not say
+
+
+def test_it_says_where_selecting_and_packing_takes_too_long():
+    slow = pruned_twice()
+    slow["variants"][1]["stages"]["select_and_pack"] = {"seconds": [0.09], "flops": 0}  # of 5 s: 1.8 %
+    slow["variants"][2]["stages"]["select_and_pack"] = {"seconds": [0.05, 0.06, 0.01], "flops": 0}  # of 2 s: 2.5 %
+    lines = [line for line in verdicts(result([slow])) if "Select and pack" in line]
+    assert len(lines) == 1
+    assert "more than 2% of the vision tower" in lines[0]
+    assert lines[0].endswith(": k = 0.5: 2.5%.")
+    slow["variants"][2]["stages"]["select_and_pack"]["seconds"] = [0.03]
+    assert not any("Select and pack" in line for line in verdicts(result([slow])))
+
+
+def test_what_comes_before_the_model_is_shown_in_parts():
+    part = {"frames": 8, "height": 480, "width": 854, "decode": [1.0], "decode_and_preprocess": [4.0]}
+    row = rows_of(markdown(result([], front_end=[part | {"preprocess": [3.0, 2.0]}])), "8 frames, 480 lines")[0]
+    assert row[1:] == ["1000 (0.00)", "2500 (500.0)", "4000 (0.00)", "2"]
+    row = rows_of(markdown(result([], front_end=[part])), "8 frames, 480 lines")[0]  # as older results are
+    assert row[2] == "-"
+
+
 def test_it_says_where_pruning_does_not_pay_and_breaks_even():
     lines = verdicts(result([pruned_twice()]))
     assert any("Does not pay" in line and "k = 0: 0.800x, 25.0% over stock" in line for line in lines)
@@ -136,6 +182,13 @@ def test_the_paper_preset_has_the_papers_tokens():
             assert abs(workload.batch * (kept + others) - expected) <= workload.batch
     pairs = {(w.mode, w.total_frames, ratio) for w in PRESETS["paper"].workloads for ratio in w.ratios if ratio}
     assert pairs == set(SPEED_UPS)
+
+
+def test_the_paper_preset_gives_both_sides_their_best_backend():
+    shapes: dict[tuple[str, int], set[str]] = {}
+    for workload in PRESETS["paper"].workloads:
+        shapes.setdefault((workload.mode, workload.total_frames), set()).add(workload.backend)
+    assert list(shapes.values()) == [{"sdpa", "flex_attention"}] * 4
 
 
 def test_inputs_are_random_and_laid_out_as_promised():
