@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from stts_hf.modeling.checks_stts import check_finite
 from tests.modeling.reference import Inputs
 from tests.tiny import PATCH, Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
@@ -155,6 +156,16 @@ SHAPES = {
         r"`pixel_values_videos` holds NaN or infinite values",
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_pixels_whose_sum_alone_is_infinite_pass(dtype):
+    check_finite(torch.full((1, 4, 3), torch.finfo(dtype).max, dtype=dtype))
+
+
+def test_infinities_that_cancel_out_do_not_pass():
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        check_finite(torch.tensor([math.inf, -math.inf]))
 
 
 @pytest.mark.parametrize(("edit", "message"), SHAPES.values(), ids=SHAPES.keys())
