@@ -56,9 +56,10 @@ def _made_with(result: Mapping[str, Any]) -> str:
     if "gpu" in machine:
         where += f"; {machine['gpu']}, {_gib(machine['gpu_memory'])} GiB, CUDA {machine['cuda']}"
     load = f"load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after"
+    samples = "result.json" if result.get("finished", True) else "unfinished.json"
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return (
-        f"Made by `{result['command']}` (not edited by hand; raw samples in `result.json`).\n\n"
+        f"Made by `{result['command']}` (not edited by hand; raw samples in `{samples}`).\n\n"
         f"{result['started']}, {result['seconds'] / 60:.1f} minutes, {machine['device']}: {where}; {load}. {known}."
     )
 

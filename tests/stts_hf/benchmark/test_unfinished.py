@@ -70,7 +70,9 @@ def test_the_page_of_a_run_that_died_can_be_drawn(tmp_path, ends_after_one):
         main(["bench", "--preset", "tower", "--device", "cpu", "--output", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished.json"]
     assert main(["bench", "--render", "--output", str(tmp_path)]) == 0
-    assert "after 1 of 2 workloads" in (tmp_path / "README.md").read_text()
+    page = (tmp_path / "README.md").read_text()
+    assert "after 1 of 2 workloads" in page
+    assert "raw samples in `unfinished.json`" in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "plot.png", "unfinished.json"]
 
 
