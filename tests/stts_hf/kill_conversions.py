@@ -20,6 +20,7 @@ from pathlib import Path
 import transformers
 
 from stts_hf.convert.checkpoint import convert_checkpoint
+from tests.forked import let_go_of_shared_locks
 from tests.stts_hf.convert_files import contents, write_molmo2
 
 
@@ -28,6 +29,7 @@ def run_and_kill(source: Path, destination: Path, seconds: float) -> bool:
     child = os.fork()
     if child == 0:
         try:
+            let_go_of_shared_locks()
             convert_checkpoint(source, destination, overwrite=True, max_shard_size="40KB", seed=1)
         finally:
             os._exit(0)

@@ -14,6 +14,7 @@ import torch
 
 from stts_hf import STTSForConditionalGeneration
 from stts_hf.training.checkpointing import STAGE, finish_or_clear, last_checkpoint, move_in, publish
+from tests.forked import let_go_of_shared_locks
 from tests.stts_hf.training.runs import Rows, logged, trainer
 
 EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
@@ -24,6 +25,7 @@ def save_until_killed(folder: Path, seconds: float) -> None:
     child = os.fork()
     if child == 0:
         try:
+            let_go_of_shared_locks()
             options: dict[str, Any] = {
                 "max_steps": 10_000,
                 "save_total_limit": 2,
