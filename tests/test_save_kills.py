@@ -52,7 +52,7 @@ def saver():
 
 
 def finish(process) -> int | None:
-    process.join(timeout=120)
+    process.join(timeout=300)
     return process.exitcode
 
 

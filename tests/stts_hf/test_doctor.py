@@ -343,5 +343,5 @@ def test_a_save_that_was_cut_off_in_the_exchange_is_completed_not_deleted(sound,
 
 def test_nothing_but_the_findings_is_said(hub_configs):
     command = [sys.executable, "-m", "stts_hf.cli.main", "doctor", str(hub_configs / "stts-tiny")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")

@@ -22,7 +22,7 @@ def push(hub, home: Path, *arguments: object, token: str | None = "write-token",
     """Runs `stts-hf push`; returns exit status, output and the lines on stderr that are not progress."""
     command = ("-m", "stts_hf.cli.main", "push", *map(str, arguments))
     process = start(hub, home, *command, token=token, **environment)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -122,7 +122,7 @@ def test_a_push_that_is_killed_changes_nothing_and_can_be_repeated(hub, tmp_path
     command = ("-m", "stts_hf.cli.main", "push", str(sharded), "user/tiny")
     process = start(hub, tmp_path, *command)
     hub.on_upload = lambda: os.kill(process.pid, signal.SIGKILL) if len(hub.uploads) == 2 else None
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     assert list(hub.files("user/tiny")) == [".gitattributes"]
     received = set(hub.uploads)

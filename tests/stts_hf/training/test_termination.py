@@ -48,7 +48,7 @@ def test_sigterm_saves_and_ends(tmp_path, whole_group):
     process = start(tmp_path, 1000, workers=2 if whole_group else 0)
     wait_for(process, "step 3")
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGTERM)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 143, errors
     assert "complete" not in output
     assert "SIGTERM: saving at step" in errors
@@ -71,7 +71,7 @@ def test_more_sigterms_during_the_save_change_nothing(tmp_path):
     saving = next(line for line in process.stdout if line.startswith("saving"))
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 143, errors
     assert last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{saving.split()[1]}")
     assert not (tmp_path / STAGE).exists()
@@ -88,7 +88,7 @@ def test_all_processes_stop_at_the_step_in_which_one_was_told(tmp_path):
     try:
         wait_for(ranks[1], "step 2")
         ranks[1].send_signal(signal.SIGTERM)
-        outputs = [process.communicate(timeout=120) for process in ranks]
+        outputs = [process.communicate(timeout=300) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -164,5 +164,5 @@ def test_training_outside_the_main_thread_works(tmp_path):
     run = trainer(tmp_path, max_steps=1)
     thread = threading.Thread(target=run.train)
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert run.state.global_step == 1
