@@ -31,7 +31,7 @@ def start(folder: Path, steps: int, workers: int = 0, seconds: float = 0, **envi
 
 def wait_for(process: subprocess.Popen, line: str) -> None:
     """Reads what the process prints up to `line`. A process that hangs is killed, which ends the reading."""
-    timer = threading.Timer(120, process.kill)
+    timer = threading.Timer(300, process.kill)
     timer.start()
     assert process.stdout is not None
     for printed in process.stdout:
