@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
+from transformers.utils.generic import is_flash_attention_requested
 
 from .frame_attention_stts import attend_within_frames, masked_attention
 
@@ -91,7 +92,7 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
     "flash", "torch_varlen", "sdpa" or "eager". Raises `ValueError` where a flash kernel is asked for and cannot run.
     """
     half = query.dtype in HALF_PRECISION
-    if is_flash(implementation):
+    if is_flash_attention_requested(requested_attention_implementation=implementation):
         if query.device.type == "cpu" or not half:
             raise ValueError(
                 f"`attn_implementation` is {implementation!r} for the vision tower, which needs a GPU and float16 or "
@@ -112,11 +113,6 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
 def has_flash(device_index: int) -> bool:
     """Whether PyTorch's flash attention runs on this GPU: Ampere and newer, and AMD's."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device_index) >= (8, 0)
-
-
-def is_flash(implementation: str | None) -> bool:
-    """Whether a transformers attention name is that of a flash kernel, of any version or source."""
-    return implementation is not None and "flash" in implementation
 
 
 def fold_bias_into_keys(
@@ -160,7 +156,7 @@ def binned_attention(
     query, key, value: (bins, capacity, heads, d). mask: (bins, 1, capacity, capacity) bool. Returns the query's shape.
     Raises `ValueError` for flash attention, which takes no mask.
     """
-    if is_flash(implementation):
+    if is_flash_attention_requested(requested_attention_implementation=implementation):
         raise ValueError(
             f"`packing` is 'first_fit_descending', which needs an attention mask, but `attn_implementation` is "
             f"{implementation!r} for the vision tower. Use packing='varlen' or attn_implementation='sdpa'."
