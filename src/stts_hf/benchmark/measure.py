@@ -83,8 +83,7 @@ def measure(
     `order` is the order in which variants ran in each timed round: stock and each ratio take turns, and every round
     begins with another of them, so that whatever drifts drifts for all.
     """
-    training = workload.mode == "training"
-    configure(models, workload.layout, workload.backend, training, workload.checkpointing and training)
+    _configure(models, workload, workload.backend)
     runner = Runner(workload, models, workload_inputs(workload, models[0].config, device))
     variants: dict[float | None, dict[str, Any]] = {}
     counts = {} if counts is None else counts
@@ -168,12 +167,16 @@ def _count(runner: Runner, ratio: float | None) -> dict[str, float]:
 def _count_with_sdpa(runner: Runner, ratio: float | None) -> dict[str, float]:
     """FLOPs of the same pass with PyTorch's kernels, which are counted as attention in full, mask or not."""
     workload, models = runner.workload, (runner.model, runner.stock)
-    training = workload.mode == "training"
-    configure(models, workload.layout, "sdpa", training, workload.checkpointing and training)
+    _configure(models, workload, "sdpa")
     try:
         return _count(runner, ratio)
     finally:
-        configure(models, workload.layout, workload.backend, training, workload.checkpointing and training)
+        _configure(models, workload, workload.backend)
+
+
+def _configure(models: Any, workload: Workload, backend: str) -> None:
+    training = workload.mode == "training"
+    configure(models, workload.layout, backend, training, workload.checkpointing and training)
 
 
 def _has_no_formula(workload: Workload, device: torch.device) -> bool:
