@@ -16,6 +16,7 @@ from tests.naive import (
     weights_from_native,
     weights_from_original,
 )
+from tests.paper import KEPT_BLOCKS
 
 # The reference is float32 on another build of the same kernels; sums of a few hundred terms agree to about 1e-6.
 SCORE_TOLERANCE = 1e-5
@@ -90,17 +91,7 @@ def test_temporal_loss_is_the_authors(fixture, output):
     torch.testing.assert_close(output.temporal_loss, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "videos", "expected"),
-    [
-        pytest.param(0.3, [64, 64], 7258, id="128-frames-30"),
-        pytest.param(0.4, [64, 64], 6222, id="128-frames-40"),
-        pytest.param(0.5, [64, 64], 5184, id="128-frames-50"),
-        pytest.param(0.3, [256], 14516, id="256-frames-30"),
-        pytest.param(0.4, [256], 12442, id="256-frames-40"),
-        pytest.param(0.5, [256], 10368, id="256-frames-50"),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "videos", "expected"), KEPT_BLOCKS)
 def test_counts_are_the_papers(ratio, videos, expected):
     assert sum(frames * 81 - naive_budget(ratio, frames, 81) for frames in videos) == expected
 

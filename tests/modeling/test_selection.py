@@ -9,17 +9,13 @@ import torch
 from stts_hf.modeling.scoring_stts import num_kept_blocks, random_ranking, select_blocks
 from tests.modeling.hidden_clips import GEOMETRIES, make_clips, random_scores
 from tests.naive import naive_keep_mask
+from tests.paper import KEPT_BLOCKS
 
 
 @pytest.mark.parametrize(
     ("ratio", "videos", "expected"),
     [
-        pytest.param(0.3, [64, 64], 7258, id="128-frames-30"),
-        pytest.param(0.4, [64, 64], 6222, id="128-frames-40"),
-        pytest.param(0.5, [64, 64], 5184, id="128-frames-50"),
-        pytest.param(0.3, [256], 14516, id="256-frames-30"),
-        pytest.param(0.4, [256], 12442, id="256-frames-40"),
-        pytest.param(0.5, [256], 10368, id="256-frames-50"),
+        *KEPT_BLOCKS,
         pytest.param(0, [64, 64], 10368, id="128-frames-0"),
         pytest.param(1, [256], 0, id="256-frames-100"),
     ],
