@@ -23,7 +23,7 @@ from .video_torchcodec_stts import TorchcodecFile, choose_decoder, torchcodec_in
 
 try:
     from av.sidedata.sidedata import SideDataContainer
-except ImportError:  # then `VideoFile` says so
+except ImportError:  # without PyAV, which `VideoFile` says, or where another version keeps it elsewhere
     SideDataContainer = None  # type: ignore[assignment,misc]
 
 _TOLERANCE = 1e-6  # seconds: a moment that rounding put just before a frame's time still means that frame
@@ -311,7 +311,7 @@ def _upright(frame: Any) -> np.ndarray:
 
 def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
     # Not `frame.side_data`: the frame would hold what holds the frame, 12 MB each at 4K until garbage is collected.
-    side_data = SideDataContainer(frame)  # type: ignore[call-arg]
+    side_data = frame.side_data if SideDataContainer is None else SideDataContainer(frame)  # type: ignore[call-arg]
     data = [bytes(item) for item in side_data if item.type.name == "DISPLAYMATRIX"]
     if not data:
         return 1, 0, 0, 1
