@@ -30,13 +30,15 @@ COLOURS = dict(zip(PARTS, ("#3b6ea5", "#6fa8a0", "#d9a441", "#b5533c", "#7f6bb0"
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Writes a PNG with what the result has to show."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and STOCK in summarise(cell)]
+    measured = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    cells = [cell for cell in measured if STOCK in summarise(cell)]
     panels: list[Callable[[Axes], None]] = []
-    if cells:
-        panels.append(
-            lambda axes: _cost_per_frame(axes, cells) if _is_scaling(cells) else _speed_ups(axes, cells, result)
-        )
-        panels.append(lambda axes: _shares(axes, cells) if _is_scaling(cells) else _stage_bars(axes, cells))
+    if cells and _is_scaling(cells):
+        panels.append(lambda axes: _cost_per_frame(axes, measured))  # stock may not fit where pruned videos do
+        panels.append(lambda axes: _shares(axes, cells))
+    elif cells:
+        panels.append(lambda axes: _speed_ups(axes, cells, result))
+        panels.append(lambda axes: _stage_bars(axes, cells))
     if result.get("readers"):
         panels.append(lambda axes: _readers(axes, result["readers"]))
     figure, axes = plt.subplots(1, max(len(panels), 1), figsize=(7 * max(len(panels), 1), 4.8), squeeze=False)
