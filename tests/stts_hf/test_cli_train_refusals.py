@@ -1,6 +1,7 @@
 """`stts-hf train` before its first step: the plan that it shows, and what it refuses, by name."""
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def test_dry_run_shows_the_plan_and_loads_no_weights(data, tmp_path, without_wei
     assert plan["train"].startswith("3 samples in 2 rows of up to 300 tokens after pruning (1.50 a row")
     assert plan["steps"] == "1 of 2 rows (2 a process x 1 x 1 accumulated), 1 epochs"
     assert not (tmp_path / "out").exists()
+
+
+def test_plan_shows_the_rates_of_an_adapter_in_several_parts(data, tmp_path, without_weights, capsys):
+    pytest.importorskip("peft")
+    config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
+    targets = ["--set", "peft.target_modules=[q_proj]"]
+    assert train(config, "--dry-run", *targets) == 0
+    rates = re.findall(r"^adapter: .* trained at (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert rates == ["1e-05 (language_model), 5e-06 (vision_tower), 5e-06 (connector)"]
+    assert train(config, "--dry-run", *targets, "--set", "learning_rates.adapter=2e-4") == 0
+    assert "trained at 0.0002\n" in capsys.readouterr().out
 
 
 def test_plan_says_when_it_evaluates_and_what_was_skipped(data, tmp_path, without_weights, capsys):

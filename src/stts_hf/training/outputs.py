@@ -13,7 +13,7 @@ from stts_hf.hub.push import refusals
 from stts_hf.modeling.card_stts import base_model_of
 from stts_hf.training.build import MODEL_SETTINGS, VISION_SETTINGS, Run
 from stts_hf.training.models import load_model
-from stts_hf.training.plan import count_parameters, describe_schedule, peak_rate, rows_of_step
+from stts_hf.training.plan import describe_rates, describe_schedule, rows_of_step
 from stts_hf.training.trainer import STTSTrainer
 
 CONFIG_COPY = "train_config.yaml"
@@ -92,8 +92,8 @@ def write_card(run: Run, trainer: STTSTrainer, folder: Path) -> None:
 def describe_training(run: Run, trainer: STTSTrainer) -> str:
     """What a card says of the training, in Markdown."""
     arguments, config = run.arguments, run.config
-    counts = count_parameters(trainer.accelerator.unwrap_model(trainer.model))
-    trained = [f"{part} at {peak_rate(arguments, part):g}" for part, (_, number) in counts.items() if number]
+    rates = describe_rates(arguments, trainer.accelerator.unwrap_model(trainer.model))
+    trained = [f"{part} at {rate}" for part, rate in rates.items()]
     rows = f"{getattr(run.train_rows, 'num_samples', len(run.train_rows))} samples"
     if config.data.pack_to is not None:
         rows += f", packed into {len(run.train_rows)} rows of up to {config.data.pack_to} tokens after pruning"

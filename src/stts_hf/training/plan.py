@@ -6,7 +6,7 @@ from typing import Any
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import Run
 from stts_hf.training.packing import PackedDataset
-from stts_hf.training.parts import ADAPTER, LANGUAGE_MODEL, PARTS, is_adapter, part_of
+from stts_hf.training.parts import ADAPTER, PARTS, is_adapter, part_of
 
 
 def count_parameters(model: Any) -> dict[str, tuple[int, int]]:
@@ -31,10 +31,21 @@ def rows_of_step(arguments: STTSTrainingArguments) -> int:
     return rows_of_batch(arguments) * arguments.gradient_accumulation_steps
 
 
-def peak_rate(arguments: STTSTrainingArguments, part: str) -> float:
-    """Peak learning rate of a part; of an adapter without one of its own, the language model's."""
-    rates: Any = arguments.learning_rates
-    return rates.get(part, rates[LANGUAGE_MODEL])
+def describe_rates(arguments: STTSTrainingArguments, model: Any) -> dict[str, str]:
+    """Peak learning rate of each part that is trained, for reading; an adapter's are its parts', or its own."""
+    given: Any = arguments.learning_rates
+    rates: dict[str, dict[str, float]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            part, key = part_of(name), ADAPTER if is_adapter(name) else part_of(name)
+            rates.setdefault(key, {})[part] = given.get(key, given[part])
+    described: dict[str, str] = {}
+    for key in (*PARTS, ADAPTER):
+        if of_parts := rates.get(key):
+            single = len(set(of_parts.values())) == 1
+            texts = [f"{of_parts[part]:g}" + ("" if single else f" ({part})") for part in PARTS if part in of_parts]
+            described[key] = texts[0] if single else ", ".join(texts)
+    return described
 
 
 def describe_schedule(run: Run) -> str:
@@ -76,12 +87,13 @@ def describe_run(run: Run, model: Any) -> str:
             f"temporal loss x {run.model_config.temporal_loss_weight:g}",
         ),
     ]
+    rates = describe_rates(arguments, model)
     for part, (total, trained) in count_parameters(model).items():
         if not trained:
             status = "frozen"
         else:
             share = "" if trained == total else f"{_number(trained)} of them "
-            status = f"{share}trained at {peak_rate(arguments, part):g}"
+            status = f"{share}trained at {rates[part]}"
         lines.append((part, f"{_number(total)} parameters, {status}"))
     lines.append(("train", _describe_rows(run.train_rows)))
     if run.eval_rows is not None:
