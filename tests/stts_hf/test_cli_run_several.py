@@ -1,6 +1,7 @@
 """`stts-hf run` with several videos, and its answers file: what comes when, what is kept, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 import threading
@@ -212,6 +213,7 @@ def test_no_timing_may_be_asked_for(run):
     [
         (["a.mp4", "no.mp4", "gone.mp4", QUESTION], "VIDEO no.mp4 does not exist, gone.mp4 does not exist; pass"),
         (["a.mp4", "folder", QUESTION], "VIDEO folder is a folder; pass"),
+        (["a.mp4", "pipe", QUESTION], "VIDEO pipe is no regular file, and a pipe cannot be searched; pass"),
         (["a.mp4", "b.mp4"], "QUESTION is missing after the videos: the last argument, b.mp4, is a file"),
         (["a.mp4", "b.mp4", " "], "QUESTION is empty"),
         (["a.mp4", "b.mp4", QUESTION, "--repeats", "2"], "--repeats compares times on one video"),
@@ -228,6 +230,7 @@ def test_no_timing_may_be_asked_for(run):
 )
 def test_refusals_come_before_anything_slow_and_lose_nothing(run, here, arguments, words):
     (here / "folder").mkdir()
+    os.mkfifo(here / "pipe")
     (here / "folder" / "b.contact_sheet.png").write_text("mine")
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     status, out, err = run(*arguments)

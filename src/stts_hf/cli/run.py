@@ -94,11 +94,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuses, before anything slow happens, what can be refused by then."""
-    problems = [
-        f"{video} {'is a folder' if os.path.isdir(video) else 'does not exist'}"
-        for video in arguments.videos
-        if not os.path.isfile(video)
-    ]
+    problems = [f"{video} {trouble}" for video in arguments.videos if (trouble := trouble_of(video))]
     if problems:
         raise CommandError(f"VIDEO {', '.join(problems)}; pass the path of a video file")
     if os.path.isfile(arguments.question):
@@ -123,6 +119,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise CommandError("--repeats compares times on one video; leave it out, or pass one VIDEO")
     if arguments.output is not None:
         check_pictures(arguments.output, arguments.videos)
+
+
+def trouble_of(video: str) -> str | None:
+    """What keeps a path from being a video file; None where nothing does."""
+    if os.path.isfile(video):
+        return None
+    if os.path.isdir(video):
+        return "is a folder"
+    return "is no regular file, and a pipe cannot be searched" if os.path.exists(video) else "does not exist"
 
 
 def check_question(processor: Any, question: str) -> None:
@@ -178,7 +183,7 @@ def picture_path(arguments: argparse.Namespace) -> Path:
 
 def answer_one(arguments: argparse.Namespace, checkpoint: str, config: Any, processor: Any, device: Any) -> int:
     """Answers about one video, times it against stock Molmo2 and draws it."""
-    from stts_hf.inference.answering import VideoAnswer, answer_prepared, prepare_video
+    from stts_hf.inference.answering import VideoAnswer, answer_prepared, inputs_for, prepare_video
     from stts_hf.inference.prefetch import PreparationError
 
     (video,) = arguments.videos
@@ -204,7 +209,7 @@ def answer_one(arguments: argparse.Namespace, checkpoint: str, config: Any, proc
             )
         write(answer)
     repeats = REPEATS if arguments.repeats is None else arguments.repeats
-    times = measure(model, prepared.inputs.to(device, dtype=model.dtype), ratio, repeats) if repeats else {}
+    times = measure(model, inputs_for(model, prepared.inputs), ratio, repeats) if repeats else {}
     path = picture_path(arguments)
     with stage(f"Drawing {path}"):
         draw(answer, path)

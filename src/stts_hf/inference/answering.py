@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from transformers import BatchFeature
 
 from stts_hf.inference.prefetch import OnError, PreparationError, prefetch
 from stts_hf.modeling.configuration_stts import check_pruning_ratio, check_vision_config
@@ -193,7 +194,7 @@ def answer_prepared(
     """Answers the question about a prepared video in one call of `generate`; arguments as in `answer_videos`."""
     check_generate_options(generate_options)
     started = time.perf_counter()
-    inputs = prepared.inputs.to(model.device, dtype=model.dtype)
+    inputs = inputs_for(model, prepared.inputs)
     with _watch_tower(model) as seen:
         output = model.generate(**inputs, pruning_ratio=pruning_ratio, **generate_options)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -213,6 +214,12 @@ def answer_prepared(
         prompt_tokens=prompt_tokens,
         seconds=time.perf_counter() - started,
     )
+
+
+def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A processor's output on the model's device, in its dtype; `video_grids` stay on the host, where they are read."""
+    grids = inputs["video_grids"]
+    return {**BatchFeature(dict(inputs)).to(model.device, dtype=model.dtype), "video_grids": grids}
 
 
 def check_question(processor: Any, question: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForMultimodalLM, AutoProcessor
+from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 
 from stts_hf.inference import answering
 from stts_hf.inference.answering import PreparedVideo, VideoAnswer, answer_videos
@@ -218,3 +218,11 @@ def test_a_stock_model_is_refused_at_once():
     model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(model_type="molmo2")))
     with pytest.raises(ValueError, match="vision_config"):
         answer_videos(model, None, [], QUESTION)
+
+
+def test_grids_stay_on_the_host_where_the_model_reads_them():
+    inputs = BatchFeature({"input_ids": torch.ones(1, 3), "video_grids": torch.tensor([[4, 3, 3]])})
+    moved = answering.inputs_for(SimpleNamespace(device="meta", dtype=torch.bfloat16), inputs)
+    assert (moved["input_ids"].device.type, moved["input_ids"].dtype) == ("meta", torch.bfloat16)
+    assert moved["video_grids"] is inputs["video_grids"]
+    assert inputs["input_ids"].device.type == "cpu"
