@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
+from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from .frame_attention_stts import attend_within_frames, masked_attention
@@ -26,8 +27,7 @@ if varlen_attn is not None and "scale" not in inspect.signature(varlen_attn).par
     varlen_attn = None  # type: ignore[assignment]
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-# On Hopper and Blackwell PyTorch prefers cuDNN, which before 9.25 makes NaN of sequences without a single entry.
-CUDNN_TAKES_EMPTY_FRAMES = (torch.backends.cudnn.version() or 0) >= 92500
+logger = logging.get_logger(__name__)
 
 
 def packed_attention(
@@ -79,8 +79,7 @@ def packed_attention(
     elif backend == "torch_varlen":
         if missing := -query.shape[-1] % 8:
             query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
-        flash = contextlib.nullcontext() if CUDNN_TAKES_EMPTY_FRAMES else sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-        with flash:
+        with contextlib.nullcontext() if cudnn_takes_empty_frames() else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             output = varlen_attn(query, key, value, *bounds, scale=scaling)
     else:
         output = attend_within_frames(query, key, value, *bounds, scaling, dropout, eager=backend == "eager")
@@ -103,8 +102,10 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
     if implementation == "eager":
         return "eager"
     fits = half and query.shape[-1] <= 256 and dropout == 0.0
-    if varlen_attn is not None and query.is_cuda and fits and has_flash(query.device.index):
-        return "torch_varlen"
+    if query.is_cuda and fits and has_flash(query.device.index):
+        if varlen_attn is not None:
+            return "torch_varlen"
+        warn_of_padding()
     return "sdpa"
 
 
@@ -113,6 +114,23 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
 def has_flash(device_index: int) -> bool:
     """Whether PyTorch's flash attention runs on this GPU: Ampere and newer, and AMD's."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device_index) >= (8, 0)
+
+
+@functools.lru_cache
+@torch.compiler.assume_constant_result
+def cudnn_takes_empty_frames() -> bool:
+    """PyTorch prefers cuDNN on Hopper and Blackwell, which before 9.25 makes NaN of sequences without an entry."""
+    return (torch.backends.cudnn.version() or 0) >= 92500
+
+
+@torch.compiler.assume_constant_result
+def warn_of_padding() -> None:
+    """Says once that this GPU could do better than this PyTorch."""
+    logger.warning_once(
+        f"PyTorch {torch.__version__} has no attention over frames of different lengths that takes a scale, so video "
+        "frames are padded to full length in every layer, and dropping tokens saves no attention there. Upgrade "
+        "PyTorch, or install flash-attn and use attn_implementation='flash_attention_2'."
+    )
 
 
 def fold_bias_into_keys(

@@ -32,6 +32,8 @@ def packed_without_videos(
     """
     if position_ids is None or position_ids.dim() != 2 or tokens is None or position_ids.shape[1] != tokens.shape[1]:
         return False
+    if tokens.shape[1] == 1:  # a step of decoding; a static cache's length lies on the device
+        return False
     if past_key_values is not None and past_key_values.get_seq_length() > 0:
         return False
     if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] != tokens.shape[1]):

@@ -72,18 +72,31 @@ def padded_frames(
 ) -> torch.Tensor:
     """One call for all frames, padded to `max_seqlen` and masked: no size depends on the frames' lengths."""
     num_queries = query.shape[0]
-    query = gather_frames(query, cu_seqlens_q, max_seqlen_q)[0]  # (F, heads, max_seqlen_q, d)
+    query, valid_queries = gather_frames(query, cu_seqlens_q, max_seqlen_q)  # (F, heads, max_seqlen_q, d)
     (key, valid), (value, _) = (gather_frames(states, cu_seqlens_k, max_seqlen_k) for states in (key, value))
-    mask = valid | ~valid.any(-1, keepdim=True)  # a frame without keys: its values are zero, so its output is
-    mask = mask[:, None, None, :].expand(-1, 1, max_seqlen_q, -1)
+    if valid is None:
+        mask = None
+    else:
+        mask = valid | ~valid.any(-1, keepdim=True)  # a frame without keys: its values are zero, so its output is
+        mask = mask[:, None, None, :]
     output = masked_attention(query, key, value, mask, scaling, dropout, eager)
+    if valid_queries is None:
+        return output.transpose(1, 2).flatten(0, 1)
     slots = torch.arange(num_queries, device=output.device, dtype=cu_seqlens_q.dtype)
     frame = torch.searchsorted(cu_seqlens_q[1:].contiguous(), slots, right=True)
     return output[frame, :, slots - cu_seqlens_q[frame]]
 
 
-def gather_frames(states: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P, heads, d) -> (F, heads, max_seqlen, d), zero behind each frame's end, and (F, max_seqlen) bool before it."""
+def gather_frames(
+    states: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    (P, heads, d) -> (F, heads, max_seqlen, d), zero behind each frame's end, and (F, max_seqlen) bool before it; a view
+    and None where all frames are whole.
+    """
+    num_frames = cu_seqlens.numel() - 1
+    if states.shape[0] == num_frames * max_seqlen:  # no frame is longer, so none is shorter
+        return states.unflatten(0, (num_frames, max_seqlen)).transpose(1, 2), None
     offsets = torch.arange(max_seqlen, device=states.device)
     valid = offsets < cu_seqlens.diff()[:, None]
     index = (cu_seqlens[:-1, None] + offsets).clamp_max(max(states.shape[0] - 1, 0))
@@ -91,10 +104,12 @@ def gather_frames(states: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: in
     return padded.transpose(1, 2), valid
 
 
-def masked_attention(query, key, value, mask: torch.Tensor, scaling: float, dropout: float, eager: bool):
-    """(batch, heads, length, d) each, mask bool and broadcast to (batch, heads, query length, key length)."""
+def masked_attention(query, key, value, mask: torch.Tensor | None, scaling: float, dropout: float, eager: bool):
+    """(batch, heads, length, d) each, mask bool or None, broadcast to (batch, heads, query length, key length)."""
     if not eager:
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    if mask is None:
+        return eager_frame_attention(query, key, value, dropout, scaling)
     bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     return eager_frame_attention(query, key, value, dropout, scaling, bias)
 

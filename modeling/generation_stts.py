@@ -226,15 +226,20 @@ def native_inputs(model, pruned: PrunedInputs) -> dict:
         return inputs | {"inputs_embeds": model.merge_features(pruned)}
     inputs["input_ids"] = pruned.input_ids
     if pruned.features:
-        # One entry per row, in the order of its placeholders: beams and samples then repeat whole rows.
-        some = pruned.features[0][1]
-        merged = some.new_zeros(*pruned.input_ids.shape, some.shape[-1])
-        for placeholders, features in pruned.features:
-            merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
-        everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
-        rows = [row[places] for row, places in zip(merged, everywhere, strict=True)]
-        inputs["mm_encoder_outputs"] = {"video": BaseModelOutputWithPooling(pooler_output=rows)}
+        inputs["mm_encoder_outputs"] = {"video": BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))}
     return inputs
+
+
+def features_of_rows(pruned: PrunedInputs) -> list[torch.Tensor]:
+    """One entry per row, in the order of its placeholders: beams and samples then repeat whole rows."""
+    some = pruned.features[0][1]
+    if len(pruned.features) == 1 and pruned.features_per_row is not None:
+        return list(some.split(pruned.features_per_row))
+    merged = some.new_zeros(*pruned.kept_positions.shape, some.shape[-1])
+    for placeholders, features in pruned.features:
+        merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
+    everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
+    return [row[places] for row, places in zip(merged, everywhere, strict=True)]
 
 
 def setting(name: str, kwargs: dict, *generation_configs):

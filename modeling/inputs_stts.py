@@ -34,6 +34,7 @@ class PrunedInputs:
 
     attention_mask covers cached columns too, (B, columns + L'), or is (B, heads, L', L'). features: pairs of a
     placeholder mask (B, L') and the features that go there in order. kept_positions: (B, L') in the caller's sequence.
+    features_per_row: how many of the videos' features go to each row, where that is known on the host.
     sample_ids: (B, L') where several samples may share a row. cached_after: what a cache will hold, or None if no token
     was ever dropped. video: output of `get_video_features`.
     """
@@ -48,6 +49,7 @@ class PrunedInputs:
     cached_after: CachedPrompt | None = None
     video: Any = None
     features: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    features_per_row: list[int] | None = None
 
 
 def find_token(model, token_id: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
@@ -149,7 +151,7 @@ def prune_inputs(
         sample_ids = find_samples(position_ids, padding_mask) if cached.seen == 0 else None
 
     features: list[tuple[torch.Tensor, torch.Tensor]] = []
-    video = dropped = None
+    video = dropped = features_per_row = None
     sequence = KeptSequence(torch.arange(length, device=tokens.device).expand(batch_size, -1), length)
     if pixel_values_videos is not None or pixel_values is not None or pruned_length not in (None, length):
         with_videos, with_images = pixel_values_videos is not None, pixel_values is not None
@@ -181,6 +183,7 @@ def prune_inputs(
             sequence = keep_positions(kept_tokens, new_length, plan.padded_right)
         if with_videos:
             features.append((sequence.take(of_videos, False), torch.cat(video.pooler_output)))
+            features_per_row = None if plan.rows is None else [sum(num_kept[v] for v in row) for row in plan.rows]
         if with_images:
             placeholders = sequence.take(of_images, False)
             check_image_placeholders(placeholders, len(images))
@@ -218,6 +221,7 @@ def prune_inputs(
         cached_after=cached_after,
         video=video,
         features=features,
+        features_per_row=features_per_row,
     )
 
 

@@ -266,7 +266,7 @@ class STTSModel(Molmo2Model):
             blocks = torch.where(shown, blocks, -1)
             conditions.append(lambda b, h, q, kv: shown[b, kv.clamp(max=end)])
             padding_mask = None
-        return create_causal_mask(
+        mask = create_causal_mask(
             config=text_config,
             inputs_embeds=inputs_embeds,
             attention_mask=padding_mask,
@@ -274,6 +274,12 @@ class STTSModel(Molmo2Model):
             block_sequence_ids=blocks,
             and_mask_function=and_masks(*conditions) if conditions else None,
         )
+        if isinstance(mask, torch.Tensor):
+            # Filler before a row sees nothing, of which some kernels make NaN in the backward pass: it sees itself.
+            filler = ~padding_mask[:, None, past:].bool()  # (B, 1, L')
+            of_themselves = mask.diagonal(past, -2, -1)
+            of_themselves.copy_(torch.where(filler, True if mask.dtype == torch.bool else 0, of_themselves))
+        return mask
 
 
 class STTSForConditionalGeneration(

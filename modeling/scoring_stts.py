@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SMALLEST_BIAS_WEIGHT = math.exp(-2)
+FRAMES_AT_A_TIME = 16
 
 
 class TokenPooler(nn.Module):
@@ -181,11 +182,15 @@ def temporal_similarity(patches: torch.Tensor, grids: list[tuple[int, int, int]]
     similarities = []
     for video, (_, rows, cols) in zip(split_videos(patches, grids), grids, strict=True):
         step = rows * cols
-        flat = video.flatten(1).float()  # (T * n, S * D)
-        products = (flat[step:] * flat[:-step]).sum(-1)
-        norms = torch.linalg.vector_norm(flat, dim=-1).clamp_min(1e-12)
-        similarities.append(products.new_zeros(step))
-        similarities.append(products / (norms[step:] * norms[:-step]))
+        flat = video.flatten(1)  # (T * n, S * D)
+        similarities.append(flat.new_zeros(step, dtype=torch.float32))
+        # Some frames at a time: in float32, the products of a long video alone would be as large as all its patches.
+        for start in range(step, flat.shape[0], FRAMES_AT_A_TIME * step):
+            stop = min(start + FRAMES_AT_A_TIME * step, flat.shape[0])
+            some = flat[start - step : stop].float()  # with the frame before them
+            norms = torch.linalg.vector_norm(some, dim=-1).clamp_min(1e-12)
+            products = (some[step:] * some[:-step]).sum(-1)
+            similarities.append(products / (norms[step:] * norms[:-step]))
     return torch.cat(similarities)
 
 

@@ -42,6 +42,8 @@ from .scoring_stts import (
     temporal_similarity,
 )
 
+MOST_BLOCKS = 65535  # in one call of the connector: a CUDA grid is no longer, and kernels put the batch there
+
 
 @dataclass
 class VideoPruning:
@@ -301,17 +303,25 @@ class STTSAdapter(Molmo2Adapter):
         valid = kwargs.pop("valid", None)
         if image_features.shape[0] == 0:
             return BaseModelOutput(last_hidden_state=image_features.new_zeros(0, self.config.text_hidden_size))
+        parts = image_features.split(MOST_BLOCKS)
+        valids = [None] * len(parts) if valid is None else valid.split(MOST_BLOCKS)
+        pooled = [self.pool(part, some, **kwargs) for part, some in zip(parts, valids, strict=True)]
+        return BaseModelOutput(
+            last_hidden_state=self.image_projector(torch.cat(pooled) if len(pooled) > 1 else pooled[0])
+        )
+
+    def pool(self, blocks: torch.Tensor, valid: torch.Tensor | None, **kwargs) -> torch.Tensor:
+        """(K, S, D * feature layers) -> (K, D'), attention from each block's mean to its patches."""
         if valid is None:
-            query, attention_mask = image_features.mean(dim=1, keepdim=True), None  # (K, 1, D')
+            query, attention_mask = blocks.mean(dim=1, keepdim=True), None  # (K, 1, D * feature layers)
         else:
-            counts = valid.sum(dim=1)[:, None, None].to(image_features.dtype)
-            query = image_features.sum(dim=1, keepdim=True) / counts
+            counts = valid.sum(dim=1)[:, None, None].to(blocks.dtype)
+            query = blocks.sum(dim=1, keepdim=True) / counts
             attention_mask = create_bidirectional_mask(
                 config=self.config,
                 inputs_embeds=query,
                 attention_mask=valid,
-                encoder_hidden_states=image_features,
+                encoder_hidden_states=blocks,
                 allow_is_bidirectional_skip=False,  # looking whether it may would wait for the device
             )
-        pooled, _ = self.image_pooling_2d(query, image_features, attention_mask=attention_mask, **kwargs)
-        return BaseModelOutput(last_hidden_state=self.image_projector(pooled.squeeze(1)))
+        return self.image_pooling_2d(query, blocks, attention_mask=attention_mask, **kwargs)[0].squeeze(1)

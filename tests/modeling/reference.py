@@ -188,3 +188,16 @@ def assert_gradients_equal(ours: dict, expected: dict, tolerance: float = 1e-5) 
         scale = max(float(gradient.abs().max()), 1e-2)
         error = float((ours[name] - gradient).abs().max()) / scale
         assert error < tolerance, f"{name}: {error}"
+
+
+def returned_by(owner: Any, name: str, monkeypatch) -> list[Any]:
+    """A list that fills with what the method `name` of `owner` returns from now on."""
+    returned: list[Any] = []
+    real = getattr(owner, name)
+
+    def method(*args, **kwargs):
+        returned.append(real(*args, **kwargs))
+        return returned[-1]
+
+    monkeypatch.setattr(owner, name, method)
+    return returned

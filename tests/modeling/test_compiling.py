@@ -54,10 +54,13 @@ def test_bins_compile_layer_by_layer():
     config = tiny_config(packing="first_fit_descending")
     reference, model = tiny_model(config).train(), tiny_model(config).train()
     counter = compiled(model)
-    (loss, grads), (expected_loss, expected) = train_step(model, 0), train_step(reference, 0)
-    torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0)
-    assert_gradients_equal(grads, expected, tolerance=5e-5)
-    assert counter.frame_count > 0
+    counts = []
+    for seed in range(3):
+        (loss, grads), (expected_loss, expected) = train_step(model, seed), train_step(reference, seed)
+        torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0)
+        assert_gradients_equal(grads, expected, tolerance=5e-5)
+        counts.append(counter.frame_count)
+    assert 0 < counts[1] == counts[2]  # once more where the number of bins changes, and then no more
 
 
 def test_a_whole_tower_with_bins_is_refused():
@@ -91,10 +94,10 @@ def test_training_on_cuda():
     inputs = {name: value if name == "video_grids" else value.cuda() for name, value in inputs.items()}
     losses = []
     for each in (reference, model):
-        loss = each(**inputs, use_cache=False, pruned_length=70).loss
-        loss.backward()
-        losses.append(loss.detach())
-    torch.testing.assert_close(*losses, atol=3e-2, rtol=0)  # bfloat16, rounded at other places
+        # With nothing dropped: rounding at other places may lift another block over the threshold.
+        losses.append(each(**inputs, use_cache=False, pruned_length=70, pruning_ratio=0.0).loss.detach())
+        each(**inputs, use_cache=False, pruned_length=64).loss.backward()
+    torch.testing.assert_close(*losses, atol=3e-2, rtol=0)  # bfloat16
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 

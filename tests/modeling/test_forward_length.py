@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row
+from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row, returned_by
 from tests.tiny import Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
@@ -62,6 +62,23 @@ def test_filler_lies_where_the_batch_is_padded(model, padding_side):
         assert (order >= 0).all() if padding_side == "left" else (order <= 0).all()
         counted = kept.masked_fill(~real, 10**6 if padding_side == "right" else -1)
         assert (counted.diff(dim=-1) >= 0).all()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_filler_sees_itself_and_no_row_is_empty(model, padding_side, attention, monkeypatch):
+    """Some kernels make NaN of a query that sees nothing (cuDNN's backward pass on Hopper)."""
+    model.set_attn_implementation({"text_config": attention})
+    masks = returned_by(model.model, "make_mask", monkeypatch)
+    outputs = model(**build_inputs(ROWS, padding_side=padding_side), pruned_length=70)
+    (mask,) = masks
+    seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]  # (B, L', L')
+    filler = outputs.kept_positions < 0
+    assert filler.any(-1).all()
+    assert seen.any(-1).all()
+    assert not (seen & filler[:, None] & ~torch.eye(70, dtype=torch.bool)).any()
+    if padding_side == "left":
+        assert (seen.sum(-1)[filler] == 1).all()
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])

@@ -74,6 +74,24 @@ def test_dropout_drops():
     assert not torch.allclose(padded(inputs, lengths, dropout=0.5), padded(inputs, lengths))
 
 
+def test_whole_frames_are_neither_copied_nor_masked(monkeypatch):
+    seen = []
+
+    def kernel(query, key, value, mask, dropout, scale):
+        seen.append((query, key, value, mask))
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    inputs = {name: tensor.detach() for name, tensor in bias_free(([2, 6, 4], [6, 6, 6])).items()}
+    padded(inputs, ([2, 6, 4], [6, 6, 6]))
+    padded(inputs, ([4, 4, 4], [6, 6, 6]))
+    padded(inputs, ([4, 4, 4], [3, 6, 9]))
+    assert [call[1].data_ptr() == inputs["key"].data_ptr() for call in seen] == [True, True, False]
+    assert [call[0].data_ptr() == inputs["query"].data_ptr() for call in seen] == [False, True, True]
+    # Without room for queries: the kernels' own copies of a mask are as large as what they get.
+    assert [None if call[3] is None else call[3].shape for call in seen] == [None, None, (3, 1, 1, 9)]
+
+
 def test_padded_frames_never_read_the_lengths():
     """Fake tensors have no values: whatever would wait for a device raises."""
     lengths = LENGTHS["padding-slots-behind"]

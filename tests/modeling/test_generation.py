@@ -1,12 +1,15 @@
 """Every decoding method, on prompts that lose tokens, against a loop that recomputes everything at each step."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, Molmo2ForConditionalGeneration, StaticCache
+from transformers.cache_utils import StaticLayer
 
-from tests.modeling.reference import Inputs, one_by_one
+from stts_hf.modeling.generation_stts import features_of_rows
+from tests.modeling.reference import Inputs, one_by_one, returned_by
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
 
 NEW_TOKENS = 8
@@ -57,6 +60,19 @@ def test_greedy_equals_recomputing(model, rows, pruning_ratio):
     inputs = build_inputs(rows)
     sequences = model.generate(**inputs, **GREEDY, pruning_ratio=pruning_ratio)
     assert torch.equal(sequences, expected_sequences(model, inputs, rows, pruning_ratio))
+
+
+@pytest.mark.parametrize("rows", ["one_video", "different_lengths"])
+def test_features_of_rows_are_not_searched_for(model, rows, monkeypatch):
+    """They lie one behind another, and how many each row has is known without looking."""
+    pruned = returned_by(model.model, "prune_inputs", monkeypatch)
+    model.generate(**build_inputs(PROMPTS[rows]), **GREEDY, pruning_ratio=0.5)
+    known = features_of_rows(pruned[0])
+    assert sum(map(len, known)) == len(pruned[0].features[0][1])
+    assert known[0].untyped_storage().data_ptr() == pruned[0].features[0][1].untyped_storage().data_ptr()
+    pruned[0].features_per_row = None
+    for found, expected in zip(features_of_rows(pruned[0]), known, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_pruning_changes_the_answer(model):
@@ -232,3 +248,19 @@ def test_what_older_transformers_decodes_wrongly_is_refused(model, monkeypatch, 
     with pytest.raises(ValueError, match=r"needs transformers 5\.23"):
         model.generate(**inputs, **GREEDY, **{way: values[way]})
     assert model.generate(**inputs, **GREEDY).shape[1] == inputs["input_ids"].shape[1] + NEW_TOKENS
+
+
+def test_a_step_of_decoding_does_not_ask_how_long_the_cache_is(model, monkeypatch):
+    """A static cache knows its length on the device alone."""
+    inputs = build_inputs([[3, Video(2), 5]])
+    asked: list[str] = []
+    real = StaticLayer.get_seq_length
+
+    def get_seq_length(layer):
+        asked.append(sys._getframe(2).f_code.co_filename)  # who asked the cache, which asks its layer
+        return real(layer)
+
+    monkeypatch.setattr(StaticLayer, "get_seq_length", get_seq_length)
+    model.generate(**inputs, **GREEDY | {"max_new_tokens": 8}, cache_implementation="static", disable_compile=True)
+    assert asked
+    assert sum(file.endswith("_stts.py") for file in asked) <= 2  # for the prompt, never for a token

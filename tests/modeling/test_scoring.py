@@ -7,7 +7,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from stts_hf.modeling.scoring_stts import TokenScorer, previous_frame, score_bias, temporal_loss, temporal_similarity
+from stts_hf.benchmark.memory import peak_memory
+from stts_hf.modeling.scoring_stts import (
+    FRAMES_AT_A_TIME,
+    TokenScorer,
+    previous_frame,
+    score_bias,
+    temporal_loss,
+    temporal_similarity,
+)
 from tests.modeling.hidden_clips import GEOMETRIES, WIDTH, Clips, make_clips, random_scores
 from tests.naive import SCORER, naive_bias, naive_scores, naive_similarity, naive_temporal_loss
 from tests.tiny import randomise
@@ -232,6 +240,20 @@ def test_similarity_is_the_naive_one(clips):
     videos = zip(clips.split(similarity), clips.hidden_states, clips.tables, strict=True)
     for actual, states, table in videos:
         assert_forward_close(actual, naive_similarity(states, table))
+
+
+def test_similarity_of_a_long_video_goes_by_some_frames_at_a_time():
+    frames, blocks = 2 * FRAMES_AT_A_TIME + 3, 4
+    patches = torch.randn(frames * blocks, 9, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    flat = patches.float().view(frames, blocks, -1)
+    expected = torch.nn.functional.cosine_similarity(flat[1:], flat[:-1], dim=-1)
+    similarity, peak = peak_memory(
+        lambda: temporal_similarity(patches, [(frames, 2, 2)]).view(frames, blocks), torch.device("cpu")
+    )
+    torch.testing.assert_close(similarity[1:], expected, rtol=0, atol=1e-6)
+    assert not similarity[0].any()
+    # In float32 some frames, and their products or squares; of all frames it would be twice as many.
+    assert peak < 2.5 * (FRAMES_AT_A_TIME + 1) * blocks * 9 * 16 * 4
 
 
 @pytest.mark.parametrize("detach_target", [True, False], ids=["detached", "attached"])

@@ -268,6 +268,23 @@ def test_ratio_zero_is_stock_molmo2(stock_and_ours, packing):
         assert_features_close(ours, theirs)
 
 
+@pytest.mark.parametrize("overrides", [{}, {"image_size": [16, 16]}], ids=["whole", "borders"])
+def test_a_connector_of_many_calls_gives_the_same(overrides, monkeypatch):
+    model = tiny_model(tiny_config(**overrides))
+    inputs = video_inputs(model.config, [4, 2])
+    expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    expected_gradients = gradients(weighted(expected), model)
+    sizes = []
+    pooling = model.model.multi_modal_projector.image_pooling_2d
+    pooling.register_forward_pre_hook(lambda module, arguments: sizes.append(len(arguments[1])))
+    monkeypatch.setattr(vision_stts, "MOST_BLOCKS", 10)
+    actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
+    assert_features_close(actual, expected)
+    assert_gradients_close(gradients(weighted(actual), model), expected_gradients)
+    assert max(sizes) == 10
+    assert sum(sizes) == len(actual)
+
+
 def test_blocks_that_leave_out_patches_are_refused():
     model = tiny_model()
     inputs = video_inputs(model.config, [2])
