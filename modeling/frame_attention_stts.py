@@ -153,16 +153,20 @@ def frame_attention_backward(
     cu_seqlens_k: torch.Tensor,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `frame_attention` by query, key and value; the weights are computed anew, in float32."""
+    """Gradients of `frame_attention` by query, key and value; the output is computed anew."""
     gradients = []
     frames = zip(*split_frames(cu_seqlens_q, cu_seqlens_k, query, key, value), strict=True)
     for (q, k, v), g in zip(frames, gradient.split(cu_seqlens_q.diff().tolist()), strict=True):
-        g, q, k, v = (states.transpose(0, 1).float() for states in (g, q, k, v))  # (heads, frame, d)
-        weights = (q @ k.transpose(-1, -2) * scaling).softmax(dim=-1)
-        by_weight = g @ v.transpose(-1, -2)
-        by_logit = weights * (by_weight - (by_weight * weights).sum(-1, keepdim=True)) * scaling
-        parts = (by_logit @ k, by_logit.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g)
-        gradients.append([part.transpose(0, 1).to(query.dtype) for part in parts])
+        if q.shape[0] == 0 or k.shape[0] == 0:
+            gradients.append([torch.zeros_like(states) for states in (q, k, v)])
+            continue
+        g, q, k, v = (states.transpose(0, 1)[None] for states in (g, q, k, v))  # (1, heads, frame, d)
+        # What autograd calls for `scaled_dot_product_attention` on a CPU, and out of its reach within an operator.
+        output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scaling)
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, output, logsumexp, 0.0, False, scale=scaling
+        )
+        gradients.append([part[0].transpose(0, 1) for part in parts])
     return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))  # type: ignore[return-value]
 
 

@@ -1,6 +1,7 @@
 """Attention over packed frames against softmax written out, forward and gradients."""
 
 import math
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import (
     binned_attention,
     choose_backend,
+    cudnn_takes_empty_frames,
     fold_bias_into_keys,
     has_flash,
     packed_attention,
@@ -273,6 +275,24 @@ def test_varlen_kernels_are_for_ampere_and_newer(monkeypatch, capability, expect
             assert choose_backend("sdpa", query, dropout=0.1) == "sdpa"
     finally:
         has_flash.cache_clear()
+
+
+def test_a_pytorch_without_the_kernel_says_what_it_costs(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(attention_stts, "varlen_attn", None)
+    monkeypatch.setattr(attention_stts, "has_flash", lambda index: True)
+    monkeypatch.setattr(attention_stts.logger, "warning_once", said.append)
+    with FakeTensorMode():
+        assert choose_backend("sdpa", torch.empty(3, 2, 72, dtype=torch.float32, device="cuda")) == "sdpa"
+        assert not said
+        assert choose_backend("sdpa", torch.empty(3, 2, 72, dtype=torch.bfloat16, device="cuda")) == "sdpa"
+    assert re.search("padded to full length.* Upgrade PyTorch, or install flash-attn", said[0])
+
+
+@pytest.mark.parametrize(("version", "expected"), [(None, False), (92200, False), (92500, True)])
+def test_cudnn_takes_empty_frames_from_9_25_on(monkeypatch, version, expected):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert cudnn_takes_empty_frames.__wrapped__() == expected
 
 
 def test_nothing_is_copied_that_kernels_take_as_it_is(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stts_hf.modeling.frame_attention_stts import frame_attention, padded_frames
+from stts_hf.modeling.frame_attention_stts import frame_attention, frame_by_frame, padded_frames
 from stts_hf.modeling.packing_stts import cumulative_lengths
 from tests.modeling.test_attention import (
     FLOAT32_TOLERANCE,
@@ -46,6 +46,18 @@ def test_output_and_gradients_are_the_naive_ones(name, attend, eager):
     actual, expected_gradients = gradients(output, inputs), gradients(expected, inputs)
     for key in inputs:
         torch.testing.assert_close(actual[key], expected_gradients[key], rtol=0, atol=FLOAT32_TOLERANCE, msg=key)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [([40, 0, 64], [81, 81, 81]), ([5, 0, 7], [5, 0, 7])], ids=["kept", "empty"])
+def test_the_operator_takes_half_precision(lengths, dtype):
+    """As autograd does it frame by frame: the same kernels in the same order."""
+    inputs = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in bias_free(lengths).items()}
+    output, expected = operator(inputs, lengths), frame_by_frame(*inputs.values(), *bounds_of(lengths), SCALING)
+    assert torch.equal(output, expected)
+    actual, expected_gradients = gradients(output, inputs), gradients(expected, inputs)
+    for key in inputs:
+        assert torch.equal(actual[key], expected_gradients[key])
 
 
 def test_more_room_than_the_longest_frame_needs_changes_nothing():
