@@ -4,7 +4,8 @@ Hooks stand on modules that stock Molmo2 and STTS both have, so both are cut at 
 
     start | ... | tower: layers 0..l | score, select, pack | layers l + 1.. | connector | ... | LLM and head | end
 
-"sequence" is what the dots stand for: embedding, dropping placeholders, merging features, the mask.
+"sequence" is what the dots stand for: embedding, dropping placeholders, merging features, the mask. "Select and pack"
+also has the gathers of survivors inside layer l + 1, before and after its attention, and the packing of bins behind it.
 """
 
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class StageRecorder:
         inner = model.get_submodule("model")
         tower = inner.get_submodule("vision_tower")
         self._hooks: list[Any] = []
+        self._gathers: list[tuple[str, str]] = []  # stretches of layer l + 1 that select and pack
         self._watch(tower, "tower_in", "tower_out")
         self._watch(inner.get_submodule("multi_modal_projector"), None, "connector_out")
         self._watch(inner.get_submodule("language_model"), "language_model_in", "language_model_out")
@@ -53,9 +55,28 @@ class StageRecorder:
         self.scores = scoring_after is not None
         if scoring_after is not None:
             layers = tower.get_submodule("layers")
-            self._watch(layers.get_submodule(str(scoring_after)), None, "dense_out")
-            self._watch(layers.get_submodule(str(scoring_after + 1)), "pruned_in", None)
+            last_dense, pruned, *later = list(layers.children())[scoring_after : scoring_after + 3]
+            self._watch_layer(last_dense, None, "dense_out")
+            self._watch_layer(pruned, "pruned_in", "pruned_out")
+            self._watch_gathers(pruned)
+            if later and getattr(tower.config, "packing", None) == "first_fit_descending":
+                self._watch_layer(later[0], "after_pruned_in", None)
+                self._gathers.append(("pruned_out", "after_pruned_in"))
             self._watch(tower.get_submodule("scorer"), "scorer_in", "scorer_out")
+
+    def _watch_layer(self, layer: nn.Module, before: str | None, after: str | None) -> None:
+        if layer._compiled_call_impl is None:  # compiled with its hooks otherwise, and a clock cannot be
+            self._watch(layer, before, after)
+
+    def _watch_gathers(self, layer: nn.Module) -> None:
+        """That of the queries, and that of the residual, whose addition cannot be told from its gather."""
+        parts = [getattr(layer, name, None) for name in ("layer_norm1", "self_attn", "layer_norm2")]
+        compiled = layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
+        if compiled or not all(isinstance(part, nn.Module) for part in parts):
+            return
+        for part, names in zip(parts, ((None, "norm1_out"), ("attn_in", "attn_out"), ("norm2_in", None)), strict=True):
+            self._watch(part, *names)  # type: ignore[arg-type]
+        self._gathers += [("norm1_out", "attn_in"), ("attn_out", "norm2_in")]
 
     def _watch(self, module: nn.Module, before: str | None, after: str | None) -> None:
         if before:
@@ -89,8 +110,11 @@ class StageRecorder:
             CONNECTOR: self.between("tower_out", "connector_out"),
             TOTAL: self.between("start", "end"),
         }
-        if self.scores and "pruned_in" in self.readings:  # at k = 1 no later layer runs
+        if self.scores and self.readings.keys() >= {"dense_out", "pruned_in"}:  # at k = 1 no later layer runs
             stages[SELECT_AND_PACK] = self.between("dense_out", "pruned_in")
+            # Of a layer that is compiled, or wrapped, only some may have been read.
+            read = [gather for gather in self._gathers if self.readings.keys() >= {*gather}]
+            stages[SELECT_AND_PACK] += sum(self.between(*gather) for gather in read)
             if "scorer_out" in self.readings:  # an untrained selector has none
                 stages[SCORE] = self.between("scorer_in", "scorer_out")
                 stages[SELECT_AND_PACK] -= stages[SCORE]
