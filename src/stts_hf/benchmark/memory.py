@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -82,8 +83,60 @@ def limited_to_free_memory(device: torch.device) -> Iterator[None]:
 
 
 def free_memory() -> int | None:
-    """Bytes that the machine could still give, or None where the kernel does not say."""
-    return _kilobytes("/proc/meminfo", "MemAvailable")
+    """
+    Bytes that the machine, and a control group with a limit (Docker, Kubernetes, Slurm), could still give; None where
+    the kernel does not say.
+    """
+    known = [_kilobytes("/proc/meminfo", "MemAvailable"), free_in_control_groups()]
+    return min((count for count in known if count is not None), default=None)
+
+
+def free_in_control_groups(membership: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgroup") -> int | None:
+    """
+    Bytes below the limits of the process's own control group and of those that it lies in, versions 1 and 2 alike;
+    None without a limit. Cached files count as free, as in `MemAvailable`: the kernel drops them before it kills.
+    """
+    try:
+        lines = Path(membership).read_text().splitlines()
+    except OSError:
+        return None
+    free = []
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage, cached = Path(mounted), "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = Path(mounted, "memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        # A container may see only its own group, mounted as the root, under the path that it has outside.
+        folder = root / own.lstrip("/")
+        while True:
+            allowed, used = _number(folder / limit), _number(folder / usage)
+            if allowed is not None and used is not None:
+                free.append(max(allowed - used + _statistic(folder / "memory.stat", cached), 0))
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+    return min(free, default=None)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no such file, or "max" in it."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _statistic(path: Path, field: str) -> int:
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(value) for name, value in pairs if name == field), 0)
 
 
 def total_memory() -> int:
