@@ -26,7 +26,8 @@ def measure_front_end(
     Decodes, preprocesses what was decoded before, and does both as in use, `frames` frames of a clip sampled at 2
     frames per second, in turns.
 
-    Returns `decode`, `preprocess` and `decode_and_preprocess`, seconds of every run after one of warm-up, on the host.
+    Returns `decode`, `preprocess` and `decode_and_preprocess`, seconds of every run after one of warm-up, on the host,
+    and the `video_backend` that decoded.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "clip.mp4")
@@ -34,7 +35,8 @@ def measure_front_end(
         decode, both = (
             read({"reader": reader, "path": path, "frames": frames}) for reader in (OURS, OURS_PREPROCESSED)
         )
-        processor, decoded = STTSVideoProcessor(), np.stack(decode()[0])  # (T, height, width, 3)
+        pictures, metadata = decode()
+        processor, decoded = STTSVideoProcessor(), np.stack(pictures)  # (T, height, width, 3)
         runs: dict[str, Callable[[], Any]] = {
             "decode": decode,
             "preprocess": lambda: processor(videos=[decoded], do_sample_frames=False, return_tensors="pt"),
@@ -48,4 +50,5 @@ def measure_front_end(
                 samples[name].append(time.perf_counter() - started)
             on_pass("decode and preprocess")
     timed = {name: taken[1:] for name, taken in samples.items()}
-    return {"frames": frames, "height": size[0], "width": size[1], **timed}
+    about = {"frames": frames, "height": size[0], "width": size[1], "video_backend": metadata.video_backend}
+    return about | timed

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
 from stts_hf.benchmark.readers import OURS, PYAV
@@ -34,8 +35,12 @@ def read(job: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
 
 
 def main() -> None:
-    """Runs the job on stdin and prints seconds, peak memory in bytes, indices and a hash of every frame."""
+    """
+    Runs the job on stdin and prints seconds, peak memory in bytes, threads, video backend, indices and a hash of every
+    frame.
+    """
     job = json.load(sys.stdin)
+    torch.set_num_threads(job["threads"])
     run = read(job)
     before = _status("VmRSS")
     # A process begins with its parent's high-water mark, and so does what getrusage says of it.
@@ -44,6 +49,7 @@ def main() -> None:
     frames, metadata = run()
     seconds = time.perf_counter() - started
     result: dict[str, Any] = {"seconds": seconds, "peak_memory": _status("VmHWM") - before}
+    result["threads"], result["video_backend"] = torch.get_num_threads(), metadata.video_backend
     result["indices"] = [int(index) for index in metadata.frames_indices]
     if frames is not None:
         result["frames"] = [hashlib.sha256(np.ascontiguousarray(frame).tobytes()).hexdigest() for frame in frames]

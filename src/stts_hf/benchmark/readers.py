@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stts_hf.benchmark.clips import FPS, SIZE_480P, write_clip
 
 OURS, OURS_PREPROCESSED, PYAV = "stts_hf", "stts_hf, resized and cut into patches", "transformers (PyAV)"
@@ -27,8 +29,8 @@ def measure_readers(
 
     Every run is a fresh process, so that its peak is its own; the file has been read once before, so that it lies in
     the page cache for all. transformers' reader is told which frames ours chose. Returns the file's properties and per
-    reader `seconds` and `peak_memory` (bytes above what the process held after its imports) of every run, and whether
-    the frames were the same byte for byte.
+    reader `seconds` and `peak_memory` (bytes above what the process held after its imports) of every run, whether the
+    frames of every run were the same byte for byte, and the `video_backend` that decoded them.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "video.mp4"
@@ -36,7 +38,8 @@ def measure_readers(
         on_pass("video made")
         chosen = _read(OURS, path, frames, None)
         results: dict[str, dict[str, Any]] = {
-            reader: {"name": reader, "seconds": [], "peak_memory": [], "same_frames": None} for reader in READERS
+            reader: {"name": reader, "seconds": [], "peak_memory": [], "same_frames": None, "video_backend": None}
+            for reader in READERS
         }
         for repeat in range(repeats):
             first = repeat % len(READERS)
@@ -45,7 +48,9 @@ def measure_readers(
                 results[reader]["seconds"].append(run["seconds"])
                 results[reader]["peak_memory"].append(run["peak_memory"])
                 if "frames" in run:
-                    results[reader]["same_frames"] = run["frames"] == chosen["frames"]
+                    same = run["frames"] == chosen["frames"]
+                    results[reader]["same_frames"] = same and results[reader]["same_frames"] is not False
+                results[reader]["video_backend"] = run["video_backend"]
                 on_pass(reader)
         video = {"seconds": seconds, "fps": FPS, "height": size[0], "width": size[1], "bytes": path.stat().st_size}
     return {"video": video, "frames": frames, "readers": list(results.values())}
@@ -53,6 +58,7 @@ def measure_readers(
 
 def _read(reader: str, path: Path, frames: int, indices: list[int] | None) -> dict[str, Any]:
     job = {"reader": reader, "path": str(path), "frames": frames, "indices": indices}
+    job["threads"] = torch.get_num_threads()  # as many as here, which decide how many decode side by side
     command = [sys.executable, "-m", "stts_hf.benchmark.read_frames"]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=CHILD_TIMEOUT)
     if done.returncode:
