@@ -26,6 +26,23 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
     return lines + _over_frames(result["cells"])
 
 
+def nothing_measured(result: Mapping[str, Any]) -> str | None:
+    """What to say of a result none of whose workloads gave a single figure; None where one did, or there is none."""
+    failures = []
+    for cell in result["cells"]:
+        if cell["status"] != "ok":
+            failures.append((cell["title"], cell))
+        for variant in cell["variants"]:
+            if variant["status"] == "ok":
+                return None
+            failures.append((f"{cell['title']}, {variant['name']}", variant))
+    if not failures:
+        return None
+    what, failure = failures[0]
+    count = f"{len(result['cells'])} workload{'s' * (len(result['cells']) > 1)}"
+    return f"nothing could be measured in {count}; {what}: {failure['status']} ({failure['reason']})"
+
+
 def _of_cell(cell: Mapping[str, Any], front_end: Sequence[Mapping[str, Any]]) -> list[str]:
     summary = summarise(cell)
     title, lines = cell["title"], []
@@ -34,7 +51,7 @@ def _of_cell(cell: Mapping[str, Any], front_end: Sequence[Mapping[str, Any]]) ->
         for name, stages in summary.items()
         if SELECT_AND_PACK in stages
     }
-    too_long = [f"k = {name}: {share:.1%}" for name, share in packing.items() if share > MOST_SELECT_AND_PACK]
+    too_long = [f"k = {name}: {_above(share)}" for name, share in packing.items() if share > MOST_SELECT_AND_PACK]
     if too_long:
         limit = f"{MOST_SELECT_AND_PACK:.0%}"
         lines.append(
@@ -74,6 +91,14 @@ def _of_cell(cell: Mapping[str, Any], front_end: Sequence[Mapping[str, Any]]) ->
         if before["frames"] == cell["workload"]["frames"] and cell["workload"]["mode"] != "tower":
             lines.append(_with_front_end(cell, before, best, stock[TOTAL]["median"], fastest[TOTAL]["median"]))
     return lines
+
+
+def _above(share: float) -> str:
+    """A share above the limit with two decimals, or as many as show that it is above."""
+    digits = 2
+    while round(share, digits + 2) <= MOST_SELECT_AND_PACK:
+        digits += 1
+    return f"{share:.{digits}%}"
 
 
 def _with_front_end(

@@ -22,6 +22,15 @@ STOCK = "stock"
 FEWEST_REPEATS = 3
 # Compiled code and the kernels of other packages have no formulas in PyTorch's counter.
 COUNTED_WITH_SDPA = ("flex_attention", "flash_attention_2", "flash_attention_3")
+# What PyTorch says of tensors that a program put together wrongly, by a RuntimeError as a kernel's refusal is. There is
+# no telling them apart but by their words, and not all of them: another one is noted as failed, with its type.
+_MISTAKES = (
+    "cannot be multiplied",
+    "must match",
+    "is invalid for input of size",
+    "to be on the same device",
+    "to have the same dtype",
+)
 Counts = dict[tuple[Workload, float | None], dict[str, Any]]  # FLOPs of the stages of passes with sdpa
 
 
@@ -217,8 +226,8 @@ def _noting_failure(variant: dict[str, Any], device: torch.device) -> Iterator[N
 
 def _failure(error: Exception) -> dict[str, str]:
     """
-    Status and reason of a failure that is this shape's, backend's or device's own. Raises every other error again:
-    that is a mistake in a program.
+    Status and reason of a failure that is this shape's, backend's or device's own. Raises every other error again, as
+    far as they can be told apart: that is a mistake in a program.
     """
     message = " ".join(str(error).split())[:300]
     if is_out_of_memory(error):
@@ -226,6 +235,8 @@ def _failure(error: Exception) -> dict[str, str]:
     if isinstance(error, TorchDynamoException):
         return {"status": "does not compile", "reason": message}
     # A kernel's refusal is a RuntimeError, but Triton's errors ("out of resource: shared memory") have no such base.
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MISTAKES):
+        raise error
     if isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] == "triton":
         return {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
     raise error

@@ -51,12 +51,17 @@ def write_result(result: Mapping[str, Any], folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as unfinished:
         made = Path(unfinished)
         (made / name).write_text(_as_json(result))
-        (made / PAGE).write_text(markdown(result).rstrip("\n") + f"\n\n![plot]({PLOT})\n")
+        (made / PAGE).write_text(page(result))
         draw(result, made / PLOT)
         for written in (name, PAGE, PLOT):
             os.replace(made / written, folder / written)
     if finished:
         (folder / UNFINISHED).unlink(missing_ok=True)
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The page as it stands in a folder, with the picture."""
+    return markdown(result).rstrip("\n") + f"\n\n![plot]({PLOT})\n"
 
 
 def keep_unfinished(result: Mapping[str, Any], folder: Path) -> None:

@@ -25,9 +25,13 @@ FLASH_BACKENDS = {
 def check_runnable(preset: Preset, device: torch.device, force: bool = False) -> None:
     """Raises `ValueError` where a preset cannot or should not run on `device`, before anything slow happens."""
     if preset.needs_gpu and device.type == "cpu" and not force:
+        sdpa = " --backends sdpa" if any(w.backend == "flex_attention" for w in preset.workloads) else ""
         raise ValueError(
-            f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}, or --force to run it anyway"
+            f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}, or --force{sdpa} to run it "
+            "anyway"
         )
+    if force and not preset.needs_gpu:
+        raise ValueError(f"--force has no effect on preset {preset.name!r}, which runs on any device; leave it out")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {device} cannot be timed; cpu and cuda can")
     for workload in preset.workloads:
@@ -38,11 +42,13 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
             )
         if workload.backend in FLASH_BACKENDS:
             package, is_available = FLASH_BACKENDS[workload.backend]
-            if not is_available() or device.type != "cuda" or workload.dtype == "float32":
-                raise ValueError(
-                    f"backend {workload.backend!r} needs the package {package}, a CUDA device and a half precision "
-                    "dtype; use --backends sdpa"
-                )
+            missing = [] if is_available() else [f"the package {package}, which is not installed or not usable here"]
+            if device.type != "cuda":
+                missing.append(f"a CUDA device, but --device is {device}")
+            if workload.dtype == "float32":
+                missing.append("--dtypes bfloat16 or float16, but the dtype is float32")
+            if missing:
+                raise ValueError(f"backend {workload.backend!r} needs {'; and '.join(missing)}; or use --backends sdpa")
             if workload.layout == "first_fit_descending":
                 raise ValueError(
                     "layout 'first_fit_descending' needs an attention mask, which flash attention does not take; use "

@@ -120,11 +120,21 @@ def test_the_list_names_every_preset_and_what_it_takes(capsys):
         (["--preset", "decode", "--frames", "8"], "'decode' measures files"),
         (["--backends", "flash_attention_2"], "needs the package flash-attn,"),
         (["--backends", "flash_attention_3"], "needs the package flash-attn-3,"),
+        (
+            ["--backends", "flash_attention_2"],
+            "a CUDA device, but --device is cpu; and --dtypes bfloat16 or float16, but",
+        ),
         (["--backends", "flex_attention"], "'flex_attention' is for a GPU"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
         (["--device", "meta"], "--device meta cannot be used here"),
         (["--frames", "200000"], "`frames` holds 200000, which would need a clip of more than an hour"),
         (["--render"], "--render needs --output"),
+        (["--render", "--output", "x", "--frames", "2", "--force"], "--frames, --device, --force would have no effect"),
+        (["--render", "--output", "x", "--preset", "tiny", "--threads", "0"], "--preset, --device, --threads"),
+        (["--list", "--preset", "tower"], "--list measures nothing, so --preset, --device would have no effect"),
+        (["--preset", "decode", "--budget-minutes", "5"], "`budget_minutes` has no effect on preset 'decode'"),
+        (["--force"], "--force has no effect on preset 'tiny', which runs on any device"),
+        (["--preset", "paper", "--force"], "'flex_attention' is for a GPU"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -141,7 +151,107 @@ def test_the_papers_sizes_are_refused_on_a_cpu_with_the_reason(capsys):
     message = refused(capsys, "--preset", "paper", "--device", "cpu")
     assert "'paper' is for a GPU" in message
     assert "hours on a CPU; use --preset paper-small" in message
-    assert "--force" in message
+    assert "--force --backends sdpa to run it anyway" in message
+    preset = vary(find_preset("paper"), backends=["sdpa"])
+    check_runnable(preset, torch.device("cpu"), force=True)
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "dtype", "missing"),
+    [
+        (False, "cuda:0", "bfloat16", ["the package flash-attn"]),
+        (True, "cpu", "bfloat16", ["a CUDA device, but --device is cpu"]),
+        (True, "cuda:0", "float32", ["--dtypes bfloat16 or float16, but the dtype is float32"]),
+    ],
+)
+def test_what_flash_attention_lacks_is_named_and_nothing_else(monkeypatch, installed, device, dtype, missing):
+    known = {"flash_attention_2": ("flash-attn", lambda: installed)}
+    monkeypatch.setattr("stts_hf.benchmark.run.FLASH_BACKENDS", known)
+    preset = vary(find_preset("tiny"), modes=["inference"], backends=["flash_attention_2"], dtypes=[dtype])
+    with pytest.raises(ValueError, match="needs") as caught:
+        check_runnable(preset, torch.device(device))
+    needs = ["the package flash-attn", "a CUDA device", "--dtypes"]
+    assert [need for need in needs if need in str(caught.value)] == [
+        need for need in needs if missing[0].startswith(need)
+    ]
+    assert missing[0] in str(caught.value)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces measuring by what it is called with: cells, or an error."""
+
+    def install(outcome) -> None:
+        def measure_workloads(*arguments):
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield from outcome
+
+        monkeypatch.setattr("stts_hf.benchmark.run.measure_workloads", measure_workloads)
+
+    return install
+
+
+TOWER = ("bench", "--preset", "tower", "--device", "cpu")
+
+
+def failing(cell: dict) -> dict:
+    for variant in cell["variants"]:
+        variant |= {"status": "failed", "reason": "RuntimeError: no kernel"}
+    return cell
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        failing(pruned_twice()),
+        pruned_twice() | {"status": "failed", "reason": "RuntimeError: no kernel", "variants": []},
+    ],
+    ids=["every variant", "the cell"],
+)
+def test_a_run_without_a_single_figure_ends_with_status_1(capsys, tmp_path, measured, cell):
+    measured([cell])
+    assert main([*TOWER, "--output", str(tmp_path)]) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("stts-hf bench: error: nothing could be measured in 1 workload; tower, 8 frames")
+    assert errors[0].endswith(": failed (RuntimeError: no kernel)")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "plot.png", "result.json"]
+
+
+def test_one_figure_among_failures_is_a_result(tmp_path, measured):
+    measured([failing(pruned_twice()), pruned_twice()])
+    assert main([*TOWER, "--output", str(tmp_path)]) == 0
+
+
+def test_an_error_within_a_pass_is_not_the_users_mistake(tmp_path, measured):
+    measured(ValueError("a wrong shape"))
+    with pytest.raises(ValueError, match="a wrong shape"):
+        main([*TOWER, "--output", str(tmp_path)])
+
+
+def test_a_preset_writes_to_a_folder_of_its_name_and_says_so(capsys, tmp_path, monkeypatch, measured):
+    monkeypatch.chdir(tmp_path)
+    measured([pruned_twice()])
+    assert main([*TOWER]) == 0
+    folder = tmp_path / "outputs" / "bench" / "tower"
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "plot.png", "result.json"]
+    said = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.endswith(os.path.join("outputs", "bench", "tower"))
+    ]
+    assert len(said) == 2  # before and after
+    assert "--output" not in json.loads((folder / "result.json").read_text())["command"]
+
+
+def test_tiny_and_a_named_folder_write_nowhere_else(tmp_path, monkeypatch, measured):
+    monkeypatch.chdir(tmp_path)
+    measured([pruned_twice()])
+    assert main(["bench", "--modes", "tower", "--device", "cpu"]) == 0
+    assert [*tmp_path.iterdir()] == []
+    assert main([*TOWER, "--output", "elsewhere"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
 def test_an_output_that_cannot_be_is_refused_before_measuring(capsys, tmp_path):

@@ -177,6 +177,28 @@ def test_a_kernel_that_refuses_is_noted_and_the_others_go_on(models, monkeypatch
     assert cell["variants"][2]["reason"] == f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda: torch.ones(2, 3) @ torch.ones(4, 5),
+        lambda: torch.ones(3) + torch.ones(4),
+        lambda: torch.cat([torch.ones(2, 2), torch.ones(3, 3)]),
+        lambda: torch.ones(5).view(2, 3),
+        lambda: torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64),
+        lambda: raises(RuntimeError("Expected all tensors to be on the same device, but found at least two devices")),
+    ],
+    ids=["product", "sum", "join", "view", "dtype", "device"],
+)
+def test_tensors_that_do_not_fit_each_other_are_a_mistake_in_a_program(models, monkeypatch, mistake):
+    monkeypatch.setattr(Runner, "run", lambda self, ratio, clock: mistake())
+    with pytest.raises(RuntimeError):
+        measure(TOWER, models, CPU, repeats=1, seconds=0.0)
+
+
+def raises(error: Exception) -> None:
+    raise error
+
+
 @pytest.mark.parametrize("kind", [TypeError, ValueError, AttributeError, KeyError])
 def test_mistakes_in_a_program_are_not_swallowed(models, monkeypatch, kind):
     def run(self, ratio, clock):
