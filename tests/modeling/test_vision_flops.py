@@ -1,10 +1,13 @@
 """The tower computes what it must and nothing else: FLOPs counted on the way equal those written out."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.modeling.towers import video_inputs
+from tests.stts_hf.benchmark import formulas
 from tests.tiny import patch_grid, tiny_config, tiny_model
 
 FRAMES = [4, 2]
@@ -25,34 +28,23 @@ def count(feature_layers, pruning_ratio: float, **overrides) -> tuple[int, int]:
     ((pruning, output),) = outputs
     counted = counter.get_flop_counts()["STTSVisionModel"]
     kept = output.keep_mask.view(sum(FRAMES), -1).sum(-1) * pruning.block_patches.shape[1]
-    expected = expected_flops(config.vision_config, kept.tolist(), max(feature_layers), pruning_ratio)
+    expected = expected_flops(config, kept.tolist(), max(feature_layers), pruning_ratio)
     return sum(counted.values()), expected
 
 
 def expected_flops(config, kept: list[int], last_layer: int, pruning_ratio: float) -> int:
-    """kept: surviving patches of each frame. Two FLOPs for a product and its sum."""
-    rows, cols = patch_grid(config)
-    size, width, mlp = rows * cols, config.hidden_size, config.intermediate_size  # N, D, M
-    patches, survivors = sum(FRAMES) * size, sum(kept)
-    window = config.pooling_size[0] * config.pooling_size[1]
-    blocks, layer = patches // window, config.pruning_layer
-    projection, mlp_per_patch = width * width, 2 * width * mlp  # of q, k, v and o each
-
-    embedding = patches * config.patch_size**2 * config.num_channels * width
-    dense = patches * (4 * projection + mlp_per_patch + 2 * size * width)
-    # Keys and values are never made: their weights meet the query and, per head, the weighted sum of a block's patches.
-    over_window = window * config.num_attention_heads * width
-    pooler = blocks * (4 * projection + width + 2 * over_window)
-    scorer = pooler + blocks * (2 * width * mlp + mlp * mlp + mlp)
-    # Layer l + 1: keys and values of all, everything else of the kept. The bias makes its heads longer, 8 -> 16.
-    heads = config.num_attention_heads
-    longer = heads * (16 if pruning_ratio > 0 else 8)
-    biased = 2 * patches * projection + survivors * (2 * projection + mlp_per_patch + 2 * size * longer)
-    sparse = survivors * (4 * projection + mlp_per_patch) + sum(2 * n * n * width for n in kept)
-    total = embedding + (layer + 1) * dense + scorer
-    if survivors:
-        total += biased * (last_layer > layer) + sparse * max(last_layer - layer - 1, 0)
-    return 2 * total
+    """kept: surviving patches of each frame."""
+    rows, cols = patch_grid(config.vision_config)
+    size, layer = rows * cols, config.vision_config.pruning_layer
+    patches = sum(FRAMES) * size
+    total = formulas.patch_embedding(config, patches)
+    total += formulas.vision_layers(config, layer + 1, [size] * sum(FRAMES))
+    total += formulas.scorer(config, patches // math.prod(config.vision_config.pooling_size))
+    if sum(kept) and last_layer > layer:
+        longer = formulas.biased_head_dim(config, "float32") if pruning_ratio > 0 else None
+        total += formulas.pruning_layer(config, sum(FRAMES), size, kept, longer)
+        total += formulas.vision_layers(config, last_layer - layer - 1, kept)
+    return total
 
 
 @pytest.mark.parametrize("pruning_ratio", [0.0, 0.3, 0.5, 0.8, 1.0])
