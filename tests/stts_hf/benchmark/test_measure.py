@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.testing import CompileCounter
 
 from stts_hf.benchmark import measure as measuring
 from stts_hf.benchmark.clocks import FlopClock
@@ -275,6 +276,27 @@ def test_a_shape_that_is_too_large_to_count_is_measured_all_the_same(models, mon
     assert [variant["status"] for variant in cell["variants"]] == ["ok"] * 3
     assert [variant["stages"]["total"] for variant in cell["variants"]] == [{"flops": None, "seconds": [1.0]}] * 3
     assert all("out of memory (CUDA out of memory)" in variant["not_counted"] for variant in cell["variants"])
+
+
+def test_compiled_code_is_never_given_up_for_uncompiled(monkeypatch):
+    """PyTorch's default is to go on without after eight versions."""
+    counter = CompileCounter()
+    compiled = torch.compile(lambda tensor: tensor + len(tensor), backend=counter, dynamic=False)
+
+    def run(self, ratio, clock):
+        for size in range(2, 14):
+            compiled(torch.ones(size))
+        return {"total": 1.0}
+
+    monkeypatch.setattr(Runner, "run", run)
+    (cell,) = measure_workloads([dataclasses.replace(TOWER, ratios=())], CPU, repeats=1, seconds=0.0)
+    assert cell["status"] == "ok"
+    assert counter.frame_count == 12
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    with pytest.raises(FailOnRecompileLimitHit) as caught, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for size in range(20, 32):
+            compiled(torch.ones(size))
+    assert measuring._failure(caught.value)["status"] == "does not compile"
 
 
 def test_a_version_that_cannot_count_its_own_kernel_is_found_out(monkeypatch):
