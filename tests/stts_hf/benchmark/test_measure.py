@@ -283,19 +283,21 @@ def test_compiled_code_is_never_given_up_for_uncompiled(monkeypatch):
     counter = CompileCounter()
     compiled = torch.compile(lambda tensor: tensor + len(tensor), backend=counter, dynamic=False)
 
-    def run(self, ratio, clock):
-        for size in range(2, 14):
+    def call(sizes):
+        for size in sizes:
             compiled(torch.ones(size))
+
+    def run(self, ratio, clock):
+        call(range(2, 14))
         return {"total": 1.0}
 
     monkeypatch.setattr(Runner, "run", run)
     (cell,) = measure_workloads([dataclasses.replace(TOWER, ratios=())], CPU, repeats=1, seconds=0.0)
     assert cell["status"] == "ok"
     assert counter.frame_count == 12
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    with pytest.raises(FailOnRecompileLimitHit) as caught, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for size in range(20, 32):
-            compiled(torch.ones(size))
+    few = torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
+    with few, pytest.raises(FailOnRecompileLimitHit) as caught:
+        call(range(20, 32))
     assert measuring._failure(caught.value)["status"] == "does not compile"
 
 
