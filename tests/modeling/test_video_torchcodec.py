@@ -1,11 +1,14 @@
 """torchcodec as the decoder: chosen where it works, the same frames as PyAV's, and what happens where it fails."""
 
+import json
 import sys
+import time
 import warnings
 
 import numpy as np
 import pytest
 
+from stts_hf.benchmark.clips import repeat_clip
 from stts_hf.modeling import video_torchcodec_stts
 from stts_hf.modeling.video_decoding_stts import decode_video
 from stts_hf.modeling.video_index_stts import VideoFile
@@ -15,7 +18,7 @@ from tests.clips import frame_number, set_display_matrix, write_clip
 MISSING = video_torchcodec_stts._problem()
 needs_torchcodec = pytest.mark.skipif(MISSING is not None, reason=f"torchcodec cannot be used here: {MISSING}")
 
-# Decodes with PyAV what it is told to; fails on frames 100 and later.
+# Decodes with PyAV what it is told to; fails on frames after 4 seconds.
 STAND_IN = """
 import json
 from types import SimpleNamespace
@@ -30,10 +33,11 @@ class VideoDecoder:
             self.frames = {frame.pts: frame for frame in container.decode(stream)}
 
     def get_frame_at(self, index):
-        if index >= 100:
-            raise RuntimeError("no more frames")
         frame = self.frames[self.times[index]]
-        return SimpleNamespace(data=torch.from_numpy(frame.to_ndarray(format="rgb24")), pts_seconds=frame.time)
+        if frame.time >= 4:
+            raise RuntimeError("no more frames")
+        padded = torch.nn.functional.pad(torch.from_numpy(frame.to_ndarray(format="rgb24")), (0, 0, 0, 10))
+        return SimpleNamespace(data=padded[:, : frame.width], pts_seconds=frame.time)
 """
 
 
@@ -114,10 +118,28 @@ def test_pyav_takes_over_where_torchcodec_fails(install, clip):
     assert (numbers(frames), metadata.video_backend) == ([0, 87, 100, 105, 149], "pyav")
 
 
+def test_frames_lie_without_gaps_in_memory(install, clip):
+    install("ffmpeg_major_version = 8", STAND_IN)
+    frames, metadata = decode_video(clip, lambda _: [0, 1])
+    assert metadata.video_backend == "torchcodec"
+    assert all(frame.flags.c_contiguous for frame in frames)
+
+
+def test_index_counts_small_distances_as_the_file_does_and_leaves_out_the_rest(tmp_path):
+    with VideoFile(write_clip(tmp_path / "a.mp4", 1000, gop=100, max_b_frames=2)) as file:
+        index = torchcodec_index(file, [5, 250, 252, 999])
+        listed = json.loads(index.mappings)["frames"]
+        positions = np.searchsorted(file.ticks, [frame["pts"] for frame in listed]).tolist()
+    expected = [0, 4, 5, *range(183, 201), 249, 250, 251, 252, *range(883, 901), 998, 999]
+    assert positions == expected
+    assert {position for position, frame in zip(positions, listed, strict=True) if frame["key_frame"]} == {0, 200, 900}
+    assert index.places == {position: expected.index(position) for position in (5, 250, 252, 999)}
+
+
 def test_wrong_frame_is_not_taken(install, clip):
     install("ffmpeg_major_version = 8", STAND_IN)
     with VideoFile(clip) as file:
-        index = torchcodec_index(file)
+        index = torchcodec_index(file, [3])
         file.ticks = file.ticks + 1  # as if torchcodec counted other frames
         assert TorchcodecFile(file, index).read(3) is None
 
@@ -169,3 +191,21 @@ def test_frames_are_upright(tmp_path, matrix):
     assert metadata.video_backend == "torchcodec"
     assert frame.shape == expected.shape
     assert np.abs(frame.astype(int) - expected).max() <= 3
+
+
+@needs_torchcodec
+def test_long_gaps_are_skipped(tmp_path):
+    """Decoding all that lies between would take 30 times as long."""
+    path = tmp_path / "long.mp4"
+    repeat_clip(write_clip(tmp_path / "piece.mp4", 100, gop=100, max_b_frames=2, size=(360, 640)), path, 40)
+    with VideoFile(path) as file:
+        positions = list(range(100, 4000, 1300))
+        reader = TorchcodecFile(file, torchcodec_index(file, positions))
+        assert reader.read(100) is not None  # opens it
+        started = time.process_time()
+        assert all(reader.read(position) is not None for position in positions[1:])
+        skipping = time.process_time() - started
+        whole = TorchcodecFile(file, torchcodec_index(file, range(len(file.ticks))))
+        started = time.process_time()
+        assert all(whole.read(position) is not None for position in range(1300))
+        assert skipping < (time.process_time() - started) / 4
