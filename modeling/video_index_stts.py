@@ -195,7 +195,8 @@ class VideoFile:
         if self._stream.duration:
             claimed = float(self._stream.duration * self.time_base)
         elif self._container.duration:
-            claimed = self._container.duration / av.time_base
+            # FFmpeg's Matroska counts from zero, whenever the first frame comes.
+            claimed = (self._container.duration - max(0, self._container.start_time or 0)) / av.time_base
         if self.duration < claimed - 1.0:
             warnings.warn(
                 f"The frames of {self.name} end after {self.duration:.1f} s although the file claims {claimed:.1f} s: "

@@ -3,6 +3,7 @@
 import gc
 import io
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -316,6 +317,14 @@ def test_cut_off_file_gives_what_is_there_and_warns(tmp_path, name, options):
     assert metadata.duration < 5
     for frame, time in zip(frames, metadata.frame_times, strict=True):
         assert np.array_equal(frame, pictures[round(25 * time)])
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
+def test_late_file_is_not_taken_for_cut_off(tmp_path, name):
+    path = write_clip(tmp_path / name, 50, start=3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode_video(path, lambda found: [0, found.duration], decoder="pyav")
 
 
 def test_cut_off_mpeg_ts_gives_what_is_there(tmp_path):
