@@ -236,7 +236,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
 class _Frames:
     """
     Frames of one video, each copied into its place as it comes. One tensor from the beginning: small ones would lie
-    among what the decoder frees, and keep all of that, 100 MB and more at 4K, from going back to the system.
+    among what the decoder frees, and keep all of that from going back to the system.
     """
 
     def __init__(self) -> None:

@@ -26,9 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found and where `run` could not
-    read some of several videos, 2 for a mistake of the user's (one line on stderr), 130 when interrupted. Everything
-    else is a bug and keeps its traceback.
+    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `run` could not
+    read some of several videos and where `bench` could measure nothing, 2 for a mistake of the user's (one line on
+    stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
     try:
