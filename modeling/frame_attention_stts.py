@@ -29,10 +29,13 @@ def attend_within_frames(
     padded to `max_seqlen`. While compiling for a CPU the loop over frames is one operator, whose graph is the same
     whatever the lengths are.
     """
+    if query.device.type == "cpu" and dropout == 0.0:
+        if torch.compiler.is_compiling():
+            return frame_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager)[0]
+        if not eager:
+            return FrameAttention.apply(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling)
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
         return frame_by_frame(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, dropout, eager)
-    if query.device.type == "cpu" and dropout == 0.0:
-        return frame_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager)
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return padded_frames(query, key, value, *bounds, scaling, dropout, eager)
 
@@ -120,6 +123,66 @@ def eager_frame_attention(query, key, value, dropout_p: float, scale: float, bia
     return F.dropout(logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype), p=dropout_p) @ value
 
 
+def fused_frames(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    `frame_by_frame` with the kernel that SDPA takes on a CPU, whose outputs go where they belong at once. Returns also
+    the logits' logsumexp (P_q, heads), which the backward pass needs.
+    """
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    logsumexp = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    frames = split_frames(cu_seqlens_q, cu_seqlens_k, query, key, value)
+    places = split_frames(cu_seqlens_q, cu_seqlens_q, output, logsumexp)
+    for q, k, v, out, log in zip(*frames, *places, strict=True):
+        if k.shape[0] == 0:
+            out.zero_()
+        elif q.shape[0]:
+            q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))  # (1, heads, frame, d)
+            attended, its_log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scaling)
+            out.copy_(attended[0].transpose(0, 1))
+            log.copy_(its_log[0].transpose(0, 1))
+    return output, logsumexp
+
+
+def fused_frames_backward(
+    gradient, query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients by query, key and value."""
+    gradients = [torch.empty_like(states, memory_format=torch.contiguous_format) for states in (query, key, value)]
+    of_queries = split_frames(cu_seqlens_q, cu_seqlens_q, query, gradient, output, logsumexp, gradients[0])
+    of_keys = split_frames(cu_seqlens_k, cu_seqlens_k, key, value, *gradients[1:])
+    for (q, g, out, log, by_q), (k, v, by_k, by_v) in zip(
+        zip(*of_queries, strict=True), zip(*of_keys, strict=True), strict=True
+    ):
+        places = (by_q, by_k, by_v)
+        if q.shape[0] == 0 or k.shape[0] == 0:
+            for place in places:
+                place.zero_()
+            continue
+        g, q, k, v, out, log = (states.transpose(0, 1)[None] for states in (g, q, k, v, out, log))
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, log, 0.0, False, scale=scaling
+        )
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part[0].transpose(0, 1))
+    return tuple(gradients)  # type: ignore[return-value]
+
+
+class FrameAttention(torch.autograd.Function):
+    """`frame_by_frame` as one step of autograd, which keeps one output, and not each frame's beside it."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, cu_seqlens_q, cu_seqlens_k, scaling):
+        output, logsumexp = fused_frames(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling)
+        ctx.save_for_backward(query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return (*fused_frames_backward(gradient, *ctx.saved_tensors, ctx.scaling), None, None, None)
+
+
 # A checkpoint's copy of this file may live beside the package's, under another module name: each has its own operators.
 OPERATORS = "stts_" + re.sub(r"\W", "_", __name__)
 
@@ -133,14 +196,18 @@ def frame_attention(
     cu_seqlens_k: torch.Tensor,
     scaling: float,
     eager: bool,
-) -> torch.Tensor:
-    """`frame_by_frame` as one operator, which a compiler does not look into."""
-    return frame_by_frame(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager=eager)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_frames` as one operator, which a compiler does not look into; with `eager`, plain products' output."""
+    output, logsumexp = fused_frames(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling)
+    if eager:
+        output = frame_by_frame(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager=True)
+    return output, logsumexp
 
 
 @frame_attention.register_fake
 def _(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+    logsumexp = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp
 
 
 @torch.library.custom_op(f"{OPERATORS}::frame_attention_backward", mutates_args=())
@@ -149,38 +216,27 @@ def frame_attention_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `frame_attention` by query, key and value; the output is computed anew."""
-    gradients = []
-    frames = zip(*split_frames(cu_seqlens_q, cu_seqlens_k, query, key, value), strict=True)
-    for (q, k, v), g in zip(frames, gradient.split(cu_seqlens_q.diff().tolist()), strict=True):
-        if q.shape[0] == 0 or k.shape[0] == 0:
-            gradients.append([torch.zeros_like(states) for states in (q, k, v)])
-            continue
-        g, q, k, v = (states.transpose(0, 1)[None] for states in (g, q, k, v))  # (1, heads, frame, d)
-        # What autograd calls for `scaled_dot_product_attention` on a CPU, and out of its reach within an operator.
-        output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scaling)
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, output, logsumexp, 0.0, False, scale=scaling
-        )
-        gradients.append([part[0].transpose(0, 1) for part in parts])
-    return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))  # type: ignore[return-value]
+    """`fused_frames_backward` as one operator."""
+    return fused_frames_backward(gradient, query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, scaling)
 
 
 @frame_attention_backward.register_fake
-def _(gradient, query, key, value, cu_seqlens_q, cu_seqlens_k, scaling):
+def _(gradient, query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, scaling):
     return tuple(torch.empty_like(states, memory_format=torch.contiguous_format) for states in (query, key, value))
 
 
 def save_for_backward(ctx, inputs, output) -> None:
-    *tensors, ctx.scaling, _ = inputs
-    ctx.save_for_backward(*tensors)
+    query, key, value, cu_seqlens_q, cu_seqlens_k, ctx.scaling, _ = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k)
 
 
-def backward(ctx, gradient):
+def backward(ctx, gradient, _):
     return (*frame_attention_backward(gradient, *ctx.saved_tensors, ctx.scaling), None, None, None, None)
 
 

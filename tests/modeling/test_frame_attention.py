@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stts_hf.modeling.frame_attention_stts import frame_attention, frame_by_frame, padded_frames
+from stts_hf.modeling.frame_attention_stts import FrameAttention, frame_attention, frame_by_frame, padded_frames
 from stts_hf.modeling.packing_stts import cumulative_lengths
 from tests.modeling.test_attention import (
     FLOAT32_TOLERANCE,
@@ -28,7 +28,11 @@ def padded(inputs, lengths, eager: bool = False, slack: int = 0, dropout: float 
 
 
 def operator(inputs, lengths, eager: bool = False) -> torch.Tensor:
-    return frame_attention(*inputs.values(), *bounds_of(lengths), SCALING, eager)
+    return frame_attention(*inputs.values(), *bounds_of(lengths), SCALING, eager)[0]
+
+
+def fused(inputs, lengths, eager: bool = False) -> torch.Tensor:
+    return FrameAttention.apply(*inputs.values(), *bounds_of(lengths), SCALING)
 
 
 def bias_free(lengths):
@@ -36,7 +40,7 @@ def bias_free(lengths):
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
-@pytest.mark.parametrize("attend", [padded, operator])
+@pytest.mark.parametrize("attend", [padded, operator, fused])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_output_and_gradients_are_the_naive_ones(name, attend, eager):
     lengths = LENGTHS[name]
@@ -50,10 +54,11 @@ def test_output_and_gradients_are_the_naive_ones(name, attend, eager):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", [([40, 0, 64], [81, 81, 81]), ([5, 0, 7], [5, 0, 7])], ids=["kept", "empty"])
-def test_the_operator_takes_half_precision(lengths, dtype):
+@pytest.mark.parametrize("attend", [operator, fused])
+def test_half_precision_is_that_of_sdpa(attend, lengths, dtype):
     """As autograd does it frame by frame: the same kernels in the same order."""
     inputs = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in bias_free(lengths).items()}
-    output, expected = operator(inputs, lengths), frame_by_frame(*inputs.values(), *bounds_of(lengths), SCALING)
+    output, expected = attend(inputs, lengths), frame_by_frame(*inputs.values(), *bounds_of(lengths), SCALING)
     assert torch.equal(output, expected)
     actual, expected_gradients = gradients(output, inputs), gradients(expected, inputs)
     for key in inputs:
@@ -66,7 +71,7 @@ def test_more_room_than_the_longest_frame_needs_changes_nothing():
     torch.testing.assert_close(padded(inputs, lengths, slack=5), padded(inputs, lengths), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("attend", [padded, operator])
+@pytest.mark.parametrize("attend", [padded, operator, fused])
 def test_no_frame_depends_on_another(attend):
     lengths = ([3, 4, 2], [5, 6, 4])
     inputs = {name: tensor.detach() for name, tensor in bias_free(lengths).items()}
