@@ -144,7 +144,7 @@ def fused_frames(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling: float) 
 
 
 def fused_frames_backward(
-    gradient, query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, scaling: float
+    gradient, query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, *, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by query, key and value."""
     gradients = [torch.empty_like(states, memory_format=torch.contiguous_format) for states in (query, key, value)]
@@ -180,7 +180,8 @@ class FrameAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        return (*fused_frames_backward(gradient, *ctx.saved_tensors, ctx.scaling), None, None, None)
+        gradients = fused_frames_backward(gradient, *ctx.saved_tensors, scaling=ctx.scaling)
+        return (*gradients, None, None, None)
 
 
 # A checkpoint's copy of this file may live beside the package's, under another module name: each has its own operators.
@@ -223,7 +224,8 @@ def frame_attention_backward(
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`fused_frames_backward` as one operator."""
-    return fused_frames_backward(gradient, query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, scaling)
+    bounds = (cu_seqlens_q, cu_seqlens_k)
+    return fused_frames_backward(gradient, query, key, value, output, logsumexp, *bounds, scaling=scaling)
 
 
 @frame_attention_backward.register_fake
