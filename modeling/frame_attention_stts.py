@@ -32,7 +32,7 @@ def attend_within_frames(
     if query.device.type == "cpu" and dropout == 0.0:
         if torch.compiler.is_compiling():
             return frame_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, eager)[0]
-        if not eager:
+        if not eager and not torch.is_autocast_enabled("cpu"):  # it would cast for SDPA, not for SDPA's kernel
             return FrameAttention.apply(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling)
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
         return frame_by_frame(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling, dropout, eager)
@@ -123,11 +123,17 @@ def eager_frame_attention(query, key, value, dropout_p: float, scale: float, bia
     return F.dropout(logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype), p=dropout_p) @ value
 
 
+def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
+    """As the kernel reads them, without looking."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
 def fused_frames(query, key, value, cu_seqlens_q, cu_seqlens_k, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """
     `frame_by_frame` with the kernel that SDPA takes on a CPU, whose outputs go where they belong at once. Returns also
     the logits' logsumexp (P_q, heads), which the backward pass needs.
     """
+    query, key, value = (with_unit_stride(states) for states in (query, key, value))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     logsumexp = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
     frames = split_frames(cu_seqlens_q, cu_seqlens_k, query, key, value)
@@ -147,6 +153,7 @@ def fused_frames_backward(
     gradient, query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, *, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by query, key and value."""
+    gradient, query, key, value = (with_unit_stride(states) for states in (gradient, query, key, value))
     gradients = [torch.empty_like(states, memory_format=torch.contiguous_format) for states in (query, key, value)]
     of_queries = split_frames(cu_seqlens_q, cu_seqlens_q, query, gradient, output, logsumexp, gradients[0])
     of_keys = split_frames(cu_seqlens_k, cu_seqlens_k, key, value, *gradients[1:])

@@ -274,7 +274,7 @@ class STTSModel(Molmo2Model):
             block_sequence_ids=blocks,
             and_mask_function=and_masks(*conditions) if conditions else None,
         )
-        if isinstance(mask, torch.Tensor):
+        if isinstance(mask, torch.Tensor) and mask.dim() == 4:  # flash attention takes the padding mask, for text alone
             # Filler before a row sees nothing, of which some kernels make NaN in the backward pass: it sees itself.
             filler = ~padding_mask[:, None, past:].bool()  # (B, 1, L')
             of_themselves = mask.diagonal(past, -2, -1)

@@ -81,6 +81,15 @@ def test_filler_sees_itself_and_no_row_is_empty(model, padding_side, attention, 
         assert (seen.sum(-1)[filler] == 1).all()
 
 
+def test_a_padding_mask_for_flash_attention_stays_as_it_is(model):
+    """Text alone may have it; the kernel takes (B, L') and needs a GPU, making the mask does not."""
+    model.model.config.text_config._attn_implementation = "flash_attention_2"
+    inputs = build_inputs([[9], [6]])
+    pruned = model.model.prune_inputs(**{name: inputs.get(name) for name in PER_ROW[:3]}, pruned_length=12)
+    mask = model.model.make_mask(pruned, torch.zeros(2, 12, 4), None)
+    assert mask is None or mask.dim() == 2
+
+
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_padding_of_a_single_row_makes_room(model, padding_side):
     inputs = build_inputs([ROWS[0], [150]], labels=True, padding_side=padding_side)

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stts_hf.modeling.frame_attention_stts import FrameAttention, frame_attention, frame_by_frame, padded_frames
+from stts_hf.modeling.frame_attention_stts import (
+    FrameAttention,
+    attend_within_frames,
+    frame_attention,
+    frame_by_frame,
+    padded_frames,
+)
 from stts_hf.modeling.packing_stts import cumulative_lengths
 from tests.modeling.test_attention import (
     FLOAT32_TOLERANCE,
@@ -63,6 +69,31 @@ def test_half_precision_is_that_of_sdpa(attend, lengths, dtype):
     actual, expected_gradients = gradients(output, inputs), gradients(expected, inputs)
     for key in inputs:
         assert torch.equal(actual[key], expected_gradients[key])
+
+
+@pytest.mark.parametrize("attend", [operator, fused])
+def test_states_of_any_stride_give_the_same(attend):
+    """The kernel takes the last dimension to be dense, and does not look."""
+    lengths = ([5, 3, 7], [5, 3, 7])
+    inputs = bias_free(lengths)
+    strided = {name: tensor.detach().mT.contiguous().mT.requires_grad_() for name, tensor in inputs.items()}
+    assert strided["query"].stride(-1) != 1
+    output, expected = attend(strided, lengths), attend(inputs, lengths)
+    assert torch.equal(output, expected)
+    strange = torch.randn(output.mT.shape, generator=torch.Generator().manual_seed(0)).mT  # a gradient of such strides
+    actual = torch.autograd.grad(output, list(strided.values()), strange)
+    for gradient, other in zip(actual, torch.autograd.grad(expected, list(inputs.values()), strange), strict=True):
+        assert torch.equal(gradient, other)
+
+
+def test_autocast_casts_as_for_sdpa():
+    lengths = ([5, 3], [5, 3])
+    query, key, value = (tensor.detach() for tensor in bias_free(lengths).values())
+    bounds = (*bounds_of(lengths), 5, 5, SCALING)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = attend_within_frames(query, key.bfloat16(), value.bfloat16(), *bounds)
+        assert torch.equal(mixed, frame_by_frame(query, key, value, *bounds[:2], SCALING))
+    assert mixed.dtype == torch.bfloat16
 
 
 def test_more_room_than_the_longest_frame_needs_changes_nothing():

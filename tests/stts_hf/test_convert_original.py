@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -202,6 +204,35 @@ def test_code_in_sharded_metadata_is_not_run(tmp_path):
     with pytest.raises(ValueError, match="mkdir"):
         open_original_state_dict(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+class ByName:
+    """Pickled as early releases of Python 3.11 do with members of enums, here of any owner."""
+
+    def __init__(self, owner: Any, name: str):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_enums_of_early_python_3_11_are_read(tmp_path):
+    write_sharded(tmp_path, {(0,): torch.ones(2)}, size=(2,))
+    with (tmp_path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.planner_data = ByName(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    with (tmp_path / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+    assert torch.equal(ShardedStateDict(tmp_path, prefix="model.")["weight"], torch.ones(2))
+
+
+@pytest.mark.parametrize(("owner", "name"), [("text", "upper"), (OrderedDict, "fromkeys")], ids=["value", "class"])
+def test_attributes_of_anything_else_are_refused(tmp_path, owner, name):
+    (tmp_path / "model_and_optim").mkdir()
+    with (tmp_path / "model_and_optim" / ".metadata").open("wb") as file:
+        pickle.dump(Metadata({"model.weight": ByName(owner, name)}), file)  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="which no checkpoint metadata needs"):
+        open_original_state_dict(tmp_path)
 
 
 def test_code_in_a_shard_is_not_run(tmp_path):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo import exc as dynamo_errors
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from stts_hf.benchmark.clocks import FlopClock, clock_of
@@ -31,6 +32,8 @@ _MISTAKES = (
     "to be on the same device",
     "to have the same dtype",
 )
+_OLD_NAMES = ("cache_size_limit", "fail_on_cache_limit_hit")
+_TOO_OFTEN: type[Exception] = getattr(dynamo_errors, "FailOnRecompileLimitHit", TorchDynamoException)
 Counts = dict[tuple[Workload, float | None], dict[str, Any]]  # FLOPs of the stages of passes with sdpa
 
 
@@ -218,7 +221,9 @@ def _compiled_anew() -> Iterator[None]:
     for flex_attention is another algorithm; here that many are allowed, and more fail.
     """
     torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+    new_names = hasattr(torch._dynamo.config, "recompile_limit")  # since PyTorch 2.7
+    names = ("recompile_limit", "fail_on_recompile_limit_hit") if new_names else _OLD_NAMES
+    with torch._dynamo.config.patch(dict(zip(names, (64, True), strict=True))):
         yield
 
 
@@ -252,7 +257,7 @@ def _failure(error: Exception) -> dict[str, str]:
     message = " ".join(str(error).split())[:300]
     if is_out_of_memory(error):
         return {"status": "out of memory", "reason": message}
-    if isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)):
+    if isinstance(error, (TorchDynamoException, _TOO_OFTEN)):
         return {"status": "does not compile", "reason": message}
     # A kernel's refusal is a RuntimeError, but Triton's errors ("out of resource: shared memory") have no such base.
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MISTAKES):

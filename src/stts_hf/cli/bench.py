@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import os
 import shlex
 import signal
@@ -172,11 +173,17 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     check_runnable(preset, device, arguments.force)
     folder = arguments.output
     if folder is None and preset.name != DEFAULT_PRESET:
-        folder = OUTPUTS / preset.name
+        folder = unused(OUTPUTS / preset.name)
     if folder is not None:
         check_matplotlib()
         check_folder(folder)
     return Plan(preset, device, folder, arguments.threads, command_line(arguments))
+
+
+def unused(folder: Path) -> Path:
+    """The folder, or the first of `folder-2`, `folder-3`, ... that holds no result: nobody asked for one to go."""
+    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not (name / "result.json").exists())
 
 
 def measure(plan: Plan) -> dict[str, Any]:

@@ -49,6 +49,13 @@ class _Record:
         self.state = state
 
 
+def _enum_member(record: Any, name: str) -> _Record:
+    """In place of `getattr`, by which early releases of Python 3.11 pickle a member of an enum."""
+    if not (isinstance(record, type) and issubclass(record, _Record)):
+        raise pickle.UnpicklingError(f"it takes `{name}` of {record!r}, which no checkpoint metadata needs")
+    return record()
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows the records above, tensor sizes and dtypes, and plain containers; refuses all other globals."""
 
@@ -66,6 +73,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return OrderedDict
         if name in self._records:
             return self._records[name]
+        if module == "builtins" and name == "getattr":
+            return _enum_member
         raise pickle.UnpicklingError(f"it refers to `{module}.{name}`, which no checkpoint metadata needs")
 
 

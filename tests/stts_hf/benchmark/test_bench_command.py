@@ -274,3 +274,12 @@ def test_the_command_names_what_the_environment_tunes(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
     monkeypatch.setenv("HOME", "elsewhere")
     assert bench.command_line(arguments) == "MALLOC_MMAP_MAX_=0 stts-hf bench --preset tiny"
+
+
+def test_no_result_is_replaced_where_no_folder_was_named(tmp_path):
+    assert bench.unused(tmp_path / "tower") == tmp_path / "tower"
+    for name in ("tower", "tower-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text("{}")
+    (tmp_path / "tower-3").mkdir()
+    assert bench.unused(tmp_path / "tower") == tmp_path / "tower-3"
