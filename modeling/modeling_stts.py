@@ -277,8 +277,7 @@ class STTSModel(Molmo2Model):
         if isinstance(mask, torch.Tensor) and mask.dim() == 4:  # flash attention takes the padding mask, for text alone
             # Filler before a row sees nothing, of which some kernels make NaN in the backward pass: it sees itself.
             filler = ~padding_mask[:, None, past:].bool()  # (B, 1, L')
-            of_themselves = mask.diagonal(past, -2, -1)
-            of_themselves.copy_(torch.where(filler, True if mask.dtype == torch.bool else 0, of_themselves))
+            mask.diagonal(past, -2, -1).masked_fill_(filler, 1 if mask.dtype == torch.bool else 0)
         return mask
 
 

@@ -259,9 +259,9 @@ def _failure(error: Exception) -> dict[str, str]:
         return {"status": "out of memory", "reason": message}
     if isinstance(error, (TorchDynamoException, _TOO_OFTEN)):
         return {"status": "does not compile", "reason": message}
-    # A kernel's refusal is a RuntimeError, but Triton's errors ("out of resource: shared memory") have no such base.
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MISTAKES):
         raise error
+    # A kernel's refusal is a RuntimeError, but Triton's errors ("out of resource: shared memory") have no such base.
     if isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] == "triton":
         return {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
     raise error

@@ -182,8 +182,10 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 def unused(folder: Path) -> Path:
     """The folder, or the first of `folder-2`, `folder-3`, ... that holds no result: nobody asked for one to go."""
+    from stts_hf.benchmark.output import RESULT
+
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    return next(name for name in names if not (name / "result.json").exists())
+    return next(name for name in names if not (name / RESULT).exists())
 
 
 def measure(plan: Plan) -> dict[str, Any]:
