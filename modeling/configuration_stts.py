@@ -1,7 +1,6 @@
 """Configuration of STTS on Molmo2: what is scored, how much is dropped, and how the survivors are laid out."""
 
 import math
-import numbers
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -9,27 +8,16 @@ from transformers.configuration_utils import SubConfigSpec
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config, Molmo2VisionConfig
 from transformers.utils import logging
 
+from .settings_stts import (
+    PACKINGS,
+    POSITION_RULES,
+    SCORE_RESCALINGS,
+    SELECTORS,
+    check_choice,
+    check_pruning_ratio,
+)
+
 logger = logging.get_logger(__name__)
-
-SELECTORS = ("scorer", "cosine", "random")
-SCORE_RESCALINGS = ("row", "frame", "none")
-PACKINGS = ("varlen", "first_fit_descending")
-POSITION_RULES = ("original", "compact")
-
-
-def check_choice(name: str, value, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}` is {value!r}, but must be one of {', '.join(repr(choice) for choice in choices)}.")
-
-
-def check_pruning_ratio(value, name: str = "pruning_ratio") -> float:
-    """Returns `value` as a float in [0, 1]; raises `ValueError` for anything else (NaN and bools included)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= float(value) <= 1.0:
-        raise ValueError(
-            f"`{name}` is {value!r}, but must be a number in [0, 1]: the share of a video's blocks to drop, "
-            "0 to keep all of them, 1 to drop every video token."
-        )
-    return float(value)
 
 
 def check_vision_config(value) -> None:
@@ -183,7 +171,7 @@ class STTSConfig(Molmo2Config):
         "temporal_loss",
         "token_scores",
         "keep_mask",
-        "kept_positions",
+        "kept_indices",
     ]
     sub_configs_defaults: ClassVar[dict] = {
         **Molmo2Config.sub_configs_defaults,

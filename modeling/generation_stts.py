@@ -8,9 +8,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import Molmo2ForConditionalGeneration
 
 from .checks_stts import check_text_attention
-from .configuration_stts import check_pruning_ratio
 from .inputs_stts import PrunedInputs
 from .sequence_stts import CachedPrompt, any_row_is_packed
+from .settings_stts import check_pruning_ratio
 
 VISION_INPUTS = (
     "pixel_values",
@@ -126,7 +126,7 @@ class STTSGeneration:
             pruning_ratio=pruning_ratio,
             **{name: kwargs.pop(name) for name in VISION_INPUTS if name in kwargs},
         )
-        length = pruned.kept_positions.shape[-1]
+        length = pruned.kept_indices.shape[-1]
         kwargs.update(native_inputs(self.model, pruned))
         shortened_by = whole.shape[1] - length
         generation_config = shorten_limits(self.generation_config, generation_config, kwargs, shortened_by)
@@ -215,8 +215,8 @@ def native_inputs(model, pruned: PrunedInputs) -> dict:
     """What native `generate` gets in place of the caller's prompt: compact, with explicit mask and positions."""
     token_types = pruned.mm_token_type_ids
     if token_types is None:  # zeros say the same, but see to it that a mask is made and not guessed from positions
-        token_types = torch.zeros_like(pruned.kept_positions)
-    columns = pruned.attention_mask.shape[-1] - pruned.kept_positions.shape[-1]
+        token_types = torch.zeros_like(pruned.kept_indices)
+    columns = pruned.attention_mask.shape[-1] - pruned.kept_indices.shape[-1]
     inputs = {  # chunks of a prefill are cut out of all three by their place in the cache
         "attention_mask": pruned.attention_mask,
         "position_ids": torch.nn.functional.pad(pruned.position_ids, (columns, 0)),
@@ -235,7 +235,7 @@ def features_of_rows(pruned: PrunedInputs) -> list[torch.Tensor]:
     some = pruned.features[0][1]
     if len(pruned.features) == 1 and pruned.features_per_row is not None:
         return list(some.split(pruned.features_per_row))
-    merged = some.new_zeros(*pruned.kept_positions.shape, some.shape[-1])
+    merged = some.new_zeros(*pruned.kept_indices.shape, some.shape[-1])
     for placeholders, features in pruned.features:
         merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
     everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
@@ -272,10 +272,10 @@ def remember_prompt(cache, prompt: CachedPrompt | None, answer: torch.Tensor, be
     """
     if prompt is None or cache is None:
         return
-    copies = 0 if beams else answer.shape[0] // prompt.kept_positions.shape[0]
-    grown = int(cache.get_seq_length()) - prompt.kept_positions.shape[1]
+    copies = 0 if beams else answer.shape[0] // prompt.kept_indices.shape[0]
+    grown = int(cache.get_seq_length()) - prompt.kept_indices.shape[1]
     after = CachedPrompt(
-        prompt.kept_positions.repeat_interleave(copies, 0),
+        prompt.kept_indices.repeat_interleave(copies, 0),
         prompt.seen,
         prompt.next_position.repeat_interleave(copies, 0),
     ).extended(grown)

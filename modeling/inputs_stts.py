@@ -33,7 +33,7 @@ class PrunedInputs:
     A call's arguments after dropping, all on the sequence that is left (B, L').
 
     attention_mask covers cached columns too, (B, columns + L'), or is (B, heads, L', L'). features: pairs of a
-    placeholder mask (B, L') and the features that go there in order. kept_positions: (B, L') in the caller's sequence.
+    placeholder mask (B, L') and the features that go there in order. kept_indices: (B, L') in the caller's sequence.
     features_per_row: how many of the videos' features go to each row, where that is known on the host.
     sample_ids: (B, L') where several samples may share a row. cached_after: what a cache will hold, or None if no token
     was ever dropped. video: output of `get_video_features`.
@@ -44,7 +44,7 @@ class PrunedInputs:
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
     mm_token_type_ids: torch.Tensor | None
-    kept_positions: torch.Tensor
+    kept_indices: torch.Tensor
     sample_ids: torch.Tensor | None = None
     cached_after: CachedPrompt | None = None
     video: Any = None
@@ -202,7 +202,7 @@ def prune_inputs(
         last = mask[:, -positions.shape[1] :].bool() if mask.dim() == 2 else ~sequence.is_filler
         cached_after = CachedPrompt(
             torch.cat(
-                [cached.kept_positions, sequence.kept_positions.add(cached.seen).masked_fill(sequence.is_filler, -1)],
+                [cached.kept_indices, sequence.kept_indices.add(cached.seen).masked_fill(sequence.is_filler, -1)],
                 dim=-1,
             ),
             cached.seen + length,
@@ -216,7 +216,7 @@ def prune_inputs(
         attention_mask=mask,
         position_ids=positions,
         mm_token_type_ids=None if mm_token_type_ids is None else sequence.take(mm_token_type_ids, 0),
-        kept_positions=sequence.kept_positions,
+        kept_indices=sequence.kept_indices,
         sample_ids=None if sample_ids is None else sequence.take(sample_ids, 0),
         cached_after=cached_after,
         video=video,
@@ -229,7 +229,7 @@ def split_mask(
     attention_mask: torch.Tensor | None, cached: CachedPrompt, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The caller's mask (B, seen + L), (B, L) or None as (B, cached columns) and (B, L); 4D masks are new ones."""
-    seen = KeptSequence(cached.kept_positions, cached.seen)
+    seen = KeptSequence(cached.kept_indices, cached.seen)
     if attention_mask is None or attention_mask.dim() == 4:
         return seen.take_mask(None), attention_mask
     if attention_mask.shape[-1] == cached.seen + length:

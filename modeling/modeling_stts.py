@@ -36,14 +36,15 @@ from .checks_stts import (
     read_grids,
 )
 from .compiling_stts import CompilingMixin
-from .configuration_stts import STTSConfig, check_pruning_ratio
+from .configuration_stts import STTSConfig
 from .generation_stts import STTSGeneration
 from .inputs_stts import PrunedInputs, prune_inputs
 from .outputs_stts import STTSCausalLMOutputWithPast, STTSModelOutputWithPast, STTSVideoFeatures
 from .saving_stts import SavingMixin
 from .scoring_stts import split_videos
 from .sequence_stts import find_samples
-from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, VideoPruning
+from .settings_stts import check_pruning_ratio
+from .vision_stts import PruningPlan, STTSAdapter, STTSVisionModel, STTSVisionOutput
 
 if TYPE_CHECKING:
     # Never imported, but transformers saves what it finds named here: so a saved model carries the processor's code.
@@ -88,7 +89,7 @@ class STTSModel(Molmo2Model):
         pixel_values_videos = check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vision_config)
         check_finite(pixel_values_videos)
         num_layers = vision_config.num_hidden_layers
-        pruning = VideoPruning(
+        pruning = PruningPlan(
             video_token_pooling.to(pixel_values_videos.device).long(),
             read_grids(video_grids),
             check_pruning_ratio(pruning_ratio),
@@ -176,7 +177,7 @@ class STTSModel(Molmo2Model):
             )
             result = STTSModelOutputWithPast(**outputs)
             if packed:
-                result.kept_positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+                result.kept_indices = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
             return result
 
         if mm_encoder_outputs:
@@ -219,7 +220,7 @@ class STTSModel(Molmo2Model):
         if isinstance(outputs.past_key_values, Cache):
             outputs.past_key_values.pruned_prompt = inputs.cached_after
         result = STTSModelOutputWithPast(**outputs)
-        result.kept_positions = inputs.kept_positions
+        result.kept_indices = inputs.kept_indices
         if inputs.features:
             result.image_hidden_states = inputs.features[0][1]  # the videos', where there are any
         if inputs.video is not None:
@@ -250,7 +251,7 @@ class STTSModel(Molmo2Model):
             return inputs.attention_mask
         samples, padding_mask = inputs.sample_ids, inputs.attention_mask
         # Always given: a plain causal mask may be left out, and gaps in the positions then pass for packed samples.
-        blocks = torch.full_like(inputs.kept_positions, -1)
+        blocks = torch.full_like(inputs.kept_indices, -1)
         if inputs.mm_token_type_ids is not None:
             blocks = torch.where(inputs.mm_token_type_ids == 1, 0 if samples is None else samples, blocks)
         past = padding_mask.shape[-1] - blocks.shape[-1]
@@ -368,26 +369,26 @@ class STTSForConditionalGeneration(
         )
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, rows])
-        kept_positions = outputs.kept_positions
+        kept_indices = outputs.kept_indices
         loss = task_loss = None
         if labels is not None:
-            if kept_positions is not None:
+            if kept_indices is not None:
                 if position_ids is not None:  # the first token of a sample is not the next of the sample before it
                     padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
                     samples = find_samples(position_ids.expand(labels.shape), padding_mask)
                     labels = labels.masked_fill(samples.diff(dim=-1, prepend=samples[:, :1]) != 0, -100)
-                taken = labels.gather(-1, kept_positions.clamp_min(0))
-                is_filler = kept_positions < 0
+                taken = labels.gather(-1, kept_indices.clamp_min(0))
+                is_filler = kept_indices < 0
                 after_filler = nn.functional.pad(is_filler[:, :-1], (1, 0))  # nothing predicts a row's first token
                 labels = taken.masked_fill(is_filler | after_filler, -100)
             loss = task_loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
             if outputs.temporal_loss is not None:
                 loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
-        if kept_positions is None and past_key_values is None:
+        if kept_indices is None and past_key_values is None:
             places = torch.arange(outputs.last_hidden_state.shape[1], device=logits.device)
-            kept_positions = places.expand(logits.shape[0], -1)
-        if kept_positions is not None:
-            kept_positions = kept_positions[:, rows]
+            kept_indices = places.expand(logits.shape[0], -1)
+        if kept_indices is not None:
+            kept_indices = kept_indices[:, rows]
         return STTSCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -399,7 +400,7 @@ class STTSForConditionalGeneration(
             temporal_loss=outputs.temporal_loss,
             token_scores=outputs.token_scores,
             keep_mask=outputs.keep_mask,
-            kept_positions=kept_positions,
+            kept_indices=kept_indices,
         )
 
 

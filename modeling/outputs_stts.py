@@ -21,12 +21,12 @@ class STTSVideoFeatures(BaseModelOutputWithPooling):
 
 @dataclass
 class STTSModelOutputWithPast(Molmo2ModelOutputWithPast):
-    """Molmo2's, and the fields of `STTSVideoFeatures`; `kept_positions` (B, L') as in `STTSCausalLMOutputWithPast`."""
+    """Molmo2's, and the fields of `STTSVideoFeatures`; `kept_indices` (B, L') as in `STTSCausalLMOutputWithPast`."""
 
     temporal_loss: torch.Tensor | None = None
     token_scores: tuple[torch.Tensor, ...] | None = None
     keep_mask: tuple[torch.Tensor, ...] | None = None
-    kept_positions: torch.Tensor | None = None
+    kept_indices: torch.Tensor | None = None
 
 
 @dataclass
@@ -37,11 +37,11 @@ class STTSCausalLMOutputWithPast(Molmo2CausalLMOutputWithPast):
     loss: `task_loss + temporal_loss_weight * temporal_loss`. task_loss: cross entropy of the next token.
     temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
     image_hidden_states: features of the videos' kept blocks. token_scores, keep_mask: per video (T, n).
-    kept_positions: (B, L') place of every row of `logits` in the caller's sequence, -1 for filler.
+    kept_indices: (B, L') place of every row of `logits` in the caller's sequence, -1 for filler.
     """
 
     task_loss: torch.Tensor | None = None
     temporal_loss: torch.Tensor | None = None
     token_scores: tuple[torch.Tensor, ...] | None = None
     keep_mask: tuple[torch.Tensor, ...] | None = None
-    kept_positions: torch.Tensor | None = None
+    kept_indices: torch.Tensor | None = None

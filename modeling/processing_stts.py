@@ -6,7 +6,7 @@ from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 
 from .saving_stts import ProcessorSavingMixin
-from .video_processing_stts import from_molmo2, plain_videos
+from .video_processing_stts import from_molmo2, normalize_videos
 
 if TYPE_CHECKING:
     # Never imported, but transformers saves what it finds named here: so a saved processor carries the model's code,
@@ -90,7 +90,7 @@ class STTSProcessor(ProcessorSavingMixin, Molmo2Processor):
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
         """Native layout of the inputs; takes videos as path objects and images of any mode, an empty list as none."""
-        videos = None if isinstance(videos, list | tuple) and not videos else plain_videos(videos)
+        videos = None if isinstance(videos, list | tuple) and not videos else normalize_videos(videos)
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-SMALLEST_BIAS_WEIGHT = math.exp(-2)
-FRAMES_AT_A_TIME = 16
+MIN_RESCALED_SCORE = math.exp(-2)
+SIMILARITY_CHUNK = 16
 
 
 class TokenPooler(nn.Module):
@@ -167,7 +167,7 @@ def score_bias(
             over = (-1,) if rescaling == "row" else (-2, -1)
             low, high = weights.amin(over, keepdim=True), weights.amax(over, keepdim=True)
             unit = (weights - low) / (high - low + 1e-6)
-            weights = SMALLEST_BIAS_WEIGHT + (1 - SMALLEST_BIAS_WEIGHT) * unit
+            weights = MIN_RESCALED_SCORE + (1 - MIN_RESCALED_SCORE) * unit
         biases.append(video.new_zeros(grid[1] * grid[2]))
         # A saturated score is 0 in float32, and minus infinity would become NaN on its way through the kernels.
         biases.append(weights.clamp_min(torch.finfo(torch.float32).tiny).log().flatten())
@@ -185,8 +185,8 @@ def temporal_similarity(patches: torch.Tensor, grids: list[tuple[int, int, int]]
         flat = video.flatten(1)  # (T * n, S * D)
         similarities.append(flat.new_zeros(step, dtype=torch.float32))
         # Some frames at a time: in float32, the products of a long video alone would be as large as all its patches.
-        for start in range(step, flat.shape[0], FRAMES_AT_A_TIME * step):
-            stop = min(start + FRAMES_AT_A_TIME * step, flat.shape[0])
+        for start in range(step, flat.shape[0], SIMILARITY_CHUNK * step):
+            stop = min(start + SIMILARITY_CHUNK * step, flat.shape[0])
             some = flat[start - step : stop].float()  # with the frame before them
             norms = torch.linalg.vector_norm(some, dim=-1).clamp_min(1e-12)
             products = (some[step:] * some[:-step]).sum(-1)

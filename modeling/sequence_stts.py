@@ -15,20 +15,20 @@ class KeptSequence:
     """
     What is left of a batch of sequences.
 
-    kept_positions: (B, L') place of every column in the caller's sequence, -1 for filler.
+    kept_indices: (B, L') place of every column in the caller's sequence, -1 for filler.
     length: `L`, the length of the caller's sequence.
     """
 
-    kept_positions: torch.Tensor
+    kept_indices: torch.Tensor
     length: int
 
     @property
     def is_filler(self) -> torch.Tensor:
-        return self.kept_positions < 0
+        return self.kept_indices < 0
 
     def take(self, tensor: torch.Tensor, filler) -> torch.Tensor:
         """Columns of (B, L, ...) that are left: (B, L', ...), `filler` in filler columns."""
-        index = self.kept_positions.clamp_min(0)
+        index = self.kept_indices.clamp_min(0)
         batch = torch.arange(index.shape[0], device=index.device)[:, None]
         taken = tensor.expand(index.shape[0], *tensor.shape[1:])[batch, index]
         mask = self.is_filler.view(*index.shape, *[1] * (taken.dim() - 2))
@@ -48,7 +48,7 @@ class KeptSequence:
                 f"(batch, heads, {self.length}, {self.length}), as long as the sequence both ways. "
                 "Pass the 2D padding mask instead."
             )
-        index = self.kept_positions.clamp_min(0)
+        index = self.kept_indices.clamp_min(0)
         masks = attention_mask.expand(index.shape[0], -1, -1, -1)
         masks = torch.stack([mask[:, rows][:, :, rows] for mask, rows in zip(masks, index, strict=True)])
         hidden = False if masks.dtype == torch.bool else torch.finfo(masks.dtype).min
@@ -162,14 +162,14 @@ class CachedPrompt:
     """
     What a cache holds of a caller's sequence after tokens were dropped; rides on the cache as `pruned_prompt`.
 
-    kept_positions: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
+    kept_indices: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
     next_position: (B, 1) RoPE position of the next token.
     token_ids: (B, seen) those tokens, where known.
     answered: how many of them, at the end, are an answer; each took a position, also those after a row's end.
     """
 
-    kept_positions: torch.Tensor
+    kept_indices: torch.Tensor
     seen: int
     next_position: torch.Tensor
     token_ids: torch.Tensor | None = None
@@ -187,19 +187,19 @@ class CachedPrompt:
 
     def check(self, cache_length: int, batch_size: int) -> None:
         """Raises `ValueError` if the cache was cropped, extended or reordered since."""
-        if tuple(self.kept_positions.shape) != (batch_size, cache_length):
+        if tuple(self.kept_indices.shape) != (batch_size, cache_length):
             raise ValueError(
                 f"`past_key_values` holds {cache_length} positions for a batch of {batch_size}, but recorded "
-                f"{self.kept_positions.shape[1]} for {self.kept_positions.shape[0]} when video tokens were dropped, so "
+                f"{self.kept_indices.shape[1]} for {self.kept_indices.shape[0]} when video tokens were dropped, so "
                 "it cannot be matched to the text any more. Call again without `past_key_values`."
             )
 
     def extended(self, num_tokens: int) -> "CachedPrompt":
         """The same after `num_tokens` more tokens, none of them dropped."""
-        steps = torch.arange(num_tokens, device=self.kept_positions.device)
-        added = (self.seen + steps).expand(self.kept_positions.shape[0], -1)
+        steps = torch.arange(num_tokens, device=self.kept_indices.device)
+        added = (self.seen + steps).expand(self.kept_indices.shape[0], -1)
         return CachedPrompt(
-            torch.cat([self.kept_positions, added], dim=-1),
+            torch.cat([self.kept_indices, added], dim=-1),
             self.seen + num_tokens,
             self.next_position + num_tokens,
             answered=self.answered + num_tokens,

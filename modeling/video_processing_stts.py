@@ -87,7 +87,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         options = {name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
         if isinstance(videos, list | tuple) and not videos:
             raise ValueError("videos is empty. Pass at least one video, or leave videos out.")
-        videos = make_batched_videos(plain_videos(videos))
+        videos = make_batched_videos(normalize_videos(videos))
         metadata = _one_each(options["video_metadata"], len(videos))
         loaded = [self._load(video, metadata[index], index, options, limits) for index, video in enumerate(videos)]
         return super().preprocess(
@@ -135,7 +135,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         limits = self._sampling_limits(kwargs)
         sample = kwargs.get("do_sample_frames", self.do_sample_frames)
         return probe_video(
-            _source(plain_videos(video)), (lambda found: sample_times(found.duration, *limits)) if sample else None
+            _source(normalize_videos(video)), (lambda found: sample_times(found.duration, *limits)) if sample else None
         )
 
     def sample_frames(
@@ -273,7 +273,7 @@ def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:
     return STTSVideoProcessor(**settings)
 
 
-def plain_videos(videos: Any) -> Any:
+def normalize_videos(videos: Any) -> Any:
     """The same videos in the forms transformers knows: path objects and files in memory as strings, images as RGB.
 
     Raises:
@@ -288,7 +288,7 @@ def plain_videos(videos: Any) -> Any:
     if not isinstance(videos, list | tuple):
         return videos
     _check_sizes({(image.height, image.width) for image in videos if isinstance(image, Image.Image)})
-    return [plain_videos(video) for video in videos]
+    return [normalize_videos(video) for video in videos]
 
 
 class _VideoBytes(str):

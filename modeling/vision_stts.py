@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from .attention_stts import binned_attention, packed_attention
 from .configuration_stts import STTSVisionConfig
-from .packing_stts import (
+from .layout_stts import (
     FrameBins,
     FrameSequence,
     bin_frames,
@@ -42,11 +42,11 @@ from .scoring_stts import (
     temporal_similarity,
 )
 
-MOST_BLOCKS = 65535  # in one call of the connector: a CUDA grid is no longer, and kernels put the batch there
+MAX_GRID_BLOCKS = 65535  # in one call of the connector: a CUDA grid is no longer, and kernels put the batch there
 
 
 @dataclass
-class VideoPruning:
+class PruningPlan:
     """
     What the tower has to know of a call's videos, all of it on the host.
 
@@ -195,7 +195,7 @@ class STTSVisionModel(Molmo2VisionModel):
             init.zeros_(module.weight)
             init.zeros_(module.bias)
 
-    def forward(self, pixel_values: torch.Tensor, pruning: VideoPruning | None = None, **kwargs):
+    def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs):
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
         returns an `STTSVisionOutput`. Raises `ValueError` where the blocks of `pruning` leave out patches.
@@ -229,7 +229,7 @@ class STTSVisionModel(Molmo2VisionModel):
             width = hidden_states.shape[-1] * len(pruning.feature_layers)
             output.features = blocks.new_zeros(0, window_size, width)
             return output
-        sequence, bins = self.lay_out(kept_blocks, pruning, *hidden_states.shape[:2])
+        sequence, bins = self.pack_survivors(kept_blocks, pruning, *hidden_states.shape[:2])
         output.valid = sequence.window_valid
         features = {index: states.flatten(0, 1)[sequence.patch_index] for index, states in features.items()}  # (P, D)
         for index in range(pruning_layer + 1, max([pruning_layer, *pruning.feature_layers]) + 1):
@@ -247,7 +247,7 @@ class STTSVisionModel(Molmo2VisionModel):
         return output
 
     def score(
-        self, blocks: torch.Tensor, valid: torch.Tensor | None, pruning: VideoPruning, frame_shape: torch.Size
+        self, blocks: torch.Tensor, valid: torch.Tensor | None, pruning: PruningPlan, frame_shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Ranks blocks (G, S, D). Returns scores (G,) and layer `l + 1`'s bias per key (F * N,): None for the untrained
@@ -270,8 +270,8 @@ class STTSVisionModel(Molmo2VisionModel):
         key_bias = bias.new_zeros(num_patches + 1).scatter(0, place.flatten(), bias.flatten())
         return scores, key_bias[:num_patches]
 
-    def lay_out(
-        self, kept_blocks: torch.Tensor, pruning: VideoPruning, num_frames: int, size: int
+    def pack_survivors(
+        self, kept_blocks: torch.Tensor, pruning: PruningPlan, num_frames: int, size: int
     ) -> tuple[FrameSequence, FrameBins | None]:
         """The layout of the survivors among `F` frames of `N = size` patches: their sequence, and bins if wanted."""
         frame_blocks = [rows * cols for frames, rows, cols in pruning.grids for _ in range(frames)]
@@ -303,8 +303,8 @@ class STTSAdapter(Molmo2Adapter):
         valid = kwargs.pop("valid", None)
         if image_features.shape[0] == 0:
             return BaseModelOutput(last_hidden_state=image_features.new_zeros(0, self.config.text_hidden_size))
-        parts = image_features.split(MOST_BLOCKS)
-        valids = [None] * len(parts) if valid is None else valid.split(MOST_BLOCKS)
+        parts = image_features.split(MAX_GRID_BLOCKS)
+        valids = [None] * len(parts) if valid is None else valid.split(MAX_GRID_BLOCKS)
         pooled = [self.pool(part, some, **kwargs) for part, some in zip(parts, valids, strict=True)]
         return BaseModelOutput(
             last_hidden_state=self.image_projector(torch.cat(pooled) if len(pooled) > 1 else pooled[0])

@@ -8,7 +8,7 @@ import sys
 from tests.conftest import WITHOUT_PACKAGE
 from tests.fixture_files import checkpoint_forms
 from tests.hub_server import LoopbackHub
-from tests.stts_hf.convert_files import REFERENCE_LOGITS, write_base
+from tests.stts_hf.checkpoints.convert_files import REFERENCE_LOGITS, write_base
 
 LOGIT_TOLERANCE = 1e-4  # the issue's; 1.4e-6 was measured
 

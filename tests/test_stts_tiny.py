@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoProcessor
 
-from stts_hf.convert import make_tiny
+from stts_hf.checkpoints import make_tiny
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 
@@ -119,7 +119,7 @@ def test_the_scorer_follows_what_moves(folder):
     import torch
     from transformers import AutoModel
 
-    from stts_hf.convert.tiny_scorer import moving_clips
+    from stts_hf.checkpoints.tiny_scorer import moving_clips
 
     model = AutoModel.from_pretrained(folder, trust_remote_code=True)
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True).video_processor

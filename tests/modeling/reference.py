@@ -154,7 +154,7 @@ def naive_forward(
 
 def logits_of_row(outputs, inputs: Inputs, index: int) -> torch.Tensor:
     """Logits of a row of a batch without those of padding and filler, (L', vocabulary)."""
-    kept = outputs.kept_positions[index]
+    kept = outputs.kept_indices[index]
     mask = inputs.get("attention_mask")
     real = kept >= 0
     if mask is not None:
@@ -164,7 +164,7 @@ def logits_of_row(outputs, inputs: Inputs, index: int) -> torch.Tensor:
 
 def kept_of_row(outputs, inputs: Inputs, index: int) -> list[int]:
     """Places of a row's kept tokens, counted from its first real token."""
-    kept = outputs.kept_positions[index]
+    kept = outputs.kept_indices[index]
     mask = inputs["attention_mask"][index].bool()
     return [int(mask[:place].sum()) for place in kept.tolist() if place >= 0 and mask[place]]
 

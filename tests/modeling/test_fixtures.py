@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stts_hf.convert.original import (
+from stts_hf.checkpoints.original import (
     SPECIAL_TOKENS,
     convert_original_config,
     load_original_config,
@@ -28,7 +28,7 @@ from tests.fixture_files import (
     vision_fixtures,
 )
 from tests.naive import weights_from_original
-from tests.stts_hf.original_weights import native_weights, read_original
+from tests.stts_hf.checkpoints.original_weights import native_weights, read_original
 
 # The reference is float32 on another build of the same kernels; sums of a few hundred terms agree to about 1e-6.
 SCORE_TOLERANCE = 1e-5

@@ -80,7 +80,7 @@ def test_losses_and_gradients_equal_those_of_separate_rows_without_a_mask(model)
     separate = one_by_one(inputs, rows)
     assert inputs.pop("attention_mask").all()
     outputs = model(**inputs)
-    assert (outputs.kept_positions < 0).any()  # rows lose different numbers of tokens, so one of them has filler
+    assert (outputs.kept_indices < 0).any()  # rows lose different numbers of tokens, so one of them has filler
     check_losses(model, outputs, separate)
 
 
@@ -104,7 +104,7 @@ def test_embeddings_in_place_of_ids_give_the_same(model, pruning_ratio):
         expected = model(**inputs, pruning_ratio=pruning_ratio)
         embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
         outputs = model(**inputs, inputs_embeds=embeds, pruning_ratio=pruning_ratio)
-    assert torch.equal(outputs.kept_positions, expected.kept_positions)
+    assert torch.equal(outputs.kept_indices, expected.kept_indices)
     for index in range(len(rows)):
         assert torch.equal(logits_of_row(outputs, inputs, index), logits_of_row(expected, inputs, index))
 
@@ -128,8 +128,8 @@ def test_a_4d_mask_is_cut_in_step(model, kind, expanded):
         outputs = model(**(inputs | {"attention_mask": masks}))
     for index in range(2):
         torch.testing.assert_close(
-            outputs.logits[index, outputs.kept_positions[index] >= 0],
-            expected.logits[index, expected.kept_positions[index] >= 0],
+            outputs.logits[index, outputs.kept_indices[index] >= 0],
+            expected.logits[index, expected.kept_indices[index] >= 0],
             **CLOSE,
         )
 

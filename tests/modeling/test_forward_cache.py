@@ -67,7 +67,7 @@ def test_a_wrong_position_after_the_cache_would_be_seen(model, fault):
         other = (
             inputs["input_ids"].shape[1]
             if model.config.pruned_position_ids == "compact"
-            else note.kept_positions.shape[1]
+            else note.kept_indices.shape[1]
         )
         note.next_position = torch.full_like(note.next_position, other)
     wrong = model(input_ids=text, past_key_values=cache).logits
@@ -79,7 +79,7 @@ def test_kept_positions_of_a_later_call_count_its_own_tokens(model):
     inputs = build_inputs(BATCHES["one_video"])
     cache = model(**inputs, use_cache=True).past_key_values
     outputs = model(input_ids=torch.tensor([[4, 5, 6]]), past_key_values=cache)
-    assert outputs.kept_positions.tolist() == [[0, 1, 2]]
+    assert outputs.kept_indices.tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("positions", ["given", "left_out"])
@@ -110,10 +110,10 @@ def test_a_video_after_cached_text_equals_one_call(model, rows):
     cache = model(**head, past_key_values=DynamicCache()).past_key_values
     rest = inputs | {name: inputs[name][:, 6:] for name in ("input_ids", "mm_token_type_ids")}
     outputs = model(**rest, past_key_values=cache)
-    kept = outputs.kept_positions
+    kept = outputs.kept_indices
     for row in range(len(rows)):
         real = kept[row] >= 0
-        expected = whole.logits[row, whole.kept_positions[row] >= 6]
+        expected = whole.logits[row, whole.kept_indices[row] >= 6]
         torch.testing.assert_close(outputs.logits[row, real], expected, **CLOSE)
     step = model(input_ids=torch.full((len(rows), 1), 9), past_key_values=cache)
     further = model(input_ids=torch.full((len(rows), 1), 9), past_key_values=model(**inputs).past_key_values)

@@ -32,7 +32,7 @@ def assert_only_the_length_changes(model, inputs, pruned_length: int, **kwargs) 
             inputs = inputs | {"labels": inputs["labels"].masked_fill(first, -100)}
     expected = model(**inputs, **kwargs)
     outputs = model(**inputs, pruned_length=pruned_length, **kwargs)
-    assert outputs.logits.shape[1] == outputs.kept_positions.shape[1] == pruned_length
+    assert outputs.logits.shape[1] == outputs.kept_indices.shape[1] == pruned_length
     for row in range(len(inputs["input_ids"])):
         torch.testing.assert_close(logits_of_row(outputs, inputs, row), logits_of_row(expected, inputs, row), **CLOSE)
     if "labels" in inputs:
@@ -55,7 +55,7 @@ def test_filler_lies_where_the_batch_is_padded(model, padding_side):
     for rows in (ROWS, ROWS[:1]):
         inputs = build_inputs([*rows, [100]], labels=True, padding_side=padding_side)
         inputs = {name: value[: len(rows)] if name in PER_ROW else value for name, value in inputs.items()}
-        kept = model(**inputs, pruned_length=60).kept_positions
+        kept = model(**inputs, pruned_length=60).kept_indices
         real = kept >= 0
         assert not real.all(-1).any()
         order = real.long().diff(dim=-1)
@@ -73,7 +73,7 @@ def test_filler_sees_itself_and_no_row_is_empty(model, padding_side, attention, 
     outputs = model(**build_inputs(ROWS, padding_side=padding_side), pruned_length=70)
     (mask,) = masks
     seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]  # (B, L', L')
-    filler = outputs.kept_positions < 0
+    filler = outputs.kept_indices < 0
     assert filler.any(-1).all()
     assert seen.any(-1).all()
     assert not (seen & filler[:, None] & ~torch.eye(70, dtype=torch.bool)).any()
@@ -146,7 +146,7 @@ def test_a_4d_mask_is_shortened_and_filled(model):
         inputs["attention_mask"][:, None, None].bool().expand(-1, 1, inputs["input_ids"].shape[1], -1).tril()
     )
     expected, outputs = model(**inputs), model(**inputs, pruned_length=50)
-    kept = outputs.kept_positions[0] >= 0
+    kept = outputs.kept_indices[0] >= 0
     assert outputs.logits.shape[1] == 50
     torch.testing.assert_close(outputs.logits[0, kept], expected.logits[0], **CLOSE)
 

@@ -29,7 +29,7 @@ def test_loss_is_task_loss_plus_weighted_temporal_loss(inputs):
 
 def test_task_loss_is_the_mean_over_kept_labels(model, inputs):
     outputs = model(**inputs)
-    kept = outputs.kept_positions
+    kept = outputs.kept_indices
     labels = inputs["labels"].gather(-1, kept.clamp_min(0)).masked_fill(kept < 0, -100)
     targets = labels[:, 1:].masked_fill(kept[:, :-1] < 0, -100).flatten()
     expected = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets)
@@ -64,24 +64,24 @@ def test_scores_and_masks_are_per_video(model, inputs, pruning_ratio):
 def test_kept_positions_name_all_tokens_but_dropped_blocks(model, padding_side):
     inputs = build_inputs(ROWS, padding_side=padding_side)
     outputs = model(**inputs)
-    assert outputs.kept_positions.shape == outputs.logits.shape[:2]
+    assert outputs.kept_indices.shape == outputs.logits.shape[:2]
     placeholders = inputs["input_ids"] == PATCH
     kept_tokens = torch.ones_like(placeholders)
     kept_tokens[placeholders] = torch.cat([mask.flatten() for mask in outputs.keep_mask])
     kept_tokens &= inputs["attention_mask"].bool()
-    for row, kept in enumerate(outputs.kept_positions):
+    for row, kept in enumerate(outputs.kept_indices):
         assert torch.equal(kept[kept >= 0], kept_tokens[row].nonzero()[:, 0])
         filler = (kept < 0).nonzero()[:, 0].tolist()
         first = 0 if padding_side == "left" else len(kept) - len(filler)
         assert filler == list(range(first, first + len(filler)))
-    assert (outputs.kept_positions >= 0).all(-1).any()  # the longest row has no filler
+    assert (outputs.kept_indices >= 0).all(-1).any()  # the longest row has no filler
 
 
 @pytest.mark.parametrize("kind", ["text", "pruning_nothing"])
 def test_kept_positions_are_all_where_nothing_was_dropped(model, kind):
     inputs = build_inputs([[5], [9]] if kind == "text" else ROWS)
     outputs = model(**inputs, pruning_ratio=0)
-    assert torch.equal(outputs.kept_positions, torch.arange(outputs.logits.shape[1]).expand(len(outputs.logits), -1))
+    assert torch.equal(outputs.kept_indices, torch.arange(outputs.logits.shape[1]).expand(len(outputs.logits), -1))
 
 
 @pytest.mark.parametrize("logits_to_keep", [1, 5, torch.tensor([0, 3, -2])], ids=["last", "last_five", "chosen"])
@@ -92,7 +92,7 @@ def test_logits_to_keep_counts_in_what_is_left(model, kind, logits_to_keep):
     some = model(**inputs, logits_to_keep=logits_to_keep)
     rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     torch.testing.assert_close(some.logits, everything.logits[:, rows], atol=5e-6, rtol=0)
-    assert torch.equal(some.kept_positions, everything.kept_positions[:, rows])
+    assert torch.equal(some.kept_indices, everything.kept_indices[:, rows])
 
 
 @pytest.mark.parametrize("kind", ["video", "text"])
@@ -110,7 +110,7 @@ def test_hidden_states_and_attentions_are_those_of_the_shortened_sequence(inputs
     model = tiny_model()
     model.set_attn_implementation("eager")
     outputs = model(**inputs, output_hidden_states=True, output_attentions=True)
-    batch, length = outputs.kept_positions.shape
+    batch, length = outputs.kept_indices.shape
     layers = model.config.text_config.num_hidden_layers
     assert [tuple(states.shape) for states in outputs.hidden_states] == [(batch, length, 48)] * (layers + 1)
     assert [tuple(weights.shape) for weights in outputs.attentions] == [(batch, 4, length, length)] * layers

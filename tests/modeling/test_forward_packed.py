@@ -26,7 +26,7 @@ def batch():
 def samples_of(outputs, batch) -> list[torch.Tensor]:
     """Logits of each sample of a packed row."""
     ends = batch["attention_mask"].sum(-1).cumsum(0)
-    sample = torch.searchsorted(ends, outputs.kept_positions[0], right=True)
+    sample = torch.searchsorted(ends, outputs.kept_indices[0], right=True)
     return [outputs.logits[0, sample == index] for index in range(len(ends))]
 
 
@@ -79,7 +79,7 @@ def test_a_row_of_samples_beside_a_padded_row(model, batch):
         outputs = model(**inputs)
         packed = model(**{name: value for name, value in first.items() if name != "labels"})
         expected = naive_forward(model, second, rule=model.config.pruned_position_ids)
-    kept = outputs.kept_positions
+    kept = outputs.kept_indices
     torch.testing.assert_close(outputs.logits[0, kept[0] >= 0], packed.logits[0], **CLOSE)
     torch.testing.assert_close(outputs.logits[1, kept[1] >= 0], expected.logits, **CLOSE)
 

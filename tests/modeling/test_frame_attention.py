@@ -11,7 +11,7 @@ from stts_hf.modeling.frame_attention_stts import (
     frame_by_frame,
     padded_frames,
 )
-from stts_hf.modeling.packing_stts import cumulative_lengths
+from stts_hf.modeling.layout_stts import cumulative_lengths
 from tests.modeling.test_attention import (
     FLOAT32_TOLERANCE,
     HEADS,

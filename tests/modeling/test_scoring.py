@@ -9,7 +9,7 @@ from torch import nn
 
 from stts_hf.benchmark.memory import peak_memory
 from stts_hf.modeling.scoring_stts import (
-    FRAMES_AT_A_TIME,
+    SIMILARITY_CHUNK,
     TokenScorer,
     previous_frame,
     score_bias,
@@ -243,7 +243,7 @@ def test_similarity_is_the_naive_one(clips):
 
 
 def test_similarity_of_a_long_video_goes_by_some_frames_at_a_time():
-    frames, blocks = 2 * FRAMES_AT_A_TIME + 3, 4
+    frames, blocks = 2 * SIMILARITY_CHUNK + 3, 4
     patches = torch.randn(frames * blocks, 9, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     flat = patches.float().view(frames, blocks, -1)
     expected = torch.nn.functional.cosine_similarity(flat[1:], flat[:-1], dim=-1)
@@ -253,7 +253,7 @@ def test_similarity_of_a_long_video_goes_by_some_frames_at_a_time():
     torch.testing.assert_close(similarity[1:], expected, rtol=0, atol=1e-6)
     assert not similarity[0].any()
     # In float32 some frames, and their products or squares; of all frames it would be twice as many.
-    assert peak < 2.5 * (FRAMES_AT_A_TIME + 1) * blocks * 9 * 16 * 4
+    assert peak < 2.5 * (SIMILARITY_CHUNK + 1) * blocks * 9 * 16 * 4
 
 
 @pytest.mark.parametrize("detach_target", [True, False], ids=["detached", "attached"])

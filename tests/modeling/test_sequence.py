@@ -26,7 +26,7 @@ def sequence(fill_right: bool = False) -> KeptSequence:
 @pytest.mark.parametrize(("fill_right", "expected"), [(False, LEFT), (True, RIGHT)], ids=["left", "right"])
 def test_kept_tokens_keep_their_order_and_filler_goes_to_one_side(fill_right, expected):
     kept = sequence(fill_right)
-    assert kept.kept_positions.tolist() == expected
+    assert kept.kept_indices.tolist() == expected
     assert kept.is_filler.tolist() == [[place < 0 for place in row] for row in expected]
     assert kept.length == 8
 
@@ -37,8 +37,8 @@ def test_random_rows_equal_nonzero(fill_right):
     kept_tokens = torch.rand(20, 30, generator=generator) < torch.rand(20, 1, generator=generator)
     new_length = int(kept_tokens.sum(-1).max())
     kept = keep_positions(kept_tokens, new_length, fill_right)
-    assert kept.kept_positions.shape == (20, new_length)
-    for row, places in zip(kept_tokens, kept.kept_positions, strict=True):
+    assert kept.kept_indices.shape == (20, new_length)
+    for row, places in zip(kept_tokens, kept.kept_indices, strict=True):
         assert torch.equal(places[places >= 0], row.nonzero()[:, 0])
 
 
@@ -226,7 +226,7 @@ def test_placeholders_that_are_not_whole_videos_are_refused(per_row, videos, mes
 def test_a_cached_prompt_grows_by_tokens_that_stay():
     prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]))
     longer = prompt.extended(2)
-    assert longer.kept_positions.tolist() == [[*LEFT[0], 8, 9], [*LEFT[1], 8, 9]]
+    assert longer.kept_indices.tolist() == [[*LEFT[0], 8, 9], [*LEFT[1], 8, 9]]
     assert longer.seen == 10
     assert longer.next_position.tolist() == [[10], [6]]
 

@@ -8,9 +8,9 @@ import torch
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Model
 
-from stts_hf.modeling import packing_stts, vision_stts
+from stts_hf.modeling import layout_stts, vision_stts
+from stts_hf.modeling.layout_stts import bin_frames
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.packing_stts import bin_frames
 from tests.modeling.towers import (
     FFD,
     FORWARD_TOLERANCE,
@@ -126,14 +126,14 @@ def test_a_leaked_neighbour_in_the_sequence_would_be_seen(monkeypatch):
     model = tiny_model()
     inputs = video_inputs(model.config, [4, 2])
     expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
-    exact = packing_stts.cumulative_lengths
+    exact = layout_stts.cumulative_lengths
 
     def off_by_one(lengths: torch.Tensor) -> torch.Tensor:
         bounds = exact(lengths)
         bounds[1] -= 1
         return bounds
 
-    monkeypatch.setattr(packing_stts, "cumulative_lengths", off_by_one)
+    monkeypatch.setattr(layout_stts, "cumulative_lengths", off_by_one)
     actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
     assert largest_difference(actual, expected) > 100 * FORWARD_TOLERANCE
 
@@ -277,7 +277,7 @@ def test_a_connector_of_many_calls_gives_the_same(overrides, monkeypatch):
     sizes = []
     pooling = model.model.multi_modal_projector.image_pooling_2d
     pooling.register_forward_pre_hook(lambda module, arguments: sizes.append(len(arguments[1])))
-    monkeypatch.setattr(vision_stts, "MOST_BLOCKS", 10)
+    monkeypatch.setattr(vision_stts, "MAX_GRID_BLOCKS", 10)
     actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
     assert_features_close(actual, expected)
     assert_gradients_close(gradients(weighted(actual), model), expected_gradients)

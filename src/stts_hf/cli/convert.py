@@ -43,7 +43,7 @@ def execute(arguments: argparse.Namespace) -> None:
     print("Reading the source ...", file=sys.stderr, flush=True)
     from tqdm import tqdm
 
-    from stts_hf.convert.checkpoint import convert_checkpoint
+    from stts_hf.checkpoints.convert import convert_checkpoint
 
     with tqdm(unit="B", unit_scale=True, unit_divisor=1000, desc="Writing", file=sys.stderr, delay=0.5) as bar:
 

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Prints every check's result, and returns 1 where something is wrong, else 0."""
-    from stts_hf.convert.doctor import examine
+    from stts_hf.checkpoints.doctor import examine
 
     try:
         findings = examine(arguments.folder)

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` when folder, token, rights, repository or network do not allow it."""
-    from stts_hf.hub.push import PushRefused, push_checkpoint
+    from stts_hf.checkpoints.push import PushRefused, push_checkpoint
 
     print(f"Pushing {arguments.folder} to {arguments.repository}", file=sys.stderr, flush=True)
     try:

@@ -49,9 +49,9 @@ def execute(arguments: argparse.Namespace) -> None:
         import datasets  # noqa: F401
     except ImportError as error:
         raise CommandError(f"{error}. Training needs more packages: pip install 'stts-hf[train]'") from error
-    from stts_hf.hub.push import PushRefused
+    from stts_hf.checkpoints.push import PushRefused
+    from stts_hf.data.rows import RowError
     from stts_hf.training.config import load_config
-    from stts_hf.training.rows import RowError
     from stts_hf.training.strict_yaml import ConfigError
 
     try:

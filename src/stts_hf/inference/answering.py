@@ -12,7 +12,8 @@ import torch
 from transformers import BatchFeature
 
 from stts_hf.inference.prefetch import OnError, PreparationError, prefetch
-from stts_hf.modeling.configuration_stts import check_pruning_ratio, check_vision_config
+from stts_hf.modeling.configuration_stts import check_vision_config
+from stts_hf.modeling.settings_stts import check_pruning_ratio
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,16 +11,16 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx
 
 from stts_hf import register_auto_classes
-from stts_hf.hub.push import explain
+from stts_hf.checkpoints.push import explain
+from stts_hf.data.collator import STTSDataCollator
+from stts_hf.data.lengths import measure_lengths
+from stts_hf.data.loading import accepts_option, check_rows, load_rows
+from stts_hf.data.rows import RowError
+from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.collator import STTSDataCollator
 from stts_hf.training.config import TRAINING_DEFAULTS, TrainConfig
-from stts_hf.training.data import check_rows, load_rows, uses
-from stts_hf.training.lengths import measure_lengths
-from stts_hf.training.packing import PackedDataset
-from stts_hf.training.rows import RowError
 from stts_hf.training.strict_yaml import ConfigError
 from stts_hf.training.trainer import STTSTrainer
 
@@ -37,7 +37,7 @@ MODEL_SETTINGS = ("temporal_loss_weight", "detach_temporal_target", "pruned_posi
 
 
 @dataclass
-class Run:
+class TrainingSetup:
     """All of a run but its weights; `train_rows` and `eval_rows` are data sets for `collator` and `eval_collator`."""
 
     config: TrainConfig
@@ -51,7 +51,7 @@ class Run:
     skipped: dict[str, int]
 
 
-def prepare(config: TrainConfig, *, progress: bool = True, need_gpu: bool = True) -> Run:
+def prepare(config: TrainConfig, *, progress: bool = True, need_gpu: bool = True) -> TrainingSetup:
     """
     Everything that can be known before weights are loaded: settings that fit the model, all rows looked at, lengths
     measured where rows are packed. Raises `ConfigError` that names the key, and `RowError` that names the rows.
@@ -86,7 +86,9 @@ def prepare(config: TrainConfig, *, progress: bool = True, need_gpu: bool = True
     )
     eval_collator = copy.copy(collator)
     eval_collator.replacements = eval_rows if data.on_error == "skip" else None
-    return Run(config, arguments, model_config, processor, collator, eval_collator, train_rows, eval_rows, skipped)
+    return TrainingSetup(
+        config, arguments, model_config, processor, collator, eval_collator, train_rows, eval_rows, skipped
+    )
 
 
 def check_sampling(config: TrainConfig, arguments: STTSTrainingArguments, rows: Any) -> None:
@@ -160,7 +162,7 @@ def open_rows(config: TrainConfig, name: str) -> Any:
     data = config.data
     options = {} if data.revision is None else {"revision": data.revision}
     other = data.train if name == "eval" else data.eval
-    if uses(other, "revision") and not uses(getattr(data, name), "revision"):
+    if accepts_option(other, "revision") and not accepts_option(getattr(data, name), "revision"):
         options = {}  # it is the other one's
     split = data.eval_split if name == "eval" else data.split
     try:
@@ -210,7 +212,7 @@ def make_rows(
     return packed, skipped
 
 
-def make_trainer(run: Run, model: Any) -> STTSTrainer:
+def make_trainer(run: TrainingSetup, model: Any) -> STTSTrainer:
     """Raises `ConfigError` for settings that do not fit each other, this machine, its packages or the Hub."""
     try:
         trainer = STTSTrainer(

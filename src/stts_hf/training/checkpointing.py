@@ -22,7 +22,7 @@ WHOLE = "whole-"
 STATE = "trainer_state.json"
 
 
-class WholeCheckpointsMixin:
+class AtomicCheckpointMixin:
     """Goes before `Trainer`: a kill at any moment leaves the last checkpoint loadable."""
 
     _stage: Path | None = None

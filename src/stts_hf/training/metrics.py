@@ -21,7 +21,7 @@ SUMS = (
 )
 
 
-class Statistics:
+class PruningMetrics:
     """Sums since the last `reset`."""
 
     def __init__(self, device: torch.device):

@@ -6,10 +6,10 @@ import torch
 from transformers import set_seed
 from transformers.utils import logging
 
-from stts_hf.convert.checkpoint import new_scorer_weights
-from stts_hf.convert.layout import SCORER
+from stts_hf.checkpoints.convert import new_scorer_weights
+from stts_hf.checkpoints.layout import SCORER
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.training.build import Run
+from stts_hf.training.build import TrainingSetup
 from stts_hf.training.config import CompileSection, PeftSection, TrainConfig
 from stts_hf.training.parts import freeze_parts
 from stts_hf.training.strict_yaml import ConfigError
@@ -17,14 +17,14 @@ from stts_hf.training.strict_yaml import ConfigError
 logger = logging.get_logger(__name__)
 
 
-def make_empty_model(run: Run) -> Any:
+def make_empty_model(run: TrainingSetup) -> Any:
     """The model without weights, with its adapter and its frozen parts, for counting."""
     with torch.device("meta"):
         model = STTSForConditionalGeneration(run.model_config)
         return _adapt(run, model)
 
 
-def load_model(run: Run) -> Any:
+def load_model(run: TrainingSetup) -> Any:
     """
     The model with its weights, its adapter and its frozen parts. Raises `ConfigError` where weights are missing that
     are not the scorer's.
@@ -64,7 +64,7 @@ def load_model(run: Run) -> Any:
     return adapted
 
 
-def keep_precision(run: Run, model: Any) -> None:
+def upcast_trainable(run: TrainingSetup, model: Any) -> None:
     """
     Beside an adapter, what is trained of a model in half precision becomes float32: steps of 1e-4 are smaller than
     bfloat16 can tell apart. Raises `ConfigError` where matrix products would then mix the two.
@@ -103,7 +103,7 @@ def compile_model(config: TrainConfig, model: Any) -> None:
     model.compile_parts(section.vision, section.decoder, backend=section.backend, mode=section.mode)
 
 
-def _adapt(run: Run, model: Any) -> Any:
+def _adapt(run: TrainingSetup, model: Any) -> Any:
     if run.config.peft is not None:
         model = add_adapter(run.config, model, run.config.peft)
     try:

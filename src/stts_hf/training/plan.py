@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
+from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.build import Run
-from stts_hf.training.packing import PackedDataset
+from stts_hf.training.build import TrainingSetup
 from stts_hf.training.parts import ADAPTER, PARTS, is_adapter, part_of
 
 
@@ -48,14 +48,14 @@ def describe_rates(arguments: STTSTrainingArguments, model: Any) -> dict[str, st
     return described
 
 
-def describe_schedule(run: Run) -> str:
+def describe_schedule(run: TrainingSetup) -> str:
     """Its name and its warm-up, for reading."""
     scheduler: Any = run.arguments.lr_scheduler_type
     warmup = run.arguments.get_warmup_steps(count_steps(run)[0])
     return f"{getattr(scheduler, 'value', scheduler)}, {warmup} steps of warm-up"
 
 
-def count_steps(run: Run) -> tuple[int, int]:
+def count_steps(run: TrainingSetup) -> tuple[int, int]:
     """Optimizer steps of the run and of an epoch."""
     arguments, rows, batch = run.arguments, len(run.train_rows), rows_of_batch(run.arguments)
     batches = rows // batch if arguments.dataloader_drop_last else math.ceil(rows / batch)
@@ -63,7 +63,7 @@ def count_steps(run: Run) -> tuple[int, int]:
     return arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * epoch), epoch
 
 
-def check_steps(run: Run) -> None:
+def check_steps(run: TrainingSetup) -> None:
     """Raises `ConfigError` for a run that would take no step and save what it was given."""
     steps, epoch = count_steps(run)
     if not epoch:
@@ -76,7 +76,7 @@ def check_steps(run: Run) -> None:
         raise run.config.error("training.num_train_epochs", "is 0, so there would be no step. Set it or `max_steps`.")
 
 
-def describe_run(run: Run, model: Any) -> str:
+def describe_run(run: TrainingSetup, model: Any) -> str:
     """A table of model, parts, data and steps, for reading. model: with weights or without."""
     config, arguments, vision = run.config, run.arguments, run.model_config.vision_config
     lines = [

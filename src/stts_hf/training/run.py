@@ -9,8 +9,8 @@ from stts_hf import __version__
 from stts_hf.training.build import make_trainer, prepare
 from stts_hf.training.checkpointing import checkpoints_in, last_checkpoint, what_is_missing
 from stts_hf.training.config import TrainConfig
-from stts_hf.training.models import keep_precision, load_model, make_empty_model
-from stts_hf.training.outputs import CONFIG_COPY, save
+from stts_hf.training.export import CONFIG_COPY, save
+from stts_hf.training.models import load_model, make_empty_model, upcast_trainable
 from stts_hf.training.plan import check_steps, describe_run
 from stts_hf.training.resuming import check_unchanged
 from stts_hf.training.strict_yaml import ConfigError
@@ -42,7 +42,7 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
     run = prepare(config)
     check_steps(run)
     model = load_model(run)
-    keep_precision(run, model)
+    upcast_trainable(run, model)
     trainer = make_trainer(run, model)
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 from trl import SFTConfig, SFTTrainer
 
+from stts_hf.data.collator import STTSDataCollator, resolve_ratio
+from stts_hf.data.encoding import count_dropped
 from stts_hf.modeling.inputs_stts import find_placeholders
 from stts_hf.modeling.sequence_stts import assign_videos_to_rows, keep_positions
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.collator import STTSDataCollator, resolve_ratio
-from stts_hf.training.encoding import count_dropped
 from stts_hf.training.trainer import STTSTrainer
 
 _AS_THEY_ARE = {"skip_prepare_dataset": True}
@@ -157,7 +157,7 @@ class SFTLoss:
         self.config = model.config
 
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        places = outputs.kept_positions
+        places = outputs.kept_indices
         taken = labels.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)[:, 1:]
         logits = outputs.logits[:, :-1].float()
         task = torch.nn.functional.cross_entropy(logits.flatten(0, 1), taken.flatten(), reduction="sum")

@@ -11,21 +11,21 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.utils import logging
 
-from stts_hf.hub.trainer import ModelCardTrainerMixin
+from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.checkpointing import WholeCheckpointsMixin, finish_or_clear, last_checkpoint, what_is_missing
+from stts_hf.training.checkpointing import AtomicCheckpointMixin, finish_or_clear, last_checkpoint, what_is_missing
 from stts_hf.training.distributed import check_batches_agree, prepare_for_processes, whole_weights
 from stts_hf.training.losses import LossCounts, count, normalised_losses
-from stts_hf.training.metrics import Statistics, describe
+from stts_hf.training.metrics import PruningMetrics, describe
 from stts_hf.training.parts import freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
 
 logger = logging.get_logger(__name__)
 
-NOT_OF_THE_MODEL = ("sample_ids", "skipped_ids")  # what a collator may add for the trainer
+NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # what a collator may add for the trainer
 
 
-class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
+class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
     """
     `Trainer` for an `STTSForConditionalGeneration`, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
@@ -63,8 +63,8 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         if self.model_init is None:
             self._prepare_model(self.model)
         self.add_callback(self.termination)
-        self.statistics = Statistics(self.args.device)
-        self._eval_statistics: Statistics | None = None
+        self.statistics = PruningMetrics(self.args.device)
+        self._eval_statistics: PruningMetrics | None = None
         self._step_counts: LossCounts | None = None
         self._stop: torch.Tensor | None = None
         self._parts_of_loss: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -174,7 +174,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         return batches, self._step_counts.labels
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        ids, skipped = (inputs.pop(key, None) for key in NOT_OF_THE_MODEL)
+        ids, skipped = (inputs.pop(key, None) for key in NON_MODEL_KEYS)
         self.statistics.add("skipped_rows", len(skipped or ()))
         loss = super().training_step(model, inputs, *args, **kwargs)
         finite = loss.isfinite().all()
@@ -255,7 +255,7 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
         """As in `Trainer`; logits and labels are those of the shortened sequence, (B, L', vocabulary) and (B, L')."""
         if self._eval_statistics is not None:
             self._eval_statistics.add("skipped_rows", len(inputs.get("skipped_ids") or ()))
-        inputs = {key: value for key, value in inputs.items() if key not in NOT_OF_THE_MODEL}
+        inputs = {key: value for key, value in inputs.items() if key not in NON_MODEL_KEYS}
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             if inputs.get("labels") is None:
@@ -266,14 +266,14 @@ class STTSTrainer(WholeCheckpointsMixin, ModelCardTrainerMixin, Trainer):
             return loss, None, None
         labels = inputs.get("labels")
         if labels is not None:
-            places = outputs.kept_positions
+            places = outputs.kept_indices
             labels = labels.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
         return loss, outputs.logits, labels
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`; `eval_loss` is over all label tokens and blocks, whatever the batches."""
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        self._eval_statistics = statistics = Statistics(self.args.device)
+        self._eval_statistics = statistics = PruningMetrics(self.args.device)
         try:
             with self.statistics.paused():
                 output: Any = super().evaluation_loop(*args, **kwargs)

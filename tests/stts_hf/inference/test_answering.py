@@ -109,7 +109,7 @@ def test_answers_are_those_of_one_call_after_the_other(model, processor, clips):
         assert (answer.num_frames, answer.grid, answer.duration) == (2, (9, 9), metadata.duration)
         # floor(0.3 * 162) = 48 are dropped.
         assert (answer.video_tokens, answer.video_tokens_kept) == (162, 114)
-        assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_positions.shape[1])
+        assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_indices.shape[1])
 
 
 def test_a_model_with_adapters_answers_too(hub_configs, processor, clips):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from stts_hf.data.rows import RowError
 from stts_hf.training.build import open_rows, prepare
 from stts_hf.training.config import load_config
-from stts_hf.training.rows import RowError
 from stts_hf.training.strict_yaml import ConfigError
 from tests.training_files import row, write_config, write_data, write_rows
 

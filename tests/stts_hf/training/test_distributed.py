@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from stts_hf import STTSProcessor
-from stts_hf.training.collator import STTSDataCollator
+from stts_hf.data.collator import STTSDataCollator
 from stts_hf.training.distributed import (
     kinds_that_must_agree,
     prepare_for_processes,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
 from stts_hf.training.losses import count, normalised_losses
-from stts_hf.training.metrics import Statistics
+from stts_hf.training.metrics import PruningMetrics
 from tests.stts_hf.training.runs import Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
@@ -45,13 +45,13 @@ def test_logs_are_over_the_steps_since_the_last(tmp_path):
 def test_tokens_are_counted_after_and_before_pruning():
     model = tiny_model(tiny_config(pruning_ratio=0.5))
     inputs = build_inputs([[3, Video(4), 5], [2, Video(2), 9]])
-    statistics = Statistics(torch.device("cpu"))
+    statistics = PruningMetrics(torch.device("cpu"))
     outputs = model(**inputs)
     statistics.observe(outputs, inputs)
     sums, _ = statistics.read(Accelerator(cpu=True))
     assert sums["video_tokens"] == (4 + 2) * 9
-    shown = outputs.kept_positions.clamp_min(0)
-    is_real = inputs["attention_mask"].gather(1, shown).bool() & (outputs.kept_positions >= 0)
+    shown = outputs.kept_indices.clamp_min(0)
+    is_real = inputs["attention_mask"].gather(1, shown).bool() & (outputs.kept_indices >= 0)
     assert sums["llm_tokens"] == is_real.sum()
 
 
@@ -122,7 +122,7 @@ def test_counting_reads_nothing_from_the_device():
     model, inputs = tiny_model(), build_inputs([[3, Video(4), 5]], labels=True)
     inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
     outputs = model(**inputs)
-    statistics = Statistics(torch.device("cpu"))
+    statistics = PruningMetrics(torch.device("cpu"))
     with Readings() as readings:
         counts = count(inputs)
         task, temporal = normalised_losses(outputs, counts, counts.at_least_one())
@@ -153,7 +153,7 @@ def test_a_run_waits_for_the_device_no_more_than_plain_trainer(tmp_path):
 
 
 def test_the_clock_stands_while_paused():
-    statistics = Statistics(torch.device("cpu"))
+    statistics = PruningMetrics(torch.device("cpu"))
     before = statistics.started
     with statistics.paused():
         torch.zeros(10).sum()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.training import PackedDataset, STTSDataCollator, measure_lengths
+from stts_hf import PackedDataset, STTSDataCollator, measure_lengths
 from tests.checkpoints import load_tiny
 from tests.stts_hf.training.samples import image_row, text_row, video_row
 
@@ -76,7 +76,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_unpacked_ones(model, proce
     assert unpacked[1]["lm_head.weight"].abs().max() > 1e-3
     assert outputs.logits.shape[1] == (pad_to or max(packed.lengths))
     # what was planned without decoding is what the model was left with
-    assert sorted((outputs.kept_positions >= 0).sum(-1).tolist()) == sorted(packed.lengths)
+    assert sorted((outputs.kept_indices >= 0).sum(-1).tolist()) == sorted(packed.lengths)
 
 
 def test_losses_are_the_means_over_samples_of_their_own(model, processor, rows, unpacked):

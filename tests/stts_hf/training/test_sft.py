@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.training import PackedDataset, STTSDataCollator, load_rows
+from stts_hf import PackedDataset, STTSDataCollator, load_rows
 from tests.checkpoints import load_tiny
 from tests.stts_hf.training.samples import image_row, text_row, video_row
 
@@ -118,7 +118,7 @@ def test_metrics_of_the_unchanged_class_are_those_of_the_shortened_sequence(mode
     batch = {name: value for name, value in batch.items() if name not in ("sample_ids", "skipped_ids")}
     with torch.no_grad():
         outputs = model(**batch)
-    places = outputs.kept_positions
+    places = outputs.kept_indices
     labels = batch["labels"].gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)[:, 1:]
     logs = outputs.logits[:, :-1].log_softmax(-1)
     entropy = -(logs.exp() * logs).sum(-1)[labels != -100].mean().item()
@@ -133,7 +133,7 @@ def test_labels_lie_where_the_models_do(ratio, padding_side, model, rows, proces
     batch = sft.SFTCollator(collator, model.config)([rows[0], image_row("image", media / "wide.png"), rows[1], rows[3]])
     shift_labels = batch.pop("shift_labels")
     with torch.no_grad():
-        places = model(**batch, pruning_ratio=ratio).kept_positions
+        places = model(**batch, pruning_ratio=ratio).kept_indices
     labels = batch["labels"].gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
     assert torch.equal(shift_labels[:, :-1], labels[:, 1:])
     assert (shift_labels[:, -1] == -100).all()

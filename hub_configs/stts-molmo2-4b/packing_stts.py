@@ -1,1 +1,0 @@
-../../modeling/packing_stts.py

@@ -1,0 +1,1 @@
+"""Checkpoint folders: converting, examining, describing and pushing them."""

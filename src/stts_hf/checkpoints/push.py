@@ -1,0 +1,215 @@
+"""Pushes a checkpoint folder to the Hub: everything in one commit, or nothing."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.utils import httpx
+
+from stts_hf.checkpoints.card import checkpoint_card, read_json
+from stts_hf.checkpoints.doctor import examine
+from stts_hf.modeling.saving_stts import stale_weights
+
+# Of no use to whoever loads the checkpoint; and a pickle can carry code.
+LEFT_OUT = ("_*", ".*", "checkpoint-*", "__pycache__", "*.pt", "*.pth", "*.bin", "*.pkl", "*.pyc")
+
+
+class PushRefused(ValueError):
+    """Why nothing was pushed, and what to do about it, on one line."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """url and oid: of the commit. files: paths in the repository. left_out: names in the folder that stayed there."""
+
+    url: str
+    oid: str
+    files: list[str]
+    left_out: list[str]
+
+
+def push_checkpoint(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str = "Upload STTS checkpoint",
+    token: str | None = None,
+    overwrite: bool = False,
+    endpoint: str | None = None,
+) -> Pushed:
+    """
+    Pushes the checkpoint in `folder` to the model repository `repo_id` ("user/name"), which is created if need be.
+
+    Files go up first and appear with one commit, so a push that was cut off changes nothing and may be repeated; what
+    was uploaded by then is not uploaded again. Weights that an earlier push left in the repository and this checkpoint
+    does not have go with the same commit. A card that is missing is written, and metadata a card lacks is filled in.
+
+    private: create the repository as private. revision: branch, made from `main` if it is new. token: in place of the
+    one from `hf auth login` or `HF_TOKEN`. overwrite: also into a repository that holds some other model. endpoint: in
+    place of `HF_ENDPOINT`. Raises `PushRefused` when folder, token, rights, repository or network do not allow it.
+    """
+    folder = Path(folder)
+    check_folder(folder)
+    files, left_out = collect_files(folder)
+    api = HfApi(endpoint=endpoint, token=token)
+    with refusals(api, repo_id):
+        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
+        info = api.repo_info(repo_id)
+        if private and not info.private:
+            raise PushRefused(
+                f"{repo_id} exists and is public, which --private does not change; make it private in its settings "
+                "on the Hub, or choose another name"
+            )
+        if revision is not None and revision not in {branch.name for branch in api.list_repo_refs(repo_id).branches}:
+            api.create_branch(repo_id, branch=revision)
+        present = api.list_repo_files(repo_id, revision=revision)
+        if not overwrite:
+            check_repository(api, repo_id, revision, present)
+        card = checkpoint_card(folder, repo_id=repo_id)
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd("README.md", str(card).encode())
+        ]
+        operations += [CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
+        operations += [CommitOperationDelete(name) for name in stale_weights(present, list(files))]
+        commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+    return Pushed(commit.commit_url, commit.oid, sorted({*files, "README.md"}), left_out)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `PushRefused` where the checkpoint would not load from the Hub: files are missing, damaged or at odds."""
+    if not (folder / "config.json").is_file():
+        raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
+    try:
+        config = read_object(folder / "config.json")
+        index = read_object(folder / "model.safetensors.index.json")
+    except ValueError as error:
+        raise PushRefused(f"{error}; copy it again, or save model and processor again with save_pretrained") from error
+    if config.get("model_type") != "stts":
+        raise PushRefused(
+            f"{folder} holds a {config.get('model_type')!r} model, but must hold an STTS checkpoint; "
+            "`stts-hf convert` makes one of a Molmo2 checkpoint"
+        )
+    if (folder / "model.safetensors").is_file():
+        shards: set[str] = set()
+    elif index:
+        weight_map = index.get("weight_map")
+        shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    else:
+        raise PushRefused(f"{folder} holds no weights: neither model.safetensors nor model.safetensors.index.json")
+    auto_map = config.get("auto_map")
+    references = auto_map.values() if isinstance(auto_map, dict) else ()
+    code = {f"{reference.split('.')[0]}.py" for reference in references if isinstance(reference, str)}
+    wanted = shards | code | {"processor_config.json", "tokenizer_config.json"}
+    missing = sorted(name for name in wanted if not (folder / name).is_file())
+    if missing or not code:
+        lacks = ", ".join(missing) if missing else "an auto_map in config.json"
+        raise PushRefused(
+            f"{folder} lacks {lacks}; save model and processor into it with save_pretrained, or ask `stts-hf doctor`"
+        )
+    wrong = [finding for found in examine(folder).values() for finding in found if finding.fatal]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more, which `stts-hf doctor` lists)" if len(wrong) > 1 else ""
+        raise PushRefused(f"{folder} would not load: {' '.join(wrong[0].what.split())}; {wrong[0].remedy}{more}")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns a JSON object, empty where there is no such file. Raises `ValueError` where it is damaged or none."""
+    try:
+        content = read_json(file)
+    except ValueError as error:  # neither JSON nor UTF-8
+        raise ValueError(f"{file} is damaged ({error})") from error
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return content or {}
+
+
+def collect_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Returns path in the repository to file (links followed), and the names of what stays here."""
+    files: dict[str, Path] = {}
+    left_out = []
+    for entry in sorted(folder.iterdir()):
+        if any(fnmatch(entry.name, pattern) for pattern in LEFT_OUT):
+            left_out.append(entry.name)
+        elif entry.is_dir():
+            below, skipped = collect_files(entry)
+            files |= {f"{entry.name}/{name}": path for name, path in below.items()}
+            left_out += [f"{entry.name}/{name}" for name in skipped]
+        else:
+            files[entry.name] = entry
+    return files, left_out
+
+
+def check_repository(api: HfApi, repo_id: str, revision: str | None, present: list[str]) -> None:
+    """Raises `PushRefused` for a repository that holds something other than an STTS checkpoint."""
+    if set(present) <= {".gitattributes", "README.md", ".gitignore", "LICENSE"}:
+        return
+    model_type = None
+    if "config.json" in present:
+        with tempfile.TemporaryDirectory() as temporary:
+            try:
+                file = api.hf_hub_download(repo_id, "config.json", revision=revision, local_dir=temporary)
+                model_type = read_object(Path(file)).get("model_type")
+            except (EntryNotFoundError, ValueError):
+                pass
+    if model_type != "stts" and not set(present) & {"processing_stts.py", "modeling_stts.py"}:
+        holds = f"a {model_type!r} model" if model_type else "other files"
+        raise PushRefused(f"{repo_id} exists and holds {holds}; choose another name, or replace it with --overwrite")
+
+
+@contextmanager
+def refusals(api: HfApi, repo_id: str) -> Iterator[None]:
+    """Turns what the client raises into `PushRefused` with one line; everything else passes."""
+    try:
+        yield
+    except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, PushRefused):
+            raise
+        reason = explain(error, api, repo_id)
+        if reason is None:
+            raise
+        raise PushRefused(reason) from error
+
+
+def explain(error: BaseException, api: HfApi, repo_id: str) -> str | None:
+    """Returns why the Hub or the way to it refused, on one line; None for an error that is neither's."""
+    endpoint = api.endpoint
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload's thread wraps what went wrong
+        return explain(error.__cause__, api, repo_id)
+    if isinstance(error, HFValidationError):
+        return f"{repo_id!r} is no name of a repository; it must be user/name of letters, digits, '-', '_' and '.'"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "the Hub is switched off by HF_HUB_OFFLINE; unset it to push"
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        status, said = error.response.status_code, error.response.headers.get("X-Error-Message")
+        said = said or getattr(error, "server_message", None) or error.response.reason_phrase
+        token = "the token" if api.token or get_token() else "a push without a token"
+        known = {
+            401: f"{endpoint} does not accept {token}; run `hf auth login`, set HF_TOKEN, or pass --token",
+            403: f"the token has no right to write to {repo_id}; use one with write access, or another user/name",
+            404: f"{repo_id} was not found, or the token may not see it",
+            409: f"{repo_id} is being changed by someone else; try again",
+            413: f"{endpoint} says a file is too large; save again with a smaller max_shard_size",
+        }
+        return f"{known.get(status, f'{endpoint} refused')} ({status}: {' '.join(str(said).split())})"
+    if isinstance(error, httpx.HTTPError | ConnectionError | TimeoutError):
+        cause = " ".join(str(error).split()) or type(error).__name__
+        return f"{endpoint} cannot be reached ({cause}); nothing was committed, push again when it can"
+    if isinstance(error, ValueError) and "metadata in README.md" in str(error):
+        return f"the Hub does not accept README.md: {' '.join(str(error).split())}"
+    if isinstance(error, OSError):
+        return f"{os.fspath(error.filename) if error.filename else 'a file'} cannot be read: {error.strerror or error}"
+    return None

@@ -1,0 +1,201 @@
+"""Configuration and processor of a converted checkpoint: the source's settings, in STTS's terms."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
+from transformers.models.molmo2.configuration_molmo2 import (
+    Molmo2AdapterConfig,
+    Molmo2Config,
+    Molmo2TextConfig,
+    Molmo2VisionConfig,
+)
+
+from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig, as_stts
+from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+
+from .original import SPECIAL_TOKENS, convert_original_config, load_original_config
+from .sources import read_json
+
+_PROCESSOR_SETTINGS = (
+    "image_use_col_tokens",
+    "use_single_crop_col_tokens",
+    "use_single_crop_start_token",
+    "video_use_col_tokens",
+    "use_frame_special_tokens",
+)
+_SUB_CONFIGS = {
+    "vision_config": (Molmo2VisionConfig, STTSVisionConfig),
+    "adapter_config": (Molmo2AdapterConfig,),
+    "text_config": (Molmo2TextConfig,),
+}
+
+
+def load_processor(folder: Path) -> STTSProcessor:
+    """Returns the processor of a Molmo2 or STTS folder, without running code of its own. Raises `ValueError`."""
+    has_settings = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
+    if not has_settings or not (folder / "tokenizer.json").is_file():
+        missing = "tokenizer.json" if has_settings else "processor_config.json"
+        raise ValueError(
+            f"{folder} has no {missing}: pass --base with a Molmo2 folder or repository that has tokenizer and "
+            "processor."
+        )
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)
+    try:
+        settings = STTSProcessor.get_processor_dict(str(folder))[0]
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        image = Molmo2ImageProcessor.from_pretrained(folder).to_dict()
+        video = STTSVideoProcessor.from_pretrained(folder).to_dict()
+        for name in ("auto_map", "is_local", "local_files_only"):  # of the source and of this machine
+            tokenizer.init_kwargs.pop(name, None)
+        chat_template = settings.get("chat_template") or tokenizer.chat_template
+        # Built from known settings alone: the rest of a source, its `auto_map` above all, would be saved again.
+        return STTSProcessor(
+            image_processor=Molmo2ImageProcessor(**_known(image, Molmo2ImageProcessor)),
+            video_processor=STTSVideoProcessor(**_known(video, STTSVideoProcessor)),
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            **{name: settings[name] for name in _PROCESSOR_SETTINGS if name in settings},
+        )
+    except Exception as error:  # tokenizers and image processors have no errors of their own for bad files
+        reason = (
+            f"{error}".rstrip(".") if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        )
+        raise ValueError(
+            f"The tokenizer or processor in {folder} cannot be used ({reason}): copy its files again, or pass "
+            "--base with another Molmo2 folder."
+        ) from error
+
+
+def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
+    """Returns the configuration of a Molmo2 or STTS folder, and how many ViT layers its file declares.
+
+    Raises `ValueError` for the configuration of another model.
+    """
+    raw = read_json(folder / "config.json")
+    kind = raw.get("model_type")
+    if kind not in (Molmo2Config.model_type, STTSConfig.model_type):
+        raise ValueError(f"{folder / 'config.json'} is of a {kind!r} model, but must be of a 'molmo2' or 'stts' model.")
+    key = "vision_config" if raw.get("vision_config") else "vit_config"
+    vision = raw.get(key) or {}
+    if not isinstance(vision, dict):
+        raise ValueError(f"{folder / 'config.json'}: `{key}` is {vision!r}, but must be a JSON object: copy it again.")
+    declared = vision.get("num_hidden_layers") or 0
+    if kind == Molmo2Config.model_type:
+        window = processor.video_processor.pooling_size
+        if not isinstance(window, list | tuple):
+            raise ValueError(
+                f"`pooling_size` of the video_processor is {window!r}, but must be [height, width] in patches: correct "
+                "it in processor_config.json, or pass --base with another Molmo2 folder."
+            )
+        raw = as_stts(raw)
+        raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}
+    try:
+        config = STTSConfig.from_dict(raw)
+        return drop_unknown_fields(config), declared
+    except Exception as error:  # strict configs raise errors of their own for wrong types
+        raise ValueError(
+            f"{folder / 'config.json'} cannot be used ({str(error).rstrip('.')}): correct it, or copy it again."
+        ) from error
+
+
+def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
+    """The same for an original training checkpoint; its frame settings go into `processor`."""
+    original = load_original_config(folder)
+    vocabulary = processor.tokenizer.get_vocab()
+    ids = {token: vocabulary[token] for token in SPECIAL_TOKENS.values() if token in vocabulary}
+    try:
+        config = STTSConfig(**convert_original_config(original, ids))
+        _set_frames(processor, config, original["mm_preprocessor"]["video"])
+    except Exception as error:  # strict configs raise errors of their own for wrong types
+        raise ValueError(
+            f"{folder / 'config.yaml'} cannot be used ({str(error).rstrip('.')}): correct it, or copy it again."
+        ) from error
+    return config, original["vision_backbone"]["vit"]["image_num_layers"]
+
+
+def override(
+    config: STTSConfig,
+    processor: STTSProcessor,
+    packing: str | None = None,
+    pruning_ratio: float | None = None,
+    selector: str | None = None,
+) -> None:
+    """Puts the user's settings in place of the source's. Raises `ValueError` for values that do not fit."""
+    vision = config.vision_config
+    if packing is not None:
+        if packing != "first_fit_descending":
+            vision.refill_single_frame_bins = False
+        vision.packing = packing
+    if pruning_ratio is not None:
+        vision.pruning_ratio = pruning_ratio
+        if pruning_ratio < 1:
+            processor.video_processor.pruning_ratio = pruning_ratio  # what its `test_time_scaling` counts with
+    if selector is not None:
+        vision.selector = selector
+
+
+def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    """Returns the folder's generation settings; special tokens it does not name are the tokenizer's."""
+    eos = tokenizer.eos_token_id
+    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    tokens = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
+    if (folder / "generation_config.json").is_file():
+        settings = read_json(folder / "generation_config.json")
+        try:
+            named = {key: value for key, value in settings.items() if not key.startswith("_") and value is not None}
+            config = GenerationConfig.from_dict(tokens | named)
+            config.validate(strict=True)  # as saving it does
+            return config
+        except (ValueError, TypeError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"{folder / 'generation_config.json'} cannot be used ({reason}): correct it, or delete it."
+            ) from error
+    return GenerationConfig(**tokens)
+
+
+def _set_frames(processor: STTSProcessor, config: STTSConfig, video: Mapping[str, Any]) -> None:
+    vision = config.vision_config
+    size = dict(zip(("height", "width"), vision.image_size, strict=True))
+    changes: dict[str, Any] = {"patch_size": vision.patch_size, "size": size, "pooling_size": list(vision.pooling_size)}
+    if video.get("max_frames"):
+        changes["num_frames"] = video["max_frames"]
+    max_fps = video.get("max_fps")
+    if isinstance(max_fps, list):  # one is drawn at random for each video in training
+        max_fps = max(max_fps, default=None)
+    if max_fps:
+        changes["max_fps"] = max_fps
+    if vision.pruning_ratio < 1:
+        changes["pruning_ratio"] = vision.pruning_ratio
+    settings = _known(processor.video_processor.to_dict(), STTSVideoProcessor)
+    processor.video_processor = STTSVideoProcessor(**{**settings, **changes})
+    image = _known(processor.image_processor.to_dict(), Molmo2ImageProcessor)
+    processor.image_processor = Molmo2ImageProcessor(**{**image, "patch_size": vision.patch_size, "size": size})
+    if video.get("use_frame_special_tokens") is not None:
+        processor.use_frame_special_tokens = video["use_frame_special_tokens"]
+
+
+def _known(settings: Mapping[str, Any], processor: Any) -> dict[str, Any]:
+    known = {name for kind in processor.valid_kwargs.__mro__ for name in getattr(kind, "__annotations__", ())}
+    known |= set(getattr(processor.valid_kwargs, "__annotations__", ()))
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def drop_unknown_fields(config: STTSConfig) -> STTSConfig:
+    """The same settings without fields that no config class knows: those of remote code, and notes of a saved file."""
+    settings: dict[str, Any] = {}
+    for name, kinds in _SUB_CONFIGS.items():
+        fields = [field for kind in kinds for field in kind.__annotations__ if field in kind.__dataclass_fields__]
+        values = getattr(config, name).to_dict()
+        settings[name] = {field: values[field] for field in fields if field in values}
+    values = config.to_dict()
+    for kind in (Molmo2Config, STTSConfig):
+        for field in kind.__annotations__:
+            if field in kind.__dataclass_fields__ and field not in settings and field in values:
+                settings[field] = values[field]
+    return STTSConfig(**settings)

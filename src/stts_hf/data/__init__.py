@@ -1,0 +1,1 @@
+"""From rows of a data set to the batches a model trains on."""

@@ -1,0 +1,230 @@
+"""Data sets of rows: JSONL, Parquet or the Hub, through `datasets`; and a look at all rows before the first step."""
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+from tqdm import tqdm
+from transformers.utils import logging
+
+from .collator import check_on_error
+from .encoding import check_text
+from .headers import check_headers, in_order
+from .json_rows import as_json, load_json
+from .labels import render
+from .rows import RowError, Sample, check_files, read_row, row_errors
+
+logger = logging.get_logger(__name__)
+
+_MAX_LISTED = 20
+_FILES = (".jsonl", ".json", ".parquet")
+
+
+def load_rows(
+    source: str | os.PathLike | datasets.Dataset | datasets.DatasetDict | Sequence[Any],
+    *,
+    split: str | None = None,
+    media_root: str | os.PathLike | None = None,
+    **options: Any,
+) -> datasets.Dataset:
+    """
+    Loads rows without reading a video or image.
+
+    Args:
+        source: a JSONL file (`.jsonl`, or `.json` with a list), a Parquet file, a folder that `Dataset.save_to_disk`
+            wrote, a Hub data set by name, a `Dataset` or `DatasetDict`, or a list of several of these.
+        split: split of a Hub data set or `DatasetDict`, by default "train".
+        media_root: folder that relative paths start from, by default that of each data file.
+        options: further arguments of `datasets.load_dataset` (`name`, `revision`, ...), for those that it loads.
+
+    Returns:
+        A map-style `Dataset`. Each row has an `id`, `<file>:<line>` where the file has none, and `media_root`. Columns
+        that datasets would decode give `{"bytes", "path"}` instead.
+
+    Raises:
+        ValueError: the file is missing, of another kind or damaged (it names the file and line), or `split` or an
+            option has no use for any source.
+        TypeError: the source is something else, such as rows.
+    """
+    sources = list(source) if isinstance(source, list | tuple) else [source]
+    if not sources:
+        raise ValueError("source is an empty list. Name at least one file.")
+    for one in sources:
+        _check_source(one)
+    given = {name: value for name, value in ({"split": split} | options).items() if value is not None}
+    for name, value in given.items():
+        if not any(accepts_option(one, name) for one in sources):
+            raise ValueError(f"{name}={value!r} has no use for {sources[0]!r}: it is for data sets of the Hub.")
+    tables = [
+        _load(one, media_root, {name: value for name, value in given.items() if accepts_option(one, name)})
+        for one in sources
+    ]
+    return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(_alike(tables))
+
+
+def accepts_option(source: Any, option: str) -> bool:
+    """Whether `load_rows` has a use for `split`, or another option, with this source or one of them."""
+    if isinstance(source, list | tuple):
+        return any(accepts_option(one, option) for one in source)
+    if not isinstance(source, str | os.PathLike):
+        return option == "split" and isinstance(source, datasets.DatasetDict)
+    path = Path(source)
+    if path.suffix in _FILES:
+        return path.suffix == ".parquet" and option not in ("split", "revision")
+    if _is_saved(path):
+        return option == "split" and (path / "dataset_dict.json").is_file()
+    return True
+
+
+def _check_source(source: Any) -> None:
+    if isinstance(source, str | os.PathLike | datasets.Dataset | datasets.DatasetDict):
+        return
+    advice = "Name a file, a folder or a data set of the Hub."
+    if isinstance(source, datasets.IterableDataset | datasets.IterableDatasetDict):
+        advice = "Training needs rows by number: load it without streaming."
+    elif isinstance(source, Mapping):
+        advice = "Rows need no loading: give the list of them to the trainer, or `datasets.Dataset.from_list(rows)`."
+    raise TypeError(
+        f"source must be a path, a name or a Dataset, or a list of these, got {type(source).__name__}. {advice}"
+    )
+
+
+def _is_saved(path: Path) -> bool:
+    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dataset:
+    if isinstance(source, datasets.DatasetDict):
+        source = _pick_split(source, options.get("split"), "source")
+    if isinstance(source, datasets.Dataset):
+        return _finish(source, "row", media_root)
+    path = Path(source)
+    if path.suffix in _FILES:
+        if not path.is_file():
+            raise ValueError(f"There is no data file {str(path)!r}.")
+        root = Path(media_root) if media_root is not None else path.parent
+        if path.suffix == ".parquet":
+            table = datasets.load_dataset("parquet", data_files=str(path), split="train", **options)
+            return _finish(table, path.name, root)
+        return load_json(path, root)
+    if _is_saved(path):
+        stored = datasets.load_from_disk(str(path))
+        if isinstance(stored, datasets.DatasetDict):
+            stored = _pick_split(stored, options.get("split"), repr(str(path)))
+        return _finish(stored, path.name, media_root if media_root is not None else path)
+    if path.suffix and path.is_file():
+        raise ValueError(f"{str(path)!r} is neither JSONL nor Parquet. Convert it, or pass a datasets.Dataset.")
+    if path.is_dir() and media_root is None:
+        media_root = path
+    options = {"split": "train"} | options
+    loaded = datasets.load_dataset(os.fspath(source), **options)
+    if not isinstance(loaded, datasets.Dataset):
+        raise ValueError(f"{os.fspath(source)!r} gave a {type(loaded).__name__}; training needs rows by number.")
+    return _finish(loaded, f"{os.fspath(source)}/{options['split']}", media_root)
+
+
+def _alike(tables: list[datasets.Dataset]) -> list[datasets.Dataset]:
+    """The tables with columns that can be joined: where they differ, each value is kept as JSON."""
+    kinds: dict[str, Any] = {}
+    differing = set()
+    for number, table in enumerate(tables, 1):
+        for name, feature in table.features.items():
+            if feature == kinds.setdefault(name, feature):
+                continue
+            differing.add(name)
+            if any(word in str((feature, kinds[name])) for word in ("Image(", "Video(", "binary")):
+                raise ValueError(
+                    f"The column {name!r} of source {number} is {feature}, but {kinds[name]} in one before it: they "
+                    "cannot be joined, because one of them holds files. Give the column the same type in all."
+                )
+    return [as_json(table, sorted(differing & set(table.column_names))) for table in tables]
+
+
+def check_rows(
+    rows: Any,
+    processor: Any = None,
+    *,
+    on_error: str = "raise",
+    headers: bool = False,
+    num_threads: int = 8,
+    progress: bool = True,
+) -> list[int]:
+    """
+    Looks at every row before training, without reading a video or image: columns, kinds, placeholders, subtitles, that
+    files exist, and, with a `processor`, that the chat template takes the conversation. `headers` also opens every
+    file, `num_threads` at a time, to see that it is a video or image; what is at a URL stays there.
+
+    Returns:
+        Which rows are good. `rows.select(check_rows(rows, on_error="skip"))` leaves out the others.
+
+    Raises:
+        RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
+    """
+    check_on_error(on_error)
+    good, bad = [], []
+
+    def look(index: int) -> Sample | RowError:
+        try:
+            sample = read_row(rows[index], index)
+            check_files(sample)
+            if headers:
+                check_headers(sample)
+            return sample
+        except RowError as error:
+            return error
+
+    found = in_order(look, len(rows), num_threads) if headers else map(look, range(len(rows)))
+    for index, sample in enumerate(tqdm(found, total=len(rows), desc="Checking rows", disable=not progress)):
+        try:
+            if isinstance(sample, RowError):
+                raise sample
+            if processor is not None:
+                with row_errors(sample.id):
+                    check_text(processor, sample)
+                    render(processor, sample.messages)
+            good.append(index)
+        except RowError as error:
+            bad.append(error)
+    if bad:
+        listed = "\n".join(f"  {error}" for error in bad[:_MAX_LISTED])
+        more = f"\n  ... and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
+        message = f"{len(bad)} of {len(rows)} rows cannot be trained on:\n{listed}{more}"
+        if on_error == "raise":
+            raise RowError(message, bad[0].row_id)
+        logger.warning(message)
+    return good
+
+
+def _pick_split(stored: datasets.DatasetDict, split: str | None, name: str) -> datasets.Dataset:
+    wanted = split or "train"
+    if wanted not in stored:
+        raise ValueError(f"{name} has the splits {sorted(map(str, stored))}, not {wanted!r}. Pass split.")
+    return stored[wanted]
+
+
+def _finish(table: datasets.Dataset, name: str, root: Any) -> datasets.Dataset:
+    """The table with files left as they are, an `id` for every row, and the folder of its relative paths."""
+    features = datasets.Features({key: _undecoded(feature) for key, feature in table.features.items()})
+    if features != table.features:
+        # `cast` would write the whole table anew, videos and all, where nothing of what is stored changes.
+        table = copy.deepcopy(table)
+        table.info.features = features
+    if "id" not in table.column_names:
+        table = table.add_column("id", [f"{name}:{number}" for number in range(1, len(table) + 1)])
+    if root is not None and "media_root" not in table.column_names:
+        table = table.add_column("media_root", [str(Path(root).absolute())] * len(table))
+    return table
+
+
+def _undecoded(feature: Any) -> Any:
+    """The same feature, but videos and images inside it come as `{"bytes", "path"}`: the collator decodes them."""
+    if isinstance(feature, datasets.Video | datasets.Image):
+        return type(feature)(decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return type(feature)(_undecoded(feature.feature))
+    if isinstance(feature, dict):
+        return {key: _undecoded(inner) for key, inner in feature.items()}
+    return feature

@@ -1,1 +1,0 @@
-"""What a checkpoint needs on the Hub: its card, and the push."""

@@ -1,0 +1,306 @@
+"""The layouts of the survivors: plans, what they hold, and the way back."""
+
+import random
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+
+from stts_hf.modeling.layout_stts import (
+    FrameSequence,
+    bin_frames,
+    cumulative_lengths,
+    first_fit_descending,
+    frame_of_blocks,
+    sequence_kept_patches,
+    sequence_with_refill,
+)
+from tests.naive import naive_first_fit_descending
+from tests.tiny import pooling_windows, window_grid
+
+WIDTH = 4
+
+
+def bins_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """`first_fit_descending` in the naive form: non-empty frames of each bin, by offset."""
+    bins, offsets, num_bins = first_fit_descending(list(lengths), capacity)
+    members: list[list[int]] = [[] for _ in range(num_bins)]
+    for frame in sorted(range(len(lengths)), key=lambda frame: offsets[frame]):
+        if lengths[frame]:
+            members[bins[frame]].append(frame)
+    return members
+
+
+def random_lengths(seed: int) -> tuple[list[int], int]:
+    generator = random.Random(seed)
+    capacity = generator.choice([9, 81, 729])
+    count = generator.choice([1, 2, 3, 8, 64, 200])
+    step = generator.choice([1, 9])
+    return [min(capacity, step * generator.randint(0, capacity // step)) for _ in range(count)], capacity
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bins_are_the_textbook_algorithms(seed):
+    lengths, capacity = random_lengths(seed)
+    assert bins_of(lengths, capacity) == naive_first_fit_descending(lengths, capacity)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_frames_of_a_bin_neither_overlap_nor_leave_it(seed):
+    lengths, capacity = random_lengths(seed)
+    bins, offsets, num_bins = first_fit_descending(lengths, capacity)
+    taken = torch.zeros(max(num_bins, 1), capacity, dtype=torch.int64)
+    for frame, length in enumerate(lengths):
+        if length:
+            assert offsets[frame] + length <= capacity
+            taken[bins[frame], offsets[frame] : offsets[frame] + length] += 1
+    assert taken.max() <= 1
+    assert taken.sum() == sum(lengths)
+
+
+def test_ties_go_in_frame_order():
+    # The released code's order: only this one gives its refilled features.
+    assert bins_of([9, 3, 3, 4], capacity=9) == [[0], [3, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        pytest.param([], [], id="no-frame"),
+        pytest.param([0, 0], [], id="nothing-left"),
+        pytest.param([0, 9, 0], [[1]], id="empty-beside-full"),
+        pytest.param([9, 9], [[0], [1]], id="all-full"),
+        pytest.param([4, 5], [[1, 0]], id="exact-fit"),
+    ],
+)
+def test_borderline_cases(lengths, expected):
+    assert bins_of(lengths, capacity=9) == expected
+
+
+def test_a_frame_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match="10 patches, more than the `capacity` 9"):
+        first_fit_descending([3, 10], 9)
+
+
+@pytest.mark.parametrize("spread", ["alike", "varied", "worst"])
+def test_1024_frames_are_planned_within_10_ms(spread):
+    generator = random.Random(0)
+    draw = {"alike": lambda: 360, "varied": lambda: 9 * generator.randint(0, 81), "worst": lambda: 9 * 41}[spread]
+    lengths = [draw() for _ in range(1024)]
+    durations = []
+    for _ in range(7):
+        start = time.perf_counter()
+        first_fit_descending(lengths, 729)
+        durations.append(time.perf_counter() - start)
+    assert min(durations) < 0.010  # the fastest, so that a busy machine does not fail it
+
+
+# Patch grid, window, frames of each video. "Borders" has windows that hang over all four sides.
+LAYOUTS = {
+    "divisible": ((4, 6), (2, 3), [3, 2]),
+    "borders": ((4, 4), (3, 3), [2, 3]),
+    "one-patch-a-block": ((3, 3), (1, 1), [4]),
+}
+
+
+class Survivors:
+    """A layout with random blocks kept; frame 1 lost all of them."""
+
+    def __init__(self, name: str, seed: int = 0, keep: float = 0.4):
+        grid, window, videos = LAYOUTS[name]
+        generator = torch.Generator().manual_seed(seed)
+        self.num_frames, self.num_patches = sum(videos), grid[0] * grid[1]
+        self.window_size = window[0] * window[1]
+        self.table = pooling_windows(self.num_frames, grid, window)  # (G, S)
+        rows, cols = window_grid(grid, window)
+        self.block_frame = frame_of_blocks([rows * cols] * self.num_frames, torch.device("cpu"))
+        keep_mask = torch.rand(len(self.table), generator=generator) < keep
+        keep_mask[: rows * cols] = True
+        keep_mask[rows * cols : 2 * rows * cols] = False
+        self.kept_blocks = keep_mask.nonzero().squeeze(-1)
+        self.hidden_states = torch.randn(self.num_frames * self.num_patches, WIDTH, generator=generator)
+
+    def sequence(self) -> FrameSequence:
+        return sequence_kept_patches(self.kept_blocks, self.table, self.block_frame, self.num_frames, self.num_patches)
+
+    def patches_of_frames(self) -> list[list[int]]:
+        """Kept patches of each frame, block by block."""
+        frames: list[list[int]] = [[] for _ in range(self.num_frames)]
+        for block in self.kept_blocks.tolist():
+            frames[self.block_frame[block]] += [patch for patch in self.table[block].tolist() if patch >= 0]
+        return frames
+
+    def windows(self) -> torch.Tensor:
+        """(K, S, D) straight from the table."""
+        rows = self.table[self.kept_blocks]
+        return self.hidden_states[rows.clamp_min(0)] * (rows >= 0)[..., None]
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def survivors(request) -> Survivors:
+    return Survivors(request.param)
+
+
+def stretches(sequence: FrameSequence) -> list[list[int]]:
+    bounds = sequence.cu_seqlens.tolist()
+    return [sequence.patch_index[a:b].tolist() for a, b in pairwise(bounds)]
+
+
+def test_a_sequence_holds_the_kept_patches_frame_by_frame(survivors):
+    sequence = survivors.sequence()
+    assert stretches(sequence)[: survivors.num_frames] == survivors.patches_of_frames()
+    assert sequence.cu_seqlens.dtype == torch.int32
+
+
+def test_a_frame_that_lost_everything_is_an_empty_stretch(survivors):
+    bounds = survivors.sequence().cu_seqlens
+    assert bounds[1] == bounds[2]
+
+
+def test_no_stretch_is_longer_than_promised(survivors):
+    sequence = survivors.sequence()
+    assert sequence.cu_seqlens.diff().max() <= sequence.max_seqlen
+    assert sequence.cu_seqlens[-1] == len(sequence.patch_index)
+
+
+def test_windows_come_back(survivors):
+    sequence = survivors.sequence()
+    packed = survivors.hidden_states[sequence.patch_index]
+    assert torch.equal(sequence.windows(packed, survivors.window_size), survivors.windows())
+
+
+def test_windows_without_borders_are_a_view():
+    survivors = Survivors("divisible")
+    sequence = survivors.sequence()
+    packed = survivors.hidden_states[sequence.patch_index]
+    assert sequence.windows(packed, survivors.window_size).data_ptr() == packed.data_ptr()
+    assert sequence.window_valid is None
+
+
+def test_padding_slots_lie_behind_all_frames_and_are_marked():
+    survivors = Survivors("borders")
+    sequence = survivors.sequence()
+    rows = survivors.table[survivors.kept_blocks]
+    assert torch.equal(sequence.window_valid, rows >= 0)
+    padding = [len(stretch) for stretch in stretches(sequence)[survivors.num_frames :]]
+    assert sum(padding) == (rows < 0).sum()
+    assert max(padding) <= sequence.max_seqlen == survivors.num_patches  # no stretch longer than a frame
+
+
+def test_what_padding_slots_hold_does_not_reach_the_windows():
+    survivors = Survivors("borders")
+    sequence = survivors.sequence()
+    packed = survivors.hidden_states[sequence.patch_index]
+    packed[sequence.cu_seqlens[survivors.num_frames] :] = 1e6
+    assert torch.equal(sequence.windows(packed, survivors.window_size), survivors.windows())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sizes_depend_on_the_number_of_kept_blocks_alone(name):
+    # What lets the sequence be laid out before the scores have left the device.
+    sizes = set()
+    for seed in range(5):
+        survivors = Survivors(name, seed)
+        survivors.kept_blocks = torch.randperm(len(survivors.table))[:4].sort().values
+        sequence = survivors.sequence()
+        sizes.add((sequence.patch_index.shape, sequence.cu_seqlens.shape, sequence.max_seqlen))
+    assert len(sizes) == 1
+
+
+def test_without_padding_drops_the_last_stretch_only(survivors):
+    sequence = survivors.sequence().without_padding(survivors.num_frames)
+    assert stretches(sequence) == survivors.patches_of_frames()
+    packed = survivors.hidden_states[sequence.patch_index]
+    assert torch.equal(sequence.windows(packed, survivors.window_size), survivors.windows())
+
+
+def test_whole_frames_are_cut_where_the_sequence_is(survivors):
+    sequence = survivors.sequence()
+    bounds = sequence.cu_seqlens_of_frames(survivors.num_frames, survivors.num_patches)
+    assert bounds.shape == sequence.cu_seqlens.shape
+    assert bounds.dtype == torch.int32
+    frames = [patch // survivors.num_patches for patch in sequence.patch_index.tolist()]
+    own = [f for f, stretch in enumerate(stretches(sequence)[: survivors.num_frames]) for _ in stretch]
+    assert frames[: len(own)] == own
+    expected = [frame * survivors.num_patches for frame in range(survivors.num_frames + 1)]
+    assert bounds[: survivors.num_frames + 1].tolist() == expected
+    assert set(bounds[survivors.num_frames :].tolist()) == {expected[-1]}  # padding slots have no keys
+
+
+@pytest.mark.parametrize("frames", [[], [0], [2, 3]], ids=["none", "a-full-one", "two"])
+def test_refill_adds_all_patches_of_the_given_frames(survivors, frames):
+    sequence = survivors.sequence().without_padding(survivors.num_frames)
+    refilled = sequence_with_refill(sequence, frames, survivors.window_size, survivors.num_patches)
+    for frame, (stretch, kept) in enumerate(zip(stretches(refilled), survivors.patches_of_frames(), strict=True)):
+        first = frame * survivors.num_patches
+        expected = list(range(first, first + survivors.num_patches)) if frame in frames else sorted(kept)
+        assert stretch == expected
+
+
+def test_windows_of_a_refilled_sequence_are_those_of_kept_blocks(survivors):
+    sequence = survivors.sequence().without_padding(survivors.num_frames)
+    refilled = sequence_with_refill(sequence, [2, 3], survivors.window_size, survivors.num_patches)
+    packed = survivors.hidden_states[refilled.patch_index]
+    assert torch.equal(refilled.windows(packed, survivors.window_size), survivors.windows())
+
+
+def make_bins(survivors: Survivors):
+    sequence = survivors.sequence().without_padding(survivors.num_frames)
+    lengths = sequence.cu_seqlens.diff().tolist()
+    return sequence, lengths, bin_frames(sequence, lengths, survivors.num_patches)
+
+
+def test_packing_and_unpacking_gives_the_sequence_back(survivors):
+    sequence, _, bins = make_bins(survivors)
+    packed = survivors.hidden_states[sequence.patch_index]
+    assert torch.equal(bins.unpack(bins.pack(packed)), packed)
+
+
+def test_free_places_do_not_come_back(survivors):
+    sequence, _, bins = make_bins(survivors)
+    packed = survivors.hidden_states[sequence.patch_index]
+    binned = bins.pack(packed)
+    binned[bins.frame < 0] = torch.nan
+    assert torch.equal(bins.unpack(binned), packed)
+    assert bins.frame.numel() > len(packed)  # else there was no free place to poison
+
+
+def test_free_places_are_zero(survivors):
+    sequence, _, bins = make_bins(survivors)
+    binned = bins.pack(torch.ones(len(sequence.patch_index), WIDTH))
+    assert torch.equal(binned[..., 0] != 0, bins.frame >= 0)
+
+
+def test_gradients_pass_through_bins_unchanged(survivors):
+    sequence, _, bins = make_bins(survivors)
+    packed = survivors.hidden_states[sequence.patch_index].requires_grad_()
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(1))
+    (bins.unpack(bins.pack(packed)) * weights).sum().backward()
+    assert torch.equal(packed.grad, weights)
+
+
+def test_bins_are_as_many_as_planned(survivors):
+    _, lengths, bins = make_bins(survivors)
+    assert len(bins.frame) == len(naive_first_fit_descending(lengths, survivors.num_patches))
+
+
+def test_the_mask_lets_frames_see_themselves_alone(survivors):
+    sequence, lengths, bins = make_bins(survivors)
+    mask = bins.attention_mask[:, 0]
+    for seen, frame in zip(mask.flatten(0, 1), bins.frame.flatten().tolist(), strict=True):
+        # Free places see themselves, so that no row of the softmax is empty.
+        assert seen.sum() == (lengths[frame] if frame >= 0 else 1)
+    frames = sequence.patch_index // survivors.num_patches
+    assert torch.equal(bins.frame.flatten()[bins.slot], frames)
+
+
+def test_frame_of_blocks_with_different_grids():
+    assert frame_of_blocks([2, 2, 3], torch.device("cpu")).tolist() == [0, 0, 1, 1, 2, 2, 2]
+
+
+def test_cumulative_lengths_are_what_flash_kernels_take():
+    bounds = cumulative_lengths(torch.tensor([3, 0, 2]))
+    assert bounds.tolist() == [0, 3, 3, 5]
+    assert bounds.dtype == torch.int32

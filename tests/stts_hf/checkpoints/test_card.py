@@ -1,0 +1,162 @@
+"""The model card: metadata that the Hub accepts, settings as in the config, code that runs."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from stts_hf.checkpoints.card import checkpoint_card, write_model_card
+from stts_hf.modeling.card_stts import (
+    STOCK_SENTENCE,
+    TAGS,
+    UNNAMED,
+    WITHOUT_MODEL,
+    base_model_of,
+    is_provisional,
+    model_card,
+)
+from tests.checkpoints import TINY, write_small_clip
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name in ("config.json", "processor_config.json"):
+        shutil.copy(TINY / name, tmp_path)
+    return tmp_path
+
+
+def written(folder: Path, **details: Any) -> Any:
+    write_model_card(folder, **details)
+    return ModelCard.load(folder / "README.md", ignore_metadata_errors=False)
+
+
+def test_metadata_is_what_the_hub_reads(folder):
+    data = written(folder, base_model="allenai/Molmo2-4B", datasets=["user/videos"], tags=["tiny"]).data
+    assert data.library_name == "transformers"
+    assert data.pipeline_tag == "video-text-to-text"
+    assert data.license == "apache-2.0"
+    assert data.base_model == "allenai/Molmo2-4B"
+    assert data.datasets == ["user/videos"]
+    assert data.tags == [*TAGS, "tiny"]
+
+
+def test_what_is_not_known_is_not_claimed(folder):
+    card = written(folder)
+    assert not {"base_model", "datasets", "model-index"} & card.data.to_dict().keys()
+    for word in ("Made from", "## Training", "## Measured", "untrained", "None"):
+        assert word not in card.text
+
+
+def test_settings_are_read_from_the_config(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= {
+        "pruning_ratio": 0.3,
+        "pruning_layer": 5,
+        "packing": "first_fit_descending",
+        "refill_single_frame_bins": True,
+        "selector": "cosine",
+    }
+    config["pruned_position_ids"] = "compact"
+    (folder / "config.json").write_text(json.dumps(config))
+    text = written(folder).text
+    for row in (
+        "| `pruning_ratio` | 0.3, ",
+        "| `pruning_layer` | 5 (zero-based: layers 0 to 5 see every patch)",
+        "| `selector` | `cosine` |",
+        "| `packing` | `first_fit_descending` with refill |",
+        "| `pruned_position_ids` | `compact` |",
+        "| frames | 2 per second, at most 64 |",
+    ):
+        assert row in text
+
+
+def test_training_figures_and_warning_appear_where_given(folder):
+    text = written(folder, training="6,250 steps.", figures={"MVBench": 70.1}, scorer_trained=False).text
+    assert "## Training\n\n6,250 steps.\n" in text
+    assert "| MVBench | 70.1 |" in text
+    assert "scorer of this checkpoint is untrained" in text
+
+
+def test_citation_is_the_papers(folder):
+    text = written(folder).text
+    assert "title={Unified Spatio-Temporal Token Scoring for Efficient Video VLMs}" in text
+    assert text.count(" and ") + text.count("\n    and ") >= 7  # eight authors
+    assert "author={Zhang, Jianrui and Yang, Yue" in text
+
+
+def test_usage_runs_as_it_is_printed(folder, tmp_path, run_without_package):
+    write_small_clip(tmp_path)  # `clip.mp4`, as in the card
+    text = written(folder, repo_id=str(TINY)).text
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(code) == 1
+    run_without_package(code[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(None, "holds no config.json"), ({"model_type": "molmo2"}, "'molmo2'"), ({"model_type": "llama"}, "'llama'")],
+    ids=["none", "molmo2", "llama"],
+)
+def test_other_folders_are_refused(tmp_path, config, message):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write_model_card(tmp_path)
+
+
+def test_a_card_to_push_names_the_repository_and_keeps_the_authors_words(folder):
+    write_model_card(folder, license="mit", tags=["mine"])
+    file = folder / "README.md"
+    file.write_text(file.read_text() + "\nMy words.\n")
+    card: Any = checkpoint_card(folder, repo_id="user/name")
+    assert 'checkpoint = "user/name"' in card.text
+    assert UNNAMED not in card.text
+    assert "My words." in card.text
+    assert (card.data.license, card.data.tags[-1]) == ("mit", "mine")
+    assert UNNAMED in file.read_text()
+
+
+def test_metadata_that_a_card_lacks_is_filled_in(folder):
+    (folder / "README.md").write_text("---\nlicense: mit\ntags: [generated_from_trainer]\n---\n# Mine\n")
+    data: Any = checkpoint_card(folder, repo_id="user/name").data
+    assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "video-text-to-text", "mit")
+    assert data.tags == ["generated_from_trainer", *TAGS]
+
+
+def test_a_card_without_metadata_gets_some(folder):
+    (folder / "README.md").write_text("# Mine\n")
+    card: Any = checkpoint_card(folder, repo_id="user/name")
+    assert (card.data.pipeline_tag, card.text.strip()) == ("video-text-to-text", "# Mine")
+
+
+def test_metadata_that_is_no_yaml_is_refused(folder):
+    (folder / "README.md").write_text("---\ntags: [a\n---\n# Mine\n")
+    with pytest.raises(ValueError, match="Invalid metadata"):
+        checkpoint_card(folder, repo_id="user/name")
+
+
+def test_base_model_is_the_hub_id_a_model_came_from(folder):
+    assert base_model_of("allenai/Molmo2-4B") == "allenai/Molmo2-4B"
+    assert base_model_of("") is None
+    assert base_model_of(str(folder)) is None
+    write_model_card(folder, base_model="allenai/Molmo2-8B")
+    assert base_model_of(str(folder)) == "allenai/Molmo2-8B"
+
+
+@pytest.mark.parametrize(
+    ("text", "provisional"),
+    [(None, True), (f"# x\n{STOCK_SENTENCE}\n", True), (f"# x\n{WITHOUT_MODEL}\n", True), ("# Mine\n", False)],
+    ids=["none", "stock", "of_a_processor", "own"],
+)
+def test_which_cards_may_be_replaced(tmp_path, text, provisional):
+    if text is not None:
+        (tmp_path / "README.md").write_text(text)
+    assert is_provisional(tmp_path / "README.md") is provisional
+
+
+def test_card_of_a_processor_says_that_settings_are_missing():
+    assert WITHOUT_MODEL in model_card(None).text

@@ -1,0 +1,292 @@
+"""`convert_checkpoint`: every source form becomes a complete folder with the source's weights and settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+from stts_hf.checkpoints.convert import convert_checkpoint
+from stts_hf.checkpoints.doctor import examine
+from stts_hf.cli.main import main
+from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
+from tests.stts_hf.checkpoints.convert_files import (
+    REFERENCE_LOGITS,
+    contents,
+    copy,
+    stock_model,
+    write_base,
+    write_molmo2,
+)
+from tests.stts_hf.checkpoints.original_weights import native_weights, read_original
+
+MOLMO2_FORMS = ["original", "native", "shards", "released"]
+FORMS = checkpoint_forms()
+LOGIT_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """A folder with a Molmo2 folder of every form, and `base` for the reference checkpoints."""
+    folder = tmp_path_factory.mktemp("sources")
+    for form in MOLMO2_FORMS:
+        write_molmo2(folder / form, form)
+    write_base(folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(sources, tmp_path_factory) -> Path:
+    """The conversion of every source, under the source's name."""
+    folder = tmp_path_factory.mktemp("converted")
+    for form in MOLMO2_FORMS:
+        convert_checkpoint(sources / form, folder / form)
+    for path in FORMS:
+        convert_checkpoint(path, folder / path.name, base=sources / "base")
+    return folder
+
+
+ALL = [*MOLMO2_FORMS, *(form.name for form in FORMS)]
+
+
+def load(folder: Path) -> STTSForConditionalGeneration:
+    model, info = STTSForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def vision_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["vision_config"]
+
+
+@pytest.mark.parametrize("form", MOLMO2_FORMS)
+def test_weights_of_molmo2_are_kept(converted, form):
+    expected = stock_model().state_dict()
+    weights = load(converted / form).state_dict()
+    scorer = {name for name in weights if ".scorer." in name}
+    assert weights.keys() - scorer == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_weights_of_an_original_checkpoint_are_kept(converted, form):
+    expected = native_weights(read_original(form))
+    weights = load(converted / form.name).state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("size", ["50GB", "40KB"], ids=["one-file", "shards"])
+@pytest.mark.parametrize("form", ["native", FORMS[0].name])
+def test_files_are_those_that_saving_the_loaded_model_writes(sources, converted, tmp_path, form, size):
+    folder = converted / form
+    if size != "50GB":
+        source, base = (sources / form, None) if form in MOLMO2_FORMS else (FORMS[0], sources / "base")
+        convert_checkpoint(source, tmp_path / "new", base=base, max_shard_size=size)
+        folder = tmp_path / "new"
+    load(folder).save_pretrained(tmp_path / "again", max_shard_size=size)
+    written, saved = contents(folder), contents(tmp_path / "again")
+    saved.pop("README.md")  # names where the model was loaded from
+    assert {name: written[name] == content for name, content in saved.items()} == dict.fromkeys(saved, True)
+
+
+def test_reference_logits_in_a_process_without_the_package(sources, tmp_path, run_without_package):
+    arguments = []
+    for form in FORMS:
+        # The reference numbers are without the refill, which conversion turns on.
+        convert_checkpoint(form, tmp_path / form.name, base=sources / "base", packing="varlen")
+        arguments += [str(tmp_path / form.name), str(form.parent / "expected.safetensors")]
+    worst = json.loads(run_without_package(REFERENCE_LOGITS, *arguments).splitlines()[-1])
+    assert len(worst) == 3 * len(FORMS)
+    assert max(worst.values()) < LOGIT_TOLERANCE, worst
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_the_doctor_finds_nothing(converted, form):
+    assert not [finding for found in examine(converted / form).values() for finding in found]
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_auto_map_names_our_classes_and_nothing_of_the_source(converted, form):
+    assert json.loads((converted / form / "config.json").read_text())["auto_map"] == AUTO_MAP
+    files = contents(converted / form)
+    assert not [name for name, content in files.items() if b"molmo2.Molmo2" in content and name.endswith(".json")]
+
+
+def test_pruning_settings_of_a_training_checkpoint_carry_over(converted):
+    vision = vision_config(converted / FORMS[0].name)
+    settings = ("pruning_ratio", "pruning_layer", "selector", "packing", "refill_single_frame_bins")
+    assert [vision[name] for name in settings] == [0.5, 3, "scorer", "first_fit_descending", True]
+
+
+def test_frames_of_a_training_checkpoint_carry_over(converted):
+    processor = json.loads((converted / FORMS[0].name / "processor_config.json").read_text())
+    assert processor["video_processor"]["num_frames"] == 8  # `max_frames`; the base has 17
+    assert processor["video_processor"]["max_fps"] == 2  # the checkpoint names none, the base does
+    assert processor["use_frame_special_tokens"] is True
+
+
+def test_frames_of_a_molmo2_folder_carry_over(converted):
+    for form in MOLMO2_FORMS:
+        processor = json.loads((converted / form / "processor_config.json").read_text())
+        assert processor["video_processor"]["num_frames"] == 17
+
+
+def test_packing_can_be_overridden(sources, tmp_path):
+    convert_checkpoint(FORMS[0], tmp_path / "new", base=sources / "base", packing="varlen")
+    vision = vision_config(tmp_path / "new")
+    assert (vision["packing"], vision["refill_single_frame_bins"]) == ("varlen", False)
+
+
+def test_ratio_and_selector_can_be_overridden(sources, tmp_path):
+    convert_checkpoint(sources / "native", tmp_path / "new", pruning_ratio=0.3, selector="cosine")
+    vision = vision_config(tmp_path / "new")
+    assert (vision["pruning_ratio"], vision["selector"]) == (0.3, "cosine")
+
+
+@pytest.mark.parametrize("form", ["native", FORMS[0].name])
+def test_the_processor_counts_with_the_ratio_of_the_override(sources, tmp_path, form):
+    source, base = (FORMS[0], sources / "base") if form == FORMS[0].name else (sources / form, None)
+    convert_checkpoint(source, tmp_path / "new", base=base, pruning_ratio=0.3)
+    processor = json.loads((tmp_path / "new" / "processor_config.json").read_text())
+    assert processor["video_processor"]["pruning_ratio"] == 0.3
+
+
+def test_a_folder_below_home_is_no_base_model(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(sources))
+    convert_checkpoint("~/native", tmp_path / "new")
+    assert "base_model" not in card_of(tmp_path / "new")
+
+
+def test_a_checkpoint_without_pruning_gets_the_defaults_and_a_new_scorer(sources, tmp_path):
+    write_training_checkpoint(tmp_path / "source", without_pruning=True)
+    result = convert_checkpoint(tmp_path / "source", tmp_path / "new", base=sources / "base")
+    assert vision_config(tmp_path / "new")["packing"] == "varlen"
+    assert not result.scorer_trained
+    assert "untrained" in result.notes[0]
+
+
+def test_a_new_scorer_ends_in_zeros_and_follows_the_seed(sources, tmp_path):
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        convert_checkpoint(sources / "native", tmp_path / name, seed=seed)
+    one, same, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "same", "other"))
+    scorer = "model.vision_backbone.image_vit.scorer"
+    assert not one[f"{scorer}.score_layer.weight"].any()
+    assert one[f"{scorer}.input_layer.weight"].std() == pytest.approx(0.02, rel=0.1)  # `initializer_range`
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    differing = {name for name in one if not torch.equal(one[name], other[name])}
+    assert differing
+    assert all(name.startswith(scorer) for name in differing)
+
+
+def test_dtype_is_the_sources_unless_given(sources, converted, tmp_path):
+    convert_checkpoint(sources / "native", tmp_path / "new", dtype="bfloat16")
+    wide, narrow = (load_file(folder / "model.safetensors") for folder in (converted / "native", tmp_path / "new"))
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    assert all(torch.equal(narrow[name], tensor.to(torch.bfloat16)) for name, tensor in wide.items())
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_converted_checkpoint_converts_to_itself(converted, tmp_path):
+    form = FORMS[0].name
+    result = convert_checkpoint(converted / form, tmp_path / "new")
+    assert result.scorer_trained
+    before, after = contents(converted / form), contents(tmp_path / "new")
+    assert {name for name in before if before[name] != after[name]} <= {"README.md"}
+
+
+def test_base_of_a_molmo2_folder_without_processor(sources, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((sources / "native" / name).read_bytes())
+    with pytest.raises(ValueError, match="--base"):
+        convert_checkpoint(bare, tmp_path / "new")
+    convert_checkpoint(bare, tmp_path / "new", base=sources / "native")
+    assert STTSConfig.from_pretrained(tmp_path / "new").model_type == "stts"
+
+
+def test_a_full_tower_is_cut_to_the_layers_that_are_read(sources, tmp_path):
+    write_training_checkpoint(tmp_path / "source", more_layers=2)
+    convert_checkpoint(tmp_path / "source", tmp_path / "new", base=sources / "base")
+    assert vision_config(tmp_path / "new")["num_hidden_layers"] == 9
+
+
+def test_the_command_converts_and_tells_what_it_made(sources, tmp_path, capsys):
+    arguments = ["convert", str(FORMS[0]), str(tmp_path / "new"), "--base", str(sources / "base")]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "trained" in output
+    assert "50% after layer 3, scorer, first_fit_descending with refill" in output
+
+
+def test_the_command_prints_one_line_for_a_mistake(tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "new")]) == 2
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith("stts-hf convert: error: ")
+    assert "does not exist" in last
+
+
+def write_training_checkpoint(folder: Path, without_pruning: bool = False, more_layers: int = 0) -> None:
+    """The unsharded reference checkpoint, without a scorer or with ViT layers that nothing reads."""
+    import yaml  # type: ignore[import-untyped]
+
+    source = checkpoint_fixtures()[0] / "unsharded"
+    config = yaml.safe_load((source / "config.yaml").read_text())
+    weights = read_original(source)
+    vit = config["model"]["vision_backbone"]["vit"]
+    if without_pruning:
+        vit["prune"] = False
+        weights = {name: tensor for name, tensor in weights.items() if "temporal_token_scorer" not in name}
+    blocks = "vision_backbone.image_vit.transformer.resblocks."
+    for layer in range(vit["image_num_layers"], vit["image_num_layers"] + more_layers):
+        last = f"{blocks}8."
+        copies = {f"{blocks}{layer}.{name.removeprefix(last)}": weights[name] for name in weights if last in name}
+        weights |= copies
+    vit["image_num_layers"] += more_layers
+    folder.mkdir()
+    torch.save(weights, folder / "model.pt")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+CARD = """---
+license: other
+license_name: research
+license_link: https://example.com/terms
+base_model: someone/molmo2
+datasets: [someone/clips, someone/more]
+---
+# Mine
+"""
+
+
+def card_of(folder: Path) -> dict:
+    return ModelCard.load(folder / "README.md").data.to_dict()
+
+
+@pytest.mark.parametrize("place", ["source", "base"])
+def test_licence_base_model_and_data_sets_of_a_card_are_carried_over(sources, tmp_path, place):
+    for name, origin in (("source", "native"), ("base", "original")):
+        copy(sources / origin, tmp_path / name)
+    (tmp_path / place / "README.md").write_text(CARD)
+    convert_checkpoint(tmp_path / "source", tmp_path / "new", base=tmp_path / "base")
+    data = card_of(tmp_path / "new")
+    assert (data["license"], data["license_name"]) == ("other", "research")
+    assert data["license_link"] == "https://example.com/terms"
+    assert (data["base_model"], data["datasets"]) == ("someone/molmo2", ["someone/clips", "someone/more"])
+    assert "from [someone/molmo2]" in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_several_base_models_are_carried_over(sources, tmp_path):
+    source = copy(sources / "native", tmp_path / "source")
+    (source / "README.md").write_text("---\nlicense: mit\nbase_model: [a/text, b/vision]\n---\n")
+    convert_checkpoint(source, tmp_path / "new")
+    assert card_of(tmp_path / "new")["base_model"] == ["a/text", "b/vision"]
+
+
+def test_no_licence_is_claimed_where_none_is_known(converted):
+    assert "license" not in card_of(converted / "native")

@@ -1,0 +1,211 @@
+"""The destination of a conversion: whole or not at all, whatever stops it; and nothing else is touched."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stts_hf.checkpoints import atomic_folder, convert
+from stts_hf.checkpoints.convert import convert_checkpoint
+from tests.stts_hf.checkpoints.convert_files import contents, write_base, write_molmo2
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_molmo2(tmp_path_factory.mktemp("publish") / "source", "native")
+
+
+def old_checkpoint(folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "stts"}')
+    return contents(folder)
+
+
+def test_kills_at_20_moments_leave_whole_folders_and_the_source():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "tests.stts_hf.checkpoints.kill_conversions", "--moments", "20"]
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["killed"] >= 17, "runs ended before they were killed, so little was shown"
+
+
+def test_an_existing_folder_is_refused(source, tmp_path):
+    before = old_checkpoint(tmp_path / "new")
+    with pytest.raises(ValueError, match="--overwrite"):
+        convert_checkpoint(source, tmp_path / "new")
+    assert contents(tmp_path / "new") == before
+
+
+def test_overwriting_replaces_the_whole_folder(source, tmp_path):
+    old_checkpoint(tmp_path / "new")
+    (tmp_path / "new" / "old.safetensors").write_bytes(b"")
+    convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert not (tmp_path / "new" / "old.safetensors").exists()
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_without_an_atomic_exchange_the_folder_is_replaced_too(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_folder, "_exchange", lambda one, other: False)
+    old_checkpoint(tmp_path / "new")
+    convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert (tmp_path / "new" / "model.safetensors").is_file()
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_folder_that_stepped_aside_before_a_kill_is_put_back(source, tmp_path):
+    before = old_checkpoint(tmp_path / f".new.stts-old-{atomic_folder.socket.gethostname()}-{ended_process()}-0")
+    atomic_folder.recover(tmp_path / "new")
+    assert contents(tmp_path / "new") == before
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_are_not(source, tmp_path):
+    host = atomic_folder.socket.gethostname()
+    killed = tmp_path / f".new.stts-new-{host}-{ended_process()}-0"
+    running = tmp_path / f".new.stts-new-{host}-{os.getpid()}-0"
+    for folder in (killed, running):
+        folder.mkdir()
+    convert_checkpoint(source, tmp_path / "new")
+    assert sorted(os.listdir(tmp_path)) == sorted(["new", running.name])
+
+
+def test_files_that_are_no_checkpoint_are_never_overwritten(source, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        convert_checkpoint(source, tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "llama"}', "[]", "{"], ids=["none", "llama", "list", "cut"])
+def test_a_folder_with_another_config_json_is_never_overwritten(source, tmp_path, config):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        convert_checkpoint(source, tmp_path / "app", overwrite=True)
+    assert (tmp_path / "app" / "config.json").read_text() == config
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "train.py", "results.json", "optimizer.pt"])
+def test_a_checkpoint_with_files_of_someone_s_own_is_not_overwritten(source, tmp_path, name):
+    old_checkpoint(tmp_path / "new")
+    (tmp_path / "new" / name).write_text("mine")
+    before = contents(tmp_path / "new")
+    with pytest.raises(ValueError, match=f"{name}.*move that elsewhere"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert contents(tmp_path / "new") == before
+
+
+def test_a_converted_folder_can_be_overwritten(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "new")
+    convert_checkpoint(source, tmp_path / "new", overwrite=True, max_shard_size="100KB")
+    assert not (tmp_path / "new" / "model.safetensors").exists()
+
+
+def test_recovery_keeps_to_its_own_name_where_that_holds_wildcards(tmp_path):
+    host = atomic_folder.socket.gethostname()
+    other = tmp_path / f".new.stts-new-{host}-{ended_process()}-0"
+    own = tmp_path / f".ne[w].stts-new-{host}-{ended_process()}-0"
+    other.mkdir()
+    own.mkdir()
+    atomic_folder.recover(tmp_path / "ne[w]")
+    assert os.listdir(tmp_path) == [other.name]
+
+
+def test_a_file_in_the_place_is_refused(source, tmp_path):
+    (tmp_path / "new").write_text("a file")
+    with pytest.raises(ValueError, match="is a file"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+
+
+def test_a_link_in_the_place_is_refused(source, tmp_path):
+    (tmp_path / "new").symlink_to(source)
+    with pytest.raises(ValueError, match="is a link"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("", "is the source itself"), ("inside", "lies inside the source"), ("..", "holds the source")],
+    ids=["same", "inside", "around"],
+)
+def test_destination_and_source_must_lie_apart(source, tmp_path, place, message):
+    folder = tmp_path / "outer" / "source"
+    folder.mkdir(parents=True)
+    for name, content in contents(source).items():
+        (folder / name).write_bytes(content)
+    (tmp_path / "outer" / "config.json").write_text("{}")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(folder, folder / place if place != ".." else tmp_path / "outer", overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_destination_inside_the_base_is_refused(source, tmp_path):
+    base = write_base(tmp_path / "base", side=18)
+    with pytest.raises(ValueError, match="lies inside the base"):
+        convert_checkpoint(source, base / "inside", base=base)
+
+
+@pytest.mark.parametrize("limit", [100_000, 50_000], ids=["weights", "tokenizer"])
+def test_a_limit_on_file_sizes_leaves_nothing(source, tmp_path, limit):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(ValueError, match="disk is full or a limit"):
+            convert_checkpoint(source, tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_keeps_the_old_checkpoint(source, tmp_path, monkeypatch):
+    def write(path, *_):
+        path.write_bytes(b"half")
+        yield 4
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = old_checkpoint(tmp_path / "new")
+    monkeypatch.setattr(convert, "write_safetensors", write)
+    with pytest.raises(ValueError, match="Make room"):
+        convert_checkpoint(source, tmp_path / "new", overwrite=True)
+    assert contents(tmp_path / "new") == before
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_too_little_room_is_noticed_before_anything_is_written(source, tmp_path, monkeypatch):
+    free = convert.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(ValueError, match="GB left"):
+        convert_checkpoint(source, tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_leaves_nothing(source, tmp_path):
+    def stop(written: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "new", on_progress=stop)
+    assert os.listdir(tmp_path) == []
+
+
+def test_progress_ends_at_the_total(source, tmp_path):
+    seen: list[tuple[int, int]] = []
+    result = convert_checkpoint(source, tmp_path / "new", on_progress=lambda *progress: seen.append(progress))
+    assert seen[-1] == (result.num_bytes, result.num_bytes)
+    assert len(seen) > 100  # once a tensor at least
+
+
+def ended_process() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid

@@ -1,0 +1,394 @@
+"""Bad sources: one clear error each, before anything is written."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+from safetensors.torch import load_file, save_file
+
+from stts_hf.checkpoints.convert import convert_checkpoint
+from tests.fixture_files import checkpoint_fixtures
+from tests.stts_hf.checkpoints.convert_files import copy, write_base, write_molmo2
+
+UNSHARDED = checkpoint_fixtures()[0] / "unsharded"
+SHARDED = checkpoint_fixtures()[0] / "sharded"
+SCORER = "model.vision_backbone.image_vit.scorer"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("refusals")
+    write_molmo2(folder / "one_file", "original")
+    write_molmo2(folder / "shards", "shards")
+    write_base(folder / "base")
+    convert_checkpoint(folder / "one_file", folder / "stts")
+    return folder
+
+
+def refuse(source: Path, message: str, **options) -> None:
+    """Converting must fail with `message` and leave nothing beside the source."""
+    before = sorted(os.listdir(source.parent))
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(source, source.parent / "destination", **options)
+    assert sorted(os.listdir(source.parent)) == before
+
+
+def edit_json(path: Path, change: Callable[[dict], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[0]
+
+
+@pytest.mark.parametrize("size", [4, 100, 100_000], ids=["length", "header", "data"])
+def test_a_truncated_file(folders, tmp_path, size):
+    source = copy(folders / "one_file", tmp_path / "source")
+    os.truncate(source / "model.safetensors", size)
+    refuse(source, r"model\.safetensors .*cut off")
+
+
+def test_a_file_with_bytes_behind_its_end(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    with (source / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    refuse(source, "holds more than it says")
+
+
+def test_something_else_named_safetensors(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    (source / "model.safetensors").write_bytes(b"\x10" + bytes(7) + b"not a header....")
+    refuse(source, "header that cannot be read")
+
+
+def test_a_missing_shard(folders, tmp_path):
+    source = copy(folders / "shards", tmp_path / "source")
+    first_shard(source).unlink()
+    refuse(source, r"model-00001-of-\d+\.safetensors is missing")
+
+
+def test_shards_of_another_checkpoint(folders, tmp_path):
+    source = copy(folders / "shards", tmp_path / "source")
+    first, second = sorted(source.glob("model-*.safetensors"))[:2]
+    first.write_bytes(second.read_bytes())
+    refuse(source, "disagree")
+
+
+def test_a_shard_outside_the_folder(folders, tmp_path):
+    source = copy(folders / "shards", tmp_path / "source")
+    path = source / "model.safetensors.index.json"
+    edit_json(path, lambda index: index["weight_map"].update({"lm_head.weight": "../other/model.safetensors"}))
+    refuse(source, "must lie beside it")
+
+
+def test_a_damaged_index(folders, tmp_path):
+    source = copy(folders / "shards", tmp_path / "source")
+    os.truncate(source / "model.safetensors.index.json", 100)
+    refuse(source, "not the index of a checkpoint")
+
+
+def test_a_missing_tensor_is_named(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_weights(source, lambda weights: weights.pop("model.transformer.ln_f.weight"))
+    refuse(source, r"1 tensors are missing: model\.transformer\.ln_f\.weight")
+
+
+def test_an_unexpected_tensor_is_named(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_weights(source, lambda weights: weights.update(router=torch.zeros(2)))
+    refuse(source, "1 tensors are unexpected: router")
+
+
+def test_a_deeper_text_model_than_the_config_says(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_json(source / "config.json", lambda config: config["text_config"].update(num_hidden_layers=1))
+    refuse(source, "unexpected")
+
+
+def test_half_of_an_embedding(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_weights(source, lambda weights: weights.pop("model.transformer.wte.new_embedding"))
+    refuse(source, r"missing: model\.transformer\.wte\.new_embedding")
+
+
+def test_fused_weights_of_another_shape(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    name = "model.transformer.blocks.0.self_attn.att_proj.weight"
+    edit_weights(source, lambda weights: weights.update({name: weights[name][:-1].contiguous()}))
+    refuse(source, r"att_proj\.weight \[127, 48\] instead of \[128, 48\]")
+
+
+def test_another_vocabulary_in_the_config(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_json(source / "config.json", lambda config: config["text_config"].update(vocab_size=500))
+    refuse(source, r"wrong shape: lm_head\.weight \[512, 48\] instead of \[500, 48\]")
+
+
+def test_a_scorer_of_other_shapes(folders, tmp_path):
+    source = copy(folders / "stts", tmp_path / "source")
+    name = f"{SCORER}.hidden_layer.weight"
+    edit_weights(source, lambda weights: weights.update({name: torch.zeros(8, 8)}))
+    refuse(source, r"scorer\.hidden_layer\.weight \[8, 8\] instead of \[64, 64\]")
+
+
+def test_half_of_a_scorer(folders, tmp_path):
+    source = copy(folders / "stts", tmp_path / "source")
+    edit_weights(source, lambda weights: weights.pop(f"{SCORER}.hidden_layer.weight"))
+    refuse(source, r"1 tensors are missing: .*scorer\.hidden_layer")
+
+
+def test_quantised_weights(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    name = "lm_head.weight"
+    edit_weights(source, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+    refuse(source, "quantised")
+
+
+def test_a_pickle_is_never_opened(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    refuse(source, r"pytorch_model\.bin is a pickle")
+    assert not (tmp_path / "ran").exists()
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_a_training_checkpoint_is_not_run(folders, tmp_path):
+    source = copy(UNSHARDED, tmp_path / "source")
+    torch.save({"transformer.ln_f.weight": Payload(tmp_path / "ran")}, source / "model.pt")
+    refuse(source, "refers to `posix.mkdir`, and only tensors are ever unpickled", base=folders / "base")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("size", [0, 1000, 100_000])
+def test_a_truncated_training_checkpoint(folders, tmp_path, size):
+    source = copy(UNSHARDED, tmp_path / "source")
+    os.truncate(source / "model.pt", size)
+    refuse(source, r"model\.pt was refused", base=folders / "base")
+
+
+def test_a_truncated_shard_of_a_training_checkpoint(folders, tmp_path):
+    source = copy(SHARDED, tmp_path / "source")
+    os.truncate(source / "model_and_optim" / "__0_0.distcp", 100_000)
+    refuse(source, "ends before the data", base=folders / "base")
+
+
+def test_a_missing_shard_of_a_training_checkpoint(folders, tmp_path):
+    source = copy(SHARDED, tmp_path / "source")
+    (source / "model_and_optim" / "__0_0.distcp").unlink()
+    refuse(source, r"__0_0\.distcp is missing", base=folders / "base")
+
+
+def test_a_training_checkpoint_needs_a_base(tmp_path):
+    refuse(copy(UNSHARDED, tmp_path / "source"), "--base")
+
+
+def test_the_config_of_another_model(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_json(source / "config.json", lambda config: config.update(model_type="qwen2_vl"))
+    refuse(source, "'qwen2_vl' model")
+
+
+def test_a_training_config_of_another_model(folders, tmp_path):
+    source = copy(UNSHARDED, tmp_path / "source")
+    (source / "config.yaml").write_text("model:\n  d_model: 48\n")
+    refuse(source, "lacks 'vision_backbone'", base=folders / "base")
+
+
+def test_a_config_with_a_setting_that_cannot_be(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_json(source / "config.json", lambda config: config["text_config"].update(hidden_size="wide"))
+    refuse(source, "hidden_size")
+
+
+UNUSABLE = {
+    "negative_width": ("config.json", ("text_config", "hidden_size"), -4, "config.json describes a model that cannot"),
+    "no_heads": (
+        "config.json",
+        ("vision_config", "num_attention_heads"),
+        0,
+        "config.json describes a model that cannot",
+    ),
+    "unknown_activation": ("config.json", ("text_config", "hidden_act"), "nope", "cannot be built .*'nope'"),
+    "number_for_a_section": ("config.json", ("vision_config",), 3, "`vision_config` is 3, but must be a JSON object"),
+    "number_for_a_processor": ("processor_config.json", ("video_processor",), 3, "processor in .* cannot be used"),
+    "number_for_a_window": ("processor_config.json", ("video_processor", "pooling_size"), 3, "`pooling_size` of the"),
+    "tokenizer_without_tokens": ("tokenizer.json", ("added_tokens",), None, "tokenizer or processor in .* cannot be"),
+    "flags_at_odds": (
+        "generation_config.json",
+        ("temperature",),
+        0.7,
+        "generation_config.json cannot be .*temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_setting_that_only_building_refuses(folders, tmp_path, name):
+    file, path, value, message = UNUSABLE[name]
+    source = copy(folders / "one_file", tmp_path / "source")
+
+    def change(settings: dict) -> None:
+        for key in path[:-1]:
+            settings = settings[key]
+        settings[path[-1]] = value
+
+    edit_json(source / file, change)
+    refuse(source, message)
+
+
+BAD_TRAINING_SETTINGS = {
+    "section": (("llm",), 3, "`llm` is 3, but must be a section"),
+    "nothing": (("mm_preprocessor", "video"), None, "`mm_preprocessor.video` is None"),
+    "theta": (("llm", "rope_theta"), None, "`llm.rope_theta` is None, but must be a number"),
+    "image_size": (("vision_backbone", "vit", "image_default_input_size"), 3, "image_default_input_size` is 3"),
+    "layers": (("vision_backbone", "vit_layers"), 3, "`vision_backbone.vit_layers` is 3, but must be a list"),
+    "no_layers": (("vision_backbone", "vit_layers"), [], "must be a list of the 9 layers"),
+    "layer_out_of_range": (("vision_backbone", "vit_layers"), [9], r"\[9\], but must be a list of the 9 layers"),
+    "frames": (("mm_preprocessor", "video", "max_frames"), "x", "config.yaml cannot be used .*got 'x'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRAINING_SETTINGS)
+def test_a_training_setting_of_a_wrong_kind_is_named(folders, tmp_path, name):
+    path, value, message = BAD_TRAINING_SETTINGS[name]
+    source = copy(UNSHARDED, tmp_path / "source")
+    config = yaml.safe_load((source / "config.yaml").read_text())
+    settings = config["model"]
+    for key in path[:-1]:
+        settings = settings[key]
+    settings[path[-1]] = value
+    (source / "config.yaml").write_text(yaml.safe_dump(config))
+    refuse(source, message, base=folders / "base")
+
+
+@pytest.mark.parametrize("weights", [{1: torch.zeros(2)}, {"model": {}}, [1]], ids=["numbers", "nested", "list"])
+def test_a_training_checkpoint_of_something_else(folders, tmp_path, weights):
+    source = copy(UNSHARDED, tmp_path / "source")
+    torch.save(weights, source / "model.pt")
+    refuse(source, "must hold a dict of names and tensors", base=folders / "base")
+
+
+@pytest.mark.parametrize("name", ["config.json", "processor_config.json", "tokenizer.json", "generation_config.json"])
+def test_a_damaged_json_file_is_named(folders, tmp_path, name):
+    source = copy(folders / "one_file", tmp_path / "source")
+    os.truncate(source / name, 50)
+    refuse(source, rf"{name} is not valid JSON")
+
+
+def test_a_tokenizer_with_other_ids(folders, tmp_path):
+    tokens = ("<im_end>", "<im_start>", "<im_patch>", "<im_col>", "<low_res_im_start>", "<|image|>", "<im_low>")
+    base = write_base(tmp_path / "base", side=18, tokens=(*tokens, "<frame_start>", "<frame_end>", "<|video|>"))
+    refuse(copy(folders / "one_file", tmp_path / "source"), "<im_start> is 513 in the tokenizer but 512", base=base)
+
+
+def test_a_tokenizer_of_another_size(folders, tmp_path):
+    base = write_base(tmp_path / "base", vocab_size=700)
+    refuse(copy(UNSHARDED, tmp_path / "source"), r"ids up to 709, but the model embeds 640", base=base)
+
+
+def test_a_smaller_tokenizer_whose_ids_the_model_could_generate(folders, tmp_path):
+    base = write_base(tmp_path / "base", vocab_size=300)
+    refuse(
+        copy(UNSHARDED, tmp_path / "source"), r"`image_start_token_id` 300.* must be from `vocab_size` 512", base=base
+    )
+
+
+def test_a_tokenizer_without_the_special_tokens(folders, tmp_path):
+    base = write_base(tmp_path / "base", side=18)
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] != "<frame_end>"]
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refuse(copy(folders / "one_file", tmp_path / "source"), "<frame_end>", base=base)
+
+
+def test_a_processor_of_another_image_size(folders, tmp_path):
+    base = write_base(tmp_path / "base", side=28)
+    refuse(copy(folders / "one_file", tmp_path / "source"), r"`size` of the image_processor is \[28, 28\]", base=base)
+
+
+def test_a_base_without_chat_template(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    (source / "chat_template.jinja").unlink()
+    refuse(source, "no chat template")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pruning_ratio": 1.5}, "pruning_ratio"),
+        ({"selector": "magic"}, "selector"),
+        ({"packing": "tight"}, "packing"),
+        ({"dtype": "int4"}, "dtype"),
+    ],
+    ids=["ratio", "selector", "packing", "dtype"],
+)
+def test_settings_out_of_range(folders, tmp_path, options, message):
+    refuse(copy(folders / "one_file", tmp_path / "source"), message, **options)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+    (tmp_path / "source").mkdir()
+    refuse(tmp_path / "source", "no checkpoint")
+
+
+def test_a_source_that_is_a_file(folders, tmp_path):
+    (tmp_path / "source").write_text("weights")
+    refuse(tmp_path / "source", "is a file")
+
+
+def test_a_repository_that_cannot_be_downloaded(tmp_path):
+    with pytest.raises(ValueError, match="could not be downloaded"):
+        convert_checkpoint("nobody/nothing", tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("dtype", "number", "wider"), [("float16", 7e4, "bfloat16"), ("bfloat16", 3.4e38, "float32")])
+def test_a_dtype_that_cannot_hold_the_weights(folders, tmp_path, dtype, number, wider):
+    source = copy(folders / "one_file", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"][0, 0] = number
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"`lm_head.weight` holds numbers beyond.*--dtype {wider}"):
+        convert_checkpoint(source, tmp_path / "new", dtype=dtype)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_shard_size": "banana"}, "`max_shard_size` is 'banana'.*such as 5GB"),
+        ({"max_shard_size": "0"}, "`max_shard_size` is '0'.*such as 5GB"),
+        ({"max_shard_size": "0GB"}, "`max_shard_size` is '0GB'.*such as 5GB"),
+        ({"max_shard_size": 0}, "`max_shard_size` is 0.*such as 5GB"),
+        ({"seed": 2**64}, "`seed` is 18446744073709551616"),
+        ({"seed": -1}, "`seed` is -1"),
+        ({"revision": "main"}, "`revision` is 'main'.*is a folder.*leave --revision out"),
+    ],
+    ids=["shard-banana", "shard-0", "shard-0GB", "shard-int-0", "seed-huge", "seed-negative", "revision-of-a-folder"],
+)
+def test_options_that_cannot_be(folders, tmp_path, options, message):
+    source = copy(folders / "one_file", tmp_path / "source")
+    refuse(source, message, **options)

@@ -1,0 +1,249 @@
+"""`stts-hf push` with the real client to a Hub on loopback, and loading where `stts_hf` cannot be imported."""
+
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from stts_hf.checkpoints.push import PushRefused, push_checkpoint
+from tests.checkpoints import MESSAGES_CODE, TINY, load_tiny, prepare
+from tests.conftest import WITHOUT_PACKAGE
+from tests.stts_hf.checkpoints.pushing import contents, run_python, start, without_card, write_files
+
+
+def push(hub, home: Path, *arguments: object, token: str | None = "write-token", **environment: str):
+    """Runs `stts-hf push`; returns exit status, output and the lines on stderr that are not progress."""
+    command = ("-m", "stts_hf.cli.main", "push", *map(str, arguments))
+    process = start(hub, home, *command, token=token, **environment)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+LOAD = (
+    MESSAGES_CODE
+    + """
+import json
+import torch
+import transformers
+from transformers import AutoConfig, AutoProcessor, AutoVideoProcessor
+
+repository, revision, clip = sys.argv[1:]
+options = {"trust_remote_code": True, "revision": revision}
+processor = AutoProcessor.from_pretrained(repository, **options)
+inputs = processor.apply_chat_template(
+    messages(clip), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+)
+seen = {
+    "AutoConfig": type(AutoConfig.from_pretrained(repository, **options)).__name__,
+    "AutoProcessor": type(processor).__name__,
+    "AutoVideoProcessor": type(AutoVideoProcessor.from_pretrained(repository, **options)).__name__,
+}
+for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+    model = getattr(transformers, name).from_pretrained(repository, **options).eval()
+    seen[name] = [type(model).__name__, model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()]
+with torch.no_grad():
+    logits = model(**inputs).logits[0, -1]
+print(json.dumps(seen | {"logits": logits.tolist()}))
+"""
+)
+
+
+def test_a_fresh_process_without_the_package_loads_every_auto_class_by_revision(hub, tmp_path, clip, sharded):
+    status, _, err = push(hub, tmp_path / "push", sharded, "user/tiny", "--revision", "v1")
+    assert status == 0, err
+    # `main` holds no checkpoint: only the revision asked for can have been loaded.
+    assert without_card(hub.files("user/tiny", "main")) == {}
+    seen = json.loads(run_python(hub, tmp_path / "load", WITHOUT_PACKAGE + LOAD, "user/tiny", "v1", str(clip)))
+    inputs, model = prepare(clip), load_tiny()
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
+    assert len(tokens) == inputs["input_ids"].shape[1] + 8
+    for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+        assert seen[name] == ["STTSForConditionalGeneration", tokens]
+    classes = [seen[name] for name in ("AutoConfig", "AutoProcessor", "AutoVideoProcessor")]
+    assert classes == ["STTSConfig", "STTSProcessor", "STTSVideoProcessor"]
+    with torch.no_grad():
+        # The same code on the same machine: only the process differs.
+        torch.testing.assert_close(torch.tensor(seen["logits"]), model(**inputs).logits[0, -1], rtol=0, atol=1e-6)
+
+
+def test_what_arrives_is_byte_for_byte_what_was_pushed(hub, tmp_path):
+    status, out, _ = push(hub, tmp_path, TINY, "user/tiny", "--message", "First push")
+    assert status == 0
+    assert hub.repositories["user/tiny"].messages == ["initial commit", "First push"]
+    assert without_card(hub.files("user/tiny")) == contents(TINY)
+    assert hub.repositories["user/tiny"].branches["main"] in out
+    assert not hub.repositories["user/tiny"].private
+
+
+def test_a_private_repository_is_private(hub, tmp_path):
+    assert push(hub, tmp_path, TINY, "user/tiny", "--private")[0] == 0
+    assert hub.repositories["user/tiny"].private
+
+
+def test_the_card_names_the_repository(hub, tmp_path, sharded):
+    push(hub, tmp_path, sharded, "user/tiny")
+    card: Any = ModelCard(hub.files("user/tiny")["README.md"].decode())
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "video-text-to-text")
+
+
+def test_pushing_again_uploads_nothing_and_commits_nothing(hub, tmp_path):
+    push(hub, tmp_path, TINY, "user/tiny")
+    uploads, commits = list(hub.uploads), len(hub.repositories["user/tiny"].commits)
+    status, _, err = push(hub, tmp_path, TINY, "user/tiny")
+    assert status == 0, err
+    assert (hub.uploads, len(hub.repositories["user/tiny"].commits)) == (uploads, commits)
+
+
+def test_weights_of_an_earlier_push_go(hub, tmp_path, sharded):
+    push(hub, tmp_path, TINY, "user/tiny")
+    push(hub, tmp_path, sharded, "user/tiny")
+    assert without_card(hub.files("user/tiny")) == contents(sharded)
+    push(hub, tmp_path, TINY, "user/tiny")
+    assert without_card(hub.files("user/tiny")) == contents(TINY)
+
+
+def test_what_nobody_needs_stays_here(hub, tmp_path, sharded):
+    extra = ("checkpoint-5/model.safetensors", "training_args.bin", "optimizer.pt", ".cache/x", "_saving-config/x")
+    folder = write_files(tmp_path / "run", contents(sharded) | dict.fromkeys(extra, b"x"))
+    status, _, err = push(hub, tmp_path / "home", folder, "user/tiny")
+    assert status == 0
+    assert without_card(hub.files("user/tiny")) == contents(sharded)
+    assert "Left out: .cache, _saving-config, checkpoint-5, optimizer.pt, training_args.bin" in err
+
+
+def test_a_push_that_is_killed_changes_nothing_and_can_be_repeated(hub, tmp_path, sharded):
+    command = ("-m", "stts_hf.cli.main", "push", str(sharded), "user/tiny")
+    process = start(hub, tmp_path, *command)
+    hub.on_upload = lambda: os.kill(process.pid, signal.SIGKILL) if len(hub.uploads) == 2 else None
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert list(hub.files("user/tiny")) == [".gitattributes"]
+    received = set(hub.uploads)
+    hub.uploads.clear()
+    hub.on_upload = lambda: None
+    assert push(hub, tmp_path, sharded, "user/tiny")[0] == 0
+    assert without_card(hub.files("user/tiny")) == contents(sharded)
+    assert not received & set(hub.uploads)
+
+
+REFUSALS = {
+    "wrong_token": ("user/tiny", "wrong", r"does not accept the token.*hf auth login.*\(401"),
+    "no_token": ("user/tiny", None, r"does not accept a push without a token.*hf auth login.*\(401"),
+    "no_rights": ("user/tiny", "read-token", r"the token has no right to write to user/tiny.*\(403"),
+    "foreign_namespace": ("other/tiny", "write-token", r"the token has no right to write to other/tiny.*\(403"),
+    "foreign_repository": ("other/theirs", "write-token", r"the token has no right to write to other/theirs.*\(403"),
+    "not_a_name": ("user/a b", "write-token", r"'user/a b' is no name of a repository"),
+    "other_model": ("user/llama", "write-token", r"user/llama exists and holds a 'llama' model.*--overwrite"),
+    "other_files": ("user/files", "write-token", r"user/files exists and holds other files.*--overwrite"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_is_one_clear_line_and_exit_status_2(hub, tmp_path, name):
+    repository, token, message = REFUSALS[name]
+    hub.create("other/theirs")
+    hub.create("user/llama", {"config.json": b'{"model_type": "llama"}'})
+    hub.create("user/files", {"data.txt": b"x"})
+    before = {repo: hub.files(repo) for repo in hub.repositories}
+    status, out, err = push(hub, tmp_path, TINY, repository, token=token)
+    lines = [line for line in err.splitlines() if line and not line.startswith("Pushing")]
+    assert (status, out, len(lines)) == (2, "", 1), err
+    assert re.search(message, lines[0])
+    assert "write-token" not in err
+    assert {repo: hub.files(repo) for repo in hub.repositories} == before
+
+
+def test_overwrite_replaces_another_model(hub, tmp_path):
+    hub.create("user/llama", {"config.json": b'{"model_type": "llama"}'})
+    assert push(hub, tmp_path, TINY, "user/llama", "--overwrite")[0] == 0
+    assert without_card(hub.files("user/llama")) == contents(TINY)
+
+
+def test_private_does_not_push_into_a_public_repository(hub, tmp_path):
+    hub.create("user/tiny")
+    status, _, err = push(hub, tmp_path, TINY, "user/tiny", "--private")
+    assert status == 2
+    assert "user/tiny exists and is public" in err
+    assert list(hub.files("user/tiny")) == [".gitattributes"]
+
+
+def test_a_hub_that_is_not_there_is_one_line(hub, tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    status, _, err = push(hub, tmp_path, TINY, "user/tiny", HF_ENDPOINT=url)
+    assert status == 2
+    assert re.search(rf"error: {url} cannot be reached \(.+\); nothing was committed", err.splitlines()[-1])
+
+
+def test_offline_mode_is_one_line(hub, tmp_path):
+    status, _, err = push(hub, tmp_path, TINY, "user/tiny", HF_HUB_OFFLINE="1")
+    assert status == 2
+    assert "HF_HUB_OFFLINE" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("config.json", "holds no config.json"),
+        ("model-00002", "lacks model-00002-of-"),
+        ("model.safetensors.index.json", "holds no weights"),
+        ("processing_stts.py", "lacks processing_stts.py"),
+        ("processor_config.json", "lacks processor_config.json"),
+    ],
+)
+def test_a_folder_that_would_not_load_is_refused(hub, tmp_path, sharded, remove, message):
+    left = {name: content for name, content in contents(sharded).items() if not name.startswith(remove)}
+    folder = write_files(tmp_path / "folder", left)
+    status, _, err = push(hub, tmp_path, folder, "user/tiny")
+    assert status == 2
+    assert message in err.splitlines()[-1]
+    assert not hub.repositories
+
+
+def test_a_card_with_broken_metadata_is_refused(hub, tmp_path, sharded):
+    folder = write_files(tmp_path / "folder", contents(sharded) | {"README.md": b"---\ntags: [a\n---\n"})
+    status, _, err = push(hub, tmp_path, folder, "user/tiny")
+    assert status == 2
+    assert "README.md" in err.splitlines()[-1]
+
+
+DAMAGED = {
+    "cut_config": ("config.json", lambda text: text[:50], "config.json is damaged"),
+    "list_config": ("config.json", lambda text: "[]", "config.json holds no JSON object"),
+    "null_auto_map": (
+        "config.json",
+        lambda text: json.dumps(json.loads(text) | {"auto_map": None}),
+        "lacks an auto_map",
+    ),
+    "list_auto_map": ("config.json", lambda text: json.dumps(json.loads(text) | {"auto_map": []}), "lacks an auto_map"),
+    "cut_index": ("model.safetensors.index.json", lambda text: text[:50], "index.json is damaged"),
+    "cut_processor": ("processor_config.json", lambda text: text[:50], "processor_config.json is not valid JSON"),
+    "list_weight_map": ("model.safetensors.index.json", lambda text: '{"weight_map": []}', "is not the index"),
+    "no_scoring": ("scoring_stts.py", None, "scoring_stts.py is missing"),
+    "no_tokenizer": ("tokenizer.json", None, "tokenizer.json is missing"),
+    "no_chat_template": ("chat_template.jinja", None, "chat_template.jinja is missing"),
+    "cut_weights": ("model-00001", lambda text: text[:5000], "is cut off"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_refused_before_anything_is_created(sharded, tmp_path, name):
+    file, change, message = DAMAGED[name]
+    files = contents(sharded)
+    for entry in [entry for entry in files if entry.startswith(file)]:
+        content = files.pop(entry).decode("latin-1")
+        if change is not None:
+            files[entry] = change(content).encode("latin-1")
+    folder = write_files(tmp_path / "folder", files)
+    with pytest.raises(PushRefused, match=re.escape(message)) as refused:
+        push_checkpoint(folder, "user/tiny", endpoint="http://127.0.0.1:1")  # nothing listens there
+    assert "\n" not in str(refused.value)
+    assert "; " in str(refused.value)  # a remedy

@@ -1,0 +1,258 @@
+"""The command line on the tiny checkpoint: what it prints, what it writes, and how it says no."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForMultimodalLM
+
+from stts_hf.benchmark.stock import stock_twin
+from stts_hf.checkpoints.tiny_answer import ANSWER
+from stts_hf.cli import timing
+from stts_hf.cli.main import main
+from stts_hf.visualize.sample_clip import write_sample_clip
+
+# 2 seconds at 2 frames per second, and the last frame: 0, 0.5, 1, 1.5 s and the end.
+NUM_FRAMES, NUM_TOKENS = 5, 5 * 81
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    write_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
+    return path
+
+
+@pytest.fixture
+def run(clip, hub_configs, tmp_path, capsys):
+    """Runs the command on the clip; returns exit status, stdout, stderr and the picture's path."""
+
+    def run(*arguments: str, video: Path | str = clip, checkpoint: Path | str | None = None):
+        sheet = tmp_path / "sheet.png"
+        checkpoint = hub_configs / "stts-tiny" if checkpoint is None else checkpoint
+        command = ["run", str(video), "What moves?", "--checkpoint", str(checkpoint), "--output", str(sheet)]
+        status = main([*command, "--max-new-tokens", "3", "--repeats", "0", *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err, sheet
+
+    return run
+
+
+def test_it_answers_counts_and_draws(run):
+    status, out, err, sheet = run()
+    assert status == 0
+    assert re.search(r"^question: +What moves\?$", out, re.M)
+    assert re.search(r"^answer: +\S", out, re.M)
+    assert re.search(r"^frames: +5 sampled from 0\.0 s to 1\.9 s of a video of 2\.0 s$", out, re.M)
+    # floor(0.5 * 405) = 202 of 405 are dropped.
+    assert re.search(r"^video tokens: +203 of 405 kept", out, re.M)
+    assert str(sheet) in out
+    with Image.open(sheet) as image:
+        assert image.width > 600
+    for step in ("Loading", "Decoding", "Answering", "Drawing"):
+        assert step in err
+
+
+def test_the_answer_is_what_the_tiny_model_was_taught(run):
+    _, out, _, _ = run("--max-new-tokens", "40")
+    assert re.search(rf"^answer: +{ANSWER}$", out, re.M)
+
+
+def test_the_prompt_shrinks_by_what_was_dropped(run):
+    _, out, _, _ = run()
+    left, whole = map(int, re.findall(r"prompt: +(\d+) of (\d+) tokens", out)[0])
+    assert whole - left == 202
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [("0", 405), ("0.3", 405 - 121), ("0.4", 405 - 162), ("0.9", 81), ("1", 0)])
+def test_pruning_ratio(run, ratio, kept):
+    # At 0.9 the budget exceeds all frames but the first, which then stays in full; at 1 that goes too.
+    status, out, _, _ = run("--pruning-ratio", ratio)
+    assert status == 0
+    assert f"{kept} of {NUM_TOKENS} kept" in out
+
+
+def test_selectors_drop_different_blocks(run):
+    pictures = {run("--selector", name)[3].read_bytes() for name in ("scorer", "cosine", "random")}
+    assert len(pictures) == 3
+
+
+def test_num_frames_limits_the_frames(run):
+    assert "2 sampled from 0.0 s to 1.9 s" in run("--num-frames", "2")[1]
+
+
+def test_test_time_scaling_looks_at_more_frames(run):
+    # ceil(2 / (1 - 0.5)) = 4
+    assert "4 sampled" in run("--num-frames", "2", "--test-time-scaling", "--pruning-ratio", "0.5")[1]
+
+
+def test_times_compare_stock_molmo2_with_and_without_dropping(run):
+    _, out, _, _ = run("--repeats", "1")
+    rows = [line for line in out.splitlines() if line.startswith(("stock", "STTS"))]
+    assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["stock Molmo2", "STTS, none dropped", "STTS, 50% dropped"]
+    for row in rows:
+        assert len(re.findall(r"\d+\.\d \(\d+\.\d\dx\)", row)) == 3
+    assert rows[0].count("(1.00x)") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--pruning-ratio", "1.5"], "--pruning-ratio is 1.5, but must be from 0"),
+        (["--pruning-ratio", "-0.1"], "--pruning-ratio is -0.1"),
+        (["--pruning-ratio", "nan"], "--pruning-ratio is nan"),
+        (["--test-time-scaling", "--pruning-ratio", "1"], "--test-time-scaling needs"),
+        (["--num-frames", "0"], "--num-frames is 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--repeats", "-1"], "--repeats is -1"),
+        (["--output", "missing_folder/sheet.png"], "a folder that does not exist"),
+        (["--output", "sheet.txt"], "must end in .png"),
+        (["--device", "abacus"], "--device abacus cannot be used here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_one_clear_line(run, arguments, words):
+    status, out, err, _ = run(*arguments)
+    assert (status, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("stts-hf run: error: ")
+    assert words in last
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("token", ["<|image|>", "<|video|>", "<im_patch>"])
+def test_a_question_that_holds_a_control_token_is_at_fault(clip, hub_configs, tmp_path, monkeypatch, capsys, token):
+    monkeypatch.chdir(tmp_path)
+    videos = [str(clip), str(clip)]
+    assert main(["run", *videos, f"What is {token}?", "--checkpoint", str(hub_configs / "stts-tiny")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"stts-hf run: error: question holds {token!r}, a token that stands for images or videos")
+
+
+def test_an_output_that_is_a_folder_is_one_clear_line(run, tmp_path):
+    (tmp_path / "sheet.png").mkdir()
+    status, out, err, _ = run("--output", str(tmp_path / "sheet.png"))
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].endswith("is there already and cannot be written over; name another file")
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "truncated"])
+def test_what_is_not_a_video_is_one_clear_line(run, clip, tmp_path, kind):
+    path = tmp_path / "video.mp4"
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "missing":
+        content = {"empty": b"", "text": b"no video at all\n" * 100, "truncated": clip.read_bytes()[:2000]}[kind]
+        path.write_bytes(content)
+    status, out, err, sheet = run(video=path)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith("stts-hf run: error: ")
+    assert "Traceback" not in err
+    assert not sheet.exists()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [
+        ("./no_such_folder", "is not a folder"),
+        ("nobody/no-such-model", "cannot be loaded"),
+        ("EMPTY", "holds no config.json"),
+        ("STOCK", "is a 'molmo2' model, but must be an STTS checkpoint"),
+        ("NO_WEIGHTS", "holds no weights"),
+        ("NO_CODE", "cannot be loaded"),
+    ],
+)
+def test_a_wrong_checkpoint_is_one_clear_line(run, hub_configs, tmp_path, checkpoint, words):
+    folder = tmp_path / "checkpoint"
+    if checkpoint == "NO_WEIGHTS":
+        folder = hub_configs / "stts-molmo2-4b"
+    else:
+        folder.mkdir()
+    if checkpoint in ("STOCK", "NO_CODE"):
+        config = {"STOCK": '{"model_type": "molmo2"}', "NO_CODE": '{"model_type": "stts_of_another_kind"}'}
+        (folder / "config.json").write_text(config[checkpoint])
+        (folder / "model.safetensors").touch()
+    status, _, err, _ = run(checkpoint=folder if checkpoint.isupper() else checkpoint)
+    assert status == 2
+    assert words in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys; from stts_hf.cli.main import build_parser; build_parser().format_help(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_the_checkpoints_own_code_runs(hub_configs, tmp_path):
+    code = """
+import argparse, sys, torch
+from stts_hf.cli.checkpoints import load_model, load_processor
+options = argparse.Namespace(revision=None, selector="cosine", dtype="auto")
+config, processor = load_processor(sys.argv[1], options)
+model = load_model(sys.argv[1], config, torch.device("cpu"), options)
+print(type(model).__module__.split(".")[0], type(processor).__module__.split(".")[0])
+print(type(processor.video_processor).__module__.split(".")[0], model.model.vision_tower.config.selector)
+"""
+    command = [sys.executable, "-c", code, str(hub_configs / "stts-tiny")]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    assert printed.split() == ["transformers_modules"] * 3 + ["cosine"]
+
+
+@pytest.fixture(scope="module")
+def tiny_prompt(hub_configs):
+    model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True).eval()
+    generator = torch.Generator().manual_seed(0)
+    block = torch.arange(729).view(9, 3, 9, 3).permute(0, 2, 1, 3).reshape(81, 9)
+    video_token = model.config.image_patch_id
+    input_ids = torch.tensor([[1, *[video_token] * 162, 2, 3]])
+    inputs = {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "mm_token_type_ids": (input_ids == video_token).long(),
+        "pixel_values_videos": torch.rand(2, 729, 48, generator=generator),
+        "video_token_pooling": torch.cat([block, block + 729]),
+        "video_grids": torch.tensor([[2, 9, 9]]),
+    }
+    return model, inputs
+
+
+@torch.no_grad()
+def test_the_stock_twin_is_the_same_model(tiny_prompt):
+    model, inputs = tiny_prompt
+    twin = stock_twin(model)
+    # The scorer's bias is off at k = 0, so what is left is stock Molmo2 up to float32 rounding.
+    torch.testing.assert_close(twin(**inputs).logits, model(**inputs, pruning_ratio=0.0).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_stock_twin_copies_no_weights(tiny_prompt):
+    model, _ = tiny_prompt
+    ours = {parameter.data_ptr() for parameter in model.parameters()}
+    assert all(parameter.data_ptr() in ours for parameter in stock_twin(model).parameters())
+
+
+def test_every_variant_is_warmed_up_and_takes_turns(tiny_prompt):
+    model, inputs = tiny_prompt
+    order = []
+
+    def note(ratio):
+        return lambda *_: order.append(ratio)
+
+    twin = stock_twin(model)
+    model.register_forward_pre_hook(note("stts"))
+    twin.register_forward_pre_hook(note("stock"))
+    passes = []
+    times = timing.time_prefills(
+        {"a": (twin, inputs), "b": (model, inputs)}, repeats=2, on_pass=lambda: passes.append(1)
+    )
+    model._forward_pre_hooks.clear()
+    assert order == ["stock", "stts"] * 3
+    assert len(passes) == 6
+    for measured in times.values():
+        assert 0 < measured.vision_tower + measured.language_model < measured.total

@@ -1,0 +1,227 @@
+"""Batches: the processor's own where it could make them, skipped rows, fixed lengths, and work in other processes."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from stts_hf import RowError, STTSConfig, STTSDataCollator
+from stts_hf.data.encoding import encode
+from stts_hf.data.rows import read_row
+from tests.checkpoints import TINY
+from tests.stts_hf.training.samples import image_row, text_row, video_row
+
+
+@pytest.fixture(scope="module")
+def rows(media):
+    return {
+        "two": video_row("two", media / "two.mp4"),
+        "five": video_row("five", media / "five.mkv", answer="A ball and then a box."),
+        "bytes": video_row("bytes", (media / "three.mp4").read_bytes()),
+        "damaged": video_row("damaged", media / "damaged.mp4"),
+        "image": image_row("image", media / "wide.png"),
+        "images": image_row("images", media / "turned.jpg", media / "wide.png"),
+        "text": text_row("text"),
+    }
+
+
+def assert_same(batch, expected):
+    assert batch.keys() == expected.keys()
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+        else:
+            assert value == expected[name]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["two", "five"],
+        ["bytes", "text"],
+        ["text", "text"],
+        ["image", "images"],
+        ["image", "two", "text", "images", "five"],
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_equal_the_processors_own(processor, rows, names, side):
+    batch = STTSDataCollator(processor, padding_side=side)([rows[name] for name in names])
+    labels = batch.pop("labels")
+    samples = [read_row(rows[name]) for name in names]
+    turns = [processor.apply_chat_template(sample.messages, tokenize=False) + "<|im_end|>" for sample in samples]
+    expected = processor(
+        text=turns,
+        videos=[video for sample in samples for video in sample.videos] or None,
+        images=[image for sample in samples for image in sample.images] or None,
+        padding=True,
+        padding_side=side,
+        return_tensors="pt",
+    )
+    assert_same(batch, dict(expected))
+    for row, sample in zip(labels, samples, strict=True):
+        answer = "".join(part["text"] for part in sample.messages[-1]["content"])
+        assert processor.tokenizer.decode(row[row >= 0]) == answer + "<|im_end|>"
+
+
+def test_packed_rows_lie_behind_one_another(processor, rows):
+    groups = [["two", "text"], ["image"], ["bytes", "images", "text"]]
+    batch = STTSDataCollator(processor, padding_side="right")([[rows[name] for name in group] for group in groups])
+    alone = {name: encode(processor, read_row(rows[name])) for name in rows if name != "damaged"}
+    for row, group in enumerate(groups):
+        ends = [sum(len(alone[name]) for name in group[: place + 1]) for place in range(len(group))]
+        for name, end in zip(group, ends, strict=True):
+            part = slice(end - len(alone[name]), end)
+            for key in ("input_ids", "labels", "mm_token_type_ids"):
+                assert torch.equal(batch[key][row, part], getattr(alone[name], key))
+            assert torch.equal(batch["position_ids"][row, part], torch.arange(len(alone[name])))
+            assert batch["labels"][row, end - len(alone[name])] == -100
+        assert batch["attention_mask"][row].sum() == ends[-1]
+        assert (batch["labels"][row, ends[-1] :] == -100).all()
+    flat = STTSDataCollator(processor)([rows[name] for group in groups for name in group])
+    for key in ("pixel_values_videos", "video_token_pooling", "video_grids", "pixel_values", "image_token_pooling"):
+        assert torch.equal(batch[key], flat[key])
+
+
+def test_ids_only_where_asked_for(processor, rows):
+    packed = [[rows["text"], rows["image"]], [rows["two"]]]
+    assert "sample_ids" not in STTSDataCollator(processor)(packed)
+    batch = STTSDataCollator(processor, return_ids=True)(packed)
+    assert batch["sample_ids"] == ["text", "image", "two"]
+    assert batch["skipped_ids"] == []
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_a_damaged_video_stops_the_run(processor, rows, packed):
+    batch = [rows["text"], rows["damaged"]]
+    with pytest.raises(RowError, match=r"Row 'damaged': Cannot read video file .*damaged.mp4"):
+        STTSDataCollator(processor)([batch] if packed else batch)
+
+
+def test_a_damaged_video_is_skipped_and_counted(processor, rows):
+    collator = STTSDataCollator(processor, on_error="skip", return_ids=True)
+    expected = collator([rows["text"], rows["two"]]) | {"skipped_ids": ["damaged"]}
+    assert_same(collator([rows["text"], rows["damaged"], rows["two"]]), expected)
+    packed = collator([[rows["damaged"], rows["text"]], [rows["damaged"]], [rows["two"]]])
+    assert packed["input_ids"].shape[0] == 2
+    assert packed["skipped_ids"] == ["damaged", "damaged"]
+
+
+def test_skipping_warns_with_the_id(processor, rows, caplog):
+    STTSDataCollator(processor, on_error="skip")([rows["text"], rows["damaged"]])
+    assert "Skipped: Row 'damaged': Cannot read" in caplog.text
+
+
+def test_a_batch_of_skipped_rows_is_an_error_without_replacements(processor, rows):
+    with pytest.raises(RowError, match=r"all of its rows were skipped: 'damaged'.*replacements"):
+        STTSDataCollator(processor, on_error="skip")([rows["damaged"]])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_replacements_fill_rows_that_were_left_empty(processor, rows, packed):
+    others = [rows["damaged"], rows["text"], rows["damaged"], rows["image"]]
+    if packed:
+        others = [[row] for row in others]
+    collator = STTSDataCollator(processor, on_error="skip", replacements=others, return_ids=True)
+    batch = collator([[rows["damaged"]], [rows["two"]]] if packed else [rows["damaged"], rows["two"]])
+    assert batch["input_ids"].shape[0] == 2
+    assert batch["sample_ids"][0] in ("text", "image")
+    assert batch["skipped_ids"] == ["damaged"]
+    assert_same(collator([rows["damaged"]]), collator([rows["damaged"]]))
+    with pytest.raises(RowError, match="'damaged' was skipped and 16 rows in its place"):
+        STTSDataCollator(processor, on_error="skip", replacements=[rows["damaged"]])([rows["damaged"]])
+
+
+def test_a_sample_longer_than_allowed_after_pruning_is_named(processor, rows):
+    encoded = encode(processor, read_row(rows["five"]))
+    length = len(encoded) - encoded.dropped(0.5)
+    assert length == len(encoded) - 5 * 81 // 2
+    collator = STTSDataCollator(processor, pruning_ratio=0.5, max_length=length)
+    collator([rows["five"]])
+    with pytest.raises(
+        RowError, match=rf"Row 'five' has {length} tokens after pruning, but max_length is {length - 1}"
+    ):
+        STTSDataCollator(processor, pruning_ratio=0.5, max_length=length - 1)([rows["five"]])
+    with pytest.raises(RowError, match=rf"Row 'text' .* and the samples before it in its row {length}, but"):
+        collator([[rows["five"], rows["text"]]])
+    skipping = STTSDataCollator(processor, pruning_ratio=0.5, max_length=length, on_error="skip", return_ids=True)
+    batch = skipping([[rows["five"], rows["text"]]])
+    assert (batch["sample_ids"], batch["skipped_ids"]) == (["five"], ["text"])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("names", [["two", "five"], ["five"], ["text", "image"]], ids="+".join)
+def test_padding_to_a_fixed_length_after_pruning(processor, rows, names, side):
+    batch = STTSDataCollator(processor, pruning_ratio=0.3, pad_to=1200, padding_side=side)([rows[n] for n in names])
+    assert batch["pruned_length"] == 1200
+    encoded = [encode(processor, read_row(rows[name])) for name in names]
+    dropped = [int(0.3 * one.grids[0][0] * 81) if one.grids else 0 for one in encoded]
+    assert batch["input_ids"].shape[1] == 1200 + max(dropped)
+    plain = STTSDataCollator(processor, padding_side=side)([rows[name] for name in names])
+    width = plain["input_ids"].shape[1]
+    for key in ("input_ids", "labels", "attention_mask"):
+        assert torch.equal(batch[key][:, -width:] if side == "left" else batch[key][:, :width], plain[key])
+
+
+def test_always_video_adds_a_black_frame_where_there_is_no_video(processor, rows):
+    collator = STTSDataCollator(processor, always_video=True, return_ids=True)
+    assert_same(collator([rows["two"]]), STTSDataCollator(processor, return_ids=True)([rows["two"]]))
+    batch = collator([rows["text"], rows["image"]])
+    assert batch["video_grids"].tolist() == [[1, 9, 9]]
+    assert batch["input_ids"].shape[0] == 3
+    assert (batch["labels"][2] == -100).all()
+    assert batch["sample_ids"] == ["text", "image"]
+    packed = collator([[rows["image"]], [rows["text"], rows["text"]]])
+    assert packed["input_ids"].shape[0] == 2
+    assert (packed["position_ids"][1] == 0).sum() - (packed["attention_mask"][1] == 0).sum() == 3
+    full = int(packed["attention_mask"][0].sum())
+    tight = STTSDataCollator(processor, always_video=True, pruning_ratio=0.5, max_length=full)
+    assert tight([[rows["image"]]])["input_ids"].shape[0] == 2
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_worker_processes_make_the_same_batches(processor, rows, start):
+    """With spawn, all of it goes through pickle; errors come out of a worker with the row's id."""
+    collator = STTSDataCollator(processor, on_error="skip", return_ids=True)
+    data: Any = [rows[name] for name in ("two", "damaged", "text", "bytes")]
+    loader: Any = DataLoader(
+        data, batch_size=2, num_workers=1, collate_fn=collator, multiprocessing_context=start, timeout=120
+    )
+    batches = list(loader)
+    for batch, expected in zip(batches, [collator(data[:2]), collator(data[2:])], strict=True):
+        assert_same(batch, expected)
+    assert [batch["skipped_ids"] for batch in batches] == [["damaged"], []]
+
+
+def test_an_error_comes_out_of_a_worker_with_the_id(processor, rows):
+    data: Any = [rows["damaged"]]
+    loader: Any = DataLoader(data, num_workers=1, collate_fn=STTSDataCollator(processor), timeout=120)
+    with pytest.raises(RowError, match="Row 'damaged': Cannot read"):
+        list(loader)
+
+
+def test_the_ratio_is_the_configs(processor, rows):
+    config = STTSConfig.from_pretrained(TINY)
+    assert STTSDataCollator(processor, model_config=config).pruning_ratio == config.vision_config.pruning_ratio
+    assert STTSDataCollator(processor, model_config=config, pruning_ratio=0.3).pruning_ratio == 0.3
+    assert pickle.loads(pickle.dumps(STTSDataCollator(processor, model_config=config))).pruning_ratio == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"on_error": "ignore"}, "on_error must be 'raise' or 'skip', got 'ignore'"),
+        ({"max_length": 0, "pruning_ratio": 0.5}, "max_length must be"),
+        ({"pad_to": 10.5, "pruning_ratio": 0.5}, "pad_to must be"),
+        ({"pad_to": 10}, "pass model_config or pruning_ratio"),
+        ({"pad_to": 10, "max_length": 20, "pruning_ratio": 0.5}, "max_length=20 is more than pad_to=10"),
+        ({"pruning_ratio": 1.5}, "pruning_ratio must be a number from 0 to 1"),
+        ({"padding_side": "both"}, "padding_side must be"),
+    ],
+)
+def test_bad_options_are_refused(processor, options, said):
+    with pytest.raises(ValueError, match=said):
+        STTSDataCollator(processor, **options)

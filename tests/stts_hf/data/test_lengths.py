@@ -1,0 +1,98 @@
+"""Lengths from headers are those of the samples the collator makes."""
+
+import io
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from stts_hf import RowError, measure_lengths
+from stts_hf.data.encoding import encode
+from stts_hf.data.headers import in_order
+from stts_hf.data.rows import read_row
+from stts_hf.modeling import video_processing_stts
+from tests.clips import write_clip
+from tests.stts_hf.training.samples import image_row, text_row, user, video_row
+
+
+@pytest.fixture(scope="module")
+def rows(media):
+    write_clip(media / "uneven.mkv", times=[0, 0.11, 0.42, 1.73, 1.79, 3.2, 3.25, 5.0])
+    write_clip(media / "long.mp4", 40, fps=1)  # more than 64 frames' worth at 2 per second
+    png = io.BytesIO()
+    Image.new("L", (50, 220)).save(png, "png")
+    both = video_row("both", media / "three.mp4")
+    both["messages"][2:] = [user("And here?", "image"), both["messages"][1]]
+    return [
+        text_row("text"),
+        video_row("two", media / "two.mp4"),
+        video_row("uneven", media / "uneven.mkv"),
+        video_row("long", media / "long.mp4"),
+        video_row("bytes", (media / "five.mkv").read_bytes()) | {"subtitles": [{"start": 0, "end": 1, "text": "Hm"}]},
+        image_row("wide", media / "wide.png"),
+        image_row("turned", media / "turned.jpg", media / "wide.png"),
+        image_row("memory", "x") | {"images": [png.getvalue()]},
+        image_row("picture", "x") | {"images": [Image.new("RGB", (90, 20))]},
+        both | {"images": [str(media / "wide.png")]},
+        {"id": "choice", "question": "Q?", "options": ["a", "b"], "answer": 0, "videos": [str(media / "two.mp4")]},
+    ]
+
+
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.3, 0.7, 1.0])
+def test_lengths_are_those_of_the_encoded_samples(processor, rows, pruning_ratio):
+    chosen = rows if pruning_ratio == 0.3 else rows[:5]
+    encoded = [encode(processor, read_row(row)) for row in chosen]
+    expected = [len(one) - one.dropped(pruning_ratio) for one in encoded]
+    assert measure_lengths(chosen, processor, pruning_ratio, progress=False) == expected
+    assert max(one.grids[0][0] for one in encoded if one.grids) == 40
+
+
+def test_nothing_is_decoded(processor, rows, monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(video_processing_stts, "decode_video", refuse)
+    monkeypatch.setattr(Image.Image, "convert", refuse)
+    measure_lengths(rows, processor, 0.5, progress=False)
+
+
+def test_settings_of_the_video_processor_count(processor, rows):
+    before = processor.video_processor.num_frames
+    processor.video_processor.num_frames = 4
+    try:
+        [length] = measure_lengths(rows[3:4], processor, 0.5, progress=False)
+        encoded = encode(processor, read_row(rows[3]))
+        assert encoded.grids[0][0] == 4
+        assert length == len(encoded) - encoded.dropped(0.5)
+    finally:
+        processor.video_processor.num_frames = before
+
+
+def test_rows_that_cannot_be_read_or_are_too_long(processor, rows, media):
+    bad = [rows[0], video_row("damaged", media / "damaged.mp4"), rows[3], rows[1], {"id": "none"}]
+    options: Any = {"progress": False, "max_length": 300}
+    lengths = measure_lengths(bad, processor, 0.5, on_error="skip", **options)
+    assert [length is None for length in lengths] == [False, True, True, False, True]
+    with pytest.raises(RowError, match="Row 'damaged': Cannot read"):
+        measure_lengths(bad, processor, 0.5, **options)
+    with pytest.raises(RowError, match=r"Row 'long' has .* tokens after pruning, but max_length is 300"):
+        measure_lengths(rows, processor, 0.5, **options)
+
+
+def test_a_ratio_is_needed_for_videos_alone(processor, rows):
+    assert measure_lengths(rows[:1], processor, progress=False) == [len(encode(processor, read_row(rows[0])))]
+    with pytest.raises(RowError, match="Row 'two': pruning_ratio is not known"):
+        measure_lengths(rows[1:2], processor, progress=False)
+
+
+def test_few_results_are_held_at_a_time():
+    begun: list[int] = []
+
+    def begin(number: int) -> int:
+        begun.append(number)
+        return number
+
+    for index, result in enumerate(in_order(begin, 100, 2)):
+        assert result == index
+        assert len(begun) <= index + 8
+    assert sorted(begun) == list(range(100))

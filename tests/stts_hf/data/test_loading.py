@@ -1,0 +1,215 @@
+"""Data sets from files through `datasets`, and the look at all rows before training."""
+
+import json
+import pickle
+import re
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from stts_hf import RowError, check_rows, load_rows
+from stts_hf.data.rows import read_row
+from tests.stts_hf.training.samples import assistant, image_row, text_row, user, video_row
+
+MIXED = [
+    video_row("first", "two.mp4"),
+    {"messages": [{"role": "user", "content": "<video>Why?"}, assistant("Yes.")], "videos": ["two.mp4"]},
+    {"question": "Q?", "options": ["a", "b"], "answer": 1, "video": "two.mp4", "subtitles": "speech.srt"},
+    {"question": "Q?", "options": ["a", "b"], "answer": "b", "subtitles": [{"start": 0, "end": 1, "text": "x"}]},
+    {"id": 17, "messages": [user("Q?", "image"), assistant("A")], "images": ["wide.png"]},
+]
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+@pytest.fixture
+def mixed(media):
+    yield write_jsonl(media / "mixed.jsonl", MIXED)
+    (media / "mixed.jsonl").unlink()
+
+
+def test_jsonl_of_mixed_rows_comes_back_as_written(mixed, media):
+    rows = load_rows(mixed)
+    assert isinstance(rows, datasets.Dataset)
+    # every second line is blank
+    assert rows["id"] == ["first", "mixed.jsonl:3", "mixed.jsonl:5", "mixed.jsonl:7", "17"]
+    for row, written in zip(rows, MIXED, strict=True):
+        kept = {key: value for key, value in row.items() if value is not None and key not in ("id", "media_root")}
+        assert kept == {key: value for key, value in written.items() if key != "id"}
+        assert read_row(row).videos == ([str(media / "two.mp4")] if "Q?" not in str(row) or row["video"] else [])
+
+
+def test_json_list_and_several_files(tmp_path, media, mixed):
+    (tmp_path / "list.json").write_text(
+        json.dumps([text_row("a"), {k: v for k, v in text_row("").items() if k != "id"}])
+    )
+    rows = load_rows([tmp_path / "list.json", mixed], media_root=media)
+    assert rows["id"][:3] == ["a", "list.json:2", "first"]
+    assert set(rows["media_root"]) == {str(media)}
+
+
+@pytest.mark.parametrize("kind", ["path", "bytes", "Video", "List(Video)"])
+def test_parquet_gives_files_undecoded(tmp_path, media, kind):
+    path, data = str(media / "two.mp4"), (media / "two.mp4").read_bytes()
+    column = {
+        "path": [path],
+        "bytes": data,
+        "Video": {"bytes": data, "path": None},
+        "List(Video)": [{"bytes": data, "path": None}],
+    }[kind]
+    table = datasets.Dataset.from_list([{"id": "r", "messages": [user("Q?"), assistant("A")], "videos": column}])
+    feature = {"Video": datasets.Video(), "List(Video)": datasets.List(datasets.Video())}.get(kind)
+    if feature is not None:
+        table = table.cast(datasets.Features({**table.features, "videos": feature}))
+    table.to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(tmp_path / "rows.parquet")
+    assert read_row(rows[0]).videos == [path if kind == "path" else data]
+    assert "decode=True" not in str(rows.features)
+    assert read_row(pickle.loads(pickle.dumps(rows))[0]).messages == read_row(rows[0]).messages
+
+
+def test_images_of_a_decoding_column(tmp_path):
+    features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.Value("string")})
+    features["images"] = datasets.List(datasets.Image())
+    picture = Image.new("RGB", (4, 4))
+    table = datasets.Dataset.from_list([{"question": "Q?", "answer": "A", "images": [picture]}], features=features)
+    table.save_to_disk(tmp_path / "saved")
+    for source, name in ((table, "row:1"), (tmp_path / "saved", "saved:1")):
+        rows = load_rows(source)
+        assert rows["id"] == [name]
+        assert isinstance(read_row(rows[0]).images[0], bytes)
+    assert isinstance(table[0]["images"][0], Image.Image)  # the caller's own is as it was
+
+
+def test_a_repository_of_data_files(tmp_path, media):
+    """A local folder goes the way of a Hub repository: `datasets.load_dataset(name, split=...)`."""
+    repository = tmp_path / "data-set"
+    repository.mkdir()
+    for split, name in (("train", "a"), ("validation", "b")):
+        datasets.Dataset.from_list([video_row(name, "two.mp4")]).to_parquet(
+            repository / f"{split}-00000-of-00001.parquet"
+        )
+    rows = load_rows(str(repository), split="validation", media_root=media, cache_dir=str(tmp_path / "cache"))
+    assert rows["id"] == ["b"]
+    assert read_row(rows[0]).videos == [str(media / "two.mp4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", None, "no data file"),
+        ("rows.jsonl", '{"id": 1}\n{"id": ', r"rows.jsonl:2 is not JSON"),
+        ("rows.jsonl", "[1]\n", r"rows.jsonl:1 must be an object"),
+        ("rows.jsonl", "\n", "holds no rows"),
+        ("rows.csv", "a,b", "neither JSONL nor Parquet"),
+        ("rows.json", '{\n "data": []\n}', r"rows.json is one object, of \['data'\], but must be a list of rows"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        load_rows(tmp_path / name)
+
+
+def test_a_json_file_that_is_one_row(tmp_path):
+    (tmp_path / "row.json").write_text(json.dumps(text_row("one"), indent=2))
+    assert load_rows(tmp_path / "row.json")["id"] == ["one"]
+
+
+def test_texts_that_look_like_json_stay_texts(tmp_path):
+    rows = load_rows(write_jsonl(tmp_path / "a.jsonl", [{"question": "2024", "answer": "12"}, {"answer": 12}]))
+    assert [(row["question"], row["answer"]) for row in rows] == [("2024", "12"), (None, 12)]
+
+
+def test_sources_of_different_forms_are_joined(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"question": "Q?", "options": ["a", "b"], "answer": 1, "videos": ["a.mp4"]}])
+    write_jsonl(tmp_path / "b.jsonl", [{"question": "Q?", "answer": "text", "videos": ["b.mp4"]}])
+    table = datasets.Dataset.from_list([{"id": 7, "messages": [user("Q?"), assistant("A")], "videos": ["c.mp4"]}])
+    table.to_parquet(tmp_path / "c.parquet")
+    rows = load_rows([tmp_path / name for name in ("c.parquet", "a.jsonl", "b.jsonl")])
+    samples = [read_row(row) for row in rows]
+    assert [sample.id for sample in samples] == ["7", "a.jsonl:1", "b.jsonl:1"]
+    assert [sample.messages[-1]["content"][0]["text"] for sample in samples] == ["A", "B", "text"]
+    assert [sample.videos for sample in samples] == [[str(tmp_path / name)] for name in ("c.mp4", "a.mp4", "b.mp4")]
+
+
+def test_columns_with_files_are_not_joined_with_paths(tmp_path, media):
+    write_jsonl(tmp_path / "a.jsonl", [image_row("a", media / "wide.png")])
+    features = datasets.Features({"images": datasets.List(datasets.Image())})
+    table = datasets.Dataset.from_dict({"images": [[Image.new("RGB", (4, 4))]]}, features=features)
+    with pytest.raises(ValueError, match=r"column 'images' of source 2 is List\(Image.*Json.*cannot be joined"):
+        load_rows([tmp_path / "a.jsonl", table])
+
+
+def test_a_dataset_dict_gives_its_split():
+    both = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list([video_row(name, "a.mp4")]) for name in ("train", "test")}
+    )
+    assert load_rows(both)["id"] == ["train"]
+    assert load_rows([both, both["train"]], split="test")["id"] == ["test", "train"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ([text_row("a")], r"got dict\. Rows need no loading"),
+        (None, "got NoneType"),
+        (datasets.Dataset.from_list([text_row("a")]).to_iterable_dataset(), "got IterableDataset.*without streaming"),
+    ],
+    ids=["rows", "none", "iterable"],
+)
+def test_what_is_no_source_is_refused(source, said):
+    with pytest.raises(TypeError, match=f"source must be a path.*{said}"):
+        load_rows(source)
+
+
+@pytest.mark.parametrize("name", ["split", "revision", "cache_dir"])
+def test_options_without_use_are_refused(tmp_path, name):
+    path = write_jsonl(tmp_path / "a.jsonl", [text_row("a")])
+    options: dict[str, Any] = {name: "x"}
+    with pytest.raises(ValueError, match=f"{name}='x' has no use for"):
+        load_rows(path, **options)
+    assert load_rows(path, split=None, revision=None)["id"] == ["a"]
+
+
+def test_check_rows_finds_all_bad_rows_without_reading_media(processor, media, monkeypatch):
+    monkeypatch.setattr(type(processor.video_processor), "preprocess", None)
+    rows = [
+        video_row("good", media / "two.mp4"),
+        video_row("gone", media / "gone.mp4"),
+        video_row("unread", media / "damaged.mp4"),  # only its name is looked at
+        text_row("no columns") | {"messages": None},
+        text_row("turns") | {"messages": [user("a"), user("b"), assistant("c")]},
+        image_row("picture", media / "wide.png"),
+    ]
+    with pytest.raises(RowError) as caught:
+        check_rows(rows, processor, progress=False)
+    for said in ("3 of 6 rows", "Row 'gone': videos: the file", "Row 'no columns': one of", "Row 'turns': .*alternate"):
+        assert re.search(said, str(caught.value))
+    assert check_rows(rows, processor, on_error="skip", progress=False) == [0, 2, 5]
+    with pytest.raises(ValueError, match="on_error must be"):
+        check_rows(rows, on_error="ignore")
+
+
+def test_check_rows_opens_files_where_it_shall(media, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no picture" * 9)
+    rows = [
+        video_row("good", media / "two.mp4"),
+        video_row("broken", media / "damaged.mp4"),
+        video_row("bytes", b"not a video" * 50),
+        video_row("remote", "https://example.com/a.mp4"),
+        image_row("wide", media / "wide.png"),
+        image_row("picture", tmp_path / "broken.png"),
+        video_row("second", media / "five.mkv"),
+        text_row("text"),
+    ]
+    assert check_rows(rows, on_error="skip", progress=False) == list(range(8))
+    assert check_rows(rows, on_error="skip", headers=True, progress=False) == [0, 3, 4, 6, 7]
+    with pytest.raises(RowError, match=r"Row 'broken': videos: .*damaged.mp4' cannot be opened"):
+        check_rows(rows[1:2], headers=True, progress=False)

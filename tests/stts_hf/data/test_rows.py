@@ -1,0 +1,177 @@
+"""What a row may look like, and what is said of one that does not."""
+
+import pytest
+from PIL import Image
+
+from stts_hf import check_rows, measure_lengths
+from stts_hf.data.rows import RowError, check_files, read_row
+from tests.stts_hf.training.samples import assistant, image_row, text_row, user, video_row
+
+ANSWER = assistant("Yes.")
+
+
+def kinds(sample):
+    return [[part["type"] for part in message["content"]] for message in sample.messages]
+
+
+def texts(message):
+    return [part["text"] for part in message["content"] if part["type"] == "text"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("Why?", "video"), ANSWER], "videos": ["a.mp4"]},
+        {"messages": [{"role": "user", "content": "<video>\nWhy?"}, ANSWER], "videos": ["a.mp4"]},
+        {"messages": [{"role": "user", "content": "Why?"}, ANSWER], "videos": ["a.mp4"]},
+        {"messages": [{"role": "user", "content": "Why?"}, ANSWER], "video": "a.mp4"},
+        {"messages": [{"role": "user", "content": "Why?"}, ANSWER], "videos": [{"bytes": None, "path": "a.mp4"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "Why?"}]},
+                ANSWER,
+            ]
+        },
+        {
+            # as a table gives it: every part has every key
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "video", "video": "a.mp4", "text": None, "image": None},
+                        {"type": "text", "video": None, "text": "Why?", "image": None},
+                    ],
+                },
+                ANSWER,
+            ],
+            "images": None,
+        },
+        {"question": "Why?", "answer": "Yes.", "videos": ["a.mp4"]},
+        {
+            "messages": [
+                {"role": "user", "content": {"type": "text", "text": "Why?"}},
+                {"role": "assistant", "content": {"type": "text", "text": "Yes."}},
+            ],
+            "videos": ["a.mp4"],
+        },
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "<video>\nWhy?"}]}, ANSWER],
+            "video": "a.mp4",
+        },
+    ],
+    ids=[
+        "parts",
+        "placeholder",
+        "no_placeholder",
+        "one_video",
+        "dict",
+        "path_in_part",
+        "filled_with_none",
+        "question",
+        "content_is_a_part",
+        "placeholder_in_part",
+    ],
+)
+def test_forms_of_one_conversation(row):
+    sample = read_row(row | {"media_root": "/data"})
+    assert sample.videos == ["/data/a.mp4"]
+    assert kinds(sample) == [["video", "text"], ["text"]]
+    assert texts(sample.messages[0]) == ["Why?"]
+    assert texts(sample.messages[1]) == ["Yes."]
+
+
+def test_a_style_is_said_once_where_a_text_is_split():
+    text = {"type": "text", "text": "One <video> two", "style": "demo"}
+    sample = read_row({"messages": [{"role": "user", "content": text}, ANSWER], "video": "a.mp4"})
+    first, _, last = sample.messages[0]["content"]
+    assert (first, last) == (text | {"text": "One "}, {"type": "text", "text": " two"})
+
+
+def test_columns_fill_parts_in_order_and_parts_may_bring_their_own():
+    content = [{"type": "image"}, {"type": "image", "image": "own.png"}, {"type": "image"}]
+    row = {"messages": [{"role": "user", "content": content}, ANSWER], "images": ["first.png", b"second"]}
+    assert read_row(row).images == ["first.png", "own.png", b"second"]
+
+
+def test_sources_of_all_kinds():
+    picture = Image.new("RGB", (2, 2))
+    row = image_row("r", "/x/absolute.png", "b", "c", "d", "e", "f")
+    row["images"] = ["/x/absolute.png", "https://a/b.png", b"bytes", {"bytes": b"data", "path": "p"}, picture, "up.png"]
+    expected = ["/x/absolute.png", "https://a/b.png", b"bytes", b"data", picture, "/root/up.png"]
+    assert read_row(row | {"media_root": "/root"}).images == expected
+
+
+def test_a_row_is_not_changed_by_reading_it():
+    row = video_row("r", "a.mp4")
+    before = repr(row)
+    read_row(row)
+    assert repr(row) == before
+
+
+def test_subtitles_come_first(media):
+    row = video_row("r", "two.mp4") | {"subtitles": "speech.srt", "media_root": str(media)}
+    assert read_row(row).messages[0] == {"role": "subtitle", "content": "0.0 - 1.2 Hello there"}
+
+
+def no_answer(row):
+    return row | {"messages": row["messages"][:1]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"id": "r", "text": "x"}, r"columns messages and question.*\['id', 'text'\]"),
+        (video_row("r", "a.mp4") | {"question": "Why?"}, "messages and question"),
+        ({"id": "r", "messages": "hello"}, "messages must be a list"),
+        ({"id": "r", "messages": [{"role": "user"}, ANSWER]}, r"messages\[0\] must have role and content"),
+        ({"id": "r", "messages": [{"role": "tool", "content": "x"}, ANSWER]}, r"messages\[0\] has role 'tool'"),
+        ({"id": "r", "messages": [user("x"), assistant(" ")]}, r"messages\[1\]: the answer is empty"),
+        ({"id": "r", "messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "got 'audio'"),
+        (no_answer(video_row("r", "a.mp4")), "no assistant message"),
+        (video_row("r", "a.mp4") | {"videos": []}, "videos has 0 entries, but the messages have 1"),
+        (video_row("r", "a.mp4") | {"videos": ["a", "b"]}, "videos has 2 entries, but the messages have 1"),
+        (text_row("r") | {"videos": ["a.mp4", "b.mp4"]}, "videos: a Molmo2 sample holds at most one video.*has 2"),
+        (video_row("r", 3), r"videos\[0\] must be a path, bytes .* got int"),
+        (
+            text_row("r") | {"messages": [{"role": "user", "content": 3}, ANSWER]},
+            r"messages\[0\]: content must .* got 3",
+        ),
+        (video_row("r", "a") | {"messages": [{"role": "human", "content": "Q"}, ANSWER]}, "has role 'human'"),
+        ({"id": "r", "question": "Q", "options": ["a", "b"]}, "answer is empty"),
+        (video_row("r", ["a.mp4"]), r"videos\[0\] must be .* got list\. Write the files one behind another"),
+        (video_row("r", b""), r"videos\[0\] is empty"),
+        (image_row("r", "a") | {"images": [[1, 2]]}, r"images\[0\] must be .* got list"),
+        (video_row("r", "a.mp4") | {"subtitles": "gone.srt"}, "no subtitle file"),
+        ("text", "must be a dict"),
+    ],
+    ids=lambda value: None if not isinstance(value, str) else value.split()[0][:20],
+)
+def test_bad_rows_are_named(row, said):
+    name = "r" if isinstance(row, dict) else "row 7"
+    with pytest.raises(RowError, match=f"Row '{name}': .*{said}"):
+        read_row(row, 7)
+
+
+@pytest.mark.parametrize("problem", ["does not exist", "is empty"])
+def test_missing_and_empty_files_are_named(tmp_path, problem):
+    path = tmp_path / "clip.mp4"
+    if problem == "is empty":
+        path.touch()
+    with pytest.raises(RowError, match=rf"Row 'r': videos: the file '.*clip.mp4' {problem}"):
+        check_files(read_row(video_row("r", path)))
+
+
+def test_files_that_exist_pass(media):
+    check_files(read_row(video_row("r", media / "two.mp4")))
+    check_files(read_row(video_row("r", "https://example.com/a.mp4")))
+
+
+@pytest.mark.parametrize("error", [ImportError, MemoryError])
+@pytest.mark.parametrize("function", [check_rows, measure_lengths])
+def test_what_is_not_the_rows_fault_skips_none(function, error, processor, monkeypatch):
+    def fail(*_):
+        raise error("jinja2 is missing")
+
+    monkeypatch.setattr(f"{function.__module__}.render", fail)
+    with pytest.raises(error, match="jinja2 is missing"):
+        function([text_row("a")], processor, on_error="skip", progress=False)
