@@ -3,12 +3,14 @@
 It reads with torch's own readers and keeps all in memory, and shares nothing with `stts_hf.checkpoints`.
 """
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import FileSystemReader, Metadata, load
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 Weights = dict[str, torch.Tensor]
 # Applied one after another to every name; the longer pattern first where one holds another.
@@ -38,11 +40,31 @@ RENAMES = (
 )  # fmt: skip
 
 
+class AnyTensorProperties(TensorProperties):
+    """What another torch wrote: 2.15 pickles one entry more than 2.14 reads. Loading needs none of them but dtype."""
+
+    def __setstate__(self, state: tuple) -> None:
+        self.__init__(dtype=state[0])  # type: ignore[misc]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return AnyTensorProperties if name == "TensorProperties" else super().find_class(module, name)
+
+
+class AnyVersionReader(FileSystemReader):
+    """torch's own reader, which reads what newer and older torch wrote."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            return _Unpickler(file).load()
+
+
 def read_original(folder: Path) -> Weights:
     """All tensors of an original training checkpoint, of either form, under their original names."""
     if (folder / "model.pt").is_file():
         return torch.load(folder / "model.pt", weights_only=True)
-    reader = FileSystemReader(folder / "model_and_optim")
+    reader = AnyVersionReader(folder / "model_and_optim")
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata
     weights = {name: torch.empty(found[name].size) for name in found if name.startswith("model.")}
     load(weights, storage_reader=reader, no_dist=True)
