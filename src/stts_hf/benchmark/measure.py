@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch._dynamo import exc as dynamo_errors
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 from stts_hf.benchmark.clocks import FlopClock, clock_of
+from stts_hf.benchmark.flops import flop_counter
 from stts_hf.benchmark.geometries import build_models, configure
 from stts_hf.benchmark.memory import is_out_of_memory, limited_to_free_memory, peak_memory, release
 from stts_hf.benchmark.passes import Runner
@@ -173,7 +174,7 @@ def _warm_up(
 
 
 def _count(runner: Runner, ratio: float | None) -> dict[str, float]:
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         return runner.run(ratio, FlopClock(counter))
 
 

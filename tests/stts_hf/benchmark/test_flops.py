@@ -1,12 +1,15 @@
 """The FLOPs that ideals are made of, against formulas worked out by hand."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 from stts_hf.benchmark.clocks import FlopClock
+from stts_hf.benchmark.flops import flop_counter
 from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config
 from stts_hf.benchmark.passes import Runner
 from stts_hf.benchmark.stages import (
@@ -25,6 +28,7 @@ from tests.stts_hf.benchmark import formulas, ideals
 
 FRAMES, PATCHES, BLOCKS = 4, 81, 9
 CPU = torch.device("cpu")
+COMMITTED = Path(__file__).parents[3] / "docs" / "benchmarks"
 SHAPE = Workload("tower", "tiny", FRAMES, text_tokens=16, timestamp_tokens=2, decode_tokens=1)
 TOKENS = 16 + FRAMES * (2 + 2)  # of a row, besides the video's
 
@@ -43,7 +47,7 @@ def count(models):
         models[0].config.vision_config.selector = selector
         configure(models, workload.layout, workload.backend, workload.mode == "training", workload.checkpointing)
         runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             return runner.run(ratio, FlopClock(counter))
 
     yield count
@@ -159,6 +163,19 @@ def test_recomputation_is_counted_on_both_sides(count):
         again = count(ratio, mode="training", checkpointing=True)
         assert again[FORWARD] == plain[FORWARD]
         assert plain[BACKWARD] < again[BACKWARD] < plain[BACKWARD] + plain[FORWARD]
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5], ids=["stock", "k=0.5"])
+def test_another_version_of_pytorch_counted_the_same(ratio):
+    """Those of a committed result, made with torch 2.15, of a frame that may not lose anything."""
+    (cell, *_) = json.loads((COMMITTED / "scaling" / "result.json").read_text())["cells"]
+    expected = {variant["pruning_ratio"]: variant["stages"] for variant in cell["variants"]}[ratio]
+    models = build_models("narrow-tower", torch.float32, CPU)
+    workload = Workload("tower", "narrow-tower", 1, text_tokens=64, timestamp_tokens=7)
+    runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
+    with flop_counter() as counter:
+        found = runner.run(ratio, FlopClock(counter))
+    assert found == {stage: measured["flops"] for stage, measured in expected.items()}
 
 
 def share_of_text(name: str, frames: int, text_tokens: int, timestamp_tokens: int) -> tuple[float, float]:
