@@ -1,7 +1,7 @@
 """Attention over packed frames: one door, the fastest kernel that the machine has behind it.
 
-Pure tensors and plain numbers; nothing here knows of Molmo2. Queries, keys and values are flat, `(P, heads, head_dim)`,
-and cut into frames by `cu_seqlens`; nothing is padded and no frame sees another.
+Pure tensors and plain numbers. Queries, keys and values are flat, `(P, heads, head_dim)`, and cut into frames by
+`cu_seqlens`; no frame sees another. A "frame" is any stretch of the sequence whose patches attend to each other.
 """
 
 import contextlib
@@ -15,8 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
-
-from .frame_attention_stts import attend_within_frames, masked_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -82,13 +80,18 @@ def packed_attention(
         with contextlib.nullcontext() if cudnn_takes_empty_frames() else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             output = varlen_attn(query, key, value, *bounds, scale=scaling)
     else:
-        output = attend_within_frames(query, key, value, *bounds, scaling, dropout, eager=backend == "eager")
+        attend = frame_by_frame if backend == "frame_by_frame" else padded_frames
+        output = attend(query, key, value, *bounds, scaling, dropout, eager=implementation == "eager")
     return output[..., :head_dim]
 
 
 def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.0) -> str:
     """
-    "flash", "torch_varlen", "sdpa" or "eager". Raises `ValueError` where a flash kernel is asked for and cannot run.
+    "flash", "torch_varlen", "frame_by_frame" or "padded". Raises `ValueError` where a flash kernel is asked for and
+    cannot run.
+
+    A CPU reads the frames' lengths for free, so there it attends frame by frame. Anywhere else that would force a
+    host-device sync, and in a graph it would break the graph, so there frames are padded to one length.
     """
     half = query.dtype in HALF_PRECISION
     if is_flash_attention_requested(requested_attention_implementation=implementation):
@@ -99,14 +102,12 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
                 "Use attn_implementation='sdpa' or change dtype and device."
             )
         return "flash"
-    if implementation == "eager":
-        return "eager"
-    fits = half and query.shape[-1] <= 256 and dropout == 0.0
+    fits = half and query.shape[-1] <= 256 and dropout == 0.0 and implementation != "eager"
     if query.is_cuda and fits and has_flash(query.device.index):
         if varlen_attn is not None:
             return "torch_varlen"
         warn_of_padding()
-    return "sdpa"
+    return "frame_by_frame" if query.device.type == "cpu" and not torch.compiler.is_compiling() else "padded"
 
 
 @functools.lru_cache
@@ -157,6 +158,98 @@ def fold_bias_into_keys(
         torch.cat([key, columns[:, None, :].expand(*key.shape[:-1], extra)], dim=-1),
         F.pad(value, (0, extra)),
     )
+
+
+def frame_by_frame(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling: float,
+    dropout: float = 0.0,
+    eager: bool = False,
+) -> torch.Tensor:
+    """One call per frame: on a CPU faster than masked bins, since no masked product is ever computed."""
+    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    outputs = []
+    for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
+        if k.shape[0] == 0:  # nothing to attend to: padding slots of the biased layer
+            outputs.append(torch.zeros_like(q))
+        elif q.shape[0]:
+            q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))  # (1, heads, frame, d)
+            outputs.append(masked_attention(q, k, v, None, scaling, dropout, eager)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def padded_frames(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling: float,
+    dropout: float = 0.0,
+    eager: bool = False,
+) -> torch.Tensor:
+    """One call for all frames, padded to `max_seqlen` and masked: no size depends on the frames' lengths."""
+    num_queries = query.shape[0]
+    query, valid_queries = gather_frames(query, cu_seqlens_q, max_seqlen_q)  # (F, heads, max_seqlen_q, d)
+    (key, valid), (value, _) = (gather_frames(states, cu_seqlens_k, max_seqlen_k) for states in (key, value))
+    if valid is None:
+        mask = None
+    else:
+        mask = valid | ~valid.any(-1, keepdim=True)  # a frame without keys: its values are zero, so its output is
+        mask = mask[:, None, None, :]
+    output = masked_attention(query, key, value, mask, scaling, dropout, eager)
+    if valid_queries is None:
+        return output.transpose(1, 2).flatten(0, 1)
+    slots = torch.arange(num_queries, device=output.device, dtype=cu_seqlens_q.dtype)
+    frame = torch.searchsorted(cu_seqlens_q[1:].contiguous(), slots, right=True)
+    return output[frame, :, slots - cu_seqlens_q[frame]]
+
+
+def gather_frames(
+    states: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    (P, heads, d) -> (F, heads, max_seqlen, d), zero behind each frame's end, and (F, max_seqlen) bool before it; a view
+    and None where all frames are whole.
+    """
+    num_frames = cu_seqlens.numel() - 1
+    if states.shape[0] == num_frames * max_seqlen:  # no frame is longer, so none is shorter
+        return states.unflatten(0, (num_frames, max_seqlen)).transpose(1, 2), None
+    offsets = torch.arange(max_seqlen, device=states.device)
+    valid = offsets < cu_seqlens.diff()[:, None]
+    index = (cu_seqlens[:-1, None] + offsets).clamp_max(max(states.shape[0] - 1, 0))
+    padded = states[index].masked_fill(~valid[..., None, None], 0)  # zero, so that no frame's NaN reaches another
+    return padded.transpose(1, 2), valid
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    eager: bool,
+) -> torch.Tensor:
+    """
+    (batch, heads, length, d) each; mask bool or None, broadcast to (batch, heads, query length, key length). `eager`:
+    plain matrix products with the softmax in float32, as transformers' eager attention.
+    """
+    if not eager:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    logits = query @ key.transpose(-1, -2) * scaling
+    if mask is not None:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    weights = logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return F.dropout(weights, p=dropout) @ value
 
 
 def binned_attention(

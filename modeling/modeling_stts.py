@@ -35,7 +35,6 @@ from .checks_stts import (
     packed_without_videos,
     read_grids,
 )
-from .compiling_stts import CompilingMixin
 from .configuration_stts import STTSConfig
 from .generation_stts import STTSGeneration
 from .inputs_stts import PrunedInputs, prune_inputs
@@ -282,9 +281,7 @@ class STTSModel(Molmo2Model):
         return mask
 
 
-class STTSForConditionalGeneration(
-    SavingMixin, CompilingMixin, STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin
-):
+class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
     """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
 
     config: STTSConfig

@@ -253,16 +253,16 @@ def test_a_flash_kernel_of_the_hub_is_no_other_backend():
         choose_backend("kernels-community/flash-attn2", torch.zeros(1, 1, 8))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "expected"),
-    [("sdpa", "sdpa"), ("flex_attention", "sdpa"), (None, "sdpa"), ("eager", "eager")],
-)
-def test_backends_of_a_cpu(implementation, expected):
-    assert choose_backend(implementation, torch.zeros(1, 1, 8, dtype=torch.bfloat16)) == expected
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", None, "eager"])
+def test_a_cpu_goes_frame_by_frame_except_in_a_graph(implementation, monkeypatch):
+    query = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    assert choose_backend(implementation, query) == "frame_by_frame"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose_backend(implementation, query) == "padded"
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"), [((7, 5), "sdpa"), ((8, 0), "torch_varlen"), ((9, 0), "torch_varlen")]
+    ("capability", "expected"), [((7, 5), "padded"), ((8, 0), "torch_varlen"), ((9, 0), "torch_varlen")]
 )
 def test_varlen_kernels_are_for_ampere_and_newer(monkeypatch, capability, expected):
     monkeypatch.setattr(attention_stts, "varlen_attn", object())
@@ -272,7 +272,8 @@ def test_varlen_kernels_are_for_ampere_and_newer(monkeypatch, capability, expect
         with FakeTensorMode():
             query = torch.empty(3, 2, 72, dtype=torch.bfloat16, device="cuda")
             assert choose_backend("sdpa", query) == expected
-            assert choose_backend("sdpa", query, dropout=0.1) == "sdpa"
+            assert choose_backend("sdpa", query, dropout=0.1) == "padded"
+            assert choose_backend("eager", query) == "padded"
     finally:
         has_flash.cache_clear()
 
@@ -283,9 +284,9 @@ def test_a_pytorch_without_the_kernel_says_what_it_costs(monkeypatch):
     monkeypatch.setattr(attention_stts, "has_flash", lambda index: True)
     monkeypatch.setattr(attention_stts.logger, "warning_once", said.append)
     with FakeTensorMode():
-        assert choose_backend("sdpa", torch.empty(3, 2, 72, dtype=torch.float32, device="cuda")) == "sdpa"
+        assert choose_backend("sdpa", torch.empty(3, 2, 72, dtype=torch.float32, device="cuda")) == "padded"
         assert not said
-        assert choose_backend("sdpa", torch.empty(3, 2, 72, dtype=torch.bfloat16, device="cuda")) == "sdpa"
+        assert choose_backend("sdpa", torch.empty(3, 2, 72, dtype=torch.bfloat16, device="cuda")) == "padded"
     assert re.search("padded to full length.* Upgrade PyTorch, or install flash-attn", said[0])
 
 

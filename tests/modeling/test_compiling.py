@@ -1,4 +1,4 @@
-"""Compiled parts: the same numbers, no graph break, and one compilation per shape whatever the videos show.
+"""Compiled layers: the same numbers, no graph break, and one compilation per shape whatever the videos show.
 
 Graphs are counted, not generated: the backend runs what the compiler captured. `fullgraph=True` turns any break into an
 error.
@@ -21,9 +21,15 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def compiled(model, backend: str = "eager", **options) -> CompileCounterWithBackend:
+def compile_layers(model, **options) -> None:
+    """As docs/behaviour.md says it."""
+    for layer in [*model.model.vision_tower.layers, *model.model.language_model.layers]:
+        layer.compile(fullgraph=True, recompile_limit=64, **options)
+
+
+def compiled(model, backend: str = "eager") -> CompileCounterWithBackend:
     counter = CompileCounterWithBackend(backend)
-    model.compile_parts(backend=counter, **options)
+    compile_layers(model, backend=counter)
     return counter
 
 
@@ -63,13 +69,6 @@ def test_bins_compile_layer_by_layer():
     assert 0 < counts[1] == counts[2]  # once more where the number of bins changes, and then no more
 
 
-def test_a_whole_tower_with_bins_is_refused():
-    model = tiny_model(tiny_config(packing="first_fit_descending"))
-    with pytest.raises(ValueError, match=r"`regional` is False, but `packing` is 'first_fit_descending'"):
-        model.compile_parts(regional=False)
-    model.compile_parts(vision=False, regional=False)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 def test_beside_gradient_checkpointing(use_reentrant):
     reference, model = tiny_model().train(), tiny_model().train()
@@ -89,7 +88,7 @@ def test_beside_gradient_checkpointing(use_reentrant):
 def test_training_on_cuda():
     """With inductor, and the kernels of variable length in the graph."""
     reference, model = (tiny_model().train().to("cuda", torch.bfloat16) for _ in range(2))
-    model.compile_parts()
+    compile_layers(model)
     inputs = build_inputs(ROWS, model.config, labels=True)
     inputs = {name: value if name == "video_grids" else value.cuda() for name, value in inputs.items()}
     losses = []
@@ -105,7 +104,9 @@ def test_training_on_cuda():
 def test_a_prefill_compiles_once_per_frames_and_ratio():
     """Tower and language model as one graph each, into a cache; new videos reuse it, and so do old shapes."""
     reference, model = tiny_model(), tiny_model()
-    counter = compiled(model, regional=False, dynamic=False)
+    counter = CompileCounterWithBackend("eager")
+    for part in (model.model.vision_tower, model.model.language_model):
+        part.compile(fullgraph=True, recompile_limit=64, dynamic=False, backend=counter)
     seen = {}
     for seed, (frames, ratio) in enumerate([(4, 0.5), (4, 0.5), (3, 0.5), (4, 0.3), (4, 0.5), (4, 0.3), (3, 0.5)]):
         inputs = build_inputs([[3, Video(frames), 5]], seed=seed)
@@ -130,7 +131,7 @@ def test_batches_of_many_shapes_stop_compiling():
 
 
 @torch.no_grad()
-def test_generate_goes_on_with_compiled_parts():
+def test_generate_goes_on_with_compiled_layers():
     inputs = build_inputs([ROWS[0]])
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model = tiny_model()
@@ -143,8 +144,3 @@ def test_names_of_weights_stay():
     names = set(model.state_dict())
     compiled(model)
     assert set(model.state_dict()) == names
-
-
-def test_nothing_to_compile_is_refused():
-    with pytest.raises(ValueError, match="`vision` and `decoder` are both False"):
-        tiny_model().compile_parts(vision=False, decoder=False)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stts_hf.modeling import attention_stts
-from stts_hf.modeling.frame_attention_stts import padded_frames
+from stts_hf.modeling.attention_stts import padded_frames
 from tests.tiny import Part, Video, build_inputs, tiny_config, tiny_model
 
 ONE: list[list[Part]] = [[3, Video(4), 5]]
@@ -139,7 +139,7 @@ def operations_of_backward(model, **options) -> set[str]:
 @pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
 def test_nothing_in_the_backward_pass_waits(monkeypatch, pruning_ratio, packing):
     # As on devices other than a CPU, where frames are not told apart by reading their lengths.
-    monkeypatch.setattr(attention_stts, "attend_within_frames", padded_frames)
+    monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "padded")
     model = tiny_model(tiny_config(packing=packing)).train()
     seen = operations_of_backward(model, pruned_length=70, pruning_ratio=pruning_ratio)
     assert "aten.mm" in seen

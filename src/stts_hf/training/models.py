@@ -1,5 +1,6 @@
 """The model of a run: its weights, with a new scorer, an adapter, frozen and compiled parts as it asks for them."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -100,7 +101,10 @@ def compile_model(config: TrainConfig, model: Any) -> None:
             "`compile` without `data.pad_to`: every length of a batch is compiled anew, up to torch's recompile limit. "
             "Set `data.pad_to` to the tokens that a row may have after pruning."
         )
-    model.compile_parts(section.vision, section.decoder, backend=section.backend, mode=section.mode)
+    parts = [model.model.vision_tower] * section.vision + [model.model.language_model] * section.decoder
+    for layer in itertools.chain.from_iterable(part.layers for part in parts):
+        # All layers count as one function to the compiler, and each part has several kinds of calls.
+        layer.compile(backend=section.backend, mode=section.mode, fullgraph=True, recompile_limit=64)
 
 
 def _adapt(run: TrainingSetup, model: Any) -> Any:

@@ -1,1 +1,0 @@
-../../modeling/compiling_stts.py

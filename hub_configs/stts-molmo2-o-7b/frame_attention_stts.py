@@ -1,1 +1,0 @@
-../../modeling/frame_attention_stts.py
