@@ -23,7 +23,7 @@ export CLIP QUESTION
 demo: $(VENV)/.installed $(if $(VIDEO),,$(CLIP))
 	@mkdir -p "$(OUT)"
 	@$(BIN)/stts-hf run "$$CLIP" "$$QUESTION" --checkpoint "$(CHECKPOINT)" --pruning-ratio $(RATIO) \
-		--selector $(SELECTOR) --output "$(OUT)/contact_sheet.png"
+		--selector $(SELECTOR) --output "$(OUT)/contact_sheet.png" --time
 
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)

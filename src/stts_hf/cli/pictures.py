@@ -1,5 +1,6 @@
-"""Contact sheets of videos that were answered: what to call them, and drawing them."""
+"""Contact sheets of videos that were answered: where they go, and drawing them."""
 
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,42 @@ if TYPE_CHECKING:
 
 FRAME_WIDTH = 480
 ENDING = ".contact_sheet.png"
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def check_picture(path: Path) -> None:
+    """Raises `CommandError` where the picture of a single video cannot be written; an older one is replaced."""
+    if path.suffix.lower() not in PICTURES:
+        raise CommandError(f"--output {path} must end in .png, .jpg or .webp")
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        raise CommandError(f"--output {path} is there already and cannot be written over; name another file")
+    check_folder("--output", path)
+
+
+def check_pictures(folder: Path, videos: Sequence[str]) -> None:
+    """Raises `CommandError` where a folder cannot be made, or holds one of the videos' pictures already."""
+    if folder.suffix.lower() in PICTURES or (folder.exists() and not folder.is_dir()):
+        raise CommandError(f"--output {folder} must name a folder where there are several videos: one picture for each")
+    existing = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
+    if not existing.is_dir():
+        raise CommandError(f"--output {folder} cannot be made: {existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise CommandError(f"--output {folder} cannot be written: no permission in {existing}")
+    there = [path.name for path in sheet_paths(folder, videos) if os.path.lexists(path)]
+    if there:
+        raise CommandError(
+            f"--output {folder} holds {', '.join(there)} already, which is not written over; name another folder, or "
+            "move the pictures away"
+        )
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raises `CommandError` where the folder of a file that is to be written is missing or cannot be written to."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise CommandError(f"{option} {path} lies in a folder that does not exist; create {folder} first")
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"{option} {path} cannot be written: no permission in {folder}")
 
 
 def sheet_paths(folder: Path, videos: Sequence[str]) -> list[Path]:
@@ -38,8 +75,8 @@ def sheet_paths(folder: Path, videos: Sequence[str]) -> list[Path]:
 
 def draw(answer: "VideoAnswer", path: Path) -> None:
     """
-    Decodes the sampled frames once more, small and not squashed, and writes the contact sheet. Raises `CommandError`
-    where the file cannot be written.
+    Decodes the sampled frames once more, small and not squashed, and writes the contact sheet, into a folder that is
+    made if needed. Raises `CommandError` where the file cannot be written.
     """
     import numpy as np
     from PIL import Image
@@ -66,6 +103,7 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
         title=answer.question,
     )
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         sheet.save(path)
     except OSError as error:
         raise CommandError(f"--output {path} cannot be written: {one_line(error, 120)}") from error

@@ -1,16 +1,23 @@
-"""What a command says on stderr while it works: what it is doing, and how many tokens an answer has so far."""
+"""What a command says on stderr while it works. Progress bars appear on a terminal only, never in a log."""
 
 import contextlib
 import math
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Says on stderr what is being done, and how long it took."""
+    """Says on stderr what is being done and, where it took a second or more, how long it took."""
     note(f"{name} ...")
     started = time.perf_counter()
     yield
@@ -19,8 +26,22 @@ def stage(name: str) -> Iterator[None]:
         note(f"  done in {seconds:.1f} s")
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def progress_bar(total: int, unit: str, description: str | None = None) -> "tqdm":
+    """A bar that is gone when it is closed; `disable=None` shows none where stderr is no terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, desc=description, leave=False, file=sys.stderr, disable=None)
+
+
+def import_libraries() -> None:
+    """Imports PyTorch and transformers, the seconds before anything else, and keeps their bars out of logs too."""
+    with stage("Loading PyTorch and transformers"):
+        from huggingface_hub.utils import disable_progress_bars
+        from transformers import AutoModelForMultimodalLM, AutoProcessor  # noqa: F401 - importing is the point
+        from transformers.utils import logging
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+        logging.disable_progress_bar()
 
 
 class TokenBar:
@@ -31,7 +52,7 @@ class TokenBar:
 
     def __init__(self, max_new_tokens: int):
         self._total = max_new_tokens
-        self._bar: Any = None
+        self._bar: tqdm | None = None
 
     def __enter__(self) -> "TokenBar":
         return self
@@ -40,10 +61,8 @@ class TokenBar:
         self.end()
 
     def put(self, value: Any) -> None:
-        from tqdm import tqdm
-
         if self._bar is None:  # the first call brings the prompt
-            self._bar = tqdm(total=self._total, unit="token", leave=False, file=sys.stderr)
+            self._bar = progress_bar(self._total, "token")
         else:
             self._bar.update(1)
 

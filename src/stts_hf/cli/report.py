@@ -1,9 +1,12 @@
 """What `stts-hf run` gives: lines about each video for a person, JSON Lines for a program."""
 
 import contextlib
+import errno
+import io
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,51 +16,53 @@ if TYPE_CHECKING:
     from stts_hf.inference.answering import VideoAnswer
 
 
+def check_answers(path: Path) -> None:
+    """Raises `CommandError` where an answers file would replace anything; an empty file holds nothing to lose."""
+    is_empty_file = path.is_file() and not path.stat().st_size
+    if os.path.lexists(path) and not is_empty_file:
+        raise CommandError(
+            f"--answers {path} is there already and is not written over; name another file, or move that one away"
+        )
+
+
 @contextlib.contextmanager
 def answers_file(path: Path | None) -> Iterator[Callable[["VideoAnswer"], None]]:
     """
-    Creates a file of JSON Lines and gives what writes an answer to it, at once and to the end; without `path` that does
-    nothing. A file to which nothing was written is taken away again.
+    Creates a file of JSON Lines and gives what writes an answer to it, at once and whole or not at all; without `path`
+    that does nothing. A file to which nothing was written is removed.
 
     Raises `CommandError` where the file is there already or cannot be written.
     """
     if path is None:
         yield lambda answer: None
         return
+    check_answers(path)
     try:
-        # An undecodable byte of a file's name becomes the JSON escape \udcXX.
-        file = path.open("x", encoding="utf-8", errors="backslashreplace")
-    except FileExistsError as error:
-        raise CommandError(answers_exist(path)) from error
+        file = io.FileIO(path, "a")
     except OSError as error:
         raise CommandError(f"--answers {path} cannot be written: {one_line(error, 120)}") from error
-    is_empty = True
 
     def write(answer: "VideoAnswer") -> None:
-        nonlocal is_empty
-        is_empty = False
+        whole_lines = file.tell()
+        # An undecodable byte of a file's name becomes the JSON escape \udcXX.
+        line = (json.dumps(row(answer), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         try:
-            file.write(json.dumps(row(answer), ensure_ascii=False) + "\n")
-            file.flush()
+            if file.write(line) < len(line):  # what a disk does that has room for a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            file.truncate(whole_lines)
             raise CommandError(f"--answers {path} cannot be written: {one_line(error, 120)}") from error
 
-    try:
-        with file:
+    with file:
+        try:
             yield write
-    finally:
-        if is_empty:
-            path.unlink(missing_ok=True)
-
-
-def answers_exist(path: Path) -> str:
-    """What to say where `--answers` would write over a file."""
-    return f"--answers {path} is there already and is not written over; name another file, or move that one away"
+        finally:
+            if not os.fstat(file.fileno()).st_size:
+                path.unlink(missing_ok=True)
 
 
 def row(answer: "VideoAnswer") -> dict[str, Any]:
     """One line of the answers file. Every line has all fields; a video that could not be read has null in most."""
-    fields: dict[str, Any] = {"video": str(answer.video), "question": answer.question, "answer": answer.answer}
     found = {
         "frames": answer.num_frames,
         "timestamps": [round(seconds, 3) for seconds in answer.timestamps],
@@ -67,8 +72,13 @@ def row(answer: "VideoAnswer") -> dict[str, Any]:
         "prompt_tokens": answer.prompt_tokens,
     }
     failed = answer.error is not None
-    fields.update(dict.fromkeys(found) if failed else found)
-    return fields | {"error": reason(answer) if failed else None}
+    return {
+        "video": str(answer.video),
+        "question": answer.question,
+        "answer": answer.answer,
+        **(dict.fromkeys(found) if failed else found),
+        "error": reason(answer) if failed else None,
+    }
 
 
 def reason(answer: "VideoAnswer") -> str:
@@ -84,45 +94,29 @@ def reason(answer: "VideoAnswer") -> str:
 def print_answer(answer: "VideoAnswer", with_question: bool = True) -> None:
     """Prints what was answered about one video, or why nothing was, on stdout."""
     if answer.error is not None:
-        print_lines([("error", reason(answer))])
+        print_lines(error=reason(answer))
         return
+    if with_question:
+        print_lines(question=answer.question)
     total, kept = answer.video_tokens, answer.video_tokens_kept
     first, last = answer.timestamps[0], answer.timestamps[-1]
-    lines = [
-        ("question", answer.question),
-        ("answer", answer.answer or "(empty)"),
-        (
-            "frames",
-            f"{answer.num_frames} sampled from {first:.1f} s to {last:.1f} s of a video of {answer.duration:.1f} s",
-        ),
-        ("video tokens", f"{kept} of {total} kept ({1 - kept / total:.1%} dropped)"),
-        ("prompt", f"{answer.prompt_tokens_kept} of {answer.prompt_tokens} tokens reach the language model"),
-    ]
-    print_lines(lines if with_question else lines[1:])
+    print_lines(
+        answer=answer.answer or "(empty)",
+        frames=f"{answer.num_frames} sampled from {first:.1f} s to {last:.1f} s of a video of {answer.duration:.1f} s",
+        video_tokens=f"{kept} of {total} kept ({1 - kept / total:.1%} dropped)",
+        prompt=f"{answer.prompt_tokens_kept} of {answer.prompt_tokens} tokens reach the language model",
+    )
 
 
-def print_lines(lines: list[tuple[str, str]]) -> None:
-    for label, value in lines:
-        print(f"{label + ':':<14}{value}", flush=True)
+def print_lines(**lines: str) -> None:
+    for label, value in lines.items():
+        print(f"{label.replace('_', ' ') + ':':<14}{value}", flush=True)
 
 
 def print_heading(number: int, total: int, video: str) -> None:
     """Prints which of several videos comes now; bytes of its name that are no text are escaped."""
     name = video.encode("utf-8", "backslashreplace").decode()
     print(f"\n[{number}/{total}] {name}", flush=True)
-
-
-def print_times(times: Mapping[str, Any]) -> None:
-    """Prints the medians of `time_prefills`, each with its ratio to the first."""
-    print()
-    print(f"{'median, ms':<22}{'vision tower':>20}{'LLM prefill':>20}{'pixels to logits':>20}")
-    stock = next(iter(times.values()))
-    for name, measured in times.items():
-        cells = (
-            f"{value:.1f} ({base / value:.2f}x)" if value > 0 else "-"
-            for value, base in zip(vars(measured).values(), vars(stock).values(), strict=True)
-        )
-        print(f"{name:<22}" + "".join(f"{cell:>20}" for cell in cells))
 
 
 class Tally:
@@ -133,28 +127,25 @@ class Tally:
         self.waited = self.waited_first = 0.0
         self._started = time.perf_counter()
 
+    @property
+    def done(self) -> int:
+        return self.answered + self.failed
+
     def add(self, answer: "VideoAnswer") -> None:
-        if not self.answered + self.failed:
+        if not self.done:
             self.waited_first = answer.seconds_waited
         self.waited += answer.seconds_waited
         self.frames += answer.num_frames
-        if answer.error is None:
-            self.answered += 1
-        else:
-            self.failed += 1
+        self.answered += answer.error is None
+        self.failed += answer.error is not None
 
     def print(self) -> None:
         """Prints the sum on stdout."""
         seconds = time.perf_counter() - self._started
         print()
         print_lines(
-            [
-                ("videos", f"{self.answered} answered" + (f", {self.failed} could not be read" if self.failed else "")),
-                ("frames", f"{self.frames} in {seconds:.1f} s ({self.frames / seconds:.1f} per second)"),
-                (
-                    "waiting",
-                    f"the model waited {self.waited:.1f} s for decoding, {self.waited_first:.1f} s of that for the "
-                    "first video",
-                ),
-            ]
+            videos=f"{self.answered} answered" + (f", {self.failed} could not be read" if self.failed else ""),
+            frames=f"{self.frames} in {seconds:.1f} s ({self.frames / seconds:.1f} per second)",
+            waiting=f"the model waited {self.waited:.1f} s for decoding, {self.waited_first:.1f} s of that for the "
+            "first video",
         )

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -128,19 +127,13 @@ def answer_videos(
         pairs: Iterator[tuple[Any, str]] = ((video, question) for video in videos)
     else:
         pairs = zip(videos, question, strict=True)
-    in_work: deque[tuple[Any, str]] = deque()
-
-    def taken() -> Iterator[tuple[Any, str]]:
-        for pair in pairs:
-            in_work.append(pair)
-            yield pair
 
     def prepare(pair: tuple[Any, str]) -> PreparedVideo:
         return prepare_video(processor, *pair, pruning_ratio=ratio, processing=processing)
 
     prepared = prefetch(
         prepare,
-        taken(),
+        pairs,
         num_workers=num_workers,
         ahead=ahead,
         item_id=lambda index, pair: pair[0] if isinstance(pair[0], str | os.PathLike) else index,
@@ -148,20 +141,17 @@ def answer_videos(
     )
 
     def answers() -> Generator[VideoAnswer, None, None]:
-        with prepared:
-            while True:
-                started = time.perf_counter()
-                result = next(prepared, None)
+        with contextlib.closing(prepared):
+            started = time.perf_counter()
+            for result in prepared:
                 waited = time.perf_counter() - started
-                if result is None:
-                    return
-                video, asked = in_work.popleft()
                 if isinstance(result, PreparationError):
-                    yield VideoAnswer(video, asked, error=result, seconds_waited=waited)
-                    continue
-                answer = answer_prepared(model, processor, result, pruning_ratio=ratio, **generate_options)
-                del result  # not held while the caller works on the answer
-                yield dataclasses.replace(answer, seconds_waited=waited)
+                    yield VideoAnswer(*result.item, error=result, seconds_waited=waited)
+                else:
+                    answer = answer_prepared(model, processor, result, pruning_ratio=ratio, **generate_options)
+                    del result  # not held while the caller works on the answer
+                    yield dataclasses.replace(answer, seconds_waited=waited)
+                started = time.perf_counter()
 
     return answers()
 

@@ -35,7 +35,7 @@ def run(clip, hub_configs, tmp_path, capsys):
         sheet = tmp_path / "sheet.png"
         checkpoint = hub_configs / "stts-tiny" if checkpoint is None else checkpoint
         command = ["run", str(video), "What moves?", "--checkpoint", str(checkpoint), "--output", str(sheet)]
-        status = main([*command, "--max-new-tokens", "3", "--repeats", "0", *arguments])
+        status = main([*command, "--max-new-tokens", "3", *arguments])
         printed = capsys.readouterr()
         return status, printed.out, printed.err, sheet
 
@@ -90,8 +90,45 @@ def test_test_time_scaling_looks_at_more_frames(run):
     assert "4 sampled" in run("--num-frames", "2", "--test-time-scaling", "--pruning-ratio", "0.5")[1]
 
 
+def test_the_answer_comes_before_pictures_and_times(run, monkeypatch, capsys):
+    printed_by_then = {}
+
+    def note_down(step):
+        return lambda *_: printed_by_then.update({step: capsys.readouterr().out}) or {}
+
+    monkeypatch.setattr("stts_hf.cli.run.draw", note_down("draw"))
+    monkeypatch.setattr(timing, "time_against_stock", note_down("time"))
+    monkeypatch.setattr(timing, "print_times", lambda times: None)
+    run("--time")
+    assert re.search(r"^answer: +\S", printed_by_then["draw"], re.M)
+    assert "picture:" in printed_by_then["time"]
+
+
+def test_times_are_taken_only_when_asked_for(run, monkeypatch):
+    monkeypatch.setattr(timing, "time_prefills", lambda *_, **__: pytest.fail("nobody asked for times"))
+    status, out, err, _ = run()
+    assert status == 0
+    assert "stock Molmo2" not in out
+    assert "Timing" not in err
+
+
+def test_no_bar_goes_into_a_log(run):
+    _, _, err, _ = run("--time", "--repeats", "1")
+    assert "\r" not in err
+    assert "%|" not in err
+
+
+def test_an_address_is_read_only_where_that_is_allowed(run):
+    status, out, err, _ = run(video="https://example.com/clip.mp4")
+    assert (status, out) == (2, "")
+    assert err == (
+        "stts-hf run: error: VIDEO https://example.com/clip.mp4 is an address, which is downloaded only with "
+        "--allow-urls; pass the path of a video file\n"
+    )
+
+
 def test_times_compare_stock_molmo2_with_and_without_dropping(run):
-    _, out, _, _ = run("--repeats", "1")
+    _, out, _, _ = run("--time", "--repeats", "1")
     rows = [line for line in out.splitlines() if line.startswith(("stock", "STTS"))]
     assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["stock Molmo2", "STTS, none dropped", "STTS, 50% dropped"]
     for row in rows:
@@ -108,7 +145,8 @@ def test_times_compare_stock_molmo2_with_and_without_dropping(run):
         (["--test-time-scaling", "--pruning-ratio", "1"], "--test-time-scaling needs"),
         (["--num-frames", "0"], "--num-frames is 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
-        (["--repeats", "-1"], "--repeats is -1"),
+        (["--time", "--repeats", "0"], "--repeats is 0, but must be at least 1"),
+        (["--repeats", "2"], "--repeats is for --time"),
         (["--output", "missing_folder/sheet.png"], "a folder that does not exist"),
         (["--output", "sheet.txt"], "must end in .png"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
@@ -192,8 +230,12 @@ def test_help_does_not_wait_for_torch():
 
 def test_the_checkpoints_own_code_runs(hub_configs, tmp_path):
     code = """
-import argparse, sys, torch
+import argparse, sys
 from stts_hf.cli.checkpoints import load_model, load_processor
+from stts_hf.cli.progress import import_libraries
+import_libraries()
+assert "transformers.models.auto.processing_auto" in sys.modules, "seconds of imports are left for later"
+import torch
 options = argparse.Namespace(revision=None, selector="cosine", dtype="auto")
 config, processor = load_processor(sys.argv[1], options)
 model = load_model(sys.argv[1], config, torch.device("cpu"), options)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from stts_hf.cli.errors import CommandError
 from stts_hf.cli.main import main
 from stts_hf.cli.pictures import sheet_paths
+from stts_hf.cli.report import answers_file
 from stts_hf.inference import answering
+from stts_hf.inference.answering import VideoAnswer
 from tests.clips import write_clip
 
 PATIENCE = 20  # seconds until a test that would hang fails
@@ -174,6 +178,41 @@ def test_interrupting_before_the_first_answer_leaves_no_file(run, here, before_a
     assert not (here / "answers.jsonl").exists()
 
 
+@pytest.fixture
+def small_disk():
+    """No file of this process grows beyond a number of bytes while it is set; a write gets as far as that."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_clear_line_and_keeps_whole_lines(tmp_path, small_disk):
+    path = tmp_path / "answers.jsonl"
+    small_disk(300)
+    with answers_file(path) as write:
+        write(VideoAnswer("a.mp4", QUESTION))
+        with pytest.raises(CommandError, match=rf"--answers {path} cannot be written: "):
+            write(VideoAnswer("b.mp4", QUESTION))
+    assert [row["video"] for row in rows(path)] == ["a.mp4"]
+
+
+def test_a_disk_full_from_the_start_does_not_block_the_next_run(run, here, small_disk):
+    small_disk(10)
+    status, _, err = run("a.mp4", "b.mp4", QUESTION, "--answers", "answers.jsonl")
+    assert status == 2
+    assert err.splitlines()[-1].startswith("stts-hf run: error: --answers answers.jsonl cannot be written: ")
+    assert "Traceback" not in err
+    assert not (here / "answers.jsonl").exists()
+    small_disk(resource.RLIM_INFINITY)
+    assert run("a.mp4", "b.mp4", QUESTION, "--answers", "answers.jsonl")[0] == 0
+
+
+def test_an_empty_answers_file_of_a_killed_run_is_taken_up(run, here):
+    (here / "answers.jsonl").touch()
+    assert run("a.mp4", "b.mp4", QUESTION, "--answers", "answers.jsonl")[0] == 0
+    assert [row["video"] for row in rows(here / "answers.jsonl")] == ["a.mp4", "b.mp4"]
+
+
 def test_output_is_a_folder_of_one_picture_each(run, here):
     (here / "more").mkdir()
     shutil.copy(here / "b.mp4", here / "more" / "a.mp4")
@@ -204,10 +243,6 @@ def test_pictures_have_names_of_their_own(videos, names):
     assert sheet_paths(Path("out"), videos) == [Path("out") / f"{name}.contact_sheet.png" for name in names]
 
 
-def test_no_timing_may_be_asked_for(run):
-    assert run("a.mp4", "b.mp4", QUESTION, "--repeats", "0")[0] == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -216,7 +251,8 @@ def test_no_timing_may_be_asked_for(run):
         (["a.mp4", "pipe", QUESTION], "VIDEO pipe is no regular file, and a pipe cannot be searched; pass"),
         (["a.mp4", "b.mp4"], "QUESTION is missing after the videos: the last argument, b.mp4, is a file"),
         (["a.mp4", "b.mp4", " "], "QUESTION is empty"),
-        (["a.mp4", "b.mp4", QUESTION, "--repeats", "2"], "--repeats compares times on one video"),
+        (["a.mp4", "b.mp4", QUESTION, "--time"], "--time compares times on one video"),
+        (["a.mp4", "http://x.org/b.mp4", QUESTION], "VIDEO http://x.org/b.mp4 is an address, which is downloaded only"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "sheet.png"], "--output sheet.png must name a folder"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4"], "--output words.mp4 must name a folder"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4/x"], "--output words.mp4/x cannot be made"),
@@ -242,7 +278,7 @@ def test_refusals_come_before_anything_slow_and_lose_nothing(run, here, argument
 
 
 def test_one_video_may_have_an_answers_file_too(run, here):
-    status, out, _ = run("a.mp4", QUESTION, "--repeats", "0", "--answers", "answers.jsonl")
+    status, out, _ = run("a.mp4", QUESTION, "--answers", "answers.jsonl")
     assert status == 0
     (row,) = rows(here / "answers.jsonl")
     assert re.search(rf"^answer: +{re.escape(row['answer'] or '(empty)')}$", out, re.M)

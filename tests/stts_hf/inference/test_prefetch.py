@@ -1,5 +1,6 @@
 """`prefetch`: in order, overlapping, bounded, and clear about what failed. Events decide, never the clock."""
 
+import contextlib
 import itertools
 import threading
 
@@ -49,10 +50,9 @@ def test_several_workers_prepare_at_once():
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_no_more_than_asked_is_prepared_ahead(ahead):
     taken = itertools.count()
-    with prefetch(lambda item: item, taken, ahead=ahead) as results:  # without an end
-        for item in itertools.islice(results, 5):
-            last = item
-    assert last == 4
+    results = prefetch(lambda item: item, taken, ahead=ahead)  # without an end
+    assert list(itertools.islice(results, 5)) == [0, 1, 2, 3, 4]
+    results.close()
     assert next(taken) == 5 + ahead
 
 
@@ -94,7 +94,7 @@ def test_leaving_early_starts_no_more():
             assert go_on.wait(PATIENCE)
         return item
 
-    with prefetch(prepare, range(10), ahead=5) as results:
+    with contextlib.closing(prefetch(prepare, range(10), ahead=5)) as results:
         assert next(results) == 0
         assert first.wait(PATIENCE)
         threading.Timer(0.1, go_on.set).start()
