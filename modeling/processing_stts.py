@@ -90,7 +90,8 @@ class STTSProcessor(ProcessorSavingMixin, Molmo2Processor):
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
         """Native layout of the inputs; takes videos as path objects and images of any mode, an empty list as none."""
-        videos = None if isinstance(videos, list | tuple) and not videos else normalize_videos(videos)
+        has_none = videos is None or (isinstance(videos, list | tuple) and not videos)
+        videos = None if has_none else normalize_videos(videos)
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:

@@ -2,26 +2,33 @@
 
 import math
 import os
-import threading
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.utils import httpx
 from PIL import Image
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import get_size_dict
-from transformers.image_utils import ChannelDimension, SizeDict, infer_channel_dimension_format, load_image
+from transformers.image_utils import (
+    ChannelDimension,
+    SizeDict,
+    infer_channel_dimension_format,
+    load_image,
+    pil_torch_interpolation_mapping,
+)
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor, Molmo2VideoProcessorKwargs
 from transformers.utils import logging
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
-from .frame_sampling_stts import check_ratio, frame_budget, sample_indices, sample_times
-from .video_decoding_stts import STTSVideoMetadata, decode_video, probe_video
+from .settings_stts import check_pruning_ratio
+from .video_reading_stts import STTSVideoMetadata, VideoFile, resize
 
 logger = logging.get_logger(__name__)
 
 _PIXELS_AT_ONCE = 2**18  # a frame of 378 x 378: native preprocessing holds several float32 copies of what it gets
+_MAX_SCALED_RATIO = 0.999  # test-time scaling then asks for 1000 times as many frames
 
 
 class STTSVideoProcessorKwargs(Molmo2VideoProcessorKwargs, total=False):
@@ -33,27 +40,32 @@ class STTSVideoProcessorKwargs(Molmo2VideoProcessorKwargs, total=False):
         Raise the frame budget to `ceil(num_frames / (1 - pruning_ratio))`, so that pruning leaves as many tokens as
         `num_frames` unpruned frames have.
     pruning_ratio (`float`, *optional*):
-        Share of the video's tokens that the model will drop. Only used with `test_time_scaling`.
-    video_decoder (`str`, *optional*):
-        What decodes files: `"pyav"`, `"torchcodec"`, or `"auto"` for torchcodec where it is installed.
+        Share of the video's tokens that the model will drop, which `test_time_scaling` makes up for. It prunes nothing
+        here, so that a call may give it only with `test_time_scaling`.
+    max_download_bytes (`int`, *optional*):
+        Largest video, in bytes, that is downloaded from a URL.
+    max_download_seconds (`float`, *optional*):
+        Longest time that the download of one video may take.
     """
 
     max_fps: int | float | None  # type: ignore[misc]
     test_time_scaling: bool
     pruning_ratio: int | float
-    video_decoder: str
+    max_download_bytes: int
+    max_download_seconds: int | float
 
 
 class STTSVideoProcessor(Molmo2VideoProcessor):
-    """Molmo2's video processor with the paper's frame sampling and a decoder that skips what is not shown.
+    """Molmo2's video processor with the paper's frame sampling and a reader that skips what is not shown.
 
     Samples at `max_fps` (2 per second) as long as `num_frames` (64) suffice, else `num_frames` evenly over the whole
     video; the last frame is always among them and no frame comes twice. `fps=` in a call samples the whole video at
     that rate, however many frames that gives. Further settings: `STTSVideoProcessorKwargs`; each works per call too.
 
-    Videos are paths, `http(s)` URLs, the bytes of files, lists of PIL images or of image files, and arrays of decoded
-    frames, mixed freely.
-    Frames that come without `video_metadata` are taken for `max_fps` per second.
+    A video is a path, an `http(s)` URL, the bytes of a file, an open binary file, a row `{"bytes": ..., "path": ...}`
+    of `datasets` (`Video(decode=False)`), a torchcodec `VideoDecoder`, a list of PIL images or of image files, or an
+    array of decoded frames; a batch may mix them. Frames that come without `video_metadata` are taken for `max_fps`
+    per second.
 
     Raises:
         ValueError: a setting is out of range.
@@ -65,7 +77,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
     do_normalize = True
     test_time_scaling = False
     pruning_ratio = 0.5
-    video_decoder = "auto"
+    max_download_bytes = 2**31
+    max_download_seconds = 600
     valid_kwargs = STTSVideoProcessorKwargs  # type: ignore[assignment]
 
     def __init__(self, **kwargs: Any):
@@ -73,34 +86,27 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         self._sampling_limits({})
 
     def preprocess(self, videos: Any, **kwargs: Any) -> BatchFeature:
-        """Decodes, samples and preprocesses videos.
+        """Reads, samples and preprocesses videos.
 
         Returns:
             `pixel_values_videos` `(F, N, pixels)`, F frames of all videos, `video_token_pooling` `(F * n, w^2)`,
             `video_grids` `(V, 3)` = `(T, rows, columns)`, and `video_metadata` if `return_metadata=True`.
 
         Raises:
-            ValueError: a file cannot be read (see `decode_video`), frames are missing, not finite or contradict their
+            ValueError: a file cannot be read (see `VideoFile`), frames are missing, not finite or contradict their
                 metadata, or a setting is out of range.
         """
         limits = self._sampling_limits(kwargs)
         options = {name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
-        if isinstance(videos, list | tuple) and not videos:
+        videos = normalize_videos(videos)
+        if isinstance(videos, list) and not videos:
             raise ValueError("videos is empty. Pass at least one video, or leave videos out.")
-        videos = make_batched_videos(normalize_videos(videos))
+        videos = make_batched_videos(videos)
         metadata = _one_each(options["video_metadata"], len(videos))
         loaded = [self._load(video, metadata[index], index, options, limits) for index, video in enumerate(videos)]
-        return super().preprocess(
-            [frames for frames, _ in loaded],
-            **(
-                kwargs
-                | {
-                    "video_metadata": [found for _, found in loaded],
-                    "do_sample_frames": False,
-                    "input_data_format": ChannelDimension.FIRST,
-                }
-            ),
-        )
+        kwargs |= {"do_sample_frames": False, "input_data_format": ChannelDimension.FIRST}
+        kwargs["video_metadata"] = [found for _, found in loaded]
+        return super().preprocess([frames for frames, _ in loaded], **kwargs)
 
     def _preprocess(self, videos: list[torch.Tensor], return_tensors: Any = None, **kwargs: Any) -> BatchFeature:  # type: ignore[override]
         """Native preprocessing of a few frames at a time, so that only the result is as large as all frames."""
@@ -109,10 +115,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         for video in videos:
             for frames in video.split(max(1, _PIXELS_AT_ONCE // (video.shape[-2] * video.shape[-1]))):
                 part = super()._preprocess([frames], **kwargs)
-                patches, indices = (
-                    part["pixel_values_videos"],
-                    part["video_token_pooling"],
-                )  # (t, N, pixels), (t * n, w^2)
+                patches = part["pixel_values_videos"]  # (t, N, pixels)
+                indices = part["video_token_pooling"]  # (t * n, w^2)
                 if pixel_values is None:
                     pixel_values = patches.new_empty((sum(map(len, videos)), *patches.shape[1:]))
                 pixel_values[done : done + len(frames)] = patches
@@ -127,16 +131,15 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         return BatchFeature(data, tensor_type=return_tensors)
 
     def probe(self, video: Any, **kwargs: Any) -> STTSVideoMetadata:
-        """Which frames of a video file (a path, a URL or bytes) `preprocess` would show, without decoding any.
+        """Which frames of a video file `preprocess` would show, without decoding any.
 
         Returns metadata with `frames_indices` and `frame_times`; where frames turn out to be damaged, fewer are shown.
         `kwargs` and errors as in `preprocess`.
         """
         limits = self._sampling_limits(kwargs)
-        sample = kwargs.get("do_sample_frames", self.do_sample_frames)
-        return probe_video(
-            _source(normalize_videos(video)), (lambda found: sample_times(found.duration, *limits)) if sample else None
-        )
+        options = {name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
+        with _open(video, options) as file:
+            return file.describe(file.sample(*limits) if options["do_sample_frames"] else None)
 
     def sample_frames(
         self,
@@ -167,9 +170,14 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         for name, rate in (("max_fps", max_fps), ("fps", fps)):
             if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
                 raise ValueError(f"{name} must be a number of frames per second above 0, got {rate!r}.")
-        check_ratio(settings["pruning_ratio"])
+        ratio = check_pruning_ratio(settings["pruning_ratio"])
+        if "pruning_ratio" in given and not settings["test_time_scaling"]:
+            raise ValueError(
+                f"pruning_ratio={ratio:g} has no effect on a processor without test_time_scaling. Pass it to the "
+                "model's call or generate, which prune, or pass test_time_scaling=True too, for more frames."
+            )
         if settings["test_time_scaling"] and num_frames is not None:
-            num_frames = frame_budget(num_frames, settings["pruning_ratio"])
+            num_frames = frame_budget(num_frames, ratio)
         if fps is not None and "num_frames" not in given:
             return None, fps
         return num_frames, max_fps
@@ -189,15 +197,17 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         """The frames to show `(T, 3, height, width)` and their metadata."""
         sample = options["do_sample_frames"]
         if isinstance(video, str):
-            shown = _Frames()
-            moments = (lambda found: shown.expect(sample_times(found.duration, *limits))) if sample else None
-            places, found = decode_video(
-                _source(video),
-                moments,
-                lambda frame: shown.add(self._resized(frame, options)),
-                options["video_decoder"],
-            )
-            return shown.in_order(places), found
+            size = options["size"]
+            if not isinstance(size, SizeDict):
+                size = SizeDict(**get_size_dict(size=size, default_to_square=options["default_to_square"]))
+            resample = options["resample"]
+            # In the model's size from the start, so that memory does not grow with the video's resolution.
+            target = (size.height, size.width), pil_torch_interpolation_mapping.get(resample, resample)
+            source = getattr(video, "source", video)
+            if hasattr(source, "get_frame_at"):
+                return self._read_decoder(source, limits if sample else None, *target)
+            with _open(source, options) as file:
+                return file.read(file.sample(*limits) if sample else None, *target)
         if isinstance(video, list | tuple):  # paths or URLs of images
             pictures = [load_image(picture).convert("RGB") for picture in video]
             _check_sizes({(picture.height, picture.width) for picture in pictures})
@@ -214,55 +224,60 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                 metadata.frame_times = [metadata.frame_times[position] for position in chosen]
         return frames, metadata
 
-    def _resized(self, frame: np.ndarray, options: dict[str, Any]) -> torch.Tensor:
-        """One decoded frame as `(3, height, width)` in the model's size, so that memory does not grow with resolution.
+    def _read_decoder(
+        self, decoder: Any, limits: tuple[int | None, float | None] | None, size: tuple[int, int], interpolation: Any
+    ) -> tuple[torch.Tensor, VideoMetadata]:
+        """As `VideoFile.read`, from a torchcodec `VideoDecoder`, which counts frames."""
+        about = decoder.metadata
+        metadata = STTSVideoMetadata(len(decoder), about.average_fps, video_backend="torchcodec")
+        chosen = range(len(decoder)) if limits is None else self._sample_array(metadata, limits).tolist()
+        frames, times = torch.empty((len(chosen), 3, *size), dtype=torch.uint8), []
+        for place, index in enumerate(chosen):
+            frame = decoder.get_frame_at(index)
+            picture = frame.data if frame.data.shape[0] == 3 else frame.data.permute(2, 0, 1)
+            frames[place] = resize(picture.cpu(), size, interpolation)
+            times.append(frame.pts_seconds)
+        first = decoder.get_frame_at(0).pts_seconds
+        metadata.height, metadata.width = picture.shape[1:]
+        metadata.duration = about.duration_seconds
+        metadata.frames_indices, metadata.frame_times = list(chosen), [time - first for time in times]
+        return frames, metadata
 
-        The same steps as native preprocessing, which then finds nothing left to resize.
-        """
-        size = options["size"]
-        if not isinstance(size, SizeDict):
-            size = SizeDict(**get_size_dict(size=size, default_to_square=options["default_to_square"]))
-        image = torch.from_numpy(frame).permute(2, 0, 1)
-        if options["device"] is not None:
-            image = image.to(options["device"])
-        # One colour at a time: a 4K frame takes 100 MB in float32.
-        colours = [
-            self.resize(colour.float(), size=size, resample=options["resample"], antialias=False)
-            for colour in image.split(1)
-        ]
-        return torch.cat(colours).round().clamp(0, 255).to(torch.uint8)
 
+def frame_budget(num_frames: int, pruning_ratio: float) -> int:
+    """Frames that cost as many tokens after pruning as `num_frames` cost without (paper, test-time scaling).
 
-class _Frames:
+    Returns `ceil(num_frames / (1 - pruning_ratio))`: 92, 107, 128 for 64 frames at 30, 40, 50 %. Exact where floating
+    point is not: 7 frames at 0.3 give 10.
+
+    Raises:
+        ValueError: `pruning_ratio` is outside `[0, 0.999]`; at 1 nothing is left to fill up.
     """
-    Frames of one video, each copied into its place as it comes. One tensor from the beginning: small ones would lie
-    among what the decoder frees, and keep all of that from going back to the system.
+    ratio = check_pruning_ratio(pruning_ratio)
+    if ratio > _MAX_SCALED_RATIO:
+        raise ValueError(
+            f"test_time_scaling=True needs pruning_ratio of at most {_MAX_SCALED_RATIO}, got {ratio!r}: so few video "
+            "tokens are kept that no sensible number of frames makes up for it. Lower pruning_ratio or set "
+            "test_time_scaling=False."
+        )
+    return math.ceil(num_frames / (1 - Fraction(ratio).limit_denominator(1_000_000)))
+
+
+def sample_indices(total: int, fps: float, num_frames: int | None, rate: float | None) -> np.ndarray:
+    """`sample_times` for `total` frames that are decoded already, `fps` of them per second: indices, none twice.
+
+    As the reference does for arrays, the end is the last frame itself rather than the moment it leaves the screen.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._frames: Any = None
-        self._expected, self._count = 64, 0
-
-    def expect(self, moments: Any) -> Any:
-        """Makes room for one frame per moment; returns the moments."""
-        self._expected = max(1, len(moments))
-        return moments
-
-    def add(self, frame: torch.Tensor) -> int:
-        """Copies a frame `(3, height, width)`; several threads may at once. Returns its place."""
-        with self._lock:
-            if self._frames is None:
-                self._frames = frame.new_empty(self._expected, *frame.shape)
-            elif self._count == len(self._frames):
-                self._frames = torch.cat([self._frames, torch.empty_like(self._frames)])
-            self._frames[self._count] = frame
-            self._count += 1
-            return self._count - 1
-
-    def in_order(self, places: list[int]) -> torch.Tensor:
-        """The frames at these places, `(T, 3, height, width)`."""
-        return self._frames[: len(places)] if places == list(range(len(places))) else self._frames[places]
+    if num_frames == 1:
+        return np.array([total - 1])
+    if total <= 2:
+        return np.arange(total)
+    if num_frames is not None and (rate is None or (num_frames - 1) / rate < total / fps):
+        return np.linspace(0, total - 1, num=min(num_frames, total)).astype(int)
+    if rate is None:
+        raise ValueError("Sampling needs num_frames, max_fps or fps, all of them are None. Set num_frames.")
+    step = max(1.0, fps / rate)  # smaller ones would only ask for frames again
+    return np.unique(np.append(np.round(np.arange(0.0, total - 1, step)), total - 1).astype(int))
 
 
 def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:
@@ -273,40 +288,37 @@ def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:
     return STTSVideoProcessor(**settings)
 
 
-def normalize_videos(videos: Any) -> Any:
-    """The same videos in the forms transformers knows: path objects and files in memory as strings, images as RGB.
+class SourceName(str):
+    """Passes for a path, the only form in which transformers lets a file through; `source` is what to read."""
+
+    source: Any = None
+
+
+def normalize_videos(videos: Any, name: str = "videos") -> Any:
+    """The same videos in the forms transformers knows: whatever holds a file as a string, images as RGB.
 
     Raises:
-        ValueError: the images of one video differ in size.
+        ValueError: the images of one video differ in size, or something is no video.
     """
     if isinstance(videos, os.PathLike):
         return os.fspath(videos)
-    if isinstance(videos, bytes | bytearray | memoryview):
-        return _VideoBytes(videos)
     if isinstance(videos, Image.Image):
         return videos.convert("RGB")
-    if not isinstance(videos, list | tuple):
-        return videos
-    _check_sizes({(image.height, image.width) for image in videos if isinstance(image, Image.Image)})
-    return [normalize_videos(video) for video in videos]
+    is_held = isinstance(videos, bytes | bytearray | memoryview | Mapping) or hasattr(videos, "read")
+    if is_held or hasattr(videos, "get_frame_at"):  # a torchcodec decoder, known by what it can do
+        held = SourceName(f"<{type(videos).__name__}>")
+        held.source = videos
+        return held
+    if isinstance(videos, list | tuple):
+        _check_sizes({(image.height, image.width) for image in videos if isinstance(image, Image.Image)})
+        return [normalize_videos(video, f"{name}[{index}]") for index, video in enumerate(videos)]
+    if not isinstance(videos, str) and not hasattr(videos, "shape"):
+        raise ValueError(f"{name} is {videos!r:.80}. Pass a path, a URL, bytes, an open file or the frames of a video.")
+    return videos
 
 
-class _VideoBytes(str):
-    """A video file in memory that passes for a path, the only form in which transformers lets a file through."""
-
-    data: bytes | bytearray | memoryview
-
-    def __new__(cls, data: bytes | bytearray | memoryview) -> "_VideoBytes":
-        instance = super().__new__(cls, "<bytes of a video>")
-        instance.data = data
-        return instance
-
-
-def _source(video: str) -> Any:
-    """What to decode: a path, or the bytes of a file."""
-    if isinstance(video, _VideoBytes):
-        return video.data
-    return _download(video) if video.startswith(("http://", "https://")) else video
+def _open(source: Any, options: dict[str, Any]) -> VideoFile:
+    return VideoFile(source, options["max_download_bytes"], options["max_download_seconds"])
 
 
 def _check_sizes(sizes: set[tuple[int, ...]]) -> None:
@@ -343,36 +355,23 @@ def _checked_metadata(metadata: Any, num_frames: int, index: int, sample: bool) 
     metadata = {"total_num_frames": num_frames} | dict(metadata or {})
     metadata = STTSVideoMetadata(**metadata)
     total, indices = metadata.total_num_frames, metadata.frames_indices
+    problem = None
     if metadata.fps is not None and not 0 < metadata.fps < math.inf:
-        raise ValueError(f"video_metadata[{index}] has fps={metadata.fps}. Pass frames per second above 0, or None.")
-    if sample and total != num_frames:
-        raise ValueError(
-            f"videos[{index}] has {num_frames} frames, its video_metadata total_num_frames={total}. If the frames were "
-            "sampled before, pass do_sample_frames=False."
+        problem = f"has fps={metadata.fps}. Pass frames per second above 0, or None."
+    elif sample and total != num_frames:
+        problem = (
+            f"has total_num_frames={total} for {num_frames} frames. If they were sampled before, pass "
+            "do_sample_frames=False."
         )
-    if not sample and indices is None and total != num_frames:
-        raise ValueError(
-            f"videos[{index}] has {num_frames} of total_num_frames={total} frames, but its video_metadata does not say "
-            "which. Pass frames_indices."
-        )
-    if not sample and indices is not None and len(indices) != num_frames:
-        raise ValueError(
-            f"videos[{index}] has {num_frames} frames, its video_metadata {len(indices)} frames_indices. Pass one each."
-        )
+    elif not sample and indices is None and total != num_frames:
+        problem = f"does not say which {num_frames} of total_num_frames={total} frames are there. Pass frames_indices."
+    elif not sample and indices is not None and len(indices) != num_frames:
+        problem = f"has {len(indices)} frames_indices for {num_frames} frames. Pass one each."
+    if problem:
+        raise ValueError(f"video_metadata[{index}] {problem}")
     if indices is None or sample:
         metadata.frames_indices = list(range(num_frames))
     return metadata
-
-
-def _download(url: str) -> bytes:
-    try:
-        response = httpx.get(url, follow_redirects=True)
-        response.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ValueError(
-            f"Cannot download the video {url!r}: {error}. Check the address, or pass a local file."
-        ) from error
-    return response.content
 
 
 STTSVideoProcessor.register_for_auto_class("AutoVideoProcessor")

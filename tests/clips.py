@@ -5,13 +5,15 @@ which frame it was shown.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 
 _BITS_PER_SIDE = 4
 _CELL = 16  # a macroblock of the codecs used here, so that neighbouring bits do not bleed into each other
@@ -151,3 +153,12 @@ def decode_everything(path: Path | str) -> tuple[list[Fraction], list[np.ndarray
 def shown_at(times: Sequence[Fraction], moment: float) -> int:
     """Which frame a player shows at `moment`: the last one whose time has come."""
     return max(index for index, time in enumerate(times) if float(time) <= moment + 1e-6)
+
+
+def read_clip(
+    source: Any, moments: Callable[[VideoFile], Any] | None = None, **options: Any
+) -> tuple[list[np.ndarray], STTSVideoMetadata]:
+    """Frames uint8 `(H, W, 3)` that are on screen at `moments(file)` (seconds), all of them without it."""
+    with VideoFile(source) as file:
+        frames, metadata = file.read(None if moments is None else file.at(moments(file)), **options)
+    return list(frames.permute(0, 2, 3, 1).numpy()), metadata

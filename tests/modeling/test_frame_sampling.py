@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stts_hf.modeling.frame_sampling_stts import frame_budget, sample_indices, sample_times
+from stts_hf.modeling.video_processing_stts import frame_budget, sample_indices
+from stts_hf.modeling.video_reading_stts import sample_times
 
 
 @pytest.mark.parametrize(
@@ -18,21 +19,22 @@ from stts_hf.modeling.frame_sampling_stts import frame_budget, sample_indices, s
         (7, 0.3, 10),  # 7 / (1 - 0.3) is a little more than 10 in floating point
         (9, 0.1, 10),  # and so is 9 / (1 - 0.1) when the float 0.1 is taken at its exact value
         (64, 1 - 0.36, 178),
-        (64, 0.999, 64000),
+        (64, 0.999, 64000),  # the largest that is taken
     ],
 )
 def test_budget_makes_up_for_what_is_pruned(num_frames, pruning_ratio, budget):
     assert frame_budget(num_frames, pruning_ratio) == budget
 
 
-def test_no_budget_makes_up_for_pruning_everything():
-    with pytest.raises(ValueError, match="below 1, got 1"):
-        frame_budget(64, 1.0)
+@pytest.mark.parametrize("ratio", [1.0, 0.9999999, 0.9991])
+def test_no_sensible_budget_makes_up_for_pruning_next_to_everything(ratio):
+    with pytest.raises(ValueError, match=f"at most 0.999, got {ratio}"):
+        frame_budget(64, ratio)
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, "0.5", None])
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, "0.5", None, True])
 def test_ratio_out_of_range_is_refused(ratio):
-    with pytest.raises(ValueError, match="from 0 to 1"):
+    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
         frame_budget(64, ratio)
 
 
@@ -52,17 +54,29 @@ def test_ratio_out_of_range_is_refused(ratio):
     ],
 )
 def test_times(duration, num_frames, rate, times):
-    assert sample_times(duration, num_frames, rate).tolist() == pytest.approx(times, abs=1e-12)
+    shown = np.array([0.0, 0.1, 0.25, 0.5, 0.525, 1.0, 1.05, 1.5, 1.575, 2.0, 2.1, 25.0, 50.0, 75.0])
+    shown = shown[shown < duration]
+    expected = np.unique([np.flatnonzero(shown <= moment + 1e-9)[-1] for moment in times])
+    assert sample_times(shown, duration, num_frames, rate) == expected.tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_times_end_with_the_video_and_keep_the_budget(seed):
+def test_frames_are_those_on_screen_at_each_moment_and_keep_the_budget(seed):
     rng = np.random.default_rng(seed)
-    duration, num_frames = rng.uniform(0.01, 200), int(rng.integers(1, 130))
-    times = sample_times(duration, num_frames, 2)
-    assert times[-1] == duration
-    assert len(times) <= num_frames
-    assert (np.diff(times) > 0).all()
+    times = np.unique(np.append(0, rng.uniform(0, rng.uniform(0.01, 200), 300)))
+    duration, num_frames = times[-1] + rng.uniform(0.01, 1), int(rng.integers(2, 130))
+    shown = sample_times(times, duration, num_frames, 2)
+    moments = np.append(np.arange(0, duration, 0.5), duration)
+    if len(moments) > num_frames:
+        moments = np.linspace(0, duration, num_frames)
+    assert shown == np.unique(np.searchsorted(times, moments + 1e-6, side="right") - 1).tolist()
+    assert len(shown) <= num_frames
+
+
+@pytest.mark.parametrize(("num_frames", "rate"), [(None, 1e6), (None, 1e300), (10**12, None)])
+def test_asking_for_more_frames_than_there_are_shows_each_once(num_frames, rate):
+    assert sample_times(np.arange(90_000) / 25, 3600.0, num_frames, rate) == list(range(90_000))
+    assert sample_indices(90_000, 25, num_frames, rate).tolist() == list(range(90_000))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +99,6 @@ def test_indices(total, fps, num_frames, rate, indices):
 
 def test_neither_budget_nor_rate_is_refused():
     with pytest.raises(ValueError, match="Set num_frames"):
-        sample_times(5.0, None, None)
+        sample_times(np.arange(5.0), 5.0, None, None)
     with pytest.raises(ValueError, match="Set num_frames"):
         sample_indices(50, 25, None, None)

@@ -7,16 +7,10 @@ import sys
 import pytest
 
 from stts_hf.benchmark.clips import repeat_clip
-from stts_hf.modeling import video_torchcodec_stts
 from tests.clips import write_clip
 
-MISSING = video_torchcodec_stts._problem()
-DECODERS = [
-    "pyav",
-    pytest.param("torchcodec", marks=pytest.mark.skipif(MISSING is not None, reason=f"torchcodec: {MISSING}")),
-]
 FULL_HD = (1080, 1920)  # 3.1 MB a frame as it is decoded, 6.2 MB in RGB
-# Measures each job, (path, frames, decoder), in a fork of its own: what one leaves to be used again would hide what the
+# Measures each job, (path, frames), in a fork of its own: what one leaves to be used again would hide what the
 # next takes.
 MEASURED = """
 import json, multiprocessing, re, sys
@@ -28,20 +22,17 @@ from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 def status(field):
     return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
-def read(path, frames, decoder):
-    processor = STTSVideoProcessor(
-        size={"height": 42, "width": 42}, num_frames=frames, max_fps=None, video_decoder=decoder
-    )
+def read(path, frames):
+    processor = STTSVideoProcessor(size={"height": 42, "width": 42}, num_frames=frames, max_fps=None)
     return processor(path, return_tensors="pt", return_metadata=True)
 
 def peak(job):
-    path, frames, decoder = job
+    path, frames = job
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # a process begins with its parent's high-water mark
-    outputs = read(path, frames, decoder)
+    outputs = read(path, frames)
     after = status("VmHWM")
-    (metadata,) = outputs["video_metadata"]
-    assert (outputs["video_grids"][0, 0], metadata.video_backend) == (frames, decoder), metadata
+    assert outputs["video_grids"][0, 0] == frames
     return after - before
 
 small, jobs = json.load(sys.stdin)
@@ -53,8 +44,8 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
 
-@pytest.fixture(scope="module", params=DECODERS)
-def peaks(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory):
     """Bytes that reading takes at most: all 8 and 40 frames of full HD, 16 frames of 6 minutes and of an hour."""
     folder = tmp_path_factory.mktemp("clips")
     large = write_clip(folder / "large.mp4", 4, size=FULL_HD)
@@ -66,9 +57,7 @@ def peaks(request, tmp_path_factory):
     jobs = [("few.mp4", 8), ("many.mp4", 40), ("minutes.mp4", 16), ("hour.mp4", 16)]
     result = subprocess.run(
         [sys.executable, "-c", MEASURED],
-        input=json.dumps(
-            [(str(piece), 4, request.param), [(str(folder / name), n, request.param) for name, n in jobs]]
-        ),
+        input=json.dumps([(str(piece), 4), [(str(folder / name), n) for name, n in jobs]]),
         capture_output=True,
         text=True,
         timeout=240,

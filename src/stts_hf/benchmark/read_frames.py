@@ -13,16 +13,15 @@ import torch
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
 from stts_hf.benchmark.readers import OURS, PYAV
-from stts_hf.modeling.frame_sampling_stts import sample_times
-from stts_hf.modeling.video_decoding_stts import decode_video
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.modeling.video_reading_stts import VideoFile
 
 
 def read(job: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
     """Returns what is to be timed: reads the frames of a job, `(frames, metadata)`; only PyAV needs `indices`."""
     path, count = job["path"], job["frames"]
     if job["reader"] == OURS:
-        return lambda: decode_video(path, lambda found: sample_times(found.duration, count, None))
+        return lambda: _read_file(path, count)
     if job["reader"] == PYAV:
         return lambda: read_video_pyav(path, lambda metadata: job["indices"])
     processor = STTSVideoProcessor(num_frames=count, max_fps=None)
@@ -32,6 +31,12 @@ def read(job: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
         return None, outputs["video_metadata"][0]
 
     return preprocess
+
+
+def _read_file(path: str, count: int) -> tuple[np.ndarray, VideoMetadata]:
+    with VideoFile(path) as file:
+        frames, metadata = file.read(file.sample(count, None))
+    return frames.permute(0, 2, 3, 1).numpy(), metadata  # (T, height, width, 3), as transformers' readers return
 
 
 def main() -> None:

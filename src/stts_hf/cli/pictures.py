@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from stts_hf.cli.errors import CommandError, one_line
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from stts_hf.inference.answering import VideoAnswer
 
 FRAME_WIDTH = 480
@@ -78,24 +76,17 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
     Decodes the sampled frames once more, small and not squashed, and writes the contact sheet, into a folder that is
     made if needed. Raises `CommandError` where the file cannot be written.
     """
-    import numpy as np
-    from PIL import Image
-
-    from stts_hf.modeling.video_decoding_stts import decode_video
+    from stts_hf.modeling.video_reading_stts import VideoFile
     from stts_hf.visualize.contact_sheet import contact_sheet
-
-    def shrink(frame: "np.ndarray") -> "np.ndarray":
-        image = Image.fromarray(frame)
-        image.thumbnail((FRAME_WIDTH, FRAME_WIDTH))
-        return np.asarray(image)
 
     # Damaged files were warned of the first time. Of this module's calls only, and for good: `catch_warnings` would
     # also hide what the thread that decodes the next videos has to say meanwhile.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
-    frames, _ = decode_video(answer.video, lambda _: answer.timestamps, shrink)
+    with VideoFile(answer.video) as file:
+        frames, _ = file.read(file.at(answer.timestamps), FRAME_WIDTH)
     assert answer.keep_mask is not None  # there is an answer
     sheet = contact_sheet(
-        np.stack(frames),
+        frames.permute(0, 2, 3, 1).numpy(),
         answer.keep_mask,
         answer.grid,
         answer.timestamps,

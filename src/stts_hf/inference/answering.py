@@ -171,7 +171,9 @@ def prepare_video(
     check_question(processor, question)
     content = [{"type": "video"}, {"type": "text", "text": question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    options = {"pruning_ratio": pruning_ratio, **(processing or {}), "return_metadata": True, "return_tensors": "pt"}
+    options: dict[str, Any] = {**(processing or {}), "return_metadata": True, "return_tensors": "pt"}
+    if options.get("test_time_scaling", processor.video_processor.test_time_scaling):
+        options.setdefault("pruning_ratio", pruning_ratio)
     inputs = processor(text=[prompt], videos=[video], **options)
     metadata = inputs.pop("video_metadata")[0]
     if metadata.fps is None:  # frames that came without it: the rate that the prompt goes by

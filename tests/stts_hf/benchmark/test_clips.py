@@ -10,8 +10,8 @@ from stts_hf.benchmark import read_frames, readers
 from stts_hf.benchmark.clips import repeat_clip, write_clip
 from stts_hf.benchmark.front_end import measure_front_end
 from stts_hf.benchmark.readers import OURS, OURS_PREPROCESSED, PYAV, measure_readers
-from stts_hf.modeling.video_decoding_stts import decode_video
 from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.clips import read_clip
 
 SMALL = (64, 96)
 
@@ -25,8 +25,8 @@ def clip(tmp_path_factory):
 
 def test_a_repeated_clip_shows_the_same_frames_again(clip, tmp_path):
     repeat_clip(clip, tmp_path / "long.mp4", 3)
-    once, _ = decode_video(clip)
-    frames, metadata = decode_video(tmp_path / "long.mp4")
+    once, _ = read_clip(clip)
+    frames, metadata = read_clip(tmp_path / "long.mp4")
     assert metadata.duration == pytest.approx(6.0)
     assert len(frames) == 150
     assert all(np.array_equal(frame, once[place % 50]) for place, frame in enumerate(frames))
@@ -43,7 +43,7 @@ def test_the_container_says_how_many_frames_there_are(clip, tmp_path):
 def test_a_clip_is_at_least_as_long_as_asked(tmp_path, monkeypatch):
     monkeypatch.setattr("stts_hf.benchmark.clips._DRAWN_SECONDS", 1.0)
     write_clip(tmp_path / "clip.mp4", 2.4, SMALL)
-    _, metadata = decode_video(tmp_path / "clip.mp4", lambda found: [0.0])
+    _, metadata = read_clip(tmp_path / "clip.mp4", lambda found: [0.0])
     assert metadata.duration == pytest.approx(3.0)
 
 
@@ -109,6 +109,6 @@ def test_a_reader_that_fails_says_why(tmp_path, monkeypatch):
 def test_decoding_is_part_of_decoding_and_preprocessing():
     found = measure_front_end(8, 2, (240, 320))
     assert [len(found[part]) for part in ("decode", "preprocess", "decode_and_preprocess")] == [2, 2, 2]
-    assert found["video_backend"] in ("pyav", "torchcodec")
+    assert found["video_backend"] == "pyav"
     assert min(found["preprocess"]) > 0
     assert 0 < min(found["decode"]) < min(found["decode_and_preprocess"])

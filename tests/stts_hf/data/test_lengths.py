@@ -10,7 +10,7 @@ from stts_hf import RowError, measure_lengths
 from stts_hf.data.encoding import encode
 from stts_hf.data.headers import in_order
 from stts_hf.data.rows import read_row
-from stts_hf.modeling import video_processing_stts
+from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.clips import write_clip
 from tests.stts_hf.training.samples import image_row, text_row, user, video_row
 
@@ -51,7 +51,7 @@ def test_nothing_is_decoded(processor, rows, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(video_processing_stts, "decode_video", refuse)
+    monkeypatch.setattr(VideoFile, "read", refuse)
     monkeypatch.setattr(Image.Image, "convert", refuse)
     measure_lengths(rows, processor, 0.5, progress=False)
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from stts_hf.modeling import video_decoding_stts, video_index_stts
-from stts_hf.modeling.video_decoding_stts import decode_video
+from stts_hf.modeling import video_reading_stts
+from stts_hf.modeling.video_reading_stts import VideoFile, resize
 from tests.clips import (
     decode_everything,
     frame_number,
     hide_beginning,
     numbered_frame,
+    read_clip,
     set_display_matrix,
     shown_at,
     write_audio,
@@ -71,7 +72,7 @@ def test_frames_are_those_a_full_decode_shows(clip, way):
     path, times, pictures, duration = clip
     moments = WAYS[way](float(duration))
     expected = sorted({shown_at(times, moment) for moment in moments})
-    frames, metadata = decode_video(path, lambda _: moments)
+    frames, metadata = read_clip(path, lambda _: moments)
     assert metadata.frames_indices == expected
     assert metadata.frame_times == pytest.approx([float(times[index]) for index in expected], abs=1e-9)
     assert [frame_number(frame) for frame in frames] == expected
@@ -80,7 +81,7 @@ def test_frames_are_those_a_full_decode_shows(clip, way):
 
 def test_duration_reaches_to_the_end_of_the_last_frame(clip):
     path, times, _, duration = clip
-    _, metadata = decode_video(path, lambda _: [0])
+    _, metadata = read_clip(path, lambda _: [0])
     # Exact but for containers that do not store how long the last frame lasts: there it is the average.
     assert metadata.duration == pytest.approx(float(duration), abs=1e-9 if path.suffix != ".ts" else 1e-3)
     assert metadata.total_num_frames == len(times)
@@ -88,14 +89,14 @@ def test_duration_reaches_to_the_end_of_the_last_frame(clip):
 
 def test_without_sampling_every_frame_comes(clip):
     path, _, pictures, _ = clip
-    frames, metadata = decode_video(path)
+    frames, metadata = read_clip(path)
     assert metadata.frames_indices == list(range(len(pictures)))
     assert all(np.array_equal(frame, picture) for frame, picture in zip(frames, pictures, strict=True))
 
 
 def test_raw_stream_without_any_times_is_counted(tmp_path):
     path = write_clip(tmp_path / "a.h264", 50, container_format="h264", max_b_frames=2)
-    frames, metadata = decode_video(path, lambda found: [0, 0.5, found.duration])
+    frames, metadata = read_clip(path, lambda found: [0, 0.5, found.duration])
     assert metadata.frame_times == [0.0, 0.48, 1.96]
     assert [frame_number(frame) for frame in frames] == [0, 12, 49]
 
@@ -103,14 +104,14 @@ def test_raw_stream_without_any_times_is_counted(tmp_path):
 def test_recording_that_starts_over_is_counted(tmp_path):
     part = write_clip(tmp_path / "a.ts", 50).read_bytes()
     (tmp_path / "joined.ts").write_bytes(part + part)
-    frames, metadata = decode_video(tmp_path / "joined.ts", lambda found: [0, 2.0, found.duration])
+    frames, metadata = read_clip(tmp_path / "joined.ts", lambda found: [0, 2.0, found.duration])
     assert [frame_number(frame) for frame in frames] == [0, 0, 49]
     assert metadata.total_num_frames == 100
 
 
 def test_h264_in_avi_is_counted(tmp_path):
     path = write_clip(tmp_path / "a.avi", 60, max_b_frames=2)
-    frames, metadata = decode_video(path, lambda found: [0, 0.3, 0.6, 1.5, found.duration])
+    frames, metadata = read_clip(path, lambda found: [0, 0.3, 0.6, 1.5, found.duration])
     assert [frame_number(frame) for frame in frames] == [0, 7, 15, 37, 59]
     assert metadata.frame_times == pytest.approx([0, 0.28, 0.6, 1.48, 2.36])
 
@@ -118,7 +119,7 @@ def test_h264_in_avi_is_counted(tmp_path):
 def test_beginning_hidden_by_an_edit_list_stays_hidden(tmp_path):
     path = write_clip(tmp_path / "a.mp4", 40)
     hide_beginning(path, 5 / 25)  # in the middle of a group: its keyframe is hidden but needed
-    frames, metadata = decode_video(path, lambda found: [0, 0.08, 1.0, found.duration])
+    frames, metadata = read_clip(path, lambda found: [0, 0.08, 1.0, found.duration])
     assert [frame_number(frame) for frame in frames] == [5, 7, 30, 39]
     assert metadata.frame_times == pytest.approx([0, 0.08, 1.0, 1.36])
     assert metadata.total_num_frames == 35
@@ -127,39 +128,38 @@ def test_beginning_hidden_by_an_edit_list_stays_hidden(tmp_path):
 def test_leaves_out_what_lies_between(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", 600, gop=20)
     packets = []
-    decode = video_decoding_stts._decode
+    decode = VideoFile._decode
 
     def noted(source):
         for packet in source:
             packets.append(packet)
             yield packet
 
-    def counted(file, source, wanted=None):
-        return decode(file, noted(source), wanted)
-
-    monkeypatch.setattr(video_decoding_stts, "_decode", counted)
-    decode_video(path, lambda _: [0, 8.4, 16.6, 23.8], decoder="pyav")
+    monkeypatch.setattr(VideoFile, "_decode", lambda file, source, wanted: decode(file, noted(source), wanted))
+    read_clip(path, lambda _: [0, 8.4, 16.6, 23.8])
     # Frames 0, 210, 415 and 595, each from the keyframe before it, and at most one packet more.
     assert 1 + 11 + 16 + 16 <= len(packets) <= 44 + 4
 
 
-def test_stretches_are_decoded_by_several_threads(tmp_path, monkeypatch):
+def test_runs_are_decoded_by_several_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     path = write_clip(tmp_path / "a.mp4", 200, gop=20)
     both = threading.Barrier(2)
+    upright = video_reading_stts._upright
 
     def meet(frame):
         both.wait(timeout=60)  # raises unless another thread comes here at the same time
-        return frame
+        return upright(frame)
 
-    frames, metadata = decode_video(path, lambda _: [1, 6], meet)
+    monkeypatch.setattr(video_reading_stts, "_upright", meet)
+    frames, metadata = read_clip(path, lambda _: [1, 6])
     assert [frame_number(frame) for frame in frames] == metadata.frames_indices == [25, 150]
 
 
 def test_threads_hand_over_frames_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     data = write_clip(tmp_path / "a.mp4", 400, gop=20, max_b_frames=2).read_bytes()
-    frames, metadata = decode_video(data, lambda found: np.linspace(0, found.duration, 14))
+    frames, metadata = read_clip(data, lambda found: np.linspace(0, found.duration, 14))
     assert [frame_number(frame) for frame in frames] == metadata.frames_indices
     assert len(frames) == 14
 
@@ -169,19 +169,24 @@ def test_error_of_a_thread_is_raised_and_ends_the_others(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", 400, gop=20)
 
     def fail(frame):
-        raise KeyError(frame_number(frame))
+        raise KeyError
 
+    monkeypatch.setattr(video_reading_stts, "_upright", fail)
     with pytest.raises(KeyError):
-        decode_video(path, lambda found: np.linspace(0, found.duration, 14), fail)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode_video")]
+        read_clip(path, lambda found: np.linspace(0, found.duration, 14))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_video")]
 
 
-def test_transform_sees_frames_one_at_a_time(tmp_path):
-    sizes, metadata = decode_video(
-        write_clip(tmp_path / "a.mp4", 30), lambda found: [0, found.duration], lambda frame: frame.shape
-    )
-    assert sizes == [(96, 128, 3)] * 2
+def test_frames_are_resized_as_they_are_decoded(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", 30)
+    with VideoFile(path) as file:
+        frames, metadata = file.read([0, 29], (42, 56))
+        whole, _ = file.read([0, 29])
+        bounded, _ = file.read([0, 29], 64)
+    assert frames.shape == (2, 3, 42, 56)
+    assert torch.equal(frames, torch.stack([resize(frame, (42, 56)) for frame in whole]))
     assert (metadata.height, metadata.width) == (96, 128)
+    assert bounded.shape == (2, 3, 48, 64)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "file", "path", "string"])
@@ -190,7 +195,7 @@ def test_kinds_of_source(tmp_path, kind):
     source = {"bytes": path.read_bytes(), "file": io.BytesIO(path.read_bytes()), "path": path, "string": str(path)}[
         kind
     ]
-    frames, _ = decode_video(source, lambda found: [0, found.duration])
+    frames, _ = read_clip(source, lambda found: [0, found.duration])
     assert [frame_number(frame) for frame in frames] == [0, 49]
 
 
@@ -203,7 +208,7 @@ def test_no_frame_waits_for_the_garbage_collector(tmp_path):
     gc.disable()
     try:
         before = count_frames()  # other tests keep some
-        decode_video(path, lambda found: np.linspace(0, found.duration, 6), lambda frame: frame.shape)
+        read_clip(path, lambda found: np.linspace(0, found.duration, 6))
         assert count_frames() == before
     finally:
         gc.enable()
@@ -224,18 +229,9 @@ def test_frames_are_upright(tmp_path, matrix, turn):
     path = write_clip(tmp_path / "a.mp4", 5)
     _, (picture, *_), _ = decode_everything(path)
     set_display_matrix(path, matrix)
-    (frame,), metadata = decode_video(path, lambda _: [0])
+    (frame,), metadata = read_clip(path, lambda _: [0])
     assert np.array_equal(frame, turn(picture))
     assert (metadata.height, metadata.width) == frame.shape[:2]
-
-
-def test_frames_are_upright_where_pyav_keeps_its_container_elsewhere(tmp_path, monkeypatch):
-    path = write_clip(tmp_path / "a.mp4", 5)
-    _, (picture, *_), _ = decode_everything(path)
-    set_display_matrix(path, (0, 1, -1, 0))
-    monkeypatch.setattr(video_decoding_stts, "SideDataContainer", None)
-    (frame,), _ = decode_video(path, lambda _: [0])
-    assert np.array_equal(frame, np.rot90(picture, -1))
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
@@ -243,14 +239,14 @@ def test_still_image_is_a_video_of_one_frame(tmp_path, name):
     from PIL import Image
 
     Image.fromarray(numbered_frame(9)).save(tmp_path / name)
-    frames, metadata = decode_video(tmp_path / name, lambda found: [0, found.duration])
+    frames, metadata = read_clip(tmp_path / name, lambda found: [0, found.duration])
     assert [frame_number(frame) for frame in frames] == [9]
     assert metadata.frame_times == [0.0]
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.ts", "a.mkv"])
 def test_single_frame_comes_once(tmp_path, name):
-    frames, metadata = decode_video(write_clip(tmp_path / name, 1), lambda found: np.linspace(0, found.duration, 64))
+    frames, metadata = read_clip(write_clip(tmp_path / name, 1), lambda found: np.linspace(0, found.duration, 64))
     assert [frame_number(frame) for frame in frames] == [0]
     assert 0 < metadata.duration < 1
 
@@ -259,7 +255,7 @@ def test_single_frame_comes_once(tmp_path, name):
     ("name", "content", "message"),
     [
         pytest.param("a.mp4", b"these are words\n" * 50, "not a video file", id="text called mp4"),
-        pytest.param("a.txt", b"these are words\n" * 50, "holds text", id="text"),
+        pytest.param("a.txt", b"these are words\n" * 50, "not a video file", id="text"),
         pytest.param("a.mp4", bytes(range(256)) * 100, "not a video file", id="noise"),
         pytest.param("a.mp4", b"", "is empty", id="empty"),
     ],
@@ -267,39 +263,39 @@ def test_single_frame_comes_once(tmp_path, name):
 def test_file_that_is_no_video_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        decode_video(tmp_path / name)
+        read_clip(tmp_path / name)
 
 
 def test_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"There is no video file .*missing\.mp4"):
-        decode_video(tmp_path / "missing.mp4")
+        read_clip(tmp_path / "missing.mp4")
 
 
 def test_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no video file"):
-        decode_video(tmp_path)
+        read_clip(tmp_path)
 
 
 def test_other_objects_are_refused():
     with pytest.raises(ValueError, match="got int"):
-        decode_video(3)
+        read_clip(3)
 
 
 def test_sound_alone_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds audio"):
-        decode_video(write_audio(tmp_path / "a.m4a"))
+        read_clip(write_audio(tmp_path / "a.m4a"))
 
 
 def test_sound_with_a_cover_picture_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds a cover picture, audio"):
-        decode_video(write_audio(tmp_path / "a.m4a", cover=True))
+        read_clip(write_audio(tmp_path / "a.m4a", cover=True))
 
 
 def test_cut_off_before_the_index_is_refused(tmp_path):
     data = write_clip(tmp_path / "a.mp4", 80).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match="cut off before its index"):
-        decode_video(tmp_path / "cut.mp4")
+        read_clip(tmp_path / "cut.mp4")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +308,7 @@ def test_cut_off_file_gives_what_is_there_and_warns(tmp_path, name, options):
     _, pictures, _ = decode_everything(path)
     path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
     with pytest.warns(UserWarning, match="may be cut off"):
-        frames, metadata = decode_video(path, lambda found: np.linspace(0, found.duration, 6))
+        frames, metadata = read_clip(path, lambda found: np.linspace(0, found.duration, 6))
     assert len(frames) >= 4
     assert metadata.duration < 5
     for frame, time in zip(frames, metadata.frame_times, strict=True):
@@ -324,13 +320,13 @@ def test_late_file_is_not_taken_for_cut_off(tmp_path, name):
     path = write_clip(tmp_path / name, 50, start=3.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decode_video(path, lambda found: [0, found.duration], decoder="pyav")
+        read_clip(path, lambda found: [0, found.duration])
 
 
 def test_cut_off_mpeg_ts_gives_what_is_there(tmp_path):
     path = write_clip(tmp_path / "a.ts", 150)
     path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
-    frames, metadata = decode_video(path, lambda found: np.linspace(0, found.duration, 6), decoder="pyav")
+    frames, metadata = read_clip(path, lambda found: np.linspace(0, found.duration, 6))
     assert [frame_number(frame) for frame in frames] == [round(25 * time) for time in metadata.frame_times]
 
 
@@ -341,7 +337,7 @@ def test_damaged_frames_are_left_out_with_a_warning(tmp_path):
     data[middle : middle + 3000] = np.random.default_rng(0).bytes(3000)
     path.write_bytes(data)
     with pytest.warns(UserWarning, match="are damaged"):
-        frames, metadata = decode_video(path, decoder="pyav")
+        frames, metadata = read_clip(path)
     assert len(frames) < 150
     assert frame_number(frames[0]) == 0
     assert frame_number(frames[-1]) == 149
@@ -352,11 +348,11 @@ def test_frame_rate_is_measured_where_the_header_is_wrong(tmp_path):
     path = write_clip(tmp_path / "a.mkv", times=[0, 1, 3, 4])
     with av.open(str(path)) as container:
         assert container.streams.video[0].average_rate == 25
-    _, metadata = decode_video(path, lambda _: [0])
+    _, metadata = read_clip(path, lambda _: [0])
     assert metadata.fps == 0.75  # three steps in four seconds
 
 
 def test_import_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(video_index_stts, "av", None)
+    monkeypatch.setattr(video_reading_stts, "av", None)
     with pytest.raises(ImportError, match="pip install av"):
-        decode_video(tmp_path / "a.mp4")
+        read_clip(tmp_path / "a.mp4")

@@ -1,1 +1,0 @@
-../../modeling/video_decoding_stts.py

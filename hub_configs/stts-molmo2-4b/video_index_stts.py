@@ -1,1 +1,0 @@
-../../modeling/video_index_stts.py

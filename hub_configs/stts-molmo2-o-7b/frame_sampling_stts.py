@@ -1,1 +1,0 @@
-../../modeling/frame_sampling_stts.py

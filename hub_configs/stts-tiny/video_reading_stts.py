@@ -1,0 +1,1 @@
+../../modeling/video_reading_stts.py

@@ -1,1 +1,0 @@
-../../modeling/video_torchcodec_stts.py

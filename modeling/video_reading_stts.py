@@ -1,0 +1,609 @@
+"""Frames of a video file, decoding only what leads up to those that are shown.
+
+`VideoFile` reads the packets of a file once without decoding them. That tells when each frame is shown and where the
+keyframes are, at which decoding can start; headers are not trusted, their counts, durations and rates are wrong too
+often. `sample` picks frames, `read` decodes each from the keyframe before it, distant ones in several threads.
+
+FFmpeg gets the bytes of one file, never a name. With `_FORMATS` this keeps a file from leading to other files or to
+the network. Only `download` opens connections, and only for http(s) addresses.
+"""
+
+import copy
+import io
+import itertools
+import os
+import queue
+import struct
+import tempfile
+import threading
+import warnings
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from huggingface_hub.utils import httpx
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as tvF
+from transformers.video_utils import VideoMetadata
+
+try:
+    import av
+    from av.sidedata.sidedata import SideDataContainer
+except ImportError:  # arrays and lists of frames need no decoder
+    av = None  # type: ignore[assignment]
+
+# FFmpeg's names of formats that hold pictures themselves. Playlists and others that name files or hosts are not here.
+_FORMATS = (
+    "mov,matroska,avi,mpegts,mpeg,mpegvideo,m4v,h261,h263,h264,hevc,vvc,av1,obu,ivf,flv,live_flv,asf,ogg,rm,nut,mxf,"
+    "gxf,wtv,dv,dhav,nsv,nuv,pva,ty,vc1,vc1test,dirac,dnxhd,cavsvideo,avs2,avs3,mjpeg,mjpeg_2000,smjpeg,yuv4mpegpipe,"
+    "bink,smk,roq,flic,swf,cine,gif,apng,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,jpegxl_pipe,j2k_pipe"
+)
+_TOLERANCE = 1e-6  # seconds: a moment that rounding put just before a frame's time still means that frame
+_FALLBACK_FPS = Fraction(25)
+MAX_GAP = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
+MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which another thread goes on
+MAX_THREADS = 8
+# A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
+MAX_DECODED_PIXELS = 2**23
+
+# Where decoding starts (pts of a keyframe), and which of the frames wanted, by their place among them, come from there.
+_Run = tuple[int, list[int]]
+
+
+@dataclass
+class STTSVideoMetadata(VideoMetadata):
+    """`VideoMetadata` with the real time of every frame shown, so that it holds for variable frame rates too.
+
+    Attributes:
+        frames_indices: frames shown, counted in the order of showing.
+        frame_times: seconds since the first frame of the video, one per frame shown.
+        num_damaged: frames that should have been shown and are damaged. The whole frame before is shown instead, once,
+            so that fewer frames than wanted may be left.
+    """
+
+    frame_times: list[float] | None = None
+    num_damaged: int = 0
+
+    @property
+    def timestamps(self) -> list[float]:
+        """Seconds since the first frame of the video, one per frame shown."""
+        return super().timestamps if self.frame_times is None else self.frame_times
+
+
+class VideoFile:
+    """The video stream of one file, a context manager. A still image is a video of one frame.
+
+    Args:
+        source: path, http(s) address, bytes, open binary file, or a row `{"bytes": ..., "path": ...}` of `datasets`.
+        max_bytes, max_seconds: limits of a download, see `download`.
+
+    Attributes:
+        name: what to call the file in messages.
+        times: when each frame is shown, float64, ascending, in seconds since the first one.
+        pts: the same as the file counts (int64, in units of the stream's time base, not from zero), or `None` where
+            frames cannot be found by time and have to be counted.
+        keyframes: pts of the frames at which decoding can start, int64.
+        duration: seconds from the first frame to the end of the last.
+        fps: frames per second on average.
+
+    Raises:
+        ValueError: the file is missing, empty, no video, of another format than `_FORMATS`, has only sound, or the
+            installed FFmpeg has no decoder for it.
+        ImportError: PyAV is not installed.
+
+    Warns if the file ends before the duration it claims; what is there is used, with its true times.
+    """
+
+    def __init__(self, source: Any, max_bytes: int = 2**31, max_seconds: float = 600.0):
+        if av is None:
+            raise ImportError("Decoding video files needs PyAV: `pip install av`.")
+        self.pts: np.ndarray | None = None
+        self._container: Any = None
+        self._downloaded = ExitStack()
+        if is_url(source):
+            source = self._downloaded.enter_context(download(_plain(source), max_bytes, max_seconds))
+        self.name, self._source = _checked_source(source)
+        try:
+            self._rewind()
+            self._index()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "VideoFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._close_container()
+        self._downloaded.close()
+
+    def sample(self, num_frames: int | None, rate: float | None) -> list[int]:
+        """Which frames to show, as the reference samples (Molmo2's `uniform_last_frame`): always up to the last.
+
+        The frames on screen at `0, 1/rate, 2/rate, ... (< duration), duration` where the budget allows, else at
+        `num_frames` evenly spaced moments including both ends. A budget of one frame shows the last.
+
+        Args:
+            num_frames: budget, `None` for no limit.
+            rate: moments per second wanted, `None` for as many as the budget allows.
+
+        Returns:
+            Ascending indices of frames, none twice, so there may be fewer frames than moments.
+        """
+        return sample_times(self.times, self.duration, num_frames, rate)
+
+    def at(self, moments: Sequence[float]) -> list[int]:
+        """Indices of the frames on screen at `moments` (seconds since the first frame), ascending, none twice."""
+        found = np.searchsorted(self.times, np.asarray(moments) + _TOLERANCE, side="right") - 1
+        return np.unique(found.clip(min=0)).tolist()
+
+    def describe(self, indices: Sequence[int] | None = None) -> STTSVideoMetadata:
+        """What `read` returns for an undamaged file, without decoding: `height` and `width` are missing."""
+        indices = list(range(len(self.times)) if indices is None else indices)
+        metadata = STTSVideoMetadata(total_num_frames=len(self.times), fps=self.fps, duration=self.duration)
+        metadata.video_backend, metadata.frames_indices = "pyav", indices
+        metadata.frame_times = self.times[indices].tolist()
+        return metadata
+
+    def read(
+        self,
+        indices: Sequence[int] | None = None,
+        size: tuple[int, int] | int | None = None,
+        interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+    ) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        """Decodes frames, upright and in RGB, in at most `torch.get_num_threads()` threads.
+
+        Args:
+            indices: ascending indices of frames, `None` for all.
+            size, interpolation: as in `resize`; frames are resized one by one, as they are decoded.
+
+        Returns:
+            uint8 `(T, 3, height, width)` and what is shown.
+
+        Raises:
+            ValueError: no frame can be decoded.
+
+        Warns when frames are damaged.
+        """
+        metadata = self.describe(indices)
+        wanted: list[int] = metadata.frames_indices or []
+        # One tensor from the start: small ones would lie among what the decoder frees, and keep that from the system.
+        frames: Any = [None] * len(wanted)
+        if isinstance(size, tuple):
+            frames = torch.empty((len(wanted), 3, *size), dtype=torch.uint8)
+        found = np.full(len(wanted), -1)  # what is shown in place of each frame wanted
+
+        def keep(place: int, index: int, frame: Any) -> None:
+            picture = torch.from_numpy(_upright(frame)).permute(2, 0, 1)
+            metadata.height, metadata.width = picture.shape[1:]
+            frames[place] = resize(picture, size, interpolation)
+            found[place] = index
+
+        self._decode_all(wanted, keep)
+        places = np.flatnonzero(found > np.maximum.accumulate(np.append(-1, found))[:-1]).tolist()
+        if not places:
+            raise ValueError(f"Not one frame of {self.name} can be decoded. Pass a file that a video player opens.")
+        metadata.num_damaged = int(np.count_nonzero(found != wanted))
+        if metadata.num_damaged:
+            warnings.warn(
+                f"{metadata.num_damaged} of {len(wanted)} frames wanted from {self.name} are damaged; whole frames "
+                "before them are shown instead where there are any.",
+                stacklevel=2,
+            )
+            metadata.frames_indices = found[places].tolist()
+            metadata.frame_times = self.times[found[places]].tolist()
+        if isinstance(frames, list):
+            return torch.stack([frames[place] for place in places]), metadata
+        return frames if len(places) == len(wanted) else frames[places], metadata
+
+    def _rewind(self) -> None:
+        """Opens the file, or opens it again at its very beginning, where no container fails to go."""
+        self._close_container()
+        self._bytes = _ByteStream(self._source)
+        try:
+            options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
+            self._container = av.open(self._bytes, "r", container_options=options, buffer_size=2**16)
+        except (av.error.FFmpegError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"Cannot read {self.name} as a video: it is not a video file of a known format, or is cut off before "
+                "its index. Pass a file that a video player opens; playlists and the like are refused."
+            ) from error
+        cover = av.stream.Disposition.attached_pic
+        streams = [stream for stream in self._container.streams.video if not stream.disposition & cover]
+        if not streams:
+            kinds = {"a cover picture" if stream.type == "video" else stream.type for stream in self._container.streams}
+            raise ValueError(
+                f"There is no video in {self.name}, it holds {', '.join(sorted(kinds)) or 'nothing'}. Pass a file with "
+                "a video stream."
+            )
+        self._stream = streams[0]
+        self._codec = self._stream.codec_context
+        if self._codec is None:
+            raise ValueError(
+                f"The installed FFmpeg has no decoder for the codec of {self.name}. Convert the file, to H.264 for one."
+            )
+        # A decoder's own threads would hang a process that is forked while one is around and then frees its copy.
+        self._codec.thread_type, self._codec.thread_count = "NONE", 1
+
+    def _close_container(self) -> None:
+        if self._container is not None:
+            self._container.close()
+            self._container = None
+            self._bytes.close()
+
+    def _reopened(self) -> "VideoFile":
+        """A second handle with the same index, for another thread. The caller closes it."""
+        other = copy.copy(self)
+        other._container, other._downloaded = None, ExitStack()
+        other._rewind()
+        return other
+
+    def _packets(self) -> Iterator[Any]:
+        """Packets from the current place to the end of the file, or of what can be read of it."""
+        try:
+            for packet in self._container.demux(self._stream):
+                if packet.size:
+                    yield packet
+        except av.error.FFmpegError:
+            return
+
+    def _packets_from(self, keyframe: int) -> Iterator[Any]:
+        """Packets from `keyframe` (pts) on.
+
+        Seeking may land too late (MPEG-TS), far too early (no index) or fail; the beginning of the file never does.
+        """
+        before = 0
+        while keyframe - before > self.keyframes[0]:
+            try:
+                self._container.seek(keyframe - before, stream=self._stream)
+            except av.error.FFmpegError:
+                break
+            packets = self._packets()
+            for packet in packets:
+                if packet.is_keyframe and packet.pts == keyframe:
+                    return itertools.chain([packet], packets)
+                if packet.pts is not None and packet.pts > keyframe:
+                    break
+            before = max(2 * before, round(1 / self._stream.time_base))
+        self._rewind()
+        return itertools.dropwhile(lambda packet: packet.pts != keyframe, self._packets())
+
+    def _index(self) -> None:
+        """Reads all packets; sets `times`, `pts`, `keyframes`, `duration` and `fps`."""
+        # Flat arrays, 18 bytes a packet: Python objects would take several times as much.
+        all_pts, all_lengths, all_hidden, all_keyframes = array("q"), array("q"), bytearray(), bytearray()
+        is_timed = True
+        for packet in self._packets():
+            is_timed = is_timed and packet.pts is not None
+            all_pts.append(packet.pts or 0)
+            all_lengths.append(packet.duration or 0)
+            all_hidden.append(packet.is_discard)  # by an edit list; may be a keyframe that others are decoded from
+            all_keyframes.append(packet.is_keyframe)
+        pts, lengths = np.array(all_pts, dtype=np.int64), np.array(all_lengths, dtype=np.int64)
+        visible = np.frombuffer(all_hidden, dtype=np.uint8) == 0
+        if not visible.any():
+            raise ValueError(f"{self.name} holds no video frames. Pass a file that a video player opens.")
+        keyframes = pts[np.frombuffer(all_keyframes, dtype=np.uint8) != 0]
+        self.keyframes = keyframes if len(keyframes) else pts[:1]
+        if not is_timed or (np.diff(self.keyframes) <= 0).any():
+            # A raw stream has no times, and a recording that was joined together starts over: only counting is left.
+            # `average_rate` of a raw stream is FFmpeg's default, 25; `guessed_rate` is what the stream says.
+            rate = Fraction(self._stream.guessed_rate or self._stream.average_rate or _FALLBACK_FPS)
+            steps, step, length = np.arange(np.count_nonzero(visible)), 1 / rate, 1 / rate
+        else:
+            # What is shown before the first keyframe refers to frames that are not in the file.
+            shown = np.unique(pts[visible])
+            decodable = shown[shown >= self.keyframes[0]]
+            shown = decodable if len(decodable) else shown
+            steps, step = shown - shown[0], self._stream.time_base
+            length = int(lengths[visible & (pts == shown[-1])].max()) * step
+            if self._container.format.name != "avi":  # AVI stores times in the order of decoding
+                self.pts = shown
+        last = int(steps[-1]) * step
+        fps = (len(steps) - 1) / last if len(steps) > 1 else 1 / (length or 1 / _FALLBACK_FPS)
+        self.times = steps * step.numerator / step.denominator  # exact product, so rounded once
+        self.duration = float(last + (length or 1 / fps))
+        self.fps = float(fps)
+        claimed = 0.0
+        if self._stream.duration:
+            claimed = float(self._stream.duration * self._stream.time_base)
+        elif self._container.duration:
+            # FFmpeg's Matroska counts from zero, whenever the first frame comes.
+            claimed = (self._container.duration - max(0, self._container.start_time or 0)) / av.time_base
+        if self.duration < claimed - 1.0:
+            warnings.warn(
+                f"The frames of {self.name} end after {self.duration:.1f} s although the file claims {claimed:.1f} s: "
+                "it may be cut off. Frames are sampled from what is there.",
+                stacklevel=4,
+            )
+
+    def _decode_all(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
+        """Hands each frame wanted to `keep(place, index, frame)`, from several threads; see `_decode_run`."""
+        if self.pts is None:
+            self._count(wanted, keep)
+            return
+        runs = list(self._runs(wanted))
+        workers = min(torch.get_num_threads(), MAX_THREADS, len(runs)) if isinstance(self._source, str | bytes) else 1
+        workers = max(1, min(workers, MAX_DECODED_PIXELS // max(1, self._codec.width * self._codec.height)))
+        with ExitStack() as opened:
+            # Each thread takes a handle, decodes one run with it and gives it back.
+            handles: queue.SimpleQueue[VideoFile] = queue.SimpleQueue()
+            for number in range(workers):
+                handles.put(self if number == 0 else opened.enter_context(self._reopened()))
+
+            def decode(run: _Run) -> None:
+                handle = handles.get()
+                try:
+                    handle._decode_run(run, wanted, keep)
+                finally:
+                    handles.put(handle)
+
+            if workers == 1:
+                for run in runs:
+                    decode(run)
+                return
+            pool = opened.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="read_video"))
+            for _ in pool.map(decode, runs):  # raises what a thread raised
+                pass
+
+    def _decode_run(self, run: _Run, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
+        """Decodes from one keyframe on. In place of a damaged frame, `keep` gets the whole frame before it."""
+        pts: Any = self.pts
+        keyframe, places = run[0], deque(run[1])
+        targets = pts[[wanted[place] for place in places]].tolist()
+        whole: Any = None
+
+        def keep_whole() -> None:
+            place = places.popleft()
+            if whole is not None:
+                keep(place, int(np.searchsorted(pts, whole.pts, side="right")) - 1, whole)
+
+        missing = deque(targets)
+        for frame in self._decode(_until(self._packets_from(keyframe), targets), set(targets)):
+            # What is shown before the keyframe refers to frames that were skipped.
+            if frame.pts is None or frame.pts < keyframe or frame.is_corrupt:
+                continue
+            while missing and frame.pts > missing[0]:  # that one is damaged and never came out
+                missing.popleft()
+                keep_whole()
+            whole = frame
+            if missing and frame.pts == missing[0]:
+                missing.popleft()
+                keep_whole()
+            if not missing:
+                return
+        while places:
+            keep_whole()
+
+    def _count(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
+        """Decodes from the beginning and counts; where the file ends early, the last frame stands for the next."""
+        self._rewind()
+        missing = deque(enumerate(wanted))
+        count, frame = -1, None
+        for count, frame in enumerate(self._decode(self._packets())):
+            if count == missing[0][1]:
+                keep(missing.popleft()[0], count, frame)
+                if not missing:
+                    return
+        if frame is not None:
+            keep(missing[0][0], count, frame)
+
+    def _decode(self, packets: Iterator[Any], wanted: set[int] | None = None) -> Iterator[Any]:
+        """Frames in the order of showing. Given `wanted` (pts), leaves out others that no frame refers to."""
+        for packet in itertools.chain(packets, [None]):
+            skip = wanted is not None and packet is not None and packet.pts not in wanted
+            self._codec.skip_frame = "NONREF" if skip else "DEFAULT"
+            try:
+                yield from self._codec.decode(packet)
+            except (av.error.FFmpegError, EOFError):  # damaged: what comes after may be whole
+                continue
+
+    def _runs(self, wanted: list[int]) -> Iterator[_Run]:
+        """Frames that are decoded in one go, and the keyframe to start each go at."""
+        pts: Any = self.pts
+        before = np.searchsorted(self.keyframes, pts[wanted], side="right") - 1
+        keyframes = self.keyframes[before]
+        starts = np.searchsorted(pts, keyframes, side="right") - 1
+        places: list[int] = []
+        first = 0
+        for place, (keyframe, start) in enumerate(zip(keyframes.tolist(), starts.tolist(), strict=True)):
+            if places and (start > wanted[places[-1]] + MAX_GAP or start >= wanted[places[0]] + MAX_RUN):
+                yield first, places
+                places = []
+            if not places:
+                first = keyframe
+            places.append(place)
+        if places:
+            yield first, places
+
+
+def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rate: float | None) -> list[int]:
+    """`VideoFile.sample` for frames that are shown at `times` (float64 `(T,)`, seconds from 0) for `duration` seconds.
+
+    Worked out per frame, not per moment: `fps=1e6` asks for billions of moments, and shows each frame once.
+    """
+    if num_frames == 1:
+        return [len(times) - 1]
+    if num_frames is not None and (rate is None or (num_frames - 1) / rate < duration):
+        step = duration / (num_frames - 1)
+    elif rate is not None:
+        step = min(1 / rate, duration)
+    else:
+        raise ValueError("Sampling needs num_frames, max_fps or fps, all of them are None. Set num_frames.")
+    moments = np.ceil((times - _TOLERANCE) / step) * step  # the first that each frame is there for
+    shown = moments + _TOLERANCE < np.append(times[1:], np.inf)
+    shown[-1] = True
+    return np.flatnonzero(shown).tolist()
+
+
+def resize(
+    picture: torch.Tensor,
+    size: tuple[int, int] | int | None,
+    interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+) -> torch.Tensor:
+    """A picture `(3, height, width)`, uint8, in another size.
+
+    Args:
+        size: `(height, width)`, by the steps of native preprocessing (no antialiasing), which then finds nothing left
+            to resize; a number bounds both sides and keeps the shape; `None` leaves the picture as it is.
+    """
+    if size is None:
+        return picture
+    is_exact = isinstance(size, tuple)
+    if not isinstance(size, tuple):
+        height, width = picture.shape[1:]
+        scale = min(1.0, size / max(height, width))
+        size = (max(1, round(height * scale)), max(1, round(width * scale)))
+    # One colour at a time: a 4K frame takes 100 MB in float32.
+    colours = [
+        tvF.resize(colour.float(), list(size), interpolation=interpolation, antialias=not is_exact)
+        for colour in picture.split(1)
+    ]
+    return torch.cat(colours).round().clamp(0, 255).to(torch.uint8)
+
+
+def is_url(source: Any) -> bool:
+    """Whether reading `source` would download it: an http(s) address, or a row of `datasets` that holds only one."""
+    source = _plain(source)
+    return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
+
+
+def download(url: str, max_bytes: int = 2**31, max_seconds: float = 600.0) -> BinaryIO:
+    """Downloads a file into a temporary one, which is deleted when it is closed.
+
+    Args:
+        max_bytes, max_seconds: largest size, and longest time from the first try to connect to the last byte.
+
+    Raises:
+        ValueError: the address cannot be read, or a limit is reached.
+    """
+    file: Any = tempfile.TemporaryFile()  # noqa: SIM115
+    problems: list[Exception] = []
+    is_late = threading.Event()
+
+    def fetch() -> None:
+        try:
+            with httpx.stream("GET", url, follow_redirects=True, timeout=min(30.0, max_seconds)) as response:
+                response.raise_for_status()
+                for chunk in response.iter_bytes():
+                    if is_late.is_set():
+                        return
+                    file.write(chunk)
+                    if file.tell() > max_bytes:
+                        raise ValueError(f"it is larger than max_download_bytes={max_bytes}")
+        except Exception as error:  # handed to the thread that waits
+            problems.append(error)
+
+    # In a thread: a server that sends a byte a second keeps every timeout of one read from being reached.
+    thread = threading.Thread(target=fetch, name="download_video", daemon=True)
+    thread.start()
+    thread.join(max_seconds)
+    if thread.is_alive():
+        is_late.set()
+        problems.append(ValueError(f"it takes longer than max_download_seconds={max_seconds:g}"))
+    if problems:
+        file.close()
+        raise ValueError(
+            f"Cannot download the video {url!r}: {problems[0]}. Check the address, raise the limit, or pass a local "
+            "file."
+        ) from problems[0]
+    return file
+
+
+def _plain(source: Any) -> Any:
+    """What a row of `datasets` holds: its bytes, else its path."""
+    if not isinstance(source, Mapping):
+        return source
+    held = source.get("bytes")
+    held = source.get("path") if held is None else held
+    if held is None:
+        raise ValueError(f"A video given as a dict needs 'bytes' or 'path', got the keys {sorted(map(str, source))}.")
+    return held
+
+
+def _checked_source(source: Any) -> tuple[str, Any]:
+    """What to call the source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
+    source = _plain(source)
+    if hasattr(source, "read"):
+        if not isinstance(source.read(0), bytes):
+            raise ValueError("The video file is open as text. Open it in binary mode, 'rb'.")
+        seekable = getattr(source, "seekable", lambda: hasattr(source, "seek"))
+        source = source if seekable() else source.read()
+    if isinstance(source, bytes | bytearray | memoryview):
+        if len(source) == 0:
+            raise ValueError("The video's bytes are empty. Read or download them again.")
+        return "the video's bytes", bytes(source)
+    if hasattr(source, "read"):
+        return "the video's bytes", source
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"A video must be a path, bytes or an open binary file, got {type(source).__name__}.")
+    path = os.fsdecode(source)
+    if not os.path.isfile(path):
+        raise ValueError(f"There is no video file {path!r}. Pass the path of an existing file.")
+    if os.path.getsize(path) == 0:
+        raise ValueError(f"The video file {path!r} is empty. Copy or download it again.")
+    return f"video file {path!r}", path
+
+
+class _ByteStream:
+    """What FFmpeg sees of a source: bytes without a name. PyAV takes a file's name from its attribute `name`."""
+
+    def __init__(self, source: Any):
+        file = source
+        if isinstance(source, str):
+            file = open(source, "rb")  # noqa: SIM115
+        elif isinstance(source, bytes):
+            file = io.BytesIO(source)
+        file.seek(0)
+        self.read, self.seek, self.tell = file.read, file.seek, file.tell
+        self._own = file if file is not source else None
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+
+
+def _until(packets: Iterator[Any], wanted: list[int]) -> Iterator[Any]:
+    """Packets until all frames `wanted` (pts) have come, and one more: in interlaced video that may be another half.
+
+    What a frame refers to comes before it. So the decoder can be emptied right then rather than fed until the last
+    frame comes out by itself, many frames later.
+    """
+    missing = set(wanted)
+    for packet in packets:
+        yield packet
+        missing.discard(packet.pts)
+        if not missing:
+            yield from itertools.islice(packets, 1)
+            return
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """The frame as it is meant to be seen, uint8 `(height, width, 3)`: turned and mirrored as its metadata says.
+
+    The display matrix shows a pixel at `(x, y)` at `(a x + c y, b x + d y)` (ISO 14496-12, 8.3.2); cameras write right
+    angles, anything else is taken for the nearest one.
+    """
+    # In this thread: a process forked while such a frame awaits the garbage collector hangs on ending its threads.
+    one_thread = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}  # the only way before
+    picture = frame.to_ndarray(format="rgb24", **one_thread)
+    # Not `frame.side_data`: the frame would hold what holds the frame until garbage is collected, and a 4K frame takes
+    # 12.4 MB (1.5 bytes a pixel).
+    matrices = [bytes(item) for item in SideDataContainer(frame) if item.type.name == "DISPLAYMATRIX"]
+    a, b, _, c, d = struct.unpack("=5i", matrices[0][:20]) if matrices else (1, 0, 0, 0, 1)
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        picture = picture.swapaxes(0, 1)
+        flip_rows, flip_columns = b < 0, c < 0
+    else:
+        flip_rows, flip_columns = d < 0, a < 0
+    return np.ascontiguousarray(picture[:: -1 if flip_rows else 1, :: -1 if flip_columns else 1])
