@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
-from stts_hf.checkpoints.adapter_card import write_adapter_card
+from stts_hf.checkpoints.card import write_adapter_card
 
 checkpoint, data, output = sys.argv[1:4]
 processor = STTSProcessor.from_pretrained(checkpoint)

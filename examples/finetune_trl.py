@@ -5,7 +5,7 @@ import sys
 from peft import LoraConfig
 
 from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
-from stts_hf.checkpoints.adapter_card import write_adapter_card
+from stts_hf.checkpoints.card import write_adapter_card
 from stts_hf.training.config import TEXT_LINEAR
 from stts_hf.training.sft import STTSSFTConfig, STTSSFTTrainer  # a trl.SFTTrainer and SFTConfig with STTS's losses
 

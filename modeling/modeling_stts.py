@@ -6,12 +6,13 @@ Without videos a call is native Molmo2, unless rows are packed or get a length. 
 """
 
 import copy
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import and_masks, create_causal_mask
@@ -23,7 +24,6 @@ from transformers.models.molmo2.modeling_molmo2 import (
 )
 from transformers.utils import can_return_tuple
 
-from .card_stts import TAGS
 from .checks_stts import (
     check_finite,
     check_image_inputs,
@@ -39,7 +39,6 @@ from .configuration_stts import STTSConfig
 from .generation_stts import STTSGeneration
 from .inputs_stts import PrunedInputs, prune_inputs
 from .outputs_stts import STTSCausalLMOutputWithPast, STTSModelOutputWithPast, STTSVideoFeatures
-from .saving_stts import SavingMixin
 from .scoring_stts import split_videos
 from .sequence_stts import find_samples
 from .settings_stts import check_pruning_ratio
@@ -281,7 +280,7 @@ class STTSModel(Molmo2Model):
         return mask
 
 
-class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
+class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
     """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
 
     config: STTSConfig
@@ -291,7 +290,7 @@ class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditi
         self.model = STTSModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.vocab_size = config.text_config.vocab_size
-        self.model_tags = list(TAGS)  # `Trainer` puts them into its card
+        self.model_tags = ["stts", "molmo2", "video", "token-pruning", "custom_code"]  # of the model card
         self.post_init()
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
@@ -306,6 +305,16 @@ class STTSForConditionalGeneration(SavingMixin, STTSGeneration, Molmo2ForConditi
             loaded, info = found
             state_dict = {n: tensor for n, tensor in loaded.state_dict().items() if n not in info["missing_keys"]}
         return super().load_state_dict(state_dict, strict, assign)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. Offloaded and quantised weights keep their native names: the released ones join them."""
+        for module in self.modules():  # as loading does, so that a model that was never loaded is saved as one that was
+            if isinstance(module, PreTrainedModel):
+                module.config.dtype = module.dtype
+        places = getattr(self, "hf_device_map", {}).values()
+        if "cpu" in places or "disk" in places or getattr(self, "hf_quantizer", None) is not None:
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @can_return_tuple
     def forward(

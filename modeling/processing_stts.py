@@ -1,11 +1,11 @@
 """Text, images and videos to model inputs: Molmo2's processor, with timestamps that are those of the frames shown."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 
-from .saving_stts import ProcessorSavingMixin
 from .video_processing_stts import from_molmo2, normalize_videos
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _TOKENS = (
 )
 
 
-class STTSProcessor(ProcessorSavingMixin, Molmo2Processor):
+class STTSProcessor(Molmo2Processor):
     """Molmo2's processor around an `STTSVideoProcessor`.
 
     The prompt gives each frame's real time in seconds since the first frame, whatever the file's frame rate and start
@@ -85,6 +85,12 @@ class STTSProcessor(ProcessorSavingMixin, Molmo2Processor):
             raise ValueError(
                 "tokenizer has neither bos_token nor eos_token, and every prompt starts with one. Set one."
             )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> list[str]:
+        """As in transformers; the tokenizer does not keep how it was loaded."""
+        for option in ("is_local", "local_files_only"):
+            self.tokenizer.init_kwargs.pop(option, None)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def prepare_inputs_layout(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any

@@ -7,8 +7,8 @@ killed run leaves is a hidden sibling, which the next run towards the same place
 import contextlib
 import ctypes
 import glob
-import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+
+from .json_files import read_json
 
 _NEW, _OLD = ".stts-new", ".stts-old"
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2, RENAME_SWAP of macOS' renamex_np
@@ -94,10 +96,10 @@ def check_destination(destination: Path, overwrite: bool) -> None:
 
 def _holds_checkpoint(folder: Path) -> bool:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("model_type") in ("stts", "molmo2")
+    return config.get("model_type") in ("stts", "molmo2")
 
 
 def check_apart(destination: Path, other: Path, what: str) -> None:
@@ -131,6 +133,21 @@ def flush(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         _sync(path)
     _sync(folder)
+
+
+def stale_weights(present: list[str], saved: list[str]) -> list[str]:
+    """
+    Weights among the files `present` that are no part of those just `saved`. transformers would read an old
+    `model.safetensors` before a new index of shards.
+    """
+    weights = re.compile(r"model(\.[\w-]+?)??(-\d{5}-of-\d{5})?\.safetensors(\.index(\.[\w-]+)?\.json)?")
+
+    def variant(name: str) -> str | None:
+        found = weights.fullmatch(name)
+        return (found[1] or found[4] or "") if found else None
+
+    variants = {variant(name) for name in saved} - {None}
+    return sorted(name for name in present if name not in saved and variant(name) in variants)
 
 
 def _place(folder: Path, destination: Path, token: str, overwrite: bool) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from stts_hf.modeling.configuration_stts import STTSConfig
 
-from .sources import HuggingFaceSource, read_json
+from .json_files import read_json
+from .sources import HuggingFaceSource
 
 _TABLES = ("auto_map", "video_processor", "image_processor", "vision_config", "text_config", "adapter_config")
 SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
@@ -30,7 +31,7 @@ class Checkup:
 
     def json(self, name: str) -> dict[str, Any]:
         """The contents of a JSON file, empty where it is missing; raises `ValueError` where it is damaged."""
-        settings = read_json(self.folder / name) if (self.folder / name).is_file() else {}
+        settings = read_json(self.folder / name)
         parts: dict[str, Any] = {
             "": settings,
             **{f"{key}.": settings.get(key) for key in ("video_processor", "image_processor")},
@@ -40,12 +41,6 @@ class Checkup:
                 if part.get(key) is not None and not isinstance(part[key], dict):
                     raise ValueError(f"`{prefix}{key}` in {name} must be a JSON object, but is {part[key]!r}")
         return settings
-
-    def stage_of(self, gate: str) -> Path | None:
-        """What a save that was cut off left, where it took the file `gate` away and still holds the new one."""
-        if (self.folder / gate).exists():
-            return None
-        return next((left for left in sorted(self.folder.glob("_saving-*")) if (left / gate).is_file()), None)
 
     @cached_property
     def config(self) -> STTSConfig | None:

@@ -8,7 +8,6 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 import stts_hf.modeling as installed
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
-from stts_hf.modeling.saving_stts import MODEL_GATE, PROCESSOR_GATE
 
 from .checks import check_weights as weight_problems
 from .checkup import SAVE_AGAIN, Checkup, Finding
@@ -22,8 +21,6 @@ INSTALLED_CODE = Path(next(iter(installed.__path__)))
 
 def check_config(checkup: Checkup) -> Iterator[Finding]:
     if not (checkup.folder / "config.json").is_file():
-        if checkup.stage_of(MODEL_GATE):  # `check_card` says what to do
-            return
         yield Finding("config.json is missing", "name a checkpoint folder, or copy the file from where it came")
         return
     raw = checkup.json("config.json")
@@ -181,16 +178,6 @@ def check_card(checkup: Checkup) -> Iterator[Finding]:
     if not card.is_file() or not card.read_text(encoding="utf-8").startswith("---\n"):
         state = "has no metadata" if card.is_file() else "is missing"
         yield Finding(f"README.md {state}, so that the Hub cannot tell what this is", SAVE_AGAIN, fatal=False)
-    unfinished = {stage: gate for gate in (MODEL_GATE, PROCESSOR_GATE) if (stage := checkup.stage_of(gate))}
-    for left in sorted(checkup.folder.glob("_saving-*")):
-        if gate := unfinished.get(left):
-            yield Finding(
-                f"a save was cut off: {gate} and perhaps more is still in {left.name}",
-                f"move the files of {left.name} up into the folder, {gate} last, then run stts-hf doctor again; "
-                "or save again",
-            )
-            continue
-        yield Finding(f"{left.name} is left of a save that was cut off", "save again, or delete it", fatal=False)
 
 
 CHECKS: dict[str, Callable[[Checkup], Iterator[Finding]]] = {

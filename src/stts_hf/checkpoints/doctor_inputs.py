@@ -11,7 +11,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from stts_hf.modeling.configuration_stts import AUTO_MAP
 from stts_hf.modeling.processing_stts import _TOKENS
-from stts_hf.modeling.saving_stts import PROCESSOR_GATE
 
 from .checks import check_processor as processor_problems
 from .checks import check_vocabulary
@@ -95,8 +94,6 @@ def _check_generation(checkup: Checkup, vocabulary: dict[str, int], eos_token: A
 def check_processor(checkup: Checkup) -> Iterator[Finding]:
     settings = checkup.json("processor_config.json")
     if not settings:
-        if checkup.stage_of(PROCESSOR_GATE):  # `check_card` says what to do
-            return
         yield Finding("processor_config.json is missing", "run stts-hf convert --base with a folder that has one")
         return
     video, image = settings.get("video_processor"), settings.get("image_processor")

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
@@ -18,9 +17,10 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx
 
-from stts_hf.checkpoints.card import checkpoint_card, read_json
+from stts_hf.checkpoints.atomic_folder import stale_weights
+from stts_hf.checkpoints.card import checkpoint_card
 from stts_hf.checkpoints.doctor import examine
-from stts_hf.modeling.saving_stts import stale_weights
+from stts_hf.checkpoints.json_files import read_json
 
 # Of no use to whoever loads the checkpoint; and a pickle can carry code.
 LEFT_OUT = ("_*", ".*", "checkpoint-*", "__pycache__", "*.pt", "*.pth", "*.bin", "*.pkl", "*.pyc")
@@ -94,10 +94,10 @@ def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
     try:
-        config = read_object(folder / "config.json")
-        index = read_object(folder / "model.safetensors.index.json")
+        config = read_json(folder / "config.json")
+        index = read_json(folder / "model.safetensors.index.json")
     except ValueError as error:
-        raise PushRefused(f"{error}; copy it again, or save model and processor again with save_pretrained") from error
+        raise PushRefused(str(error)) from error
     if config.get("model_type") != "stts":
         raise PushRefused(
             f"{folder} holds a {config.get('model_type')!r} model, but must hold an STTS checkpoint; "
@@ -126,17 +126,6 @@ def check_folder(folder: Path) -> None:
         raise PushRefused(f"{folder} would not load: {' '.join(wrong[0].what.split())}; {wrong[0].remedy}{more}")
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Returns a JSON object, empty where there is no such file. Raises `ValueError` where it is damaged or none."""
-    try:
-        content = read_json(file)
-    except ValueError as error:  # neither JSON nor UTF-8
-        raise ValueError(f"{file} is damaged ({error})") from error
-    if content is not None and not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return content or {}
-
-
 def collect_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """Returns path in the repository to file (links followed), and the names of what stays here."""
     files: dict[str, Path] = {}
@@ -162,7 +151,7 @@ def check_repository(api: HfApi, repo_id: str, revision: str | None, present: li
         with tempfile.TemporaryDirectory() as temporary:
             try:
                 file = api.hf_hub_download(repo_id, "config.json", revision=revision, local_dir=temporary)
-                model_type = read_object(Path(file)).get("model_type")
+                model_type = read_json(Path(file)).get("model_type")
             except (EntryNotFoundError, ValueError):
                 pass
     if model_type != "stts" and not set(present) & {"processing_stts.py", "modeling_stts.py"}:

@@ -16,8 +16,8 @@ from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig, as
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
+from .json_files import read_json
 from .original import SPECIAL_TOKENS, convert_original_config, load_original_config
-from .sources import read_json
 
 _PROCESSOR_SETTINGS = (
     "image_use_col_tokens",

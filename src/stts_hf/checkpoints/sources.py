@@ -1,6 +1,5 @@
 """Where the tensors of a conversion come from: a Hugging Face folder, an original training checkpoint, or memory."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -135,17 +134,6 @@ def main_dtype(source: TensorSource) -> torch.dtype:
     if not counts:
         raise ValueError("`source` holds no tensors: name the folder of a whole checkpoint.")
     return max(counts, key=lambda dtype: counts[dtype])
-
-
-def read_json(path: Path) -> dict:
-    """Returns a JSON object. Raises `ValueError` naming the file where it is damaged or something else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): copy it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, but is {str(content)[:40]}: copy it again.")
-    return content
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -1,13 +1,12 @@
 """The card of a model that `transformers.Trainer` trained: the checkpoint's own, with the trainer's record in it."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 
-from stts_hf.checkpoints.adapter_card import write_adapter_card
-from stts_hf.checkpoints.card import write_model_card
-from stts_hf.modeling.card_stts import base_model_of
+from .card import CARD, base_model_of, write_adapter_card, write_model_card
 
 RECORD = "### Training hyperparameters"
 
@@ -16,8 +15,22 @@ class ModelCardTrainerMixin:
     """
     Goes before `Trainer` in a trainer's bases. `push_to_hub` and `create_model_card` then write the card of an STTS
     checkpoint, or of an adapter's folder, in place of the trainer's draft, whose metadata lack `pipeline_tag`, and take
-    over the draft's tags, hyperparameters and results, and the data sets of `dataset_tags`.
+    over the draft's tags, hyperparameters and results, and the data sets of `dataset_tags`. A whole checkpoint that is
+    saved where no card is gets one.
     """
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
+        has_model = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
+        if self.args.should_save and has_model and not (folder / CARD).exists():  # type: ignore[attr-defined]
+            write_model_card(folder, base_model=self._base_model())
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        card, pushed = Path(checkpoint_folder) / CARD, Path(self.args.output_dir) / CARD  # type: ignore[attr-defined]
+        if self.is_world_process_zero() and card.is_file() and not pushed.exists():  # type: ignore[attr-defined]
+            shutil.copy(card, pushed)
+        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`; writes `README.md` into the output folder, on the main process only."""
@@ -25,12 +38,12 @@ class ModelCardTrainerMixin:
         if not self.is_world_process_zero():  # type: ignore[attr-defined]
             return
         folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
-        draft = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
+        draft = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
         record = draft.text[draft.text.index(RECORD) :] if RECORD in draft.text else None
         datasets = draft.data.get("datasets") or []
         known: dict[str, Any] = {
             "name": kwargs.get("model_name"),
-            "base_model": base_model_of(getattr(self.model.config, "_name_or_path", None)),  # type: ignore[attr-defined]
+            "base_model": self._base_model(),
             "license": draft.data.get("license") or "apache-2.0",
             "datasets": [datasets] if isinstance(datasets, str) else datasets,
             "training": record,
@@ -39,3 +52,6 @@ class ModelCardTrainerMixin:
             write_adapter_card(folder, **known)
         else:
             write_model_card(folder, tags=draft.data.get("tags") or (), **known)
+
+    def _base_model(self) -> str | None:
+        return base_model_of(getattr(self.model.config, "_name_or_path", None))  # type: ignore[attr-defined]

@@ -102,6 +102,16 @@ def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.devi
         )
 
 
+def name_after_own_code(model_class: type) -> None:
+    """
+    FSDP2 (`fully_shard`) puts a class of torch's over the model's, and transformers saves the code of the file in which
+    a model's class is defined: let that be ours.
+    """
+    if model_class.__module__.startswith("torch."):
+        own = next(base for base in model_class.__mro__ if not base.__module__.startswith("torch."))
+        model_class.__module__ = own.__module__
+
+
 @contextlib.contextmanager
 def whole_weights(accelerator: Any) -> Iterator[None]:
     """In here `Trainer.save_model` writes the whole model, also where checkpoints are to be SHARDED_STATE_DICT."""

@@ -7,10 +7,8 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from stts_hf import __version__
-from stts_hf.checkpoints.adapter_card import write_adapter_card
-from stts_hf.checkpoints.card import inherited_metadata, write_model_card
+from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.push import refusals
-from stts_hf.modeling.card_stts import base_model_of
 from stts_hf.training.build import MODEL_SETTINGS, VISION_SETTINGS, TrainingSetup
 from stts_hf.training.models import load_model
 from stts_hf.training.plan import describe_rates, describe_schedule, rows_of_step

@@ -14,7 +14,12 @@ from transformers.utils import logging
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, finish_or_clear, last_checkpoint, what_is_missing
-from stts_hf.training.distributed import check_batches_agree, prepare_for_processes, whole_weights
+from stts_hf.training.distributed import (
+    check_batches_agree,
+    name_after_own_code,
+    prepare_for_processes,
+    whole_weights,
+)
 from stts_hf.training.losses import LossCounts, count, normalised_losses
 from stts_hf.training.metrics import PruningMetrics, describe
 from stts_hf.training.parts import freeze_parts, require_grads_in_tower, split_groups
@@ -296,6 +301,7 @@ class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`; outside a checkpoint the whole model, also where checkpoints are saved in shards."""
         in_checkpoint = self._stage is not None
+        name_after_own_code(type(self.accelerator.unwrap_model(self.model)))
         with contextlib.nullcontext() if in_checkpoint else whole_weights(self.accelerator):
             super().save_model(output_dir, _internal_call)
 

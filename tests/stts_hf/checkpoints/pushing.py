@@ -1,5 +1,6 @@
 """Processes that push to a Hub on loopback, and what they push and leave there."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def start(hub, home: Path, *arguments: str, token: str | None = "write-token", *
 
 
 def run_python(hub, home: Path, code: str, *arguments: str) -> str:
-    process = start(hub, home, "-c", code, *arguments, PYTHONPATH=str(REPOSITORY))
+    process = start(hub, home, "-c", code, *arguments, PYTHONPATH=f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from stts_hf import STTSConfig, STTSProcessor
-from stts_hf.checkpoints.adapter_card import NO_ADAPTER, NO_BASE, write_adapter_card
+from stts_hf.checkpoints.card import NO_ADAPTER, NO_BASE, write_adapter_card
 from tests.checkpoints import TINY, load_tiny
 from tests.stts_hf.training.runs import trainer
 from tests.test_peft import TARGETS

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from stts_hf.checkpoints.card import checkpoint_card, write_model_card
-from stts_hf.modeling.card_stts import (
+from stts_hf import STTSForConditionalGeneration
+from stts_hf.checkpoints.card import (
     STOCK_SENTENCE,
     TAGS,
     UNNAMED,
-    WITHOUT_MODEL,
     base_model_of,
-    is_provisional,
-    model_card,
+    checkpoint_card,
+    write_model_card,
 )
 from tests.checkpoints import TINY, write_small_clip
+from tests.tiny import tiny_config
 
 
 @pytest.fixture
@@ -147,16 +147,12 @@ def test_base_model_is_the_hub_id_a_model_came_from(folder):
     assert base_model_of(str(folder)) == "allenai/Molmo2-8B"
 
 
-@pytest.mark.parametrize(
-    ("text", "provisional"),
-    [(None, True), (f"# x\n{STOCK_SENTENCE}\n", True), (f"# x\n{WITHOUT_MODEL}\n", True), ("# Mine\n", False)],
-    ids=["none", "stock", "of_a_processor", "own"],
-)
-def test_which_cards_may_be_replaced(tmp_path, text, provisional):
+@pytest.mark.parametrize("text", [None, f"# x\n{STOCK_SENTENCE}\n"], ids=["none", "stock"])
+def test_a_card_that_says_nothing_is_replaced(folder, text):
     if text is not None:
-        (tmp_path / "README.md").write_text(text)
-    assert is_provisional(tmp_path / "README.md") is provisional
+        (folder / "README.md").write_text(text)
+    assert "| `pruning_layer` | 3 " in checkpoint_card(folder, repo_id="user/name").text
 
 
-def test_card_of_a_processor_says_that_settings_are_missing():
-    assert WITHOUT_MODEL in model_card(None).text
+def test_the_model_carries_the_tags_of_the_card():
+    assert STTSForConditionalGeneration(tiny_config()).model_tags == list(TAGS)

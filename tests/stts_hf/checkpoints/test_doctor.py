@@ -150,7 +150,6 @@ WARNINGS: list[tuple[str, Damage, str]] = [
     ("tokenizer", edit("generation_config.json", lambda settings: settings.pop("eos_token_id")), "no `eos_token_id`"),
     ("model card", remove("README.md"), "missing"),
     ("model card", write("README.md", "# A model\n"), "no metadata"),
-    ("model card", lambda folder: (folder / "_saving-config").mkdir(), "cut off"),
 ]
 
 
@@ -323,22 +322,6 @@ def test_settings_of_a_wrong_kind_are_findings(sound, tmp_path, name):
     found = listed(folder)
     assert any(finding.fatal for _, finding in found)
     assert all(finding.what and finding.remedy for _, finding in found)
-
-
-@pytest.mark.parametrize("gate", ["config.json", "processor_config.json"])
-def test_a_save_that_was_cut_off_in_the_exchange_is_completed_not_deleted(sound, tmp_path, gate):
-    folder = copy(sound, tmp_path / "checkpoint")
-    stage = folder / f"_saving-{gate.removesuffix('.json')}"
-    stage.mkdir()
-    (folder / gate).rename(stage / gate)
-    found = [finding for _, finding in listed(folder) if stage.name in finding.what + finding.remedy]
-    assert len(found) == 1
-    assert found[0].fatal
-    assert f"move the files of {stage.name} up into the folder, {gate} last" in found[0].remedy
-    assert "delete" not in found[0].remedy
-    (stage / gate).rename(folder / gate)
-    stage.rmdir()
-    assert listed(folder) == []
 
 
 def test_nothing_but_the_findings_is_said(hub_configs):

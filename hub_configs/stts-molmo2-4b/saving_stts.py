@@ -1,1 +1,0 @@
-../../modeling/saving_stts.py

@@ -1,1 +1,0 @@
-../../modeling/card_stts.py
