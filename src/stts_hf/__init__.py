@@ -1,15 +1,16 @@
 """
 STTS (Spatio-Temporal Token Scoring) for Hugging Face.
 
-The public names below are imported on first use, and that registers all of transformers' Auto classes for
-`model_type` "stts", so that checkpoints load without `trust_remote_code`. `import stts_hf` alone registers nothing:
-registered classes win over a checkpoint's own code, and the command line runs the checkpoint's code.
+The public names below are imported on first use, so that `import stts_hf` takes milliseconds. The first use of a
+configuration, model or processor also registers transformers' Auto classes for `model_type` "stts": from then on
+checkpoints load without `trust_remote_code`, and by this package's code even with it. `import stts_hf` alone registers
+nothing.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from stts_hf.checkpoints.convert import convert_checkpoint
     from stts_hf.checkpoints.push import push_checkpoint
     from stts_hf.data.collator import STTSDataCollator
@@ -29,29 +30,27 @@ if TYPE_CHECKING:
     from stts_hf.training.trainer import STTSTrainer
     from stts_hf.visualize.contact_sheet import contact_sheet
 
-_MODULES = {
-    "STTSConfig": "modeling.configuration_stts",
-    "STTSVisionConfig": "modeling.configuration_stts",
-    "STTSForConditionalGeneration": "modeling.modeling_stts",
-    "STTSModel": "modeling.modeling_stts",
-    "STTSVisionModel": "modeling.vision_stts",
-    "STTSProcessor": "modeling.processing_stts",
-    "STTSVideoProcessor": "modeling.video_processing_stts",
-    "PackedDataset": "data.sample_packing",
-    "RowError": "data.rows",
-    "STTSDataCollator": "data.collator",
-    "check_rows": "data.loading",
-    "load_rows": "data.loading",
-    "measure_lengths": "data.lengths",
-    "STTSTrainer": "training.trainer",
-    "STTSTrainingArguments": "training.arguments",
-    "STTSSFTTrainer": "training.sft",
-    "convert_checkpoint": "checkpoints.convert",
-    "push_checkpoint": "checkpoints.push",
-    "answer_videos": "inference.answering",
-    "prefetch": "inference.prefetch",
-    "contact_sheet": "visualize.contact_sheet",
+_NAMES = {
+    "checkpoints.convert": ("convert_checkpoint",),
+    "checkpoints.push": ("push_checkpoint",),
+    "data.collator": ("STTSDataCollator",),
+    "data.lengths": ("measure_lengths",),
+    "data.loading": ("check_rows", "load_rows"),
+    "data.rows": ("RowError",),
+    "data.sample_packing": ("PackedDataset",),
+    "inference.answering": ("answer_videos",),
+    "inference.prefetch": ("prefetch",),
+    "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
+    "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
+    "modeling.processing_stts": ("STTSProcessor",),
+    "modeling.video_processing_stts": ("STTSVideoProcessor",),
+    "modeling.vision_stts": ("STTSVisionModel",),
+    "training.arguments": ("STTSTrainingArguments",),
+    "training.sft": ("STTSSFTTrainer",),
+    "training.trainer": ("STTSTrainer",),
+    "visualize.contact_sheet": ("contact_sheet",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __version__ = "0.1.0"
 __all__ = [
@@ -82,33 +81,26 @@ __all__ = [
 
 def register_auto_classes() -> None:
     """Registers config, model, processor and video processor with transformers' Auto classes; may be repeated."""
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForImageTextToText,
-        AutoModelForMultimodalLM,
-        AutoProcessor,
-        AutoVideoProcessor,
-    )
+    import transformers
 
     from stts_hf.modeling.configuration_stts import STTSConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
     from stts_hf.modeling.processing_stts import STTSProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
-    AutoConfig.register(STTSConfig.model_type, STTSConfig, exist_ok=True)
-    for auto_model in (AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM):
-        auto_model.register(STTSConfig, STTSForConditionalGeneration, exist_ok=True)
-    AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
-    AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
+    transformers.AutoConfig.register(STTSConfig.model_type, STTSConfig, exist_ok=True)
+    for auto_model in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+        getattr(transformers, auto_model).register(STTSConfig, STTSForConditionalGeneration, exist_ok=True)
+    transformers.AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
+    transformers.AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _MODULES[name].startswith("modeling."):
         register_auto_classes()
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -146,7 +146,8 @@ def answer_videos(
             for result in prepared:
                 waited = time.perf_counter() - started
                 if isinstance(result, PreparationError):
-                    yield VideoAnswer(*result.item, error=result, seconds_waited=waited)
+                    video, asked = result.item
+                    yield VideoAnswer(video, asked, error=result, seconds_waited=waited)
                 else:
                     answer = answer_prepared(model, processor, result, pruning_ratio=ratio, **generate_options)
                     del result  # not held while the caller works on the answer

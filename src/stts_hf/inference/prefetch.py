@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -13,9 +13,9 @@ OnError = Literal["raise", "return"]
 class PreparationError(RuntimeError):
     """An `item` could not be prepared: `item_id` names it, `__cause__` is the error itself."""
 
-    def __init__(self, item: object, item_id: object, error: Exception):
+    def __init__(self, item: Any, item_id: object, error: Exception):
         super().__init__(f"Item {item_id} could not be prepared: {type(error).__name__}: {error}")
-        self.item = item
+        self.item = item  # as `prefetch` was given it
         self.item_id = item_id
         self.__cause__ = error
 
@@ -28,7 +28,7 @@ def prefetch(
     ahead: int = 2,
     item_id: Callable[[int, Item], object] = lambda index, item: index,
     on_error: OnError = "raise",
-) -> Generator[Prepared | PreparationError, None, None]:
+) -> Generator[Any, None, None]:  # of `Prepared`, or with on_error="return" of `PreparationError` too
     """Runs `prepare` on the next items in threads, while the caller uses the item before them.
 
     Decoding a video and turning it into tensors releases Python's lock nearly all the time, so threads suffice:
