@@ -65,6 +65,7 @@ def row(answer: "VideoAnswer") -> dict[str, Any]:
     """One line of the answers file. Every line has all fields; a video that could not be read has null in most."""
     found = {
         "frames": answer.num_frames,
+        "damaged_frames": answer.damaged_frames,
         "timestamps": [round(seconds, 3) for seconds in answer.timestamps],
         "video_tokens_kept": answer.video_tokens_kept,
         "video_tokens": answer.video_tokens,
@@ -98,6 +99,8 @@ def print_answer(answer: "VideoAnswer", with_question: bool = True) -> None:
         return
     if with_question:
         print_lines(question=answer.question)
+    if answer.damaged_frames:
+        print_lines(damaged=f"{answer.damaged_frames} frames; the whole frame before each is shown instead, once")
     total, kept = answer.video_tokens, answer.video_tokens_kept
     first, last = answer.timestamps[0], answer.timestamps[-1]
     print_lines(

@@ -34,6 +34,8 @@ class VideoAnswer:
         answer: what the model wrote, without special tokens and space around it.
         error: what went wrong with the video; its `__cause__` is the error itself. None where all went well.
         timestamps: when each of the `T` frames shown is on screen, in seconds since the first frame of the video.
+        damaged_frames: how many frames that should have been shown are damaged; the whole frame before each is shown
+            instead, once.
         duration: of the video, in seconds; None where frames came without it.
         grid: rows and columns of blocks in a frame, `n` in all.
         keep_mask: (T, n) bool, which blocks were kept; on the host.
@@ -48,6 +50,7 @@ class VideoAnswer:
     answer: str | None = None
     error: PreparationError | None = None
     timestamps: tuple[float, ...] = ()
+    damaged_frames: int = 0
     duration: float | None = None
     grid: tuple[int, int] = (0, 0)
     keep_mask: torch.Tensor | None = None
@@ -201,6 +204,7 @@ def answer_prepared(
         prepared.question,
         answer=text,
         timestamps=tuple(float(time) for time in prepared.metadata.timestamps),
+        damaged_frames=getattr(prepared.metadata, "num_damaged", 0),
         duration=prepared.metadata.duration,
         grid=(rows, columns),
         keep_mask=keep_mask.cpu().view(num_frames, -1),

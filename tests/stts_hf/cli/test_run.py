@@ -1,8 +1,11 @@
 """The command line on the tiny checkpoint: what it prints, what it writes, and how it says no."""
 
+import functools
+import http.server
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +130,24 @@ def test_an_address_is_read_only_where_that_is_allowed(run):
     )
 
 
+def test_an_address_that_is_allowed_is_answered_about_and_drawn(run, clip):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Quiet, directory=str(clip.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/{clip.name}"
+            status, out, _, sheet = run("--allow-urls", video=address)
+        finally:
+            server.shutdown()
+    assert status == 0
+    assert f"203 of {NUM_TOKENS} kept" in out
+    assert sheet.is_file()
+
+
 def test_times_compare_stock_molmo2_with_and_without_dropping(run):
     _, out, _, _ = run("--time", "--repeats", "1")
     rows = [line for line in out.splitlines() if line.startswith(("stock", "STTS"))]
@@ -143,6 +164,10 @@ def test_times_compare_stock_molmo2_with_and_without_dropping(run):
         (["--pruning-ratio", "-0.1"], "--pruning-ratio is -0.1"),
         (["--pruning-ratio", "nan"], "--pruning-ratio is nan"),
         (["--test-time-scaling", "--pruning-ratio", "1"], "--test-time-scaling needs"),
+        (
+            ["--test-time-scaling", "--pruning-ratio", "0.9999999"],
+            "test_time_scaling=True needs pruning_ratio of at most",
+        ),
         (["--num-frames", "0"], "--num-frames is 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--time", "--repeats", "0"], "--repeats is 0, but must be at least 1"),

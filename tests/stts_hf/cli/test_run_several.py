@@ -119,6 +119,7 @@ def test_answers_file_holds_what_was_printed(run, here):
             "question": QUESTION,
             "answer": row["answer"],
             "frames": 2,
+            "damaged_frames": 0,
             "timestamps": [0.0, end],
             "video_tokens_kept": 114,
             "video_tokens": 162,
@@ -152,6 +153,21 @@ def test_an_unreadable_video_stops_no_other(run, here):
     assert "Cannot read video file 'words.mp4'" in second["error"]
     assert second.keys() == first.keys()
     assert {name for name, value in second.items() if value is not None} == {"video", "question", "error"}
+
+
+def test_damaged_frames_are_counted(run, here):
+    write_clip(here / "damaged.mkv", 150)
+    data = bytearray((here / "damaged.mkv").read_bytes())
+    middle = len(data) // 2
+    data[middle:] = bytes(len(data) - middle)
+    (here / "damaged.mkv").write_bytes(data)
+    more = ["--num-frames", "12", "--answers", "answers.jsonl"]
+    with pytest.warns(UserWarning, match="are damaged"):
+        _, out, _ = run("a.mp4", "damaged.mkv", QUESTION, *more)
+    whole, damaged = rows(here / "answers.jsonl")
+    assert (whole["damaged_frames"], damaged["error"]) == (0, None)
+    assert damaged["damaged_frames"] > 0
+    assert re.findall(r"^damaged: +(\d+) frames", out, re.M) == [str(damaged["damaged_frames"])]
 
 
 def test_interrupting_keeps_what_was_written(run, here, before_answer):
