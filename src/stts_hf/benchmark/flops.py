@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 Shape = torch.Size
 
@@ -30,3 +31,34 @@ CPU_ATTENTION = {
 def flop_counter() -> FlopCounterMode:
     """PyTorch's counter, with formulas for the attention kernel of a CPU."""
     return FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+
+
+class FlopClock:
+    """A `Clock` that reads FLOPs."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self.counter = counter
+
+    def read(self) -> int:
+        return self.counter.get_total_flops()
+
+    def synchronize(self) -> None:
+        pass
+
+    def between(self, start: int, end: int) -> int:
+        return end - start
+
+
+class UncountedAttention(TorchDispatchMode):
+    """Collects in `names` the attention operators that run without a formula, so that no ideal is silently wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = func.overloadpacket
+        name = str(operator)
+        if ("attn" in name or "attention" in name) and not {operator} & {*flop_registry, *CPU_ATTENTION}:
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))

@@ -7,8 +7,11 @@ from torch import nn
 from transformers import Molmo2ForConditionalGeneration
 
 from stts_hf.benchmark.stock import PARTS, stock_twin
+from stts_hf.benchmark.workloads import Workload
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+
+Models = tuple[STTSForConditionalGeneration, Molmo2ForConditionalGeneration]  # with the same parameters
 
 SO400M = {  # of the 27 layers of the original's configuration Molmo2 uses 25
     "hidden_size": 1152,
@@ -136,9 +139,7 @@ def geometry_config(name: str) -> STTSConfig:
     )
 
 
-def build_models(
-    geometry: str, dtype: torch.dtype, device: torch.device
-) -> tuple[STTSForConditionalGeneration, Molmo2ForConditionalGeneration]:
+def build_models(geometry: str, dtype: torch.dtype, device: torch.device) -> Models:
     """
     Returns STTS and stock Molmo2 with one set of random weights between them.
 
@@ -153,16 +154,11 @@ def build_models(
     return model, stock_twin(model)
 
 
-def configure(
-    models: tuple[Any, Any],
-    layout: str,
-    backend: str,
-    training: bool,
-    checkpointing: bool,
-) -> None:
+def configure(models: Models, workload: Workload, backend: str) -> None:
     """Sets both models alike: layout of the packed patches (only STTS has one), attention, mode, checkpointing."""
-    models[0].config.vision_config.packing = layout
+    models[0].config.vision_config.packing = workload.layout
     flash = backend.startswith("flash_attention")
+    training = workload.mode == "training"
     for model in models:
         for part in PARTS:
             config = getattr(model.config, part) if part else model.config
@@ -175,7 +171,7 @@ def configure(
         # transformers 5.23 renamed these.
         renamed = hasattr(model, "activation_checkpointing_enable")
         name = "activation_checkpointing" if renamed else "gradient_checkpointing"
-        if checkpointing:
+        if training and workload.checkpointing:
             getattr(model, f"{name}_enable")({"use_reentrant": False})
         else:
             getattr(model, f"{name}_disable")()

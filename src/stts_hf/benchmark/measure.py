@@ -1,4 +1,4 @@
-"""Measures workloads: one pass of warm-up that counts FLOPs and memory, then timed passes that take turns."""
+"""Measures workloads: one warm-up pass that counts FLOPs and memory, then timed passes of stock and STTS in turns."""
 
 import contextlib
 import dataclasses
@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import exc as dynamo_errors
-from torch._dynamo.exc import TorchDynamoException
-from torch.utils.flop_counter import flop_registry
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from stts_hf.benchmark.clocks import FlopClock, clock_of
-from stts_hf.benchmark.flops import flop_counter
-from stts_hf.benchmark.geometries import build_models, configure
-from stts_hf.benchmark.memory import is_out_of_memory, limited_to_free_memory, peak_memory, release
-from stts_hf.benchmark.passes import Runner
+from stts_hf.benchmark.clocks import Clock, clock_of
+from stts_hf.benchmark.flops import FlopClock, UncountedAttention, flop_counter
+from stts_hf.benchmark.geometries import Models, build_models, configure
+from stts_hf.benchmark.memory import is_out_of_memory, limited_to_free_memory, peak_memory
+from stts_hf.benchmark.stages import BACKWARD, DECODE_TOKEN, FORWARD, OPTIMISER, TOTAL, StageRecorder
 from stts_hf.benchmark.workloads import Workload, workload_inputs
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 
@@ -24,18 +22,83 @@ STOCK = "stock"
 FEWEST_REPEATS = 3
 # Compiled code and the kernels of other packages have no formulas in PyTorch's counter.
 COUNTED_WITH_SDPA = ("flex_attention", "flash_attention_2", "flash_attention_3")
-# What PyTorch says of tensors that a program put together wrongly, by a RuntimeError as a kernel's refusal is. There is
-# no telling them apart but by their words, and not all of them: another one is noted as failed, with its type.
-_MISTAKES = (
-    "cannot be multiplied",
-    "must match",
-    "is invalid for input of size",
-    "to be on the same device",
-    "to have the same dtype",
-)
-_OLD_NAMES = ("cache_size_limit", "fail_on_cache_limit_hit")
-_TOO_OFTEN: type[Exception] = getattr(dynamo_errors, "FailOnRecompileLimitHit", TorchDynamoException)
-Counts = dict[tuple[Workload, float | None], dict[str, Any]]  # FLOPs of the stages of passes with sdpa
+
+
+class Runner:
+    """Runs passes of one workload, by stock Molmo2 or by STTS. inputs: from `workload_inputs`."""
+
+    def __init__(self, workload: Workload, models: Models, inputs: dict[str, Any]) -> None:
+        self.workload = workload
+        self.model, self.stock = models
+        self.inputs = inputs
+        self.optimiser: torch.optim.Optimizer | None = None
+        if workload.mode == "training":
+            # Trainer's own choice. A step of size zero costs what any step costs, and keeps the weights.
+            self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimiser.step()  # makes the optimiser's state, which no pass shall pay for
+            self.optimiser.zero_grad(set_to_none=True)
+
+    def run(self, ratio: float | None, clock: Clock) -> dict[str, float]:
+        """One pass at pruning ratio `k`, or by stock Molmo2 for None. Returns what `clock` says of each stage."""
+        model = self.stock if ratio is None else self.model
+        call = {} if ratio is None else {"pruning_ratio": ratio}
+        if self.optimiser is not None:
+            return self._train(model, call, clock, self.optimiser)
+        recorder = StageRecorder(model, clock)
+        try:
+            with torch.no_grad():
+                recorder.start()
+                if self.workload.mode == "tower":
+                    names = ("pixel_values_videos", "video_token_pooling", "video_grids")
+                    model.model.get_video_features(**{name: self.inputs[name] for name in names}, **call)
+                    recorder.mark("end")
+                    return recorder.vision_stages()
+                outputs = model(**self.inputs, **call, logits_to_keep=1, use_cache=True)
+                recorder.mark("end")
+                stages = recorder.prompt_stages()
+                return stages | self._decode(model, outputs.past_key_values, clock)
+        finally:
+            recorder.close()
+
+    def _decode(self, model: Any, cache: Any, clock: Clock) -> dict[str, float]:
+        count, mask = self.workload.decode_tokens, self.inputs["attention_mask"]
+        if not count:
+            return {}
+        start = clock.read()
+        for _ in range(count):
+            mask = torch.cat([mask, mask[:, :1]], dim=-1)
+            tokens = self.inputs["input_ids"][:, -1:]
+            model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True)
+        end = clock.read()
+        clock.synchronize()
+        return {DECODE_TOKEN: clock.between(start, end) / count}
+
+    def _train(
+        self, model: Any, call: dict[str, float], clock: Clock, optimiser: torch.optim.Optimizer
+    ) -> dict[str, float]:
+        clock.synchronize()
+        readings = [clock.read()]
+        try:
+            loss = model(**self.inputs, **call, use_cache=False).loss
+            readings.append(clock.read())
+            loss.backward()
+            readings.append(clock.read())
+            optimiser.step()
+            readings.append(clock.read())
+            clock.synchronize()
+        finally:
+            optimiser.zero_grad(set_to_none=True)
+        stages = dict(zip((FORWARD, BACKWARD, OPTIMISER), map(clock.between, readings, readings[1:]), strict=False))
+        return stages | {TOTAL: clock.between(readings[0], readings[-1])}
+
+    def resident_memory(self) -> int:
+        """Bytes allocated between passes: weights, inputs, the optimiser's state."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *self.inputs.values()]
+        for state in self.optimiser.state.values() if self.optimiser else ():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def variant_name(ratio: float | None) -> str:
@@ -51,14 +114,12 @@ def measure_workloads(
     on_pass: Callable[[str], None] = lambda _: None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Measures each workload on `device`, and yields a cell of the result for each as soon as it is there (see `measure`).
+    Measures each workload on `device` and yields its cell of the result (see `measure`) as soon as it is complete.
 
     Each gets a share of `seconds` in proportion to its cost and stops early, though never below 3 rounds, when that is
-    spent; at most `repeats` rounds. One that does not fit into memory, or fails in a kernel, says so in its cell; the
-    others go on.
+    spent; at most `repeats` rounds. One that does not fit into memory, or fails in a kernel, says so in its cell.
     """
-    models: Any = None
-    counts: Counts = {}
+    models: Models | None = None
     built_for = None
     deadline = time.perf_counter() + seconds
     _load_libraries(device)
@@ -66,47 +127,43 @@ def measure_workloads(
         remaining = sum(later.cost for later in workloads[index:])
         share = max(deadline - time.perf_counter(), 0) * workload.cost / remaining
         cell: dict[str, Any] = {"workload": dataclasses.asdict(workload), "title": workload.title}
-        with limited_to_free_memory(device), _old_objects_out_of_sight(), _compiled_anew():
+        with limited_to_free_memory(device), _compiled_anew(workload.backend), _imports_not_collected():
             try:
-                if built_for != (workload.geometry, workload.dtype):
+                if models is None or built_for != (workload.geometry, workload.dtype):
                     models = None
-                    release(device)
+                    _release(device)
                     models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
                     built_for = (workload.geometry, workload.dtype)
-                cell |= measure(workload, models, device, repeats, share, on_pass, counts)
+                cell |= measure(workload, models, device, repeats, share, on_pass)
             except Exception as error:
                 cell |= {**_failure(error), "variants": []}
-        release(device)
+        _release(device)
         yield cell
 
 
 def measure(
     workload: Workload,
-    models: Any,
+    models: Models,
     device: torch.device,
     repeats: int,
     seconds: float,
     on_pass: Callable[[str], None] = lambda _: None,
-    counts: Counts | None = None,
 ) -> dict[str, Any]:
     """
-    Measures one workload: `{"status", "order", "variants"}`, each variant with `stages` (raw `seconds` of every round
-    and `flops`), `peak_memory` and `resident_memory` in bytes, and how many tokens it kept.
+    Measures one workload: `{"status", "order", "variants"}`, stock first among the variants, each with `stages` (raw
+    `seconds` of every round and `flops`), `peak_memory` and `resident_memory` in bytes, and how many tokens it kept.
 
-    `counts` holds FLOPs that were counted with sdpa before, and takes in what is.
     `order` is the order in which variants ran in each timed round: stock and each ratio take turns, and every round
-    begins with another of them, so that whatever drifts drifts for all.
+    begins with another of them, so that drift of the machine affects all alike.
     """
-    _configure(models, workload, workload.backend)
+    configure(models, workload, workload.backend)
     runner = Runner(workload, models, workload_inputs(workload, models[0].config, device))
     variants: dict[float | None, dict[str, Any]] = {}
-    counts = {} if counts is None else counts
     for ratio in (None, *workload.ratios):
         variants[ratio] = variant = describe(workload, models[0].config, ratio)
         with _noting_failure(variant, device):
-            flops, variant["peak_memory"] = _warm_up(runner, ratio, device, counts, variant)
+            variant |= _warm_up(runner, ratio, device)
             variant["resident_memory"] = runner.resident_memory()
-            variant["stages"] = {stage: {"flops": count, "seconds": []} for stage, count in flops.items()}
         on_pass(workload.title)
     able = [ratio for ratio, variant in variants.items() if variant["status"] == "ok"]
     clock, order, started = clock_of(device), [], time.perf_counter()
@@ -142,95 +199,72 @@ def describe(workload: Workload, config: Any, ratio: float | None) -> dict[str, 
     }
 
 
-def _warm_up(
-    runner: Runner, ratio: float | None, device: torch.device, counts: Counts, variant: dict[str, Any]
-) -> tuple[dict[str, float | None], int]:
-    """
-    FLOPs of every stage, and the peak memory of a pass. FLOPs that cannot be counted are None, and `variant` then says
-    why in `not_counted`.
-    """
+def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[str, Any]:
+    """`stages` with their FLOPs, `peak_memory`, and `not_counted` with the reason where FLOPs are None."""
     _clear_away(device)
-    workload = runner.workload
-    same_shape = (dataclasses.replace(workload, backend="sdpa", ratios=()), ratio)
+    workload, not_counted = runner.workload, ""
     if workload.backend not in COUNTED_WITH_SDPA:
-        stages, peak = peak_memory(lambda: _count(runner, ratio), device)
-        if workload.backend == "sdpa":
-            counts[same_shape] = stages
-        counted: dict[str, float] = stages
+        (flops, not_counted), peak = peak_memory(lambda: _count(runner, ratio), device)
+        stages = flops
     else:
-        failure: dict[str, str] = {}
-        if same_shape not in counts:
-            with _noting_failure(failure, device):  # sdpa may need more memory than there is, and this backend less
-                counts[same_shape] = _count_with_sdpa(runner, ratio)
-        if failure:
-            variant["not_counted"] = f"with sdpa, by which they are counted: {failure['status']} ({failure['reason']})"
+        flops, failure = {}, {"status": "ok"}
+        configure((runner.model, runner.stock), workload, "sdpa")
+        with _noting_failure(failure, device):  # sdpa may need more memory than there is
+            flops, not_counted = _count(runner, ratio)
+        configure((runner.model, runner.stock), workload, workload.backend)
+        if failure["status"] != "ok":
+            not_counted = f"with sdpa, by which they are counted: {failure['status']} ({failure['reason']})"
         _clear_away(device)
         stages, peak = peak_memory(lambda: runner.run(ratio, clock_of(device)), device)
-        counted = counts.get(same_shape, {})
-    if ratio is not None and _has_no_formula(workload, device):
-        variant["not_counted"] = "this PyTorch has no formula for its variable-length attention"
-        counted = {}
-    return {stage: counted.get(stage) for stage in stages}, peak
+    found = {stage: {"flops": None if not_counted else flops[stage], "seconds": []} for stage in stages}
+    return {"stages": found, "peak_memory": peak} | ({"not_counted": not_counted} if not_counted else {})
 
 
-def _count(runner: Runner, ratio: float | None) -> dict[str, float]:
-    with flop_counter() as counter:
-        return runner.run(ratio, FlopClock(counter))
-
-
-def _count_with_sdpa(runner: Runner, ratio: float | None) -> dict[str, float]:
-    """FLOPs of the same pass with PyTorch's kernels, which are counted as attention in full, mask or not."""
-    workload, models = runner.workload, (runner.model, runner.stock)
-    _configure(models, workload, "sdpa")
-    try:
-        return _count(runner, ratio)
-    finally:
-        _configure(models, workload, workload.backend)
-
-
-def _configure(models: Any, workload: Workload, backend: str) -> None:
-    training = workload.mode == "training"
-    configure(models, workload.layout, backend, training, workload.checkpointing and training)
-
-
-def _has_no_formula(workload: Workload, device: torch.device) -> bool:
-    """Whether sdpa in the vision tower is PyTorch's variable-length kernel, of a version that does not count it."""
-    operator = getattr(torch.ops.torch_attn, "_varlen_attn", None)
-    takes_it = device.type == "cuda" and workload.dtype != "float32" and workload.backend != "eager"
-    return takes_it and operator is not None and operator not in flop_registry
+def _count(runner: Runner, ratio: float | None) -> tuple[dict[str, float], str]:
+    """FLOPs of every stage, with attention counted in full, mask or not; and what makes them worthless, if anything."""
+    with flop_counter() as counter, UncountedAttention() as uncounted:
+        flops = runner.run(ratio, FlopClock(counter))
+    names = ", ".join(sorted(uncounted.names))
+    return flops, f"this PyTorch has no formula for {names}" if names else ""
 
 
 def _clear_away(device: torch.device) -> None:
-    """Before a pass: nothing of the last one is left. CUDA's cache stays, as it would in use."""
+    """Before a pass nothing of the last one is left. CUDA's cache stays, as it would in use."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     gc.collect()
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _load_libraries(device: torch.device) -> None:
     """On CUDA the first matrix product allocates cuBLAS's working space for good: no pass's memory."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            some = torch.ones(16, 16, device=device, dtype=dtype)
-            torch.mm(some, some)
+            torch.ones(16, 16, device=device, dtype=dtype).mm(torch.ones(16, 16, device=device, dtype=dtype))
 
 
 @contextlib.contextmanager
-def _compiled_anew() -> Iterator[None]:
+def _compiled_anew(backend: str) -> Iterator[None]:
     """
-    Each workload compiles for its own shapes. By default PyTorch gives up at the ninth and goes on uncompiled, which
-    for flex_attention is another algorithm; here that many are allowed, and more fail.
+    Each workload compiles flex_attention for its own shapes. After eight PyTorch would go on uncompiled, which is
+    another algorithm; here 64 are allowed, and more fail.
     """
+    if backend != "flex_attention":
+        yield
+        return
     torch.compiler.reset()
-    new_names = hasattr(torch._dynamo.config, "recompile_limit")  # since PyTorch 2.7
-    names = ("recompile_limit", "fail_on_recompile_limit_hit") if new_names else _OLD_NAMES
-    with torch._dynamo.config.patch(dict(zip(names, (64, True), strict=True))):
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
 
 
 @contextlib.contextmanager
-def _old_objects_out_of_sight() -> Iterator[None]:
-    """Collecting garbage before each pass looks at what measuring made, not at all that was ever imported."""
+def _imports_not_collected() -> Iterator[None]:
+    """Collecting garbage before each pass skips what was imported before."""
     gc.collect()
     gc.freeze()
     try:
@@ -247,22 +281,16 @@ def _noting_failure(variant: dict[str, Any], device: torch.device) -> Iterator[N
         return
     except Exception as error:
         variant |= _failure(error)
-    release(device)  # not before the exception is gone, which holds on to the pass's tensors
+    _release(device)  # after the exception is gone, which refers to the pass's tensors
 
 
 def _failure(error: Exception) -> dict[str, str]:
-    """
-    Status and reason of a failure that is this shape's, backend's or device's own. Raises every other error again, as
-    far as they can be told apart: that is a mistake in a program.
-    """
-    message = " ".join(str(error).split())[:300]
+    """Status and reason of a failure that may be the shape's or the kernel's; raises every other error again."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if is_out_of_memory(error):
-        return {"status": "out of memory", "reason": message}
-    if isinstance(error, (TorchDynamoException, _TOO_OFTEN)):
-        return {"status": "does not compile", "reason": message}
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MISTAKES):
+        return {"status": "out of memory", "reason": reason}
+    # Triton's errors ("out of resource: shared memory") are no RuntimeError.
+    kernels = isinstance(error, RuntimeError | FailOnRecompileLimitHit) or type(error).__module__.startswith("triton")
+    if not kernels:
         raise error
-    # A kernel's refusal is a RuntimeError, but Triton's errors ("out of resource: shared memory") have no such base.
-    if isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] == "triton":
-        return {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
-    raise error
+    return {"status": "failed", "reason": reason}

@@ -1,30 +1,26 @@
-"""Writes a result to its folder: `result.json`, `README.md`, `plot.png`, each whole or not at all."""
+"""A result's folder: `result.json`, and `README.md` and `plot.png` made of it."""
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stts_hf.benchmark.report import markdown
+from stts_hf.benchmark.report import draw, markdown
 from stts_hf.benchmark.run import SCHEMA
 
 RESULT, UNFINISHED, PAGE, PLOT = "result.json", "unfinished.json", "README.md", "plot.png"
-KEYS = {"preset", "command", "started", "seconds", "machine", "versions", "cells"}
-CELL_KEYS = {"workload", "title", "status", "variants"}
 
 
 def check_folder(folder: Path) -> None:
     """
     Raises `ValueError` where a result could not be written to `folder`, which need not exist yet, or would replace
-    files that are none of a result's.
+    files that no benchmark wrote.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {folder} is a file, but must be a folder")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ValueError(f"--output {folder} cannot be made: {there} is a file")
+        raise ValueError(f"--output {folder} must be a folder, but {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"--output {folder} cannot be written: no permission in {there}")
     replaced = [name for name in (RESULT, UNFINISHED, PAGE, PLOT) if os.path.lexists(folder / name)]
@@ -37,39 +33,28 @@ def check_folder(folder: Path) -> None:
 
 def write_result(result: Mapping[str, Any], folder: Path) -> None:
     """
-    Writes JSON, page and picture into `folder`, which is made if need be. Other files in it stay, but for what
-    `keep_unfinished` left if the result is finished.
-
-    All three are ready beside their places before the first takes its own, so a run that fails or is interrupted
-    leaves what was there before. Raises `ImportError` without matplotlib.
+    Writes JSON, page and picture into `folder`, each whole or not at all, and takes away what `keep_unfinished` left
+    if the result is finished. Other files stay. Raises `ImportError` without matplotlib.
     """
-    from stts_hf.benchmark.plots import draw
-
-    finished = result.get("finished", True)  # older results do not say
-    name = RESULT if finished else UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as unfinished:
-        made = Path(unfinished)
-        (made / name).write_text(_as_json(result))
-        (made / PAGE).write_text(page(result))
-        draw(result, made / PLOT)
-        for written in (name, PAGE, PLOT):
-            os.replace(made / written, folder / written)
-    if finished:
+    _replace(folder / PLOT, lambda path: draw(result, path))
+    _replace(folder / PAGE, lambda path: path.write_text(page(result)))
+    if result["finished"]:
+        _replace(folder / RESULT, lambda path: path.write_text(_as_json(result)))
         (folder / UNFINISHED).unlink(missing_ok=True)
+    else:
+        keep_unfinished(result, folder)
 
 
 def page(result: Mapping[str, Any]) -> str:
     """The page as it stands in a folder, with the picture."""
-    return markdown(result).rstrip("\n") + f"\n\n![plot]({PLOT})\n"
+    return markdown(result) + f"\n![plot]({PLOT})\n"
 
 
 def keep_unfinished(result: Mapping[str, Any], folder: Path) -> None:
     """Writes what there is so far to `unfinished.json`, beside any finished result of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as made:
-        Path(made, UNFINISHED).write_text(_as_json(result))
-        os.replace(Path(made, UNFINISHED), folder / UNFINISHED)
+    _replace(folder / UNFINISHED, lambda path: path.write_text(_as_json(result)))
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -77,21 +62,21 @@ def read_result(folder: Path) -> dict[str, Any]:
     The result in `folder`; without one what a run that did not finish left. Raises `ValueError` where there is neither,
     or one of another schema.
     """
-    path = folder / RESULT
-    if not path.exists() and (folder / UNFINISHED).exists():
-        path = folder / UNFINISHED
+    path = next((folder / name for name in (RESULT, UNFINISHED) if (folder / name).exists()), folder / RESULT)
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a benchmark's result: {error}") from error
     if not isinstance(result, dict) or result.get("schema") != SCHEMA:
         raise ValueError(f"{path} has another schema than {SCHEMA}; measure again")
-    missing = KEYS - result.keys()
-    if not missing:
-        missing = {f"cells' {key}" for cell in result["cells"] for key in CELL_KEYS - cell.keys()}
-    if missing:
-        raise ValueError(f"{path} is no whole result of a benchmark, for it lacks {', '.join(sorted(missing))}")
     return result
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Has `path` written beside its place, where it goes once it is whole."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
+        write(Path(folder, path.name))
+        os.replace(Path(folder, path.name), path)
 
 
 def _is_result(path: Path) -> bool:

@@ -1,21 +1,25 @@
-"""A preset from beginning to end: checks, measurements, and the result as one dictionary."""
+"""A preset from beginning to end: checks, measurements, and the result as one dictionary that `json` can write."""
 
 import datetime
 import os
+import platform
+import subprocess
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from stts_hf.benchmark.front_end import measure_front_end
-from stts_hf.benchmark.machine import describe_machine, describe_versions
+from stts_hf import __version__
 from stts_hf.benchmark.measure import measure_workloads
 from stts_hf.benchmark.presets import Preset
-from stts_hf.benchmark.readers import READERS, measure_readers
+from stts_hf.benchmark.reading import READERS, measure_clip
 
-SCHEMA = 1
+SCHEMA = 2
+PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
 FLASH_BACKENDS = {
     "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
     "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
@@ -24,36 +28,29 @@ FLASH_BACKENDS = {
 
 def check_runnable(preset: Preset, device: torch.device, force: bool = False) -> None:
     """Raises `ValueError` where a preset cannot or should not run on `device`, before anything slow happens."""
-    if preset.needs_gpu and device.type == "cpu" and not force:
-        sdpa = " --backends sdpa" if any(w.backend == "flex_attention" for w in preset.workloads) else ""
-        raise ValueError(
-            f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}, or --force{sdpa} to run it "
-            "anyway"
-        )
-    if force and not preset.needs_gpu:
-        raise ValueError(f"--force has no effect on preset {preset.name!r}, which runs on any device; leave it out")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {device} cannot be timed; cpu and cuda can")
+    if preset.needs_gpu and device.type == "cpu" and not force:
+        raise ValueError(
+            f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}, or --force --backends sdpa "
+            "to run it anyway"
+        )
     for workload in preset.workloads:
+        missing = []
         if workload.backend == "flex_attention" and device.type == "cpu":
-            raise ValueError(
-                "backend 'flex_attention' is for a GPU: on a CPU PyTorch has no backward pass for it, and its forward "
-                "pass does not compile for Molmo2's mask (2.15); use --backends sdpa"
-            )
+            missing.append("a GPU: on a CPU PyTorch 2.15 has no backward pass for it")
         if workload.backend in FLASH_BACKENDS:
             package, is_available = FLASH_BACKENDS[workload.backend]
-            missing = [] if is_available() else [f"the package {package}, which is not installed or not usable here"]
+            if not is_available():
+                missing.append(f"the package {package}, which is not installed or not usable here")
             if device.type != "cuda":
                 missing.append(f"a CUDA device, but --device is {device}")
             if workload.dtype == "float32":
                 missing.append("--dtypes bfloat16 or float16, but the dtype is float32")
-            if missing:
-                raise ValueError(f"backend {workload.backend!r} needs {'; and '.join(missing)}; or use --backends sdpa")
             if workload.layout == "first_fit_descending":
-                raise ValueError(
-                    "layout 'first_fit_descending' needs an attention mask, which flash attention does not take; use "
-                    "--layouts varlen or --backends sdpa"
-                )
+                missing.append("--layouts varlen, for bins need a mask, which flash attention does not take")
+        if missing:
+            raise ValueError(f"backend {workload.backend!r} needs {'; and '.join(missing)}; or use --backends sdpa")
 
 
 def run_preset(
@@ -64,12 +61,12 @@ def run_preset(
     on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """
-    Measures everything in `preset` and returns the result, which `json` can write.
+    Measures everything in `preset` and returns the result.
 
     Args:
         command: what the user typed, to be named beside every figure.
         on_pass: called with what was just done, `count_passes(preset)` times at most.
-        on_progress: called with the result so far, `"finished": False`, whenever something more is in it.
+        on_progress: called with the result so far, `"finished": False`, whenever a cell is complete.
     """
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
     result: dict[str, Any] = {
@@ -78,31 +75,21 @@ def run_preset(
         "command": command,
         "started": started.strftime("%Y-%m-%d %H:%M UTC"),
         "finished": False,
-        "workloads": len(preset.workloads),
         "machine": describe_machine(device),
         "versions": describe_versions(),
-        "front_end": [],
         "cells": [],
-        "readers": None,
     }
 
-    def report() -> None:
+    def add(cell: dict[str, Any]) -> None:
+        result["cells"].append(cell)
         result["seconds"] = time.perf_counter() - clock
         result["machine"]["load_after"] = os.getloadavg()[0]
         on_progress(result)
 
-    for frames in preset.front_end_frames:
-        result["front_end"].append(measure_front_end(frames, preset.repeats, preset.video_size, on_pass))
-        report()
-    seconds = max(60 * preset.budget_minutes - (time.perf_counter() - clock), 0.0)
-    for cell in measure_workloads(preset.workloads, device, preset.repeats, seconds, on_pass):
-        result["cells"].append(cell)
-        report()
-    if preset.video_seconds:
-        result["readers"] = measure_readers(
-            preset.video_seconds, preset.video_frames, preset.repeats, preset.video_size, on_pass
-        )
-        report()
+    for cell in measure_workloads(preset.workloads, device, preset.repeats, 60 * preset.budget_minutes, on_pass):
+        add(cell)
+    for clip in preset.clips:
+        add(measure_clip(clip, preset.repeats, on_pass))
     result["finished"] = True
     return result
 
@@ -110,5 +97,48 @@ def run_preset(
 def count_passes(preset: Preset) -> int:
     """The most times that `run_preset` calls `on_pass`; fewer where the time runs out first."""
     model = sum((1 + len(workload.ratios)) * (1 + preset.repeats) for workload in preset.workloads)
-    files = len(preset.front_end_frames) * (preset.repeats + 1)
-    return model + files + (1 + len(READERS) * preset.repeats if preset.video_seconds else 0)
+    return model + len(preset.clips) * (1 + len(READERS) * preset.repeats)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Processor, cores and threads in use, memory in bytes, GPU, and how busy the machine is before measuring."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+    machine: dict[str, Any] = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "device": str(device),
+        "load_before": os.getloadavg()[0],
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine |= {"gpu": properties.name, "gpu_memory": properties.total_memory, "cuda": torch.version.cuda}
+    return machine
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of what took part; the commit where the package runs from a checkout, with "+" if that was changed."""
+    versions = {"stts_hf": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    root = Path(__file__).resolve().parents[3]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    if (root / ".git").exists():
+        try:
+            changed = git("status", "--porcelain", "--untracked-files=no", "--", "modeling", "src")
+            versions["commit"] = git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+        except (OSError, subprocess.SubprocessError):
+            pass
+    return versions

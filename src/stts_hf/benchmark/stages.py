@@ -1,11 +1,10 @@
-"""Where one pass ends a stage and begins the next, read off by hooks on the model's parts.
-
-Hooks stand on modules that stock Molmo2 and STTS both have, so both are cut at the same places:
+"""Where one stage of a pass ends and the next begins, read off by hooks on modules. No other file hooks the model.
 
     start | ... | tower: layers 0..l | score, select, pack | layers l + 1.. | connector | ... | LLM and head | end
 
-"sequence" is what the dots stand for: embedding, dropping placeholders, merging features, the mask. "Select and pack"
-also has the gathers of survivors inside layer l + 1, before and after its attention, and the packing of bins behind it.
+Stock Molmo2 and STTS have the same borders. "sequence" is what the dots stand for: embedding, dropping placeholders,
+merging features, the mask. "select and pack" includes the gathers of survivors inside layer `l + 1`, before and after
+its attention, and the packing of bins after it.
 """
 
 from collections.abc import Callable
@@ -19,103 +18,85 @@ VISION_TOWER, SCORE, SELECT_AND_PACK, CONNECTOR = "vision_tower", "score", "sele
 SEQUENCE, LANGUAGE_MODEL, DECODE_TOKEN = "sequence", "language_model", "decode_per_token"
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser_step"
 TOTAL = "total"
-STAGES = (
-    VISION_TOWER,
-    SCORE,
-    SELECT_AND_PACK,
-    CONNECTOR,
-    SEQUENCE,
-    LANGUAGE_MODEL,
-    FORWARD,
-    BACKWARD,
-    OPTIMISER,
-    TOTAL,
-    DECODE_TOKEN,
-)
+ENCODING = (VISION_TOWER, SCORE, SELECT_AND_PACK, CONNECTOR)
+STAGES = (*ENCODING, SEQUENCE, LANGUAGE_MODEL, FORWARD, BACKWARD, OPTIMISER, TOTAL, DECODE_TOKEN)  # as in tables
 
 
 class StageRecorder:
     """
     Reads `clock` wherever a pass of `model` (stock or STTS, with head) crosses the border of a stage.
 
-    Only for passes without recomputation: gradient checkpointing runs the hooks a second time.
+    Gradient checkpointing runs hooks a second time, so this is for inference only. Raises `AttributeError` where the
+    model lacks a module that stages are cut at.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock):
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
         self.clock = clock
         self.readings: dict[str, Any] = {}
-        inner = model.get_submodule("model")
-        tower = inner.get_submodule("vision_tower")
-        self._hooks: list[Any] = []
-        self._gathers: list[tuple[str, str]] = []  # stretches of layer l + 1 that select and pack
-        self._watch(tower, "tower_in", "tower_out")
-        self._watch(inner.get_submodule("multi_modal_projector"), None, "connector_out")
-        self._watch(inner.get_submodule("language_model"), "language_model_in", "language_model_out")
-        scoring_after = getattr(tower.config, "pruning_layer", None)
-        self.scores = scoring_after is not None
-        if scoring_after is not None:
-            layers = tower.get_submodule("layers")
-            last_dense, pruned, *later = list(layers.children())[scoring_after : scoring_after + 3]
-            self._watch_layer(last_dense, None, "dense_out")
-            self._watch_layer(pruned, "pruned_in", "pruned_out")
-            self._watch_gathers(pruned)
+        self._gathers: list[tuple[str, str]] = []  # parts of layer l + 1, and after it, that select and pack
+        tower = _part(model, "model.vision_tower")
+        cuts: list[tuple[nn.Module, str | None, str | None]] = [  # module, reading before it, reading after it
+            (tower, "tower_in", "tower_out"),
+            (_part(model, "model.multi_modal_projector"), None, "connector_out"),
+            (_part(model, "model.language_model"), "language_model_in", None),
+        ]
+        pruning_layer = getattr(tower.config, "pruning_layer", None)
+        if pruning_layer is not None:  # not stock Molmo2
+            dense, pruned, *later = list(_part(tower, "layers").children())[pruning_layer : pruning_layer + 3]
+            cuts += [
+                (dense, None, "dense_out"),
+                (pruned, "pruned_in", "pruned_out"),
+                (_part(tower, "scorer"), "scorer_in", "scorer_out"),
+                # The queries' gather, and the residual's, which cannot be told apart from its addition.
+                (_part(pruned, "layer_norm1"), None, "norm1_out"),
+                (_part(pruned, "self_attn"), "attention_in", "attention_out"),
+                (_part(pruned, "layer_norm2"), "norm2_in", None),
+            ]
+            self._gathers += [("norm1_out", "attention_in"), ("attention_out", "norm2_in")]
             if later and getattr(tower.config, "packing", None) == "first_fit_descending":
-                self._watch_layer(later[0], "after_pruned_in", None)
+                cuts.append((later[0], "after_pruned_in", None))
                 self._gathers.append(("pruned_out", "after_pruned_in"))
-            self._watch(tower.get_submodule("scorer"), "scorer_in", "scorer_out")
+        self._hooks: list[Any] = []
+        for module, before, after in cuts:
+            if before:
+                self._hooks.append(module.register_forward_pre_hook(self._reader(before)))
+            if after:
+                self._hooks.append(module.register_forward_hook(self._reader(after)))
 
-    def _watch_layer(self, layer: nn.Module, before: str | None, after: str | None) -> None:
-        if layer._compiled_call_impl is None:  # compiled with its hooks otherwise, and a clock cannot be
-            self._watch(layer, before, after)
-
-    def _watch_gathers(self, layer: nn.Module) -> None:
-        """That of the queries, and that of the residual, whose addition cannot be told from its gather."""
-        parts = [getattr(layer, name, None) for name in ("layer_norm1", "self_attn", "layer_norm2")]
-        compiled = layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
-        if compiled or not all(isinstance(part, nn.Module) for part in parts):
-            return
-        for part, names in zip(parts, ((None, "norm1_out"), ("attn_in", "attn_out"), ("norm2_in", None)), strict=True):
-            self._watch(part, *names)  # type: ignore[arg-type]
-        self._gathers += [("norm1_out", "attn_in"), ("attn_out", "norm2_in")]
-
-    def _watch(self, module: nn.Module, before: str | None, after: str | None) -> None:
-        if before:
-            self._hooks.append(module.register_forward_pre_hook(self._reader(before)))
-        if after:
-            self._hooks.append(module.register_forward_hook(self._reader(after)))
-
-    def _reader(self, name: str) -> Callable:
-        def hook(*_) -> None:
+    def _reader(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
             self.readings.setdefault(name, self.clock.read())
 
         return hook
 
     def mark(self, name: str) -> None:
+        """Reads the clock now."""
         self.readings[name] = self.clock.read()
 
     def between(self, start: str, end: str) -> float:
+        """What the clock says from one reading to another. Raises `RuntimeError` where a pass did not get there."""
+        if missing := {start, end} - self.readings.keys():
+            raise RuntimeError(f"No module of the pass has read {', '.join(sorted(missing))}; see {__name__}.")
         return self.clock.between(self.readings[start], self.readings[end])
 
     def start(self) -> None:
         """Begins a pass, once all earlier work is done."""
         self.readings.clear()
-        self.clock.wait()
+        self.clock.synchronize()
         self.mark("start")
 
     def vision_stages(self) -> dict[str, float]:
         """Stages of a pass through tower and connector, after `mark("end")`."""
-        self.clock.wait()
+        self.clock.synchronize()
         stages = {
             VISION_TOWER: self.between("tower_in", "tower_out"),
             CONNECTOR: self.between("tower_out", "connector_out"),
             TOTAL: self.between("start", "end"),
         }
-        if self.scores and self.readings.keys() >= {"dense_out", "pruned_in"}:  # at k = 1 no later layer runs
+        if "pruned_in" in self.readings:  # not at k = 1, where no later layer runs
             stages[SELECT_AND_PACK] = self.between("dense_out", "pruned_in")
-            # Of a layer that is compiled, or wrapped, only some may have been read.
-            read = [gather for gather in self._gathers if self.readings.keys() >= {*gather}]
-            stages[SELECT_AND_PACK] += sum(self.between(*gather) for gather in read)
-            if "scorer_out" in self.readings:  # an untrained selector has none
+            stages[SELECT_AND_PACK] += sum(self.between(*gather) for gather in self._gathers)
+            if "scorer_out" in self.readings:  # untrained selectors have none
                 stages[SCORE] = self.between("scorer_in", "scorer_out")
                 stages[SELECT_AND_PACK] -= stages[SCORE]
         return stages
@@ -128,5 +109,15 @@ class StageRecorder:
         return stages
 
     def close(self) -> None:
+        """Takes the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _part(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        raise AttributeError(
+            f"Stages are cut at {name!r} of {type(module).__name__}, which has no such module: adapt {__name__}."
+        ) from error

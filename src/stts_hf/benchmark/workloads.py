@@ -7,10 +7,12 @@ import torch
 
 from stts_hf.modeling.configuration_stts import STTSConfig
 
-MODES = ("tower", "inference", "training")
-LAYOUTS = ("varlen", "first_fit_descending")
-BACKENDS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
-DTYPES = ("float32", "bfloat16", "float16")
+CHOICES = {
+    "mode": ("tower", "inference", "training"),
+    "layout": ("varlen", "first_fit_descending"),
+    "backend": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"),
+    "dtype": ("float32", "bfloat16", "float16"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Workload:
     ratios: pruning ratios `k`; stock Molmo2 always runs beside them. layout: `packing` of the survivors.
     backend: `attn_implementation`. text_tokens: of a row besides the video's. timestamp_tokens: before each frame.
     checkpointing: recompute activations in the backward pass, on both sides.
+
+    Raises `ValueError` for values that cannot be.
     """
 
     mode: str
@@ -35,6 +39,17 @@ class Workload:
     timestamp_tokens: int = 7
     decode_tokens: int = 4
     checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be one of {', '.join(known)}.")
+        for name in ("frames", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 1.")
+        for ratio in self.ratios:
+            if not 0 <= ratio <= 1:
+                raise ValueError(f"`ratios` holds {ratio}, but may hold shares from 0 (drop nothing) to 1 (drop all).")
 
     @property
     def title(self) -> str:

@@ -1,27 +1,18 @@
-"""`stts-hf bench`: measures STTS beside stock Molmo2 and writes down what it found, where it loses too."""
+"""`stts-hf bench`: measures STTS beside stock Molmo2 and writes down what it found."""
 
 import argparse
-import contextlib
-import dataclasses
 import importlib.util
 import itertools
 import os
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stts_hf.cli.devices import choose_device
 from stts_hf.cli.errors import CommandError
 from stts_hf.cli.progress import note
-
-if TYPE_CHECKING:  # slow to import, and `--help` needs neither
-    import torch
-
-    from stts_hf.benchmark.presets import Preset
 
 HELP = "measure speed, FLOPs and memory beside stock Molmo2"
 
@@ -71,42 +62,15 @@ def execute(arguments: argparse.Namespace) -> int:
     Runs the command. Returns its exit status, 1 where nothing could be measured; raises `CommandError` for what the
     user got wrong, before anything is measured.
     """
-    if arguments.list:
-        refuse_without_effect(arguments, "--list")
-        list_presets()
-        return 0
-    if arguments.render:
-        render(arguments)
-        return 0
-    try:
-        plan = make_plan(arguments)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-    result = measure(plan)
-    from stts_hf.benchmark.findings import nothing_measured
-    from stts_hf.benchmark.report import markdown
-
-    print(markdown(result), end="")
-    if plan.folder is not None:
-        note(f"stts-hf bench: wrote result.json, README.md and plot.png to {plan.folder}")
-    problem = nothing_measured(result)
-    if problem is not None:
-        note(f"stts-hf bench: error: {problem}")
-        return 1
-    return 0
-
-
-def refuse_without_effect(arguments: argparse.Namespace, option: str, *used: str) -> None:
-    """Raises `CommandError` where options were given beside `option` that it does not use."""
-    known = {"command", option.lstrip("-"), *used}
-    given = [
-        name
-        for name, value in vars(arguments).items()
-        if name not in known and value is not None and value is not False
-    ]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise CommandError(f"{option} measures nothing, so {names} would have no effect; leave out one or the other")
+    for option, used in (("list", {"list"}), ("render", {"render", "output"})):
+        if getattr(arguments, option):
+            given = {name for name, value in vars(arguments).items() if value not in (None, False)} - {"command", *used}
+            if given:
+                names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+                raise CommandError(f"--{option} measures nothing, so {names} would have no effect")
+            list_presets() if option == "list" else render(arguments.output)
+            return 0
+    return measure(arguments)
 
 
 def list_presets() -> None:
@@ -117,19 +81,17 @@ def list_presets() -> None:
         print(f"{preset.name:<17}{preset.help}\n{'':<17}takes {preset.takes}")
 
 
-def render(arguments: argparse.Namespace) -> None:
-    """Writes page and plot anew from the samples in --output."""
+def render(folder: Path | None) -> None:
+    """Writes page and plot anew from the samples in `folder`."""
     from stts_hf.benchmark.output import read_result, write_result
 
-    if arguments.output is None:
+    if folder is None:
         raise CommandError("--render needs --output, the folder of the result")
-    refuse_without_effect(arguments, "--render", "output")
     check_matplotlib()
     try:
-        result = read_result(arguments.output)
+        write_result(read_result(folder), folder)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    write_result(result, arguments.output)
 
 
 def check_matplotlib() -> None:
@@ -138,102 +100,72 @@ def check_matplotlib() -> None:
         raise CommandError("writing a result draws a plot, which needs matplotlib: pip install 'stts-hf[bench]'")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A run whose arguments were checked. folder: where it writes, or None. command: what the user typed."""
+def measure(arguments: argparse.Namespace) -> int:
+    """Checks all that can be before measuring, then measures, writes and prints. Returns the exit status."""
+    import torch
+    from tqdm import tqdm
 
-    preset: "Preset"
-    device: "torch.device"
-    folder: Path | None
-    threads: int | None
-    command: str
-
-
-def make_plan(arguments: argparse.Namespace) -> Plan:
-    """Checks all that can be before measuring. Raises `ValueError` or `CommandError` for what cannot be."""
-    from stts_hf.benchmark.output import check_folder
+    from stts_hf.benchmark.output import check_folder, keep_unfinished, write_result
     from stts_hf.benchmark.presets import find_preset, vary
-    from stts_hf.benchmark.run import check_runnable
+    from stts_hf.benchmark.report import markdown, nothing_measured
+    from stts_hf.benchmark.run import check_runnable, count_passes, run_preset
 
     if arguments.threads is not None and arguments.threads < 1:
         raise CommandError(f"--threads is {arguments.threads}, but must be at least 1")
     device = choose_device(arguments.device or "auto")
-    preset = vary(
-        find_preset(arguments.preset or DEFAULT_PRESET, on_gpu=device.type == "cuda"),
-        modes=arguments.modes,
-        frames=arguments.frames,
-        ratios=arguments.ratios,
-        batches=arguments.batches,
-        layouts=arguments.layouts,
-        backends=arguments.backends,
-        dtypes=arguments.dtypes,
-        repeats=arguments.repeats,
-        budget_minutes=arguments.budget_minutes,
-    )
-    check_runnable(preset, device, arguments.force)
-    folder = arguments.output
-    if folder is None and preset.name != DEFAULT_PRESET:
-        folder = unused(OUTPUTS / preset.name)
+    try:
+        preset = vary(
+            find_preset(arguments.preset or DEFAULT_PRESET, on_gpu=device.type == "cuda"),
+            modes=arguments.modes,
+            repeats=arguments.repeats,
+            budget_minutes=arguments.budget_minutes,
+            ratios=arguments.ratios,
+            frames=arguments.frames,
+            batch=arguments.batches,
+            layout=arguments.layouts,
+            backend=arguments.backends,
+            dtype=arguments.dtypes,
+        )
+        check_runnable(preset, device, arguments.force)
+        folder = arguments.output or (None if preset.name == DEFAULT_PRESET else unused(OUTPUTS / preset.name))
+        if folder is not None:
+            check_matplotlib()
+            check_folder(folder)
+            note(f"stts-hf bench: writes to {folder}")
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    # SIGTERM ends the command as Ctrl-C does, so that its temporary files go with it.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tqdm(total=count_passes(preset), unit="pass", file=sys.stderr, disable=None) as bar:
+
+            def on_pass(what: str) -> None:
+                bar.set_description(what, refresh=False)
+                bar.update()
+
+            def on_progress(result: dict[str, Any]) -> None:
+                if folder is not None:
+                    keep_unfinished(result, folder)
+
+            result = run_preset(preset, device, command_line(arguments), on_pass, on_progress)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if folder is not None:
-        check_matplotlib()
-        check_folder(folder)
-    return Plan(preset, device, folder, arguments.threads, command_line(arguments))
+        write_result(result, folder)
+    print(markdown(result), end="")
+    problem = nothing_measured(result)
+    if problem is not None:
+        note(f"stts-hf bench: error: {problem}")
+        return 1
+    return 0
 
 
 def unused(folder: Path) -> Path:
     """The folder, or the first of `folder-2`, `folder-3`, ... that holds no result: nobody asked for one to go."""
-    from stts_hf.benchmark.output import RESULT
-
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    return next(name for name in names if not (name / RESULT).exists())
-
-
-def measure(plan: Plan) -> dict[str, Any]:
-    """Measures and writes; returns the result. Whatever it raises is no mistake of the user's."""
-    import torch
-    from tqdm import tqdm
-
-    from stts_hf.benchmark.output import keep_unfinished, write_result
-    from stts_hf.benchmark.run import count_passes, run_preset
-
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    if plan.folder is not None:
-        note(f"stts-hf bench: keeps raw samples, workload by workload, in {plan.folder}")
-
-    def on_progress(result: dict[str, Any]) -> None:
-        if plan.folder is not None:
-            keep_unfinished(result, plan.folder)
-
-    with ending_on_sigterm(), tqdm(total=count_passes(plan.preset), unit="pass", file=sys.stderr) as bar:
-
-        def on_pass(what: str) -> None:
-            bar.set_description(what, refresh=False)
-            bar.update()
-
-        result = run_preset(plan.preset, plan.device, plan.command, on_pass, on_progress)
-        bar.total = bar.n  # rounds that the time did not allow
-        bar.refresh()
-    if plan.folder is not None:
-        write_result(result, plan.folder)
-    return result
-
-
-@contextlib.contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, so that its temporary files go with it."""
-    if threading.current_thread() is not threading.main_thread():  # only there can a signal be handled
-        yield
-        return
-
-    def leave(number: int, _: Any) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return next(name for name in names if not (name / "result.json").exists())
 
 
 def command_line(arguments: argparse.Namespace) -> str:
@@ -241,10 +173,8 @@ def command_line(arguments: argparse.Namespace) -> str:
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name.startswith(TUNING)]
     words = ["stts-hf", "bench", "--preset", arguments.preset or DEFAULT_PRESET]
     for name, value in vars(arguments).items():
-        if name in ("preset", "command", "list", "render", "force") or value in (None, "auto"):
+        if name in ("preset", "command") or value in (None, False, "auto"):
             continue
-        values: Sequence[Any] = value if isinstance(value, list) else [value]
+        values = [] if value is True else value if isinstance(value, list) else [value]
         words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    if arguments.force:
-        words.append("--force")
     return " ".join([*settings, shlex.join(words)])

@@ -35,11 +35,12 @@ def cell(variants: list[dict[str, Any]], **workload: Any) -> dict[str, Any]:
 
 def result(cells: list[dict[str, Any]], preset: str = "tower", **more: Any) -> dict[str, Any]:
     return {
-        "schema": 1,
+        "schema": 2,
         "preset": preset,
         "command": f"stts-hf bench --preset {preset}",
         "started": "2026-01-01 00:00 UTC",
         "seconds": 90.0,
+        "finished": True,
         "machine": {
             "cpu": "a CPU",
             "cores": 2,
@@ -49,10 +50,8 @@ def result(cells: list[dict[str, Any]], preset: str = "tower", **more: Any) -> d
             "load_before": 0.1,
             "load_after": 1.9,
         },
-        "versions": {"torch": "2.15.0", "flash-attn": None},
-        "front_end": [],
+        "versions": {"torch": "2.15.0"},
         "cells": cells,
-        "readers": None,
     } | more
 
 

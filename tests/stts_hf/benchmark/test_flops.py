@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from stts_hf.benchmark.clocks import FlopClock
-from stts_hf.benchmark.flops import flop_counter
+from stts_hf.benchmark.flops import FlopClock, UncountedAttention, flop_counter
 from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config
-from stts_hf.benchmark.passes import Runner
+from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.stages import (
     BACKWARD,
     CONNECTOR,
@@ -45,7 +44,7 @@ def count(models):
     def count(ratio, selector="scorer", **changes) -> dict[str, float]:
         workload = dataclasses.replace(SHAPE, **changes)
         models[0].config.vision_config.selector = selector
-        configure(models, workload.layout, workload.backend, workload.mode == "training", workload.checkpointing)
+        configure(models, workload, workload.backend)
         runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
         with flop_counter() as counter:
             return runner.run(ratio, FlopClock(counter))
@@ -60,7 +59,7 @@ def kept_patches(models):
 
     def kept_patches(ratio, selector):
         models[0].config.vision_config.selector = selector
-        configure(models, "varlen", "sdpa", False, False)
+        configure(models, SHAPE, "sdpa")
         inputs = workload_inputs(SHAPE, models[0].config, CPU)
         names = ("pixel_values_videos", "video_token_pooling", "video_grids")
         with torch.no_grad():
@@ -176,6 +175,20 @@ def test_another_version_of_pytorch_counted_the_same(ratio):
     with flop_counter() as counter:
         found = runner.run(ratio, FlopClock(counter))
     assert found == {stage: measured["flops"] for stage, measured in expected.items()}
+
+
+def test_attention_without_a_formula_is_named():
+    states = torch.ones(1, 2, 4, 8)
+    with UncountedAttention() as uncounted:
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(states, states, states)
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert not uncounted.names
+    with torch.library._scoped_library("stts_test", "FRAGMENT") as library:
+        library.define("new_attention(Tensor states) -> Tensor")
+        library.impl("new_attention", lambda states: states + 1, "CPU")
+        with UncountedAttention() as uncounted:
+            torch.ops.stts_test.new_attention(states)
+    assert uncounted.names == {"stts_test.new_attention"}
 
 
 def share_of_text(name: str, frames: int, text_tokens: int, timestamp_tokens: int) -> tuple[float, float]:

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stts_hf.benchmark.clocks import HostClock
 from stts_hf.benchmark.geometries import build_models, configure
-from stts_hf.benchmark.passes import Runner
-from stts_hf.benchmark.stages import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER
+from stts_hf.benchmark.measure import Runner
+from stts_hf.benchmark.stages import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER, StageRecorder
 from stts_hf.benchmark.workloads import Workload, workload_inputs
 
 CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ class Moves(TorchDispatchMode):
     def read(self) -> int:
         return self.ticks
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def between(self, start: int, end: int) -> int:
@@ -48,7 +47,7 @@ def run(models):
 
     def run(ratio, clock, layout="varlen") -> dict[str, float]:
         workload = Workload("tower", "tiny", 4, layout=layout)
-        configure(models, layout, "sdpa", False, False)
+        configure(models, workload, "sdpa")
         return Runner(workload, models, workload_inputs(workload, models[0].config, CPU)).run(ratio, clock)
 
     return run
@@ -82,37 +81,34 @@ def test_nothing_is_packed_where_nothing_is_kept(moves):
     assert SELECT_AND_PACK not in moves(GATHER, 1.0)
 
 
-@pytest.fixture
-def pruned_layer(models):
-    """Layer `l + 1`, which is afterwards as it was."""
-    vision = models[0].model.vision_tower
-    place = models[0].config.vision_config.pruning_layer + 1
-    layer = vision.layers[place]
-    yield place, layer
-    vision.layers[place] = layer
-    layer._compiled_call_impl = None
+@pytest.mark.parametrize(
+    ("parent", "name"),
+    [("model", "multi_modal_projector"), ("model.vision_tower", "scorer")],
+    ids=["connector", "scorer"],
+)
+def test_a_module_that_is_not_there_is_named(models, monkeypatch, parent, name):
+    modules = dict(models[0].get_submodule(parent).named_children())
+    del modules[name]
+    monkeypatch.setattr(models[0].get_submodule(parent), "_modules", modules)
+    with pytest.raises(
+        AttributeError, match=f"Stages are cut at '(model.)?{name}' of .* adapt stts_hf.benchmark.stages"
+    ):
+        StageRecorder(models[0], HostClock())
 
 
-class Wrapper(nn.Module):
-    def __init__(self, wrapped: nn.Module):
-        super().__init__()
-        self.wrapped = wrapped
-
-    def forward(self, *args, **kwargs):
-        return self.wrapped(*args, **kwargs)
-
-
-def test_of_a_wrapped_layer_it_has_what_comes_before(models, moves, pruned_layer):
-    place, layer = pruned_layer
-    models[0].model.vision_tower.layers[place] = Wrapper(layer)
-    found = moves(GATHER, 0.5)
-    assert found[SELECT_AND_PACK] == found[VISION_TOWER] - found[SCORE] - 2
+def test_a_pass_that_misses_a_module_is_an_error(models):
+    recorder = StageRecorder(models[0], HostClock())
+    recorder.start()
+    recorder.mark("end")
+    with pytest.raises(RuntimeError, match="has read tower_in, tower_out"):
+        recorder.vision_stages()
+    recorder.close()
 
 
-def test_a_compiled_layer_is_let_be(run, pruned_layer):
-    """Its hooks would be compiled with it, which fails at the clock."""
-    _, layer = pruned_layer
-    layer.compile(fullgraph=True, backend="eager")
-    found = run(0.5, HostClock())
-    assert found[VISION_TOWER] > 0
-    assert SELECT_AND_PACK not in found
+def test_no_hook_stays(models, run):
+    def hooks():
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in models[0].modules())
+
+    before = hooks()
+    run(0.5, HostClock())
+    assert hooks() == before

@@ -1,0 +1,100 @@
+"""Some frames of a video file: our reader beside transformers' PyAV reader, each run in a process of its own."""
+
+import hashlib
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.video_utils import read_video_pyav
+
+from stts_hf.benchmark.clips import write_clip
+from stts_hf.benchmark.memory import proc_bytes
+from stts_hf.benchmark.presets import Clip
+from stts_hf.benchmark.stages import TOTAL
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.modeling.video_reading_stts import VideoFile
+
+PYAV, OURS, PREPROCESSED = "transformers (PyAV)", "stts_hf", "stts_hf, resized and cut into patches"
+READERS = (PYAV, OURS, PREPROCESSED)
+
+
+def measure_clip(
+    clip: Clip, repeats: int, on_pass: Callable[[str], None] = lambda _: None, readers: tuple[str, ...] = READERS
+) -> dict[str, Any]:
+    """
+    Makes the clip and reads frames of it with every reader, `repeats` times, in turns. Returns a cell of the result.
+
+    Every run is a new process, so that its peak memory is its own; the file lies in the page cache for all. A variant
+    is a reader: seconds of every run, the highest peak in bytes above what the process held after its imports, and
+    whether the frames of every run were byte for byte those that our reader gave first. transformers' reader is told
+    which frames to read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "video.mp4")
+        write_clip(path, clip.seconds, clip.size)
+        on_pass("video made")
+        chosen = _in_new_process(read_once, OURS, path, clip.frames, [])
+        runs: dict[str, list[dict[str, Any]]] = {reader: [] for reader in readers}
+        order = []
+        for repeat in range(repeats):
+            first = repeat % len(readers)
+            order.append(list(readers[first:] + readers[:first]))
+            for reader in order[-1]:
+                runs[reader].append(_in_new_process(read_once, reader, path, clip.frames, chosen["indices"]))
+                on_pass(reader)
+    variants = [
+        {
+            "name": reader,
+            "status": "ok",
+            "peak_memory": max(run["peak_memory"] for run in done),
+            "same_frames": None if reader == PREPROCESSED else all(run["hash"] == chosen["hash"] for run in done),
+            "stages": {TOTAL: {"flops": None, "seconds": [run["seconds"] for run in done]}},
+        }
+        for reader, done in runs.items()
+    ]
+    lines, columns = clip.size
+    title = f"{clip.frames} frames of {clip.seconds:g} s of {columns}x{lines} H.264 at 25 frames per second"
+    return {"title": title, "status": "ok", "order": order, "variants": variants}
+
+
+def read_once(reader: str, path: str, frames: int, indices: list[int], threads: int) -> dict[str, Any]:
+    """Reads `frames` frames: seconds, peak memory in bytes, indices and a hash of the frames. For a new process."""
+    torch.set_num_threads(threads)
+    processor = STTSVideoProcessor(num_frames=frames, max_fps=None)
+
+    def read() -> tuple[Any, Any]:
+        if reader == PYAV:
+            return read_video_pyav(path, lambda metadata: indices)
+        if reader == PREPROCESSED:
+            outputs = processor(videos=[path], return_metadata=True, return_tensors="pt")
+            return (), outputs["video_metadata"][0]
+        with VideoFile(path) as file:
+            pictures, metadata = file.read(file.sample(frames, None))
+        return pictures.permute(0, 2, 3, 1).numpy(), metadata  # (T, height, width, 3), as transformers' readers do
+
+    before = proc_bytes("/proc/self/status", "VmRSS")
+    # A process begins with its parent's high-water mark, and so does what getrusage says of it.
+    Path("/proc/self/clear_refs").write_text("5")
+    started = time.perf_counter()
+    pictures, metadata = read()
+    seconds = time.perf_counter() - started
+    peak = proc_bytes("/proc/self/status", "VmHWM")
+    if peak is None or before is None:
+        raise RuntimeError("Peak memory of a reader is measured on Linux only.")
+    digest = hashlib.sha256()
+    for picture in pictures:
+        digest.update(np.ascontiguousarray(picture).tobytes())
+    chosen = [int(index) for index in metadata.frames_indices]
+    return {"seconds": seconds, "peak_memory": peak - before, "indices": chosen, "hash": digest.hexdigest()}
+
+
+def _in_new_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Runs a function with as many threads as here; passes on what it raises."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments, torch.get_num_threads()).result()

@@ -1,0 +1,161 @@
+"""What a run of `stts-hf bench` leaves behind, how it ends, and what it refuses to replace."""
+
+import json
+import os
+import signal
+import tempfile
+import time
+
+import pytest
+
+from stts_hf.benchmark import output
+from stts_hf.cli.main import main
+from tests.stts_hf.benchmark.made_up import pruned_twice, result
+
+TOWER = ("bench", "--preset", "tower", "--device", "cpu")
+WRITTEN = ["README.md", "plot.png", "result.json"]
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces measuring by cells, and by an error after them."""
+
+    def install(cells: list[dict], error: BaseException | None = None) -> None:
+        def measure_workloads(*arguments):
+            yield from cells
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr("stts_hf.benchmark.run.measure_workloads", measure_workloads)
+
+    return install
+
+
+def failing(cell: dict) -> dict:
+    return cell | {"variants": [{**found, "status": "failed", "reason": "no kernel"} for found in cell["variants"]]}
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
+def test_a_run_that_dies_keeps_what_it_measured_beside_what_was_there(tmp_path, measured, error):
+    output.write_result(result([pruned_twice()]), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    measured([pruned_twice()], error("late"))
+    if error is KeyboardInterrupt:
+        assert main([*TOWER, "--output", str(tmp_path)]) == 130
+    else:
+        with pytest.raises(error, match="late"):
+            main([*TOWER, "--output", str(tmp_path)])
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    kept = json.loads(after.pop("unfinished.json"))
+    assert after == before
+    assert (kept["finished"], len(kept["cells"])) == (False, 1)
+
+
+def test_the_page_of_a_run_that_died_can_be_drawn(tmp_path, measured):
+    measured([pruned_twice()], TypeError("late"))
+    with pytest.raises(TypeError):
+        main([*TOWER, "--output", str(tmp_path)])
+    assert names(tmp_path) == ["unfinished.json"]
+    assert main(["bench", "--render", "--output", str(tmp_path)]) == 0
+    assert "**Unfinished**" in (tmp_path / "README.md").read_text()
+    assert names(tmp_path) == ["README.md", "plot.png", "unfinished.json"]
+
+
+def test_a_finished_run_takes_the_place_of_an_unfinished_one(tmp_path):
+    output.keep_unfinished(result([pruned_twice()], finished=False), tmp_path)
+    output.write_result(result([pruned_twice()]), tmp_path)
+    assert names(tmp_path) == WRITTEN
+    assert output.read_result(tmp_path)["finished"] is True
+
+
+def test_what_is_half_written_replaces_nothing(tmp_path, monkeypatch):
+    output.write_result(result([pruned_twice()]), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(result, path):
+        path.write_bytes(b"half a picture")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "draw", fail)
+    with pytest.raises(KeyboardInterrupt):
+        output.write_result(result([pruned_twice()], seconds=1.0), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_sigterm_takes_temporary_files_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def measure_workloads(*_):
+        with tempfile.TemporaryDirectory():
+            assert [*tmp_path.iterdir()]
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        yield
+
+    monkeypatch.setattr("stts_hf.benchmark.run.measure_workloads", measure_workloads)
+
+    # Should the command not take the signal, this test fails and not the process that runs it.
+    def missed(*_):
+        raise AssertionError("SIGTERM was not taken")
+
+    before = signal.signal(signal.SIGTERM, missed)
+    try:
+        assert main(["bench", "--device", "cpu"]) == 130
+        assert signal.getsignal(signal.SIGTERM) is missed
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_without_a_single_figure_ends_with_status_1(capsys, tmp_path, measured):
+    measured([failing(pruned_twice())])
+    assert main([*TOWER, "--output", str(tmp_path)]) == 1
+    assert "stts-hf bench: error: nothing could be measured; tower, 8 frames" in capsys.readouterr().err
+    assert names(tmp_path) == WRITTEN
+
+
+def test_one_figure_among_failures_is_a_result(tmp_path, measured):
+    measured([failing(pruned_twice()), pruned_twice()])
+    assert main([*TOWER, "--output", str(tmp_path)]) == 0
+
+
+def test_a_preset_writes_to_a_folder_of_its_name_and_replaces_no_result(tmp_path, monkeypatch, measured):
+    monkeypatch.chdir(tmp_path)
+    measured([pruned_twice()])
+    for _ in range(2):
+        assert main([*TOWER]) == 0
+    assert names(tmp_path / "outputs" / "bench") == ["tower", "tower-2"]
+    assert names(tmp_path / "outputs" / "bench" / "tower-2") == WRITTEN
+
+
+def test_tiny_only_prints(capsys, tmp_path, monkeypatch, measured):
+    monkeypatch.chdir(tmp_path)
+    measured([pruned_twice()])
+    assert main(["bench", "--modes", "tower", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("# stts-hf bench: tiny")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_files_that_no_benchmark_wrote_are_not_replaced(capsys, tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    assert main([*TOWER, "--output", str(tmp_path)]) == 2
+    assert f"holds {name}, which would be replaced, but no result of a benchmark" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "{}"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_folder_of_a_result_may_be_written_again(tmp_path, finished):
+    output.write_result(result([pruned_twice()], finished=finished), tmp_path)
+    output.check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}'], ids=["empty", "list", "other schema"])
+def test_a_result_that_is_none_is_refused(capsys, tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    assert main(["bench", "--render", "--output", str(tmp_path)]) == 2
+    assert "result.json" in capsys.readouterr().err

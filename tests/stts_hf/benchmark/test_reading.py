@@ -1,0 +1,84 @@
+"""The files that readers are measured on, and what a run of a reader reports."""
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from stts_hf.benchmark import reading
+from stts_hf.benchmark.clips import repeat_clip, write_clip
+from stts_hf.benchmark.presets import Clip
+from stts_hf.benchmark.reading import OURS, PREPROCESSED, PYAV, measure_clip, read_once
+from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.clips import read_clip
+
+SMALL = (64, 96)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    write_sample_clip(path, seconds=2.0, fps=25, size=SMALL)
+    return path
+
+
+def test_a_repeated_clip_shows_the_same_frames_again(clip, tmp_path):
+    repeat_clip(clip, tmp_path / "long.mp4", 3)
+    once, _ = read_clip(clip)
+    frames, metadata = read_clip(tmp_path / "long.mp4")
+    assert metadata.duration == pytest.approx(6.0)
+    assert len(frames) == 150
+    assert all(np.array_equal(frame, once[place % 50]) for place, frame in enumerate(frames))
+    assert not np.array_equal(once[0], once[25])
+
+
+def test_the_container_says_how_many_frames_there_are(clip, tmp_path):
+    # transformers' reader relies on it.
+    repeat_clip(clip, tmp_path / "long.mp4", 3)
+    with av.open(str(tmp_path / "long.mp4")) as container:
+        assert container.streams.video[0].frames == 150
+
+
+def test_a_clip_is_at_least_as_long_as_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("stts_hf.benchmark.clips._DRAWN_SECONDS", 1.0)
+    write_clip(tmp_path / "clip.mp4", 2.4, SMALL)
+    _, metadata = read_clip(tmp_path / "clip.mp4", lambda found: [0.0])
+    assert metadata.duration == pytest.approx(3.0)
+
+
+def test_a_run_in_a_new_process_reports_its_own_memory(clip):
+    run = reading._in_new_process(read_once, OURS, str(clip), 4, [])
+    assert run["indices"] == [0, 16, 33, 49]
+    assert run["seconds"] > 0
+    # Four small frames and a decoder; far below the hundreds of megabytes that the imports take.
+    assert 0 < run["peak_memory"] < 60e6
+
+
+def test_both_readers_give_the_same_frames_and_preprocessing_the_same_moments(clip):
+    ours, theirs, preprocessed = (
+        read_once(reader, str(clip), 4, [0, 16, 33, 49], torch.get_num_threads())
+        for reader in (OURS, PYAV, PREPROCESSED)
+    )
+    assert ours["hash"] == theirs["hash"] != preprocessed["hash"]
+    assert ours["indices"] == preprocessed["indices"] == [0, 16, 33, 49]
+
+
+def test_readers_take_turns_and_are_compared_frame_by_frame(monkeypatch):
+    order = []
+
+    def run(function, reader, path, frames, indices):
+        order.append(reader)
+        other = reader == PYAV and order.count(PYAV) == 1
+        return {"seconds": 1.0, "peak_memory": len(order), "indices": [0], "hash": "other" if other else "same"}
+
+    monkeypatch.setattr(reading, "_in_new_process", run)
+    cell = measure_clip(Clip(1.0, 1, SMALL), 2)
+    assert order == [OURS, PYAV, OURS, PREPROCESSED, OURS, PREPROCESSED, PYAV]  # the first tells the indices
+    assert [variant["name"] for variant in cell["variants"]] == [PYAV, OURS, PREPROCESSED]
+    assert [variant["same_frames"] for variant in cell["variants"]] == [False, True, None]  # once of two runs
+    assert [variant["peak_memory"] for variant in cell["variants"]] == [7, 5, 6]
+
+
+def test_what_a_reader_raises_is_passed_on(tmp_path):
+    with pytest.raises(ValueError, match="none"):
+        read_once(OURS, str(tmp_path / "none.mp4"), 4, [], torch.get_num_threads())
