@@ -1,7 +1,10 @@
-# `make demo` runs STTS on a video; `make test` runs what CI runs. Both set themselves up in $(VENV) on first use.
+# `make demo` runs STTS on a video; `make test` lints, checks types and runs the tests of every day, `make test-all` also
+# the slow ones. All set themselves up in $(VENV) on first use.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The versions that get installed. `make test CONSTRAINTS= VENV=.venv-newest` takes the newest of everything.
+CONSTRAINTS ?= constraints.txt
 
 # make demo VIDEO=clip.mp4 QUESTION="..." RATIO=0.3 SELECTOR=cosine CHECKPOINT=user/name
 VIDEO ?=
@@ -16,7 +19,7 @@ CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all test-matrix lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -26,7 +29,14 @@ demo: $(VENV)/.installed $(if $(VIDEO),,$(CLIP))
 		--selector $(SELECTOR) --output "$(OUT)/contact_sheet.png" --time
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30
+
+test-all: test
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30 -m slow
+
+# Hours, in environments of its own; ENVIRONMENTS="torch-lowest transformers-5.21" runs some of them.
+test-matrix: $(VENV)/.installed-dev
+	$(TEST_ENV) $(BIN)/python tests/matrix.py $(ENVIRONMENTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -41,13 +51,20 @@ $(OUT)/sample_clip.mp4: | $(VENV)/.installed
 	@mkdir -p $(OUT)
 	@$(BIN)/python -m stts_hf.visualize.sample_clip "$@"
 
-# The stamps follow pyproject.toml, so that a second run installs nothing.
-$(VENV)/.installed: pyproject.toml
+# Where an installer's own rules exclude the versions of CONSTRAINTS, it takes the newest that it may.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+define install
+	@$(PIP_INSTALL) -c "$(or $(CONSTRAINTS),/dev/null)" -e "$(1)" \
+		|| { echo "Trying without $(or $(CONSTRAINTS),constraints)"; $(PIP_INSTALL) -e "$(1)"; }
+endef
+
+# The stamps follow the files that say what to install, so that a second run installs nothing.
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing stts-hf into $(VENV) (PyTorch is large: some minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(call install,.)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.installed
+	$(call install,.[dev])
 	@touch $@

@@ -68,7 +68,7 @@ def run_preset(
         on_pass: called with what was just done, `count_passes(preset)` times at most.
         on_progress: called with the result so far, `"finished": False`, whenever a cell is complete.
     """
-    started, clock = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
+    started, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "preset": preset.name,
