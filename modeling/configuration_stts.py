@@ -1,5 +1,11 @@
 """Configuration of STTS on Molmo2: what is scored, how much is dropped, and how the survivors are laid out."""
 
+from transformers.utils.versions import require_version
+
+# Before imports that fail without a reason in older versions.
+require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
+require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision`.")
+
 import math
 from typing import Any, ClassVar
 

@@ -1,5 +1,10 @@
 """Text, images and videos to model inputs: Molmo2's processor, with timestamps that are those of the frames shown."""
 
+from transformers.utils.versions import require_version
+
+# Before imports that fail without a reason in older versions.
+require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
+
 import os
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,10 @@
 """Which frames of a video the model sees, and how files become the tensors native Molmo2 preprocesses."""
 
+from transformers.utils.versions import require_version
+
+# Before imports that fail without a reason in older versions.
+require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
+
 import math
 import os
 from collections.abc import Mapping

@@ -7,6 +7,7 @@ checkpoints load without `trust_remote_code`, and by this package's code even wi
 nothing.
 """
 
+import functools as _functools
 import importlib as _importlib
 import typing as _typing
 
@@ -95,9 +96,26 @@ def register_auto_classes() -> None:
     transformers.AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
 
 
+@_functools.cache
+def _check_versions() -> None:
+    """Raises `ImportError` naming the version that is needed, before an import fails over what another one lacks."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from transformers.utils.versions import require_version
+
+    try:
+        requirements = requires("stts-hf") or []
+    except PackageNotFoundError:  # imported from a checkout that is not installed
+        return
+    for requirement in requirements:
+        if ";" not in requirement:  # those with a marker are extras
+            require_version(requirement)
+
+
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _check_versions()
     if _MODULES[name].startswith("modeling."):
         register_auto_classes()
     return getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
