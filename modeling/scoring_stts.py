@@ -1,6 +1,6 @@
 """What a video's blocks are worth: token pooler, scorer, attention bias, temporal loss, and which blocks stay.
 
-Pure tensors and plain numbers; nothing here knows of Molmo2. A block is a window of `S` patches (`S = w^2`, padding
+Pure tensors and plain numbers. A block is a window of `S` patches (`S = w^2`, padding
 slots included) of one frame. The blocks of all videos lie behind one another, ordered by (video, frame, block); `G` is
 their number. A video of `T` frames with `rows x cols = n` blocks each is described by its grid `(T, rows, cols)`.
 """
@@ -10,27 +10,21 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MIN_RESCALED_SCORE = math.exp(-2)
 SIMILARITY_CHUNK = 16
 
 
 class TokenPooler(nn.Module):
-    """
-    Multi-head attention of each block's mean over its own patches (paper 3.1; no norm, no residual).
-
-    A block has one query and `S` patches. So keys and values are not made: their weights are applied to the query and
-    to the weighted sum of the patches instead, once per block and not `S` times.
-    """
+    """Multi-head attention of each block's mean over its own patches (paper 3.1; no norm, no residual)."""
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int | None = None):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = head_dim if head_dim is not None else hidden_size // num_heads
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim)
-        self.k_proj = KeyProjection(hidden_size, num_heads * self.head_dim)
-        self.v_proj = ValueProjection(hidden_size, num_heads * self.head_dim)
+        self.k_proj = nn.Linear(hidden_size, num_heads * self.head_dim)
+        self.v_proj = nn.Linear(hidden_size, num_heads * self.head_dim)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size)
 
     def forward(self, patches: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,60 +36,15 @@ class TokenPooler(nn.Module):
             mean = patches.mean(dim=1)
         else:
             mean = patches.sum(dim=1) / valid.sum(dim=1, keepdim=True).to(patches.dtype)
-        heads = (self.num_heads, self.head_dim)
-        query = self.q_proj(mean).unflatten(-1, heads) * self.head_dim**-0.5  # (G, H, d)
-        if self._is_plain(self.k_proj, KeyProjection):
-            logits = self.k_proj(patches, query)  # (G, H, S)
-        else:
-            logits = torch.einsum("ghd,gshd->ghs", query, self.k_proj(patches).unflatten(-1, heads))
-        logits = logits.float()
+        query, key, value = (
+            projection(states).unflatten(-1, (self.num_heads, self.head_dim))
+            for projection, states in ((self.q_proj, mean), (self.k_proj, patches), (self.v_proj, patches))
+        )  # (G, H, d), (G, S, H, d), (G, S, H, d)
+        logits = torch.einsum("ghd,gshd->ghs", query * self.head_dim**-0.5, key).float()
         if valid is not None:
             logits = logits.masked_fill(~valid[:, None, :], -math.inf)
-        weights = logits.softmax(dim=-1).to(patches.dtype)
-        if self._is_plain(self.v_proj, ValueProjection):
-            pooled = self.v_proj(patches, weights)  # (G, H, d)
-        else:
-            value = self.v_proj(patches).unflatten(-1, heads)
-            pooled = torch.einsum("ghs,gshd->ghd", weights.to(value.dtype), value)
-        return self.o_proj(pooled.flatten(1))
-
-    @staticmethod
-    def _is_plain(projection: nn.Module, kind: type[nn.Module]) -> bool:
-        """Not so where an adapter or a quantiser took the projection's place, or its weights': those only project."""
-        return isinstance(projection, kind) and not is_traceable_wrapper_subclass(projection.weight)
-
-
-class KeyProjection(nn.Linear):
-    """Keys of all heads, or only the products of a query with them."""
-
-    def forward(self, patches: torch.Tensor, query: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        patches (G, S, D) to keys (G, S, H * d); with query (G, H, d), to the logits `q (W x + b)` (G, H, S), computed
-        as `(q W) x + q b`.
-        """
-        if query is None:
-            return super().forward(patches)
-        by_head = query.transpose(0, 1)  # (H, G, d)
-        weight, bias = (tensor.unflatten(0, query.shape[1:]) for tensor in (self.weight, self.bias))
-        direction = torch.bmm(by_head, weight).transpose(0, 1)  # (G, H, D)
-        shift = torch.bmm(by_head, bias[..., None]).transpose(0, 1)  # (G, H, 1)
-        return torch.bmm(direction, patches.transpose(1, 2)) + shift
-
-
-class ValueProjection(nn.Linear):
-    """Values of all heads, or only the weighted sums of them."""
-
-    def forward(self, patches: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        patches (G, S, D) to values (G, S, H * d); with weights (G, H, S) that sum to one, to each head's weighted sum
-        of them (G, H, d), computed as `W (sum of w x) + b`.
-        """
-        if weights is None:
-            return super().forward(patches)
-        heads = (weights.shape[1], -1)
-        sums = torch.bmm(weights, patches).transpose(0, 1)  # (H, G, D)
-        weight, bias = (tensor.unflatten(0, heads) for tensor in (self.weight, self.bias))
-        return (torch.bmm(sums, weight.transpose(1, 2)) + bias[:, None]).transpose(0, 1)
+        weights = logits.softmax(dim=-1).to(value.dtype)
+        return self.o_proj(torch.einsum("ghs,gshd->ghd", weights, value).flatten(1))
 
 
 class TokenScorer(nn.Module):

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
 
 from stts_hf.benchmark.memory import peak_memory
 from stts_hf.modeling.scoring_stts import (
@@ -117,35 +115,6 @@ def test_padding_slots_do_not_count(scorer):
     border = (torch.cat(clips.tables) < 0).any(dim=1)
     assert (full - wrong).abs().amax(dim=1)[border].min() > 1e-3
     torch.testing.assert_close(full[~border], wrong[~border], rtol=0, atol=FORWARD_TOLERANCE)
-
-
-@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
-def test_projections_that_something_took_the_place_of_are_called_as_they_are(scorer, projection):
-    clips = make_clips([(2, (7, 4))], (3, 3))
-    pooler = scorer.token_pooler
-    expected = pooler(clips.blocks(), clips.valid)
-    ours = pooler.get_submodule(projection)
-    other = nn.Linear(WIDTH, WIDTH)
-    other.load_state_dict(ours.state_dict())
-    pooler.register_module(projection, other)
-    actual = pooler(clips.blocks(), clips.valid)
-    assert_forward_close(actual, expected)
-    weights = cotangent(expected)
-    inputs = clips.hidden_states
-    assert_gradients_close(
-        torch.autograd.grad((actual * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs)
-    )
-
-
-def test_adapters_on_keys_and_values_count_as_if_merged(scorer):
-    clips = make_clips([(2, (7, 4))], (3, 3))
-    before = scorer.token_pooler(clips.blocks(), clips.valid)
-    config = LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-    adapted = get_peft_model(scorer, config)
-    pooled = adapted.get_submodule("base_model.model.token_pooler")(clips.blocks(), clips.valid)
-    assert (pooled - before).abs().max() > 1e-2
-    merged = adapted.merge_and_unload().get_submodule("token_pooler")
-    assert_forward_close(merged(clips.blocks(), clips.valid), pooled)
 
 
 def test_previous_frame_of_videos_with_different_grids():

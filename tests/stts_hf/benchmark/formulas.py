@@ -56,11 +56,11 @@ def biased_head_dim(config: STTSConfig, dtype: str) -> int:
 
 
 def scorer(config: STTSConfig, blocks: int) -> int:
-    """Token pooler, which makes no keys or values, and MLP over `blocks` blocks of `S` patches; plain products all."""
+    """Token pooler and MLP over `blocks` blocks of `S` patches; plain products all."""
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
     window = vision.pooling_size[0] * vision.pooling_size[1]
-    pooler = 8 * width**2 + 2 * width + 4 * window * vision.num_attention_heads * width
+    pooler = 4 * width**2 + window * (4 * width**2 + 4 * width)
     return blocks * (pooler + 2 * (2 * width * mlp + mlp**2 + mlp))
 
 
