@@ -1,27 +1,28 @@
 """A folder that appears whole or not at all: written beside its place, flushed to the disk, then renamed.
 
-Whatever stops the writing (an error, a full disk, a kill, a power cut), the place holds what it held before. What a
-killed run leaves is a hidden sibling, which the next run towards the same place removes.
+Whatever stops the writing (an error, a full disk, a kill, a power cut), the place holds what it held before, or nothing
+for as long as the next run has not put that back. What a killed run leaves is a hidden sibling.
 """
 
 import contextlib
-import ctypes
 import glob
 import os
 import re
 import secrets
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 from .json_files import read_json
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _NEW, _OLD = ".stts-new", ".stts-old"
-_EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2, RENAME_SWAP of macOS' renamex_np
-_AT_FDCWD = -100
 # What saving, downloading or converting a checkpoint leaves in a folder; anything else is someone's own.
 _CHECKPOINT_FILES = (
     "config.json",
@@ -43,17 +44,21 @@ _CHECKPOINT_FILES = (
     ".gitattributes",
     ".cache",
     "__pycache__",
-    "_saving-*",
 )
 
 
 @contextlib.contextmanager
-def published_folder(destination: Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(destination: Path, *, overwrite: bool = False, commit_marker: str | None = None) -> Iterator[Path]:
     """Gives a new, empty folder, which becomes `destination` when the `with` block ends without an error.
 
-    Raises `ValueError` where `destination` exists without `overwrite`, or is not a checkpoint folder.
+    Args:
+        destination: the folder to make. Only with `overwrite` does the new folder take the place of an old one.
+        commit_marker: name of a file without which the folder counts for nothing, such as `config.json`. With it the
+            files move into `destination`, which may hold others: the old marker goes first, the new one comes last, and
+            weights of an earlier save that would be read in place of the new ones are deleted.
+
+    Raises `FileExistsError` where `destination` exists without `overwrite` and `commit_marker`.
     """
-    check_destination(destination, overwrite)
     destination.parent.mkdir(parents=True, exist_ok=True)
     recover(destination)
     token = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -62,9 +67,123 @@ def published_folder(destination: Path, overwrite: bool = False) -> Iterator[Pat
     try:
         yield folder
         flush(folder)
-        _place(folder, destination, token, overwrite)
+        with exclusive_lock(destination.parent):
+            if commit_marker is not None:
+                move_files(folder, destination, commit_marker)
+            elif destination.exists() and not overwrite:
+                raise FileExistsError(f"{destination} exists: name another folder.")
+            else:
+                replace_folder(folder, destination, token)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def replace_folder(folder: Path, destination: Path, token: str) -> None:
+    """Renames `folder` to `destination`. A folder that is there steps aside; `recover` puts it back after a kill."""
+    old = destination.with_name(f".{destination.name}{_OLD}-{token}")
+    if destination.exists():
+        destination.rename(old)
+    try:
+        folder.rename(destination)
+    except OSError:
+        if old.exists():
+            old.rename(destination)
+        raise
+    _sync(destination.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
+    """Moves everything in `folder` into `destination`, over what has the same names, `commit_marker` last."""
+    destination.mkdir(exist_ok=True)
+    names = sorted(os.listdir(folder), key=lambda name: (name == commit_marker, name))
+    in_the_way = [name for name in names if (destination / name).is_dir() and not (folder / name).is_dir()]
+    if in_the_way:
+        raise FileExistsError(f"{destination / in_the_way[0]} is a folder in the way of a file: move it elsewhere.")
+    if commit_marker in names:
+        (destination / commit_marker).unlink(missing_ok=True)
+    for name in stale_weights(os.listdir(destination), names):
+        (destination / name).unlink()
+    for name in names:
+        if (folder / name).is_dir() and (destination / name).exists():
+            shutil.rmtree(destination / name)
+        if name == commit_marker:
+            _sync(destination)
+        os.replace(folder / name, destination / name)
+    _sync(destination)
+
+
+def recover(destination: Path) -> None:
+    """Removes what killed runs towards `destination` left beside it, and puts back a folder one was replacing."""
+    name = glob.escape(destination.name)
+    for kind in (_OLD, _NEW):
+        for left in sorted(destination.parent.glob(f".{name}{kind}-*")):
+            if is_running(left):
+                continue
+            if kind == _OLD and not destination.exists():
+                left.rename(destination)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def is_running(left: Path) -> bool:
+    """Whether the process that made a leftover still runs. One of another machine may."""
+    host, process, _ = left.name.rsplit("-", 2)
+    if not host.endswith(f"-{socket.gethostname()}") or os.name != "posix":
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def exclusive_lock(folder: Path) -> Iterator[None]:
+    """Waits until no other process holds this lock on `folder`, where the file system has locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def flush(folder: Path) -> None:
+    """Waits until every file of `folder`, and the list of its files, is on the disk."""
+    for path in [*sorted(folder.rglob("*")), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    if os.name != "posix":  # folders cannot be opened elsewhere
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def stale_weights(present: list[str], saved: list[str]) -> list[str]:
+    """
+    Weights among the files `present` that are no part of those just `saved`. transformers would read an old
+    `model.safetensors` before a new index of shards.
+    """
+    weights = re.compile(r"model(\.[\w-]+?)??(-\d{5}-of-\d{5})?\.safetensors(\.index(\.[\w-]+)?\.json)?")
+
+    def variant(name: str) -> str | None:
+        found = weights.fullmatch(name)
+        return (found[1] or found[4] or "") if found else None
+
+    variants = {variant(name) for name in saved} - {None}
+    return sorted(name for name in present if name not in saved and variant(name) in variants)
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:
@@ -111,89 +230,3 @@ def check_apart(destination: Path, other: Path, what: str) -> None:
         raise ValueError(f"`destination` {destination} lies inside the {what} {other}: name a folder outside it.")
     if destination in other.parents:
         raise ValueError(f"`destination` {destination} holds the {what} {other}: name a folder outside it.")
-
-
-def recover(destination: Path) -> None:
-    """Removes what killed runs towards `destination` left beside it, and puts back a folder one was replacing."""
-    name = glob.escape(destination.name)
-    for left in sorted(destination.parent.glob(f".{name}{_NEW}-*")):
-        if not _is_running(left):
-            shutil.rmtree(left, ignore_errors=True)
-    for old in sorted(destination.parent.glob(f".{name}{_OLD}-*")):
-        if _is_running(old):
-            continue
-        if destination.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(destination)
-
-
-def flush(folder: Path) -> None:
-    """Waits until every file of `folder`, and the list of its files, is on the disk."""
-    for path in sorted(folder.rglob("*")):
-        _sync(path)
-    _sync(folder)
-
-
-def stale_weights(present: list[str], saved: list[str]) -> list[str]:
-    """
-    Weights among the files `present` that are no part of those just `saved`. transformers would read an old
-    `model.safetensors` before a new index of shards.
-    """
-    weights = re.compile(r"model(\.[\w-]+?)??(-\d{5}-of-\d{5})?\.safetensors(\.index(\.[\w-]+)?\.json)?")
-
-    def variant(name: str) -> str | None:
-        found = weights.fullmatch(name)
-        return (found[1] or found[4] or "") if found else None
-
-    variants = {variant(name) for name in saved} - {None}
-    return sorted(name for name in present if name not in saved and variant(name) in variants)
-
-
-def _place(folder: Path, destination: Path, token: str, overwrite: bool) -> None:
-    check_destination(destination, overwrite)  # another process may have come first
-    if destination.exists() and not _exchange(folder, destination):
-        # Without an atomic exchange the old folder steps aside; `recover` puts it back if nothing follows.
-        old = destination.with_name(f".{destination.name}{_OLD}-{token}")
-        destination.rename(old)
-        folder.rename(destination)
-        shutil.rmtree(old, ignore_errors=True)
-    elif folder.exists() and not destination.exists():
-        folder.rename(destination)
-    _sync(destination.parent)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two folders in one step. Returns False where system or file system cannot."""
-    try:
-        library = ctypes.CDLL(None, use_errno=True)
-        names = os.fsencode(one), os.fsencode(other)
-        if sys.platform == "darwin":
-            return library.renamex_np(*names, _EXCHANGE) == 0
-        return library.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE) == 0
-    except (OSError, AttributeError, TypeError):
-        return False
-
-
-def _sync(path: Path) -> None:
-    if os.name != "posix":  # folders cannot be opened elsewhere
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_running(left: Path) -> bool:
-    """Whether the process that made a leftover still runs. One of another machine may."""
-    host, process, _ = left.name.rsplit("-", 2)
-    if not host.endswith(f"-{socket.gethostname()}") or os.name != "posix":
-        return True
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError):
-        pass
-    return True

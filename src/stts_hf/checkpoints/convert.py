@@ -17,7 +17,7 @@ from stts_hf.checkpoints.card import inherited_metadata, write_model_card
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
-from .atomic_folder import check_apart, check_destination, published_folder
+from .atomic_folder import atomic_folder, check_apart, check_destination
 from .checks import check_processor, check_vocabulary, check_weights, raise_problems
 from .layout import SCORER, Group, byte_size, empty_model, saved_layout
 from .safetensors_files import INDEX_FILE, WEIGHTS_FILE, write_safetensors
@@ -151,7 +151,7 @@ def convert_checkpoint(
             "which needs no training."
         )
     try:
-        with published_folder(target, overwrite) as folder:
+        with atomic_folder(target, overwrite=overwrite) as folder:
             write_settings(model, processor, folder)
             write_weights(
                 folder, model, layout, {True: scorer, False: tensors}, target_dtype, max_shard_size, on_progress
@@ -170,6 +170,7 @@ def convert_checkpoint(
                 scorer_trained=trained,
                 metadata=inherited,
             )
+            check_destination(target, overwrite)  # another process may have come first
     except Exception as error:
         # The tokenizer's and the safetensors library raise errors of their own, with the number in their text.
         number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)

@@ -1,6 +1,107 @@
 """Folders that appear whole or not at all."""
 
-from stts_hf.checkpoints.atomic_folder import stale_weights
+import os
+from pathlib import Path
+
+import pytest
+
+from stts_hf.checkpoints import atomic_folder as rooms
+from stts_hf.checkpoints.atomic_folder import atomic_folder, stale_weights
+
+OLD = {"config.json": "old", "model.safetensors": "old", "notes.txt": "mine"}
+NEW = {"config.json": "new", "model.safetensors.index.json": "new", "model-00001-of-00001.safetensors": "new"}
+
+
+def fill(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def found(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_new_folder_takes_the_place_of_the_old_one(tmp_path):
+    fill(tmp_path / "out", OLD)
+    with atomic_folder(tmp_path / "out", overwrite=True) as folder:
+        fill(folder, NEW)
+        assert found(tmp_path / "out") == OLD
+    assert found(tmp_path / "out") == NEW
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_folder_that_is_there_is_not_replaced_unasked(tmp_path):
+    fill(tmp_path / "out", OLD)
+    with pytest.raises(FileExistsError, match="out exists"), atomic_folder(tmp_path / "out") as folder:
+        fill(folder, NEW)
+    assert found(tmp_path / "out") == OLD
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("commit_marker", [None, "config.json"])
+def test_an_error_changes_nothing(tmp_path, commit_marker):
+    fill(tmp_path / "out", OLD)
+    with (
+        pytest.raises(UnicodeEncodeError),
+        atomic_folder(tmp_path / "out", overwrite=True, commit_marker=commit_marker) as folder,
+    ):
+        fill(folder, NEW | {"z.txt": "\ud800"})
+    assert found(tmp_path / "out") == OLD
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_with_a_commit_marker_other_files_stay_and_weights_that_would_be_read_first_go(tmp_path):
+    fill(tmp_path / "out", OLD)
+    with atomic_folder(tmp_path / "out", commit_marker="config.json") as folder:
+        fill(folder, NEW)
+    assert found(tmp_path / "out") == NEW | {"notes.txt": "mine"}
+
+
+@pytest.mark.parametrize("moved", range(3))
+def test_a_stop_while_files_move_leaves_no_commit_marker(tmp_path, monkeypatch, moved):
+    fill(tmp_path / "out", OLD)
+    replace, names = os.replace, []
+
+    def stop(source: Path, place: Path) -> None:
+        names.append(place)
+        if len(names) > moved:
+            raise KeyboardInterrupt
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out", commit_marker="config.json") as folder:
+        fill(folder, NEW)
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert found(tmp_path / "out")["notes.txt"] == "mine"
+
+
+def test_a_folder_in_the_way_of_a_file_is_refused_before_anything_moves(tmp_path):
+    fill(tmp_path / "out", OLD)
+    (tmp_path / "out" / "generation_config.json").mkdir()
+    before = sorted(os.listdir(tmp_path / "out"))
+    with (
+        pytest.raises(FileExistsError, match="in the way"),
+        atomic_folder(tmp_path / "out", commit_marker="config.json") as folder,
+    ):
+        fill(folder, NEW | {"generation_config.json": "new"})
+    assert sorted(os.listdir(tmp_path / "out")) == before
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+
+
+def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
+    fill(tmp_path / "out", OLD)
+    rename = Path.rename
+
+    def refuse(self: Path, place: Path) -> Path:
+        if rooms._NEW in self.name:
+            raise OSError("no")
+        return rename(self, place)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no"), atomic_folder(tmp_path / "out", overwrite=True) as folder:
+        fill(folder, NEW)
+    assert found(tmp_path / "out") == OLD
 
 
 def test_stale_weights_are_those_of_the_variant_saved():
