@@ -110,7 +110,7 @@ def test_trl(run_example, checkpoint, data):
 def test_smoke_configuration(monkeypatch, tmp_path, capsys):
     names = runpy.run_path(str(EXAMPLES / "make_smoke_data.py"))
     rows = names["make_smoke_data"](tmp_path / "data", clips=2)
-    few = ["training.max_steps=1", "data.num_frames=2", f"training.output_dir={tmp_path / 'out'}"]
+    few = ["--max_steps=1", "--num_frames=2", f"--output_dir={tmp_path / 'out'}"]
     assert run_config("smoke.yaml", TINY, rows, few) == 0
     assert main(["doctor", str(tmp_path / "out")]) == 0
 
@@ -120,12 +120,12 @@ def test_configurations_for_gpus(name, checkpoint, data, tmp_path):
     """The shipped file but for what a CPU and two clips ask for."""
     output = tmp_path / "out"
     here = [
-        f"training.output_dir={output}",
-        "training.max_steps=1",
-        "training.gradient_accumulation_steps=1",
-        "training.dataloader_num_workers=0",
-        "training.use_cpu=true",
-        "data.num_frames=2",
+        f"--output_dir={output}",
+        "--max_steps=1",
+        "--gradient_accumulation_steps=1",
+        "--dataloader_num_workers=0",
+        "--use_cpu=true",
+        "--num_frames=2",
     ]
     assert run_config(name, checkpoint, data, here) == 0
     log = json.loads((output / "trainer_state.json").read_text())["log_history"]
@@ -137,5 +137,5 @@ def test_configurations_for_gpus(name, checkpoint, data, tmp_path):
 
 
 def run_config(name: str, model: Path, rows: Path, overrides: list[str]) -> int:
-    overrides = [f"model.path={model}", f"data.train={rows}", *overrides]
-    return train(EXAMPLES / "configs" / name, *(part for override in overrides for part in ("--set", override)))
+    overrides = [f"--model_name_or_path={model}", f"--train_data={rows}", *overrides]
+    return train(EXAMPLES / "configs" / name, *overrides)

@@ -9,22 +9,19 @@ from tests.checkpoints import TINY
 from tests.clips import write_clip
 
 CONFIG = """\
-model:
-  path: {model}
-data:
-  train: {train}
-  num_frames: 2
+model_name_or_path: {model}
+train_data: {train}
+num_frames: 2
 learning_rates:
   scorer: 1e-3
-training:
-  output_dir: {output}
-  max_steps: 1
-  logging_steps: 1
-  lr_scheduler_type: constant
-  per_device_train_batch_size: 2
-  use_cpu: true
-  disable_tqdm: true
-  seed: 0
+output_dir: {output}
+max_steps: 1
+logging_steps: 1
+lr_scheduler_type: constant
+per_device_train_batch_size: 2
+use_cpu: true
+disable_tqdm: true
+seed: 0
 """
 
 

@@ -15,8 +15,9 @@ if _typing.TYPE_CHECKING:
     from stts_hf.checkpoints.convert import convert_checkpoint
     from stts_hf.checkpoints.push import push_checkpoint
     from stts_hf.data.collator import STTSDataCollator
-    from stts_hf.data.lengths import measure_lengths
-    from stts_hf.data.loading import check_rows, load_rows
+    from stts_hf.data.labels import align_labels
+    from stts_hf.data.loading import load_rows
+    from stts_hf.data.preparing import check_rows, measure_lengths, prepare_rows
     from stts_hf.data.rows import RowError
     from stts_hf.data.sample_packing import PackedDataset
     from stts_hf.inference.answering import answer_videos
@@ -35,8 +36,9 @@ _NAMES = {
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.push": ("push_checkpoint",),
     "data.collator": ("STTSDataCollator",),
-    "data.lengths": ("measure_lengths",),
-    "data.loading": ("check_rows", "load_rows"),
+    "data.labels": ("align_labels",),
+    "data.loading": ("load_rows",),
+    "data.preparing": ("check_rows", "measure_lengths", "prepare_rows"),
     "data.rows": ("RowError",),
     "data.sample_packing": ("PackedDataset",),
     "inference.answering": ("answer_videos",),
@@ -68,6 +70,7 @@ __all__ = [
     "STTSVideoProcessor",
     "STTSVisionConfig",
     "STTSVisionModel",
+    "align_labels",
     "answer_videos",
     "check_rows",
     "contact_sheet",
@@ -75,6 +78,7 @@ __all__ = [
     "load_rows",
     "measure_lengths",
     "prefetch",
+    "prepare_rows",
     "push_checkpoint",
     "register_auto_classes",
 ]

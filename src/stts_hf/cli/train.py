@@ -1,7 +1,7 @@
 """`stts-hf train config.yaml`: fine-tunes as a configuration file says; also under `accelerate launch`."""
 
 import argparse
-import os
+import errno
 import sys
 
 from stts_hf.cli.errors import CommandError
@@ -15,14 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", nargs="?", help="YAML file; see examples/configs and docs/training.md"
     )
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="KEY.PATH=VALUE",
-        help="in place of what the file says, such as training.max_steps=10; may be repeated",
-    )
-    parser.add_argument(
         "--resume",
         nargs="?",
         const=True,
@@ -33,10 +25,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check configuration and all rows, print the plan, load no weights"
     )
+    parser.add_argument(
+        "overrides",
+        metavar="--SETTING VALUE",
+        nargs=argparse.REMAINDER,
+        help="in place of what the file says, such as --max_steps 10; `stts-hf train CONFIG --help` lists all settings",
+    )
+
+
+def _take_own_options(arguments: argparse.Namespace) -> list[str]:
+    """Sets `resume` and `dry_run` where they stand behind CONFIG; returns the other words there."""
+    words = list(arguments.overrides)
+    if "--dry-run" in words:
+        words.remove("--dry-run")
+        arguments.dry_run = True
+    if "--resume" in words:
+        place = words.index("--resume")
+        named = len(words) > place + 1 and not words[place + 1].startswith("--")
+        arguments.resume = words[place + 1] if named else True
+        del words[place : place + 1 + named]
+    return words
 
 
 def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` for what is wrong in the configuration or the rows."""
+    overrides = _take_own_options(arguments)
     if arguments.config is None:
         if isinstance(arguments.resume, str):
             raise CommandError(
@@ -51,13 +64,13 @@ def execute(arguments: argparse.Namespace) -> None:
         raise CommandError(f"{error}. Training needs more packages: pip install 'stts-hf[train]'") from error
     from stts_hf.checkpoints.push import PushRefused
     from stts_hf.data.rows import RowError
-    from stts_hf.training.config import load_config
-    from stts_hf.training.strict_yaml import ConfigError
+    from stts_hf.training.config import ConfigError, load_config
+    from stts_hf.training.run import dry_run, train
 
+    output = ""
     try:
-        config = load_config(arguments.config, arguments.overrides)
-        from stts_hf.training.run import dry_run, train
-
+        config = load_config(arguments.config, overrides, need_gpu=not arguments.dry_run)
+        output = str(config.training.output_dir)
         if arguments.dry_run:
             print(dry_run(config))
             return
@@ -66,8 +79,24 @@ def execute(arguments: argparse.Namespace) -> None:
         text = str(error)
         raise CommandError(text.rpartition("RowError: ")[2] if "Original Traceback" in text else text) from error
     except PushRefused as error:
-        raise CommandError(f"Saved to {os.fspath(config.training['output_dir'])}, but not pushed: {error}") from error
+        raise CommandError(f"Saved to {output}, but not pushed: {error}") from error
     except (ConfigError, FloatingPointError) as error:
         raise CommandError(str(error)) from error
+    except Exception as error:
+        if not _is_disk_full(error):
+            raise
+        raise CommandError(
+            f"No space is left on the disk of {output!r}: {error}. Free some, and go on from the last whole checkpoint "
+            "with --resume, or where there is none, start again."
+        ) from error
     if trainer.is_world_process_zero():
-        print(f"Saved to {os.fspath(config.training['output_dir'])}", file=sys.stderr)
+        print(f"Saved to {output}", file=sys.stderr)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """Also where PyTorch and safetensors wrap the system's error in one of their own."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    words = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
+    inner = error.__cause__ or error.__context__
+    return any(word in str(error) for word in words) or (inner is not None and _is_disk_full(inner))

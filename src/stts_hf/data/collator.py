@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.settings_stts import check_pruning_ratio
+
 from .encoding import IMAGE_KEYS, VIDEO_KEYS, Encoded, check_length, empty_video, encode
 from .labels import IGNORED
-from .rows import RowError, read_row
+from .rows import RowError, check_urls, read_row
 
 logger = logging.get_logger(__name__)
 
@@ -39,6 +43,7 @@ class STTSDataCollator:
         always_video: adds a black frame that nothing is learned from to batches without video, so that all processes of
             a sharded run use the same parameters: one row more, or one sample more in the emptiest packed row.
         padding_side: "left" or "right", by default the tokenizer's.
+        allow_urls: whether videos and images may be fetched from http(s) URLs.
 
     `batch = collator(rows)` is a dict for `model(**batch)`: `input_ids`, `attention_mask`, `mm_token_type_ids`,
     `labels` (B, L), -100 outside the answers, what the processor gives for videos and images, and, with packed rows,
@@ -51,9 +56,9 @@ class STTSDataCollator:
 
     def __init__(
         self,
-        processor: Any,
+        processor: STTSProcessor,
         *,
-        model_config: Any = None,
+        model_config: STTSConfig | None = None,
         pruning_ratio: float | None = None,
         on_error: str = "raise",
         replacements: Sequence[Any] | None = None,
@@ -62,6 +67,7 @@ class STTSDataCollator:
         return_ids: bool = False,
         always_video: bool = False,
         padding_side: str | None = None,
+        allow_urls: bool = False,
     ):
         check_on_error(on_error)
         for name, value in (("max_length", max_length), ("pad_to", pad_to)):
@@ -82,6 +88,7 @@ class STTSDataCollator:
         self.pad_to = pad_to
         self.return_ids = return_ids
         self.always_video = always_video
+        self.allow_urls = allow_urls
         self._empty_video: Encoded | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -127,7 +134,9 @@ class STTSDataCollator:
 
     def _encode(self, row: Mapping[str, Any], used: int = 0) -> tuple[Encoded, int]:
         """A sample and its length after pruning, if that fits behind `used` tokens of its row."""
-        sample = encode(self.processor, read_row(row))
+        read = read_row(row)
+        check_urls(read, self.allow_urls)
+        sample = encode(self.processor, read)
         if self.max_length is None:
             return sample, 0
         length = len(sample) - sample.dropped(self.pruning_ratio)
@@ -199,13 +208,11 @@ def check_on_error(on_error: str) -> None:
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
 
 
-def resolve_ratio(model_config: Any, pruning_ratio: float | None) -> float | None:
+def resolve_ratio(model_config: STTSConfig | None, pruning_ratio: float | None) -> float | None:
     """The pruning ratio: as given, else that of the model's config, else None."""
     if pruning_ratio is None and model_config is not None:
         pruning_ratio = model_config.vision_config.pruning_ratio
-    if pruning_ratio is not None and not 0 <= pruning_ratio <= 1:
-        raise ValueError(f"pruning_ratio must be a number from 0 to 1, got {pruning_ratio!r}.")
-    return pruning_ratio
+    return None if pruning_ratio is None else check_pruning_ratio(pruning_ratio)
 
 
 def _join_vision(samples: list[Encoded]) -> dict[str, torch.Tensor]:

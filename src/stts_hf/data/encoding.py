@@ -1,6 +1,7 @@
 """One sample as the model's inputs, and how many of its tokens pruning leaves: known before anything is decoded."""
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from transformers.image_utils import load_image
 
+from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 
 from .labels import IGNORED, make_labels, render
@@ -66,7 +68,7 @@ def check_length(name: str, length: int, max_length: int, used: int = 0) -> None
         )
 
 
-def encode(processor: Any, sample: Sample) -> Encoded:
+def encode(processor: STTSProcessor, sample: Sample) -> Encoded:
     """
     Decodes and tokenizes a sample.
 
@@ -74,8 +76,7 @@ def encode(processor: Any, sample: Sample) -> Encoded:
         RowError: a file cannot be decoded, the chat template refuses the conversation, or nothing of it is learned.
     """
     with row_errors(sample.id):
-        check_text(processor, sample)
-        text, spans = render(processor, sample.messages)
+        text, spans = prompt_of(processor, sample)
         inputs = processor(
             text=[text],
             videos=sample.videos or None,
@@ -94,7 +95,18 @@ def encode(processor: Any, sample: Sample) -> Encoded:
     return Encoded(sample.id, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision)
 
 
-def check_text(processor: Any, sample: Sample) -> None:
+def prompt_of(processor: STTSProcessor, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
+    """
+    The conversation in the chat template's words, and which of its characters `[start, end)` are learned. It is
+    rendered on first use and kept in the sample. Raises `ValueError` where the template or `check_text` refuses it.
+    """
+    if sample.prompt is None:
+        check_text(processor, sample)
+        sample.prompt = render(processor, sample.messages)
+    return sample.prompt
+
+
+def check_text(processor: STTSProcessor, sample: Sample) -> None:
     """Raises `ValueError` where a text holds tokens that stand for images, videos or turns."""
     tokenizer = processor.tokenizer
     reserved = {processor.image_token, processor.video_token, tokenizer.bos_token, tokenizer.eos_token}
@@ -114,14 +126,39 @@ def open_image(image: Any) -> Image.Image:
     return load_image(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
 
 
-def add_bos(processor: Any, text: str) -> str:
+def count_tokens(
+    processor: STTSProcessor,
+    text: str,
+    frame_times: Sequence[Sequence[float]],
+    image_sizes: Sequence[tuple[int, int]],
+    pruning_ratio: float | None,
+) -> int:
+    """
+    Tokens of a rendered prompt with its videos and images spelled out, less those that pruning takes. frame_times: of
+    each video, in seconds. image_sizes: height and width of each image.
+    """
+    settings: Any = processor.video_processor
+    size, patch, pooling = settings.size, settings.patch_size, settings.pooling_size
+    rows = math.ceil(size["height"] // patch / pooling[0])
+    columns = math.ceil(size["width"] // patch / pooling[1])
+    grids = [(len(times), rows, columns) for times in frame_times]
+    videos = [
+        processor.get_video_string(torch.tensor(grid), times) for grid, times in zip(grids, frame_times, strict=True)
+    ]
+    image_grids = [processor.image_processor.get_image_grid_and_crops(*size)[0] for size in image_sizes]
+    images = [processor.replace_image_token({"image_grids": [grid]}, 0) for grid in image_grids]
+    [text], _ = processor.get_text_with_replacements([add_bos(processor, text)], images, videos)
+    return len(processor.tokenizer(text)["input_ids"]) - count_dropped(grids, pruning_ratio)
+
+
+def add_bos(processor: STTSProcessor, text: str) -> str:
     """The prompt as the processor tokenizes it."""
     bos = processor.tokenizer.bos_token or processor.tokenizer.eos_token
     return text if text.startswith(bos) else bos + text
 
 
 def _move_spans(
-    processor: Any, text: str, spans: list[tuple[int, int]], replacements: list[dict[str, Any]]
+    processor: STTSProcessor, text: str, spans: list[tuple[int, int]], replacements: list[dict[str, Any]]
 ) -> list[tuple[int, int]]:
     """Spans in `text` to where they lie after the bos token was added and placeholders were spelled out."""
     bos = len(add_bos(processor, text)) - len(text)
@@ -134,7 +171,7 @@ def _move_spans(
     return [(move(start), move(end)) for start, end in spans]
 
 
-def empty_video(processor: Any) -> Encoded:
+def empty_video(processor: STTSProcessor) -> Encoded:
     """A black video of one frame, of which nothing is learned. Its temporal loss is 0: it has no second frame."""
     size = processor.video_processor.size
     frame = torch.zeros(1, 3, size["height"], size["width"], dtype=torch.uint8)

@@ -25,7 +25,10 @@ def load_json(path: Path, root: Path) -> datasets.Dataset:
     if not rows:
         raise ValueError(f"{str(path)!r} holds no rows.")
     names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [row.get(name) if name in _TEXTS else _dump(row.get(name)) for row in rows] for name in names}
+    try:
+        columns = {name: [row.get(name) if name in _TEXTS else _dump(row.get(name)) for row in rows] for name in names}
+    except RecursionError as error:
+        raise ValueError(f"{str(path)!r} holds values that are nested too deeply.") from error
     return datasets.Dataset.from_dict(columns, features=_json_features(dict.fromkeys(names), names))
 
 
@@ -63,7 +66,7 @@ def _read(path: Path) -> list[tuple[int, Any]]:
     if start == "{":
         try:
             whole = json.loads(text)
-        except json.JSONDecodeError:  # lines of objects, or damaged
+        except (ValueError, RecursionError):  # lines of objects, or damaged
             pass
         else:
             if not {"messages", "question"} & whole.keys():
@@ -78,5 +81,7 @@ def _read(path: Path) -> list[tuple[int, Any]]:
 def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply.") from error
+    except ValueError as error:  # also for numbers of thousands of digits
         raise ValueError(f"{place} is not JSON: {error}.") from error

@@ -6,20 +6,56 @@ from typing import Any
 import jinja2
 import torch
 
+from stts_hf.modeling.processing_stts import STTSProcessor
+
 IGNORED = -100
 
 
-def render(processor: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+def render(processor: STTSProcessor, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
     """
     The conversation in the chat template's words, and which of its characters `[start, end)` are learned.
 
     What an assistant's turn adds to the prompt that asks for it is learned, and the `eos_token` that closes it, which
     is added where the template leaves the last turn open. So nothing is asked of the template but that a conversation
-    begins with the prompts that led to it.
+    begins with the prompts that led to it. A conversation with one answer, at its end, is rendered once; one with more,
+    and one whose answer is not found in that, is compared with what the template makes of each prompt in it.
 
     Raises:
         ValueError: the template refuses the conversation, or breaks that rule.
     """
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if len(answers) == 1 and messages[-1] is answers[0]:
+        found = _render_once(processor, messages)
+        if found is not None:
+            return found
+    return _render_and_compare(processor, messages)
+
+
+def _render_once(processor: STTSProcessor, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]] | None:
+    """
+    For one answer at the end. Rendered with the prompt for another answer behind it, the conversation ends in the words
+    that ask for one; where the same words stand before the answer, it is what lies between them. None where this cannot
+    be told.
+    """
+    parts, eos = messages[-1]["content"], processor.tokenizer.eos_token
+    if len(parts) != 1 or parts[0].keys() != {"type", "text"}:
+        return None
+    answer = parts[0]["text"]
+    text = _apply(processor, messages, add_generation_prompt=True)
+    start = text.rfind(answer)
+    while start >= 0:
+        end = start + len(answer)
+        closing = text[end:].startswith(eos)
+        request = text[end + len(eos) * closing :].lstrip("\n" if closing else "")
+        if request.strip() and text[:start].endswith(request):
+            conversation = text[: len(text) - len(request)] + ("" if closing else eos)
+            return conversation, [(start, end + len(eos))]
+        start = text.rfind(answer, 0, end - 1)
+    return None
+
+
+def _render_and_compare(processor: STTSProcessor, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    """Rendered whole and up to each of its prompts and answers: an answer is by how much the text grows."""
     text = _apply(processor, messages)
     first_media_first = _media_first(messages)
     if _apply(processor, first_media_first) == text:
@@ -58,7 +94,7 @@ def render(processor: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tu
     return text, spans
 
 
-def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+def _apply(processor: STTSProcessor, messages: list[dict[str, Any]], **options: Any) -> str:
     if not messages:
         return ""
     try:
@@ -103,3 +139,13 @@ def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tupl
         learned |= (starts >= start) & (ends <= end) & (ends > starts)
     learned[0] = False  # nothing predicts a sample's first token
     return input_ids.where(learned, IGNORED)
+
+
+def align_labels(kept_indices: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
+    """
+    Labels (B, L') beside the columns of a model's logits (B, L', vocabulary), from which pruned tokens are gone.
+
+    kept_indices: (B, L') the outputs' field of this name. labels: (B, L) as they were given to the model. Filler gets
+    `ignore_index`.
+    """
+    return labels.gather(-1, kept_indices.clamp_min(0)).masked_fill(kept_indices < 0, ignore_index)

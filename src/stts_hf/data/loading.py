@@ -1,4 +1,4 @@
-"""Data sets of rows: JSONL, Parquet or the Hub, through `datasets`; and a look at all rows before the first step."""
+"""Data sets of rows: JSONL, Parquet or the Hub, through `datasets`."""
 
 import copy
 import os
@@ -7,19 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from tqdm import tqdm
-from transformers.utils import logging
 
-from .collator import check_on_error
-from .encoding import check_text
-from .headers import check_headers, in_order
 from .json_rows import as_json, load_json
-from .labels import render
-from .rows import RowError, Sample, check_files, read_row, row_errors
 
-logger = logging.get_logger(__name__)
-
-_MAX_LISTED = 20
 _FILES = (".jsonl", ".json", ".parquet")
 
 
@@ -141,61 +131,6 @@ def _alike(tables: list[datasets.Dataset]) -> list[datasets.Dataset]:
                     "cannot be joined, because one of them holds files. Give the column the same type in all."
                 )
     return [as_json(table, sorted(differing & set(table.column_names))) for table in tables]
-
-
-def check_rows(
-    rows: Any,
-    processor: Any = None,
-    *,
-    on_error: str = "raise",
-    headers: bool = False,
-    num_threads: int = 8,
-    progress: bool = True,
-) -> list[int]:
-    """
-    Looks at every row before training, without reading a video or image: columns, kinds, placeholders, subtitles, that
-    files exist, and, with a `processor`, that the chat template takes the conversation. `headers` also opens every
-    file, `num_threads` at a time, to see that it is a video or image; what is at a URL stays there.
-
-    Returns:
-        Which rows are good. `rows.select(check_rows(rows, on_error="skip"))` leaves out the others.
-
-    Raises:
-        RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
-    """
-    check_on_error(on_error)
-    good, bad = [], []
-
-    def look(index: int) -> Sample | RowError:
-        try:
-            sample = read_row(rows[index], index)
-            check_files(sample)
-            if headers:
-                check_headers(sample)
-            return sample
-        except RowError as error:
-            return error
-
-    found = in_order(look, len(rows), num_threads) if headers else map(look, range(len(rows)))
-    for index, sample in enumerate(tqdm(found, total=len(rows), desc="Checking rows", disable=not progress)):
-        try:
-            if isinstance(sample, RowError):
-                raise sample
-            if processor is not None:
-                with row_errors(sample.id):
-                    check_text(processor, sample)
-                    render(processor, sample.messages)
-            good.append(index)
-        except RowError as error:
-            bad.append(error)
-    if bad:
-        listed = "\n".join(f"  {error}" for error in bad[:_MAX_LISTED])
-        more = f"\n  ... and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
-        message = f"{len(bad)} of {len(rows)} rows cannot be trained on:\n{listed}{more}"
-        if on_error == "raise":
-            raise RowError(message, bad[0].row_id)
-        logger.warning(message)
-    return good
 
 
 def _pick_split(stored: datasets.DatasetDict, split: str | None, name: str) -> datasets.Dataset:

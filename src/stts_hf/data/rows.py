@@ -6,6 +6,7 @@ placeholders of the messages in order. See docs/training_data.md.
 """
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from PIL import Image
 from .prompts import choice_messages, subtitle_text
 
 MEDIA = {"video": "videos", "image": "images"}
+PROMPT = "stts_prompt"  # column in which `prepare_rows` keeps what the template made of a row
 _PLACEHOLDER = re.compile(r"<(video|image)>")
 
 
@@ -35,13 +37,15 @@ class Sample:
     A row that was read.
 
     messages: `{"role", "content": parts}`; parts that stand for a video or image hold no data. videos: paths, URLs or
-    bytes. images: paths, URLs, bytes or PIL images. All in the order of the placeholders.
+    bytes. images: paths, URLs, bytes or PIL images. All in the order of the placeholders. prompt: the conversation in
+    the chat template's words and its learned characters `[start, end)`, once it is rendered.
     """
 
     id: str
     messages: list[dict[str, Any]]
     videos: list[Any]
     images: list[Any]
+    prompt: tuple[str, list[tuple[int, int]]] | None = None
 
 
 def row_id(row: Any, index: int | None = None) -> str:
@@ -54,17 +58,25 @@ def row_id(row: Any, index: int | None = None) -> str:
 
 def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
     """
-    Reads a row; `index` names it where it has no `id`.
+    Reads a row; `index` names it where it has no `id`. One of `prepare_rows` comes with its prompt, and is not read
+    again but for files that lie in it as bytes.
 
     Raises:
         RowError: a column is missing or of the wrong kind, placeholders and videos or images differ in number, there is
             more than one video, or no answer to learn from.
     """
     name = row_id(row, index)
+    kept = json.loads(row[PROMPT]) if isinstance(row, Mapping) and row.get(PROMPT) else {}
+    if "videos" in kept:
+        return Sample(name, [], **kept)
     try:
-        return _read(row, name)
+        sample = _read(row, name)
+    except RecursionError as error:
+        raise RowError(f"Row {name!r}: its values are nested too deeply.", name) from error
     except (ValueError, TypeError) as error:
         raise RowError(f"Row {name!r}: {error}", name) from error
+    sample.prompt = kept.get("prompt")
+    return sample
 
 
 @contextlib.contextmanager
@@ -89,9 +101,21 @@ def check_files(sample: Sample) -> None:
                 raise RowError(f"Row {sample.id!r}: {key}: the file {source!r} {problem}.", sample.id)
 
 
+def check_urls(sample: Sample, allow_urls: bool) -> None:
+    """Raises `RowError` where a video or image would be fetched, but `allow_urls` is False."""
+    for key, sources in (("videos", sample.videos), ("images", sample.images)):
+        for source in sources:
+            if isinstance(source, str) and is_url(source) and not source.startswith("data:") and not allow_urls:
+                raise RowError(
+                    f"Row {sample.id!r}: {key}: {source!r} is a URL, and nothing is fetched unasked. Download it and "
+                    "give its path, or allow URLs: allow_urls=True, in a configuration `allow_urls: true`.",
+                    sample.id,
+                )
+
+
 def is_url(source: str) -> bool:
     """Whether a video or image is not a file: it is fetched, or spelled out in a data URL."""
-    return source.startswith(("http://", "https://", "data:"))
+    return source.lower().startswith(("http://", "https://", "data:"))
 
 
 def _read(row: Any, name: str) -> Sample:

@@ -1,8 +1,10 @@
 """`TrainingArguments` with what STTS adds: learning rates per part, frozen parts, logs per frame."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from transformers import TrainingArguments
 
 from stts_hf.training.parts import ADAPTER, CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, check_parts
@@ -23,7 +25,8 @@ class STTSTrainingArguments(TrainingArguments):
     log_frame_positions: how many frame positions get a curve of their own share kept in TensorBoard; 0 for none.
 
     `remove_unused_columns` is off, because the collator needs the rows' own columns, and `logging_nan_inf_filter` too,
-    because a loss that is not finite ends the run. Raises `ValueError` for unknown parts and rates below 0.
+    because a loss that is not finite ends the run. `use_cpu` is on where `torchrun` starts processes on a machine
+    without accelerator: they are one run then. Raises `ValueError` for unknown parts and rates below 0.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
@@ -50,6 +53,8 @@ class STTSTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
+            self.use_cpu = True  # else accelerate makes every process a run of its own, all in one folder
         super().__post_init__()
         self.learning_rates = self._complete(self.learning_rates)
         self.learning_rate = self.learning_rates[LANGUAGE_MODEL]
@@ -78,8 +83,7 @@ class STTSTrainingArguments(TrainingArguments):
         check_parts("learning_rates", given, (*PARTS, ADAPTER))
         for part, rate in given.items():
             if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < float("inf"):
-                hint = " YAML reads 1e-5 as a string; write 1.0e-5." if isinstance(rate, str) else ""
-                raise ValueError(f"`learning_rates` gives {part!r} the rate {rate!r}; it must be a number >= 0.{hint}")
+                raise ValueError(f"`learning_rates` gives {part!r} the rate {rate!r}; it must be a number >= 0.")
         default = PAPER_LEARNING_RATES[LANGUAGE_MODEL]
         if self.learning_rate not in (default, given.get(LANGUAGE_MODEL, self.learning_rate)):
             raise ValueError(

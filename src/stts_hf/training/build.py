@@ -6,22 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx
 
 from stts_hf import register_auto_classes
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
-from stts_hf.data.lengths import measure_lengths
-from stts_hf.data.loading import accepts_option, check_rows, load_rows
+from stts_hf.data.loading import accepts_option, load_rows
+from stts_hf.data.preparing import LENGTH, prepare_rows
 from stts_hf.data.rows import RowError
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.config import TRAINING_DEFAULTS, TrainConfig
-from stts_hf.training.strict_yaml import ConfigError
+from stts_hf.training.config import ConfigError, TrainConfig
 from stts_hf.training.trainer import STTSTrainer
 
 VISION_SETTINGS = (  # in the order in which they can be changed one by one
@@ -41,7 +39,6 @@ class TrainingSetup:
     """All of a run but its weights; `train_rows` and `eval_rows` are data sets for `collator` and `eval_collator`."""
 
     config: TrainConfig
-    arguments: STTSTrainingArguments
     model_config: STTSConfig
     processor: STTSProcessor
     collator: STTSDataCollator
@@ -50,26 +47,25 @@ class TrainingSetup:
     eval_rows: Any | None
     skipped: dict[str, int]
 
+    @property
+    def arguments(self) -> STTSTrainingArguments:
+        return self.config.training
 
-def prepare(config: TrainConfig, *, progress: bool = True, need_gpu: bool = True) -> TrainingSetup:
+
+def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
     """
-    Everything that can be known before weights are loaded: settings that fit the model, all rows looked at, lengths
-    measured where rows are packed. Raises `ConfigError` that names the key, and `RowError` that names the rows.
-
-    need_gpu: False takes settings that only a GPU can carry out where there is none, for plans.
+    Everything that can be known before weights are loaded: settings that fit the model, all rows read, lengths measured
+    where rows are packed. Raises `ConfigError` that names the setting, and `RowError` that names the rows.
     """
     register_auto_classes()
-    arguments = make_arguments(config, need_gpu=need_gpu)
+    arguments = config.training
     progress = progress and arguments.process_index == 0
     model_config = load_model_config(config)
     processor = load_processor(config, model_config)
-    sources = ["train"] if config.data.eval is None else ["train", "eval"]
+    sources = ["train"] if not config.data.eval_data else ["train", "eval"]
     with arguments.main_process_first(desc="reading the data"):  # one process downloads, the others find it
         opened = {name: open_rows(config, name) for name in sources}
-    made = {
-        name: make_rows(config, name, rows, arguments.seed, model_config, processor, progress)
-        for name, rows in opened.items()
-    }
+    made = {name: make_rows(config, name, rows, model_config, processor, progress) for name, rows in opened.items()}
     train_rows, eval_rows = made["train"][0], made["eval"][0] if "eval" in made else None
     check_sampling(config, arguments, train_rows)
     skipped = {name: number for name, (_, number) in made.items()}
@@ -83,12 +79,11 @@ def prepare(config: TrainConfig, *, progress: bool = True, need_gpu: bool = True
         pad_to=data.pad_to,
         return_ids=True,
         always_video=arguments.world_size > 1,
+        allow_urls=data.allow_urls,
     )
     eval_collator = copy.copy(collator)
     eval_collator.replacements = eval_rows if data.on_error == "skip" else None
-    return TrainingSetup(
-        config, arguments, model_config, processor, collator, eval_collator, train_rows, eval_rows, skipped
-    )
+    return TrainingSetup(config, model_config, processor, collator, eval_collator, train_rows, eval_rows, skipped)
 
 
 def check_sampling(config: TrainConfig, arguments: STTSTrainingArguments, rows: Any) -> None:
@@ -97,46 +92,30 @@ def check_sampling(config: TrainConfig, arguments: STTSTrainingArguments, rows: 
     by_length = strategy in ("group_by_length", "batch_rebalance")
     if by_length and column not in (getattr(rows, "column_names", None) or ()):
         raise config.error(
-            "training.train_sampling_strategy",
-            f"is {strategy!r}, but the rows have no column {column!r}. `data.pack_to` fills rows by measured lengths.",
+            "train_sampling_strategy",
+            f"is {strategy!r}, but the rows have no column {column!r}. `max_length` measures them.",
         )
-
-
-def make_arguments(config: TrainConfig, *, need_gpu: bool = True) -> STTSTrainingArguments:
-    """Raises `ConfigError` for what `TrainingArguments` refuses; need_gpu as in `prepare`."""
-    given: dict[str, Any] = TRAINING_DEFAULTS | config.training
-    if "per_device_train_batch_size" in given:  # rows are as long as they are in training
-        given.setdefault("per_device_eval_batch_size", given["per_device_train_batch_size"])
-    if not need_gpu and not torch.accelerator.is_available():
-        given["use_cpu"] = True
-    try:
-        arguments = STTSTrainingArguments(
-            **given, learning_rates=dict(config.learning_rates) or None, freeze=list(config.freeze)
-        )
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"{config.tree.where('training')}`training`: {error}") from error
-    if arguments.eval_strategy != "no" and config.data.eval is None:
-        raise config.error("training.eval_strategy", f"is {given['eval_strategy']!r}, but `data.eval` names no rows.")
-    return arguments
 
 
 def load_model_config(config: TrainConfig) -> STTSConfig:
     """The checkpoint's configuration with the run's settings in it. Raises `ConfigError`, for other models' too."""
-    model = config.model
-    if not Path(model.path).exists() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model.path):
-        raise config.error("model.path", f"is {model.path!r}: there is no such folder, and no Hub id looks like that.")
+    path = config.model.model_name_or_path
+    if not Path(path).exists() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise config.error(
+            "model_name_or_path", f"is {path!r}: there is no such folder, and no Hub id looks like that."
+        )
     try:
-        found = STTSConfig.from_pretrained(model.path, revision=model.revision or "main")
+        found = STTSConfig.from_pretrained(path, revision=config.model.model_revision)
     except (ValueError, OSError) as error:
-        raise config.error("model.path", f"cannot be trained: {error}") from error
-    if config.stts.refill_single_frame_bins is False:
+        raise config.error("model_name_or_path", f"cannot be trained: {error}") from error
+    if config.model.refill_single_frame_bins is False:
         found.vision_config.refill_single_frame_bins = False
     for target, names in ((found.vision_config, VISION_SETTINGS), (found, MODEL_SETTINGS)):
-        for name, value in config.stts.given(names).items():
+        for name, value in config.model.given(names).items():
             try:
                 setattr(target, name, value)
             except ValueError as error:
-                raise config.error(f"stts.{name}", f"does not fit the model: {error}") from error
+                raise config.error(name, f"does not fit the model: {error}") from error
     return found
 
 
@@ -144,9 +123,11 @@ def load_processor(config: TrainConfig, model_config: STTSConfig) -> STTSProcess
     """The checkpoint's processor with the run's frames. Raises `ConfigError`."""
     model, data = config.model, config.data
     try:
-        processor = STTSProcessor.from_pretrained(model.path, revision=model.revision or "main")
+        processor = STTSProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     except (ValueError, OSError, TypeError) as error:
-        raise config.error("model.path", f"{model.path!r} has no processor that can be used: {error}") from error
+        raise config.error(
+            "model_name_or_path", f"{model.model_name_or_path!r} has no usable processor: {error}"
+        ) from error
     for name in ("num_frames", "max_fps"):
         value = getattr(data, name)
         if value is not None:
@@ -158,58 +139,48 @@ def load_processor(config: TrainConfig, model_config: STTSConfig) -> STTSProcess
 
 
 def open_rows(config: TrainConfig, name: str) -> Any:
-    """The rows of `data.<name>` as they are. Raises `ConfigError` where they cannot be loaded."""
+    """The rows of `train_data` or `eval_data` as they are. Raises `ConfigError` where they cannot be loaded."""
     data = config.data
-    options = {} if data.revision is None else {"revision": data.revision}
-    other = data.train if name == "eval" else data.eval
-    if accepts_option(other, "revision") and not accepts_option(getattr(data, name), "revision"):
+    sources, others = (data.train_data, data.eval_data) if name == "train" else (data.eval_data, data.train_data)
+    options = {} if data.data_revision is None else {"revision": data.data_revision}
+    if others and accepts_option(others, "revision") and not accepts_option(sources, "revision"):
         options = {}  # it is the other one's
-    split = data.eval_split if name == "eval" else data.split
+    split = data.train_split if name == "train" else data.eval_split
     try:
-        return load_rows(getattr(data, name), split=split, media_root=data.media_root, **options)
+        return load_rows(sources or [], split=split, media_root=data.media_root, **options)
     except RowError:
         raise
     except (ValueError, OSError) as error:
-        raise config.error(f"data.{name}", f"cannot be loaded: {error}") from error
+        raise config.error(f"{name}_data", f"cannot be loaded: {error}") from error
 
 
 def make_rows(
-    config: TrainConfig,
-    name: str,
-    rows: Any,
-    seed: int,
-    model_config: STTSConfig,
-    processor: STTSProcessor,
-    progress: bool = False,
+    config: TrainConfig, name: str, rows: Any, model_config: STTSConfig, processor: STTSProcessor, progress: bool
 ) -> tuple[Any, int]:
     """
-    The rows of `data.<name>`, checked and, with `pack_to`, packed; and how many were left out. Raises `ConfigError`
-    where none is left and `RowError` where rows are bad.
+    The rows of `train_data` or `eval_data`, read and rendered and, with `pack_to`, packed; and how many were left out.
+    Raises `ConfigError` where none is left and `RowError` where rows are bad.
     """
     data = config.data
     limit = data.pack_to or data.max_length or data.pad_to
-    headers = data.check_headers and limit is None  # else `measure_lengths` reads them
-    good = check_rows(rows, processor, on_error=data.on_error, headers=headers, progress=progress)
-    if not good:
-        raise config.error(f"data.{name}", "holds no row that can be used.")
+    good = prepare_rows(
+        rows,
+        processor,
+        model_config=model_config if limit else None,
+        max_length=limit,
+        on_error=data.on_error,
+        headers=data.check_headers,
+        allow_urls=data.allow_urls,
+        progress=progress,
+    )
     skipped = len(rows) - len(good)
-    if skipped:
-        rows = rows.select(good)
-    if limit is None:
-        return rows, skipped
-    lengths = measure_lengths(
-        rows, processor, model_config=model_config, max_length=limit, on_error=data.on_error, progress=progress
-    )
-    usable = [index for index, length in enumerate(lengths) if length is not None]
-    if not usable:
-        raise config.error(f"data.{name}", f"holds no row of at most {limit} tokens after pruning.")
-    skipped += len(rows) - len(usable)
+    if not len(good):
+        most = f" of at most {limit} tokens after pruning" if limit else ""
+        raise config.error(f"{name}_data", f"holds no row that can be used{most}.")
     if data.pack_to is None:
-        return rows.select(usable) if len(usable) < len(rows) else rows, skipped
-    packed = PackedDataset(
-        rows, lengths, data.pack_to, seed=seed, max_samples=data.max_samples_per_row, on_error=data.on_error
-    )
-    return packed, skipped
+        return good, skipped
+    seed, most_samples = config.training.seed, data.max_samples_per_row
+    return PackedDataset(good, good[LENGTH], data.pack_to, seed=seed, max_samples=most_samples), skipped
 
 
 def make_trainer(run: TrainingSetup, model: Any) -> STTSTrainer:
@@ -229,6 +200,6 @@ def make_trainer(run: TrainingSetup, model: Any) -> STTSTrainer:
         api = HfApi()
         hub = explain(error, api, run.arguments.hub_model_id or "the repository") if run.arguments.push_to_hub else None
         if hub is not None:
-            raise run.config.error("training.push_to_hub", f"cannot be done: {hub}.") from error
-        raise ConfigError(f"{run.config.tree.where('training')}{' '.join(str(error).split())}") from error
+            raise run.config.error("push_to_hub", f"cannot be done: {hub}.") from error
+        raise ConfigError(f"{run.config.source}: {' '.join(str(error).split())}") from error
     return trainer

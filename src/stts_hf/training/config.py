@@ -1,55 +1,100 @@
-"""What `stts-hf train` reads: one YAML file with sections for model, pruning, data, PEFT and training."""
+"""What `stts-hf train` reads: one flat YAML file, whose settings the command line may replace."""
 
+# ruff: noqa: RUF009 -- `_arg` makes a `dataclasses.field`
+
+import argparse
+import dataclasses
+import difflib
 import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
+import torch
+import yaml  # type: ignore[import-untyped]
+from transformers import HfArgumentParser
+
+from stts_hf.modeling.settings_stts import (
+    PACKINGS,
+    POSITION_RULES,
+    SCORE_RESCALINGS,
+    SELECTORS,
+    check_pruning_ratio,
+)
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.parts import ADAPTER, PARTS, check_parts
-from stts_hf.training.strict_yaml import BadValue, ConfigError, Tree, build, check_names, convert
+from stts_hf.training.parts import ADAPTER
 
 # The text model's linear layers alone: `q_proj` or `all-linear` would hit the vision tower and the connector too.
 TEXT_LINEAR = r".*language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
 
-@dataclass
-class ModelSection:
-    """
-    path: folder or Hub id of an STTS or stock Molmo2 checkpoint. dtype: of the weights; with `float32` and
-    `training.bf16`, matrix products run in bfloat16 and the optimizer keeps full precision. attn_implementation: one
-    name, or one for each of `text_config` and `vision_config`. new_scorer: begin with an untrained scorer, drawn from
-    `training.seed`, in place of the checkpoint's.
-    """
+class ConfigError(ValueError):
+    """A setting of a training run is wrong; the message names it."""
 
-    path: str
-    revision: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    attn_implementation: str | dict[str, str] | None = None
-    new_scorer: bool = False
+
+def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+    return field(default=default, metadata={"help": help} | ({"choices": choices} if choices else {}))
 
 
 @dataclass
-class PruningSection:
-    """Settings of `STTSVisionConfig` and `STTSConfig`; what is left out stays the checkpoint's."""
+class ModelArguments:
+    """Checkpoint, pruning and adapter; the first and the last are named as in TRL's `ModelConfig`."""
 
-    pruning_ratio: float | None = None
-    pruning_layer: int | None = None
-    selector: Literal["scorer", "cosine", "random"] | None = None
-    selector_seed: int | None = None
-    score_rescaling: Literal["row", "frame", "none"] | None = None
-    packing: Literal["varlen", "first_fit_descending"] | None = None
-    refill_single_frame_bins: bool | None = None
-    temporal_loss_weight: float | None = None
-    detach_temporal_target: bool | None = None
-    pruned_position_ids: Literal["original", "compact"] | None = None
+    model_name_or_path: str = _arg("", "Folder or Hub id of an STTS or stock Molmo2 checkpoint; needed.")
+    model_revision: str = _arg("main", "Branch, tag or commit of a checkpoint on the Hub.")
+    dtype: str = _arg(
+        "float32",
+        "Of the weights. With float32 and bf16, matrix products run in bfloat16, the optimizer in full precision.",
+        ("float32", "bfloat16", "float16", "auto"),
+    )
+    attn_implementation: dict[str, str] | str | None = _arg(
+        None, "One name, or one for each of text_config and vision_config."
+    )
+    new_scorer: bool = _arg(False, "Start from an untrained scorer, drawn from `seed`, not from the checkpoint's.")
+    # Settings of `STTSVisionConfig` and `STTSConfig`; what is left out stays the checkpoint's.
+    pruning_ratio: float | None = _arg(None, "Share of a video's blocks to drop, from 0 to 1.")
+    pruning_layer: int | None = _arg(None, "Last ViT layer that sees every patch.")
+    selector: str | None = _arg(None, "What ranks the blocks.", SELECTORS)
+    selector_seed: int | None = _arg(None, "Of the random selector.")
+    score_rescaling: str | None = _arg(None, "How scores become the attention bias.", SCORE_RESCALINGS)
+    packing: str | None = _arg(None, "Layout of the survivors in the ViT.", PACKINGS)
+    refill_single_frame_bins: bool | None = _arg(None, "A detail of the released code; first_fit_descending only.")
+    temporal_loss_weight: float | None = _arg(None, "Weight of the temporal loss beside the task loss.")
+    detach_temporal_target: bool | None = _arg(None, "Whether gradients stop at the temporal loss's targets.")
+    pruned_position_ids: str | None = _arg(None, "Positions of the survivors in the language model.", POSITION_RULES)
+    use_peft: bool = _arg(False, "Train a LoRA or DoRA adapter.")
+    use_dora: bool = _arg(False, "DoRA: a trained magnitude beside the low-rank matrices.")
+    use_rslora: bool = _arg(False, "Scale by alpha / sqrt(r).")
+    lora_r: int = _arg(16, "Rank of the adapter.")
+    lora_alpha: int = _arg(32, "Scale of the adapter, times r.")
+    lora_dropout: float = _arg(0.05, "Dropout before the adapter.")
+    lora_target_modules: list[str] | None = _arg(
+        None, "Names of modules, or one pattern; by default all linear layers of the text model."
+    )
+    lora_modules_to_save: list[str] | None = _arg(
+        None, "Modules trained in full and saved with the adapter; by default the scorer."
+    )
+    merge_adapter: bool = _arg(False, "Also save the merged checkpoint, in `merged` under the output folder.")
 
     def __post_init__(self) -> None:
-        _check_range(self, "pruning_ratio", 0, 1)
-        _check_range(self, "temporal_loss_weight", 0, math.inf)
-        _check_range(self, "pruning_layer", 0, math.inf)
+        if not self.model_name_or_path:
+            raise ValueError("`model_name_or_path` is missing: the folder or Hub id of a checkpoint.")
+        if self.pruning_ratio is not None:
+            check_pruning_ratio(self.pruning_ratio)
+        _check_range(self, "temporal_loss_weight", 0)
+        for name in ("pruning_layer", "lora_r", "lora_alpha"):
+            _check_range(self, name, 0 if name == "pruning_layer" else 1)
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"`lora_dropout` is {self.lora_dropout}, but must be from 0 up to, not including, 1.")
+        if self.lora_target_modules == []:
+            raise ValueError("`lora_target_modules` names nothing. Leave it out for the text model's linear layers.")
+        if self.lora_modules_to_save is None:
+            self.lora_modules_to_save = ["scorer"]
+        if self.merge_adapter and not self.use_peft:
+            raise ValueError("`merge_adapter` needs an adapter: set `use_peft: true`.")
 
     def given(self, names: Sequence[str]) -> dict[str, Any]:
         """Those of the fields `names` that were given."""
@@ -57,237 +102,211 @@ class PruningSection:
 
 
 @dataclass
-class DataSection:
-    """
-    train, eval: JSONL or Parquet files, a saved data set's folder, or a Hub data set, one or several. split,
-    eval_split: of a Hub data set. media_root: where relative paths of videos and images start, by default each data
-    file's folder. on_error: what a bad row does. pack_to: tokens after pruning that several samples may share; without
-    it, a row holds one sample. max_samples_per_row: most samples of a packed row. max_length: tokens after pruning that
-    an unpacked sample may have. pad_to: tokens after pruning that every row is padded to. num_frames, max_fps: frames
-    of a video; what is left out stays the checkpoint's. check_headers: open every video and image file before the first
-    step; off saves time where they are many, or far away.
-    """
+class DataArguments:
+    """Rows, their videos, and how they become batches."""
 
-    train: str | list[str]
-    eval: str | list[str] | None = None
-    split: str | None = None
-    eval_split: str | None = None
-    revision: str | None = None
-    media_root: str | None = None
-    on_error: Literal["raise", "skip"] = "raise"
-    pack_to: int | None = None
-    max_samples_per_row: int | None = None
-    max_length: int | None = None
-    pad_to: int | None = None
-    num_frames: int | None = None
-    max_fps: float | None = None
-    check_headers: bool = True
+    train_data: list[str] = _arg(None, "JSONL or Parquet files, saved data sets, or Hub data sets; needed.")
+    eval_data: list[str] | None = _arg(None, "The same, to evaluate on.")
+    train_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
+    eval_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
+    data_revision: str | None = _arg(None, "Branch, tag or commit of data on the Hub.")
+    media_root: str | None = _arg(None, "Where relative paths start; by default each data file's folder.")
+    allow_urls: bool = _arg(False, "Whether videos and images may be fetched from http(s) URLs in the rows.")
+    on_error: str = _arg("raise", "What to do with a bad row.", ("raise", "skip"))
+    pack_to: int | None = _arg(None, "Tokens after pruning that several samples may share; by default no packing.")
+    max_samples_per_row: int | None = _arg(None, "Most samples of a packed row.")
+    max_length: int | None = _arg(None, "Tokens after pruning that a sample in a row of its own may have.")
+    pad_to: int | None = _arg(None, "Tokens after pruning that every row is padded to.")
+    num_frames: int | None = _arg(None, "Most frames of a video; by default the checkpoint's.")
+    max_fps: float | None = _arg(None, "Most frames per second; by default the checkpoint's.")
+    check_headers: bool = _arg(True, "Open every video and image before the first step.")
 
     def __post_init__(self) -> None:
+        if not self.train_data:
+            raise ValueError("`train_data` is missing: at least one file or data set.")
         for name in ("pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"):
-            _check_range(self, name, 1, math.inf)
+            _check_range(self, name, 1)
         if self.max_fps is not None and not 0 < self.max_fps < math.inf:
-            raise BadValue("max_fps", f"is {self.max_fps}, but must be a number of frames per second above 0.")
-        if self.train == []:
-            raise BadValue("train", "is an empty list. Name at least one file.")
+            raise ValueError(f"`max_fps` is {self.max_fps}, but must be a number of frames per second above 0.")
         if self.pack_to is not None and self.max_length is not None:
-            raise BadValue("max_length", "is for unpacked rows. With `pack_to`, that is the limit; leave it out.")
+            raise ValueError("`max_length` is for unpacked rows. With `pack_to`, that is the limit; leave it out.")
         if self.max_samples_per_row is not None and self.pack_to is None:
-            raise BadValue("max_samples_per_row", "is for packed rows. Set `pack_to`.")
+            raise ValueError("`max_samples_per_row` is for packed rows. Set `pack_to`.")
         limit = self.pack_to or self.max_length
         if self.pad_to is not None and limit is not None and limit > self.pad_to:
-            raise BadValue("pad_to", f"is {self.pad_to}, less than the {limit} tokens that a row may have.")
+            raise ValueError(f"`pad_to` is {self.pad_to}, less than the {limit} tokens that a row may have.")
 
 
 @dataclass
-class PeftSection:
-    """
-    method: `lora`, or `dora` (a trained magnitude beside it). target_modules: as in PEFT, a pattern or a list of names;
-    by default all linear layers of the text model. modules_to_save: modules trained in full and saved with the adapter.
-    merge: also save the merged, whole checkpoint, in `merged` under the output folder.
-    """
+class CardArguments:
+    """What the trained checkpoint's card says."""
 
-    method: Literal["lora", "dora"] = "lora"
-    r: int = 16
-    alpha: int = 32
-    dropout: float = 0.05
-    target_modules: str | list[str] = TEXT_LINEAR
-    modules_to_save: list[str] = field(default_factory=lambda: ["scorer"])
-    rslora: bool = False
-    merge: bool = False
-
-    def __post_init__(self) -> None:
-        _check_range(self, "r", 1, math.inf)
-        _check_range(self, "alpha", 1, math.inf)
-        if not 0 <= self.dropout < 1:
-            raise BadValue("dropout", f"is {self.dropout}, but must be a number from 0 up to, not including, 1.")
-        if not self.target_modules:
-            raise BadValue("target_modules", "names nothing. Leave it out for the text model's linear layers.")
-
-
-@dataclass
-class CompileSection:
-    """
-    Which parts `torch.compile` gets, and its backend and mode. Worth it with rows of one shape: `data.pad_to`, and
-    videos of as many frames.
-    """
-
-    vision: bool = True
-    decoder: bool = True
-    backend: str = "inductor"
-    mode: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.vision and not self.decoder:
-            raise BadValue(
-                "vision", "and `decoder` are both false, so nothing is left to compile. Write `compile: false`."
-            )
-
-
-@dataclass
-class CardSection:
-    """
-    What the card of the trained checkpoint says: heading, Hub id of the base model, Hub ids of the data, licence (the
-    source's by default), and words of your own.
-    """
-
-    name: str | None = None
-    base_model: str | None = None
-    datasets: list[str] = field(default_factory=list)
-    license: str | None = None
-    text: str | None = None
+    card_name: str | None = _arg(None, "Heading.")
+    card_base_model: str | None = _arg(None, "Hub id of the base model.")
+    card_datasets: list[str] | None = _arg(None, "Hub ids of the data.")
+    card_license: str | None = _arg(None, "Licence; by default the base model's.")
+    card_text: str | None = _arg(None, "Words of your own.")
 
 
 @dataclass
 class TrainConfig:
-    """
-    A whole run. learning_rates, freeze: of parts of the model (`STTSTrainingArguments`). compile: `true` for vision
-    tower and text model, or keys of `CompileSection`. training: every option of `TrainingArguments`; `output_dir` is
-    needed.
-    """
+    """A whole run. given: the settings that the file and the command line say. source: the file, for messages."""
 
-    model: ModelSection
-    data: DataSection
-    training: dict[str, Any]
-    stts: PruningSection = field(default_factory=PruningSection)
-    learning_rates: dict[str, float] = field(default_factory=dict)
-    freeze: list[str] = field(default_factory=list)
-    peft: PeftSection | None = None
-    compile: bool | CompileSection = False
-    card: CardSection = field(default_factory=CardSection)
-    tree: Tree = field(default_factory=lambda: Tree("the configuration"), repr=False)
+    model: ModelArguments
+    data: DataArguments
+    card: CardArguments
+    training: STTSTrainingArguments
+    given: dict[str, Any]
+    source: str
 
-    def error(self, path: str, problem: object) -> ConfigError:
-        """A `ConfigError` about a key of the file."""
-        return self.tree.error(path, str(problem))
+    def error(self, name: str, problem: object) -> ConfigError:
+        """A `ConfigError` about a setting."""
+        return ConfigError(f"{self.source}: `{name}` {problem}")
 
 
+KINDS: tuple[type, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
 # What a run wants and `TrainingArguments` does not do by default.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
-_OWN_SECTIONS = {
-    name: f"It stands at the top of the file, not in `training`: `{name}:`." for name in ("learning_rates", "freeze")
-}
-_TRAINING_HINTS = _OWN_SECTIONS | {
+REFUSED = {
     "resume_from_checkpoint": "Pass --resume on the command line.",
-    "hub_token": "Run `hf auth login`, or set HF_TOKEN: this file is kept beside the weights and pushed with them.",
+    "hub_token": "Run `hf auth login`, or set HF_TOKEN: settings are kept beside the weights and pushed with them.",
     "parallelism_config": "It is no YAML; use a configuration of `accelerate launch`.",
     "remove_unused_columns": "Leave it out: the collator needs the rows' own columns.",
-    "overwrite_output_dir": "Pass --resume to go on with a run, or name another output_dir.",
-    "torch_compile": "Use `compile: true` at the top of the file, which compiles what keeps its shape.",
     "use_liger_kernel": "Liger has no kernels for this type of model and would change nothing.",
-    "label_smoothing_factor": "The model computes its losses itself, on the shortened sequence.",
+    "model_type": "This is the configuration of a model, not of a training. See examples/configs.",
 }
 
 
-def load_config(file: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers: `1e-5` is one, which PyYAML takes for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+class _Parser(HfArgumentParser):
+    """Arguments of all `KINDS`, without defaults: what was not given is not in the result."""
+
+    def __init__(self) -> None:
+        prog = "stts-hf train CONFIG"
+        super().__init__(KINDS, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+        hints = {name: str(hint) for kind in KINDS for name, hint in typing.get_type_hints(kind).items()}
+        self.types = {item.name: hints[item.name] for kind in KINDS for item in dataclasses.fields(kind) if item.init}
+        self.set_defaults(**dict.fromkeys(self.types, dataclasses.MISSING))
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def read_words(self, words: Sequence[str]) -> dict[str, Any]:
+        """Settings from words of a command line."""
+        found, unknown = self.parse_known_args(list(words))
+        if unknown:
+            self.check_name(re.sub(r"^--|=.*", "", unknown[0]).replace("-", "_"))
+            raise ConfigError(f"{' '.join(unknown)!r} belongs to no setting. Write --NAME VALUE.")
+        given = {name: value for name, value in vars(found).items() if value is not dataclasses.MISSING}
+        for name, value in given.items():
+            self.check_name(name)
+            if isinstance(value, str) and value.startswith("{") and "dict" in self.types[name]:
+                given[name] = yaml.load(value, _Loader)  # JSON too
+        return given
+
+    def read_node(self, name: str, node: Any, loader: Any) -> Any:
+        """A setting from YAML; a plain value means what it would mean on the command line."""
+        kind = self.types[name]
+        if isinstance(node, yaml.MappingNode):
+            if "dict" not in kind:
+                raise ConfigError(f"`{name}` must be a single value, not keys and values: settings are not nested.")
+            return loader.construct_object(node, deep=True)
+        if isinstance(node, yaml.ScalarNode):
+            return self.read_words([f"--{name}={node.value}"])[name]
+        if "list[" not in kind:
+            raise ConfigError(f"`{name}` must be a single value, not a list.")
+        values = [self.read_node(name, item, loader) for item in node.value]
+        return [item for value in values for item in (value if isinstance(value, list) else [value])]
+
+    def check_name(self, name: str) -> None:
+        """Raises `ConfigError` for a setting that there is not."""
+        known = self.types.keys() - REFUSED
+        if name in known:
+            return
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        advice = REFUSED.get(name) or (f"Did you mean {close[0]!r}?" if close else "docs/training.md lists them all.")
+        raise ConfigError(f"`{name}` is no setting. {advice}")
+
+
+def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bool = True) -> TrainConfig:
     """
     Reads and checks a configuration file; nothing of what it names is opened.
 
-    overrides: `key.path=value` each, in place of what the file says. Raises `ConfigError`, a `ValueError`, that names
-    file, line and key.
+    overrides: words of the command line, `--learning_rate 1e-5`, in place of what the file says. need_gpu: False takes
+    settings that only a GPU can carry out where there is none, for plans. Raises `ConfigError`, a `ValueError`, that
+    names the setting.
     """
-    tree = Tree.read(file)
-    for assignment in overrides:
-        tree.set(assignment)
-    return parse_config(tree)
-
-
-def parse_config(tree: Tree) -> TrainConfig:
-    """The same for a tree that was read."""
-    values = dict(tree.values)
-    if "peft" in values and values["peft"] is None and not tree.where("peft").startswith("--set"):
-        raise tree.error("peft", "is empty. Write `method: lora` in the line below, or take the key out.")
-    for name, value in tree.values.items():
-        if value is None and name in ("model", "data", "training"):  # all of it is commented out
-            values[name] = {}
-        elif value is None and name in ("stts", "learning_rates", "freeze", "card"):
-            del values[name]
-    _refuse_other_models(tree, values)
-    values.setdefault("training", {})
-    training = values.pop("training")
-    known = [item.name for item in fields(TrainConfig) if item.name != "tree"]
-    check_names(tree, "", values, known, dict.fromkeys(training_types(), "It belongs to `training:`."))
-    config: TrainConfig = build(TrainConfig, tree, values | {"training": {}})
-    config.training = _read_training(tree, training)
-    config.tree = tree
-    _check_parts(config)
+    given = read_settings(file, overrides)
+    settings = TRAINING_DEFAULTS | given
+    if "per_device_train_batch_size" in settings:  # rows are as long as they are in training
+        settings.setdefault("per_device_eval_batch_size", settings["per_device_train_batch_size"])
+    if not need_gpu and not torch.accelerator.is_available():
+        settings["use_cpu"] = True
+    try:
+        if not given.get("output_dir"):
+            raise ValueError("`output_dir` is missing: the folder that the run is saved in.")
+        model, data, card, training = HfArgumentParser(KINDS).parse_dict(settings)
+        config = TrainConfig(model, data, card, training, given, str(file))
+        _check_together(config)
+    except (ValueError, TypeError, ImportError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{file}: {error}") from error
     return config
 
 
-def training_types() -> dict[str, Any]:
-    """Type of every option that `training` may hold."""
-    types_of = typing.get_type_hints(STTSTrainingArguments)
-    return {
-        item.name: types_of[item.name]
-        for item in fields(STTSTrainingArguments)
-        if item.init and item.name not in _TRAINING_HINTS
-    }
-
-
-def _read_training(tree: Tree, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise tree.error("training", f"must hold keys and values, not {given!r}.")
-    known = training_types()
-    check_names(tree, "training", given, list(known), _TRAINING_HINTS)
-    if not given.get("output_dir"):
-        raise tree.error("training", "must have the key `output_dir`.")
-    options = {name: convert(tree, f"training.{name}", value, known[name]) for name, value in given.items()}
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if options.get(name, 1) < 1:
-            raise tree.error(f"training.{name}", f"is {options[name]}, but must be at least 1.")
-    return options
-
-
-def _refuse_other_models(tree: Tree, values: Mapping[str, Any]) -> None:
-    """A configuration of another model or trainer is not a file with many typing errors."""
-    kind = values.get("model_type")
-    if kind is not None:
-        raise tree.error(
-            "model_type", f"is {kind!r}: this is the configuration of a model, not of a training. See examples/configs."
-        )
-    if isinstance(values.get("model"), str):
-        raise tree.error(
-            "model", f"is {values['model']!r}, but must hold keys: `model:` with `path:` in the line below."
-        )
-
-
-def _check_parts(config: TrainConfig) -> None:
+def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What the file and `overrides` say, converted to the settings' types. Raises `ConfigError`."""
+    parser = _Parser()
+    given: dict[str, Any] = {}
     try:
-        check_parts("learning_rates", config.learning_rates, (*PARTS, ADAPTER))
-        check_parts("freeze", config.freeze, PARTS)
-    except ValueError as error:
-        name = "freeze" if str(error).startswith("`freeze`") else "learning_rates"
-        raise ConfigError(f"{config.tree.where(name)}{error}") from None
-    for part, rate in config.learning_rates.items():
-        if not 0 <= rate < math.inf:
-            raise config.error(f"learning_rates.{part}", f"is {rate}, but must be a number of at least 0.")
-    if config.peft is None and ADAPTER in config.learning_rates:
-        raise config.error(f"learning_rates.{ADAPTER}", "is the rate of LoRA weights, but there is no `peft` section.")
+        loader = _Loader(Path(file).read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{file} must hold settings, such as `model_name_or_path: ...`.")
+    for key, node in root.value:
+        try:
+            parser.check_name(str(key.value))
+            if key.value in given:
+                raise ConfigError(f"`{key.value}` is given twice.")
+            if node.tag != "tag:yaml.org,2002:null":
+                given[key.value] = parser.read_node(key.value, node, loader)
+        except ConfigError as error:
+            raise ConfigError(f"{file}:{key.start_mark.line + 1}: {error}") from None
+    try:
+        replaced = parser.read_words(overrides)
+    except (ConfigError, yaml.YAMLError) as error:
+        raise ConfigError(f"command line: {error}") from None
+    for name, value in replaced.items():
+        if value in ("null", ["null"]):  # as if it were not in the file
+            given.pop(name, None)
+            continue
+        earlier = given.get(name)
+        given[name] = earlier | value if isinstance(earlier, Mapping) and isinstance(value, Mapping) else value
+    return given
 
 
-def _check_range(section: Any, name: str, low: float, high: float) -> None:
+def _check_together(config: TrainConfig) -> None:
+    training = config.training
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        _check_range(training, name, 1)
+    if not config.model.use_peft and ADAPTER in (config.given.get("learning_rates") or {}):
+        raise ValueError("`learning_rates` has a rate for LoRA weights, but `use_peft` is false.")
+    if training.eval_strategy != "no" and not config.data.eval_data:
+        raise ValueError(f"`eval_strategy` is {training.eval_strategy.value!r}, but `eval_data` names no rows.")
+
+
+def _check_range(section: Any, name: str, low: float) -> None:
     value = getattr(section, name)
-    if value is None or low <= value <= high < math.inf or low <= value < high:
-        return
-    limits = f"from {low} to {high}" if high < math.inf else f"at least {low} and below inf"
-    raise BadValue(name, f"is {value}, but must be {limits}.")
+    if value is not None and not low <= value < math.inf:
+        raise ValueError(f"`{name}` is {value}, but must be at least {low} and finite.")

@@ -23,18 +23,17 @@ _NOT_PUSHED = ["_*", "checkpoint-*"]  # as `Trainer` has it
 def save(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
     """
     Saves the trained model or adapter with its card, and the merged model, into `output`; then pushes the folder as it
-    is where `training.push_to_hub` says so.
+    is where `push_to_hub` says so.
     """
     trainer.save_model(_internal_call=True)
     trainer.save_state()
     if not trainer.is_world_process_zero():
         return
-    peft = run.config.peft
-    if peft is None:
-        write_card(run, trainer, output)
-    else:
+    if run.config.model.use_peft:
         write_card_of_adapter(run, trainer, output)
-    if peft is not None and peft.merge:
+    else:
+        write_card(run, trainer, output)
+    if run.config.model.merge_adapter:
         merged: Any = adapted_model(run, trainer, output).merge_and_unload()
         merged = merged.to(merged.dtype)  # the scorer was trained in float32, whatever the model's
         merged.save_pretrained(output / MERGED)
@@ -77,7 +76,9 @@ def adapted_model(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> Any
         return model
     from peft import PeftModel
 
-    base = load_model(replace(run, config=replace(run.config, peft=None, freeze=[], compile=False)))
+    plain = replace(run.config.model, use_peft=False, merge_adapter=False)
+    training = replace(run.arguments, freeze=None)
+    base = load_model(replace(run, config=replace(run.config, model=plain, training=training)))
     return PeftModel.from_pretrained(base, output)
 
 
@@ -103,8 +104,8 @@ def describe_training(run: TrainingSetup, trainer: STTSTrainer) -> str:
         f"- precision: {config.model.dtype} weights"
         + (", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""),
     ]
-    if config.card.text:
-        lines.insert(0, config.card.text.strip() + "\n")
+    if config.card.card_text:
+        lines.insert(0, config.card.card_text.strip() + "\n")
     return "\n".join(lines)
 
 
@@ -118,22 +119,22 @@ def final_figures(trainer: STTSTrainer) -> dict[str, str]:
 
 def changed_settings(run: TrainingSetup) -> dict[str, Any]:
     """The pruning settings of the run, by their path in the model's config."""
-    given = {f"vision_config.{name}": value for name, value in run.config.stts.given(VISION_SETTINGS).items()}
-    return given | run.config.stts.given(MODEL_SETTINGS)
+    given = {f"vision_config.{name}": value for name, value in run.config.model.given(VISION_SETTINGS).items()}
+    return given | run.config.model.given(MODEL_SETTINGS)
 
 
 def _details(run: TrainingSetup, trainer: STTSTrainer, inherited: dict[str, Any]) -> dict[str, Any]:
     """What cards of both kinds say."""
     card = run.config.card
     return {
-        "base_model": card.base_model or base_model_of(run.config.model.path),
-        "name": card.name,
-        "license": card.license or inherited.get("license") or "apache-2.0",
-        "datasets": card.datasets,
+        "base_model": card.card_base_model or base_model_of(run.config.model.model_name_or_path),
+        "name": card.card_name,
+        "license": card.card_license or inherited.get("license") or "apache-2.0",
+        "datasets": card.card_datasets or [],
         "training": describe_training(run, trainer),
         "figures": final_figures(trainer),
     }
 
 
 def _inherited(run: TrainingSetup) -> dict[str, Any]:
-    return inherited_metadata(Path(run.config.model.path))
+    return inherited_metadata(Path(run.config.model.model_name_or_path))

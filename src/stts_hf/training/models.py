@@ -1,6 +1,6 @@
-"""The model of a run: its weights, with a new scorer, an adapter, frozen and compiled parts as it asks for them."""
+"""The model of a run: its weights, with a new scorer, an adapter and frozen parts as it asks for them."""
 
-import itertools
+import re
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from stts_hf.checkpoints.convert import new_scorer_weights
 from stts_hf.checkpoints.layout import SCORER
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.training.build import TrainingSetup
-from stts_hf.training.config import CompileSection, PeftSection, TrainConfig
+from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
 from stts_hf.training.parts import freeze_parts
-from stts_hf.training.strict_yaml import ConfigError
 
 logger = logging.get_logger(__name__)
 
@@ -38,20 +37,21 @@ def load_model(run: TrainingSetup) -> Any:
         options["attn_implementation"] = model.attn_implementation
     try:
         loaded, found = STTSForConditionalGeneration.from_pretrained(
-            model.path,
+            model.model_name_or_path,
             config=run.model_config,
-            revision=model.revision or "main",
+            revision=model.model_revision,
             dtype=dtype,
             output_loading_info=True,
             **options,
         )
     except (ValueError, OSError, ImportError) as error:
-        raise run.config.error("model", f"cannot be loaded: {error}") from error
+        raise run.config.error("model_name_or_path", f"cannot be loaded: {error}") from error
     missing = sorted(name for name in found["missing_keys"] if ".scorer." not in name)
     if missing or found["mismatched_keys"]:
         names = ", ".join((missing or sorted(map(str, found["mismatched_keys"])))[:3])
         raise run.config.error(
-            "model.path", f"{model.path!r} lacks weights or holds some of other shapes: {names}, ..."
+            "model_name_or_path",
+            f"{model.model_name_or_path!r} lacks weights or holds some of other shapes: {names}, ...",
         )
     if model.new_scorer:
         with torch.device("meta"):
@@ -59,10 +59,12 @@ def load_model(run: TrainingSetup) -> Any:
         weights = new_scorer_weights(empty, run.arguments.seed)
         scorer = loaded.model.vision_tower.scorer
         scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
-    adapted = _adapt(run, loaded)
-    if run.config.compile:
-        compile_model(run.config, loaded)
-    return adapted
+    if run.arguments.torch_compile and run.config.data.pad_to is None:
+        logger.warning(
+            "`torch_compile` without `pad_to`: every length of a batch is compiled anew, up to torch's recompile "
+            "limit. Set `pad_to` to the tokens that a row may have after pruning."
+        )
+    return _adapt(run, loaded)
 
 
 def upcast_trainable(run: TrainingSetup, model: Any) -> None:
@@ -74,67 +76,53 @@ def upcast_trainable(run: TrainingSetup, model: Any) -> None:
     half = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
     if not half:
         return
-    if run.config.peft is None:
+    if not run.config.model.use_peft:
         logger.warning(
-            f"`model.dtype` is {run.config.model.dtype!r}: trained weights in half precision lose small steps. Use "
-            "`model.dtype: float32` with `training.bf16: true`, or an optimizer that keeps copies of its own."
+            f"`dtype` is {run.config.model.dtype!r}: trained weights in half precision lose small steps. Use "
+            "`dtype: float32` with `bf16: true`, or an optimizer that keeps copies of its own."
         )
         return
     if not (run.arguments.bf16 or run.arguments.fp16):
         raise run.config.error(
-            "model.dtype",
-            f"is {run.config.model.dtype!r}, and what is trained is kept in float32, so `training.bf16: true` (or "
-            "`fp16`) is needed.",
+            "dtype",
+            f"is {run.config.model.dtype!r}, and what is trained is kept in float32, so `bf16: true` (or `fp16`) is "
+            "needed.",
         )
     for parameter in half:
         parameter.data = parameter.data.float()
 
 
-def compile_model(config: TrainConfig, model: Any) -> None:
-    """Compiles the parts that the section names, in place. Raises `ConfigError` for a backend that there is not."""
-    section = config.compile if isinstance(config.compile, CompileSection) else CompileSection()
-    if section.backend not in torch.compiler.list_backends(exclude_tags=None):
-        backends = ", ".join(torch.compiler.list_backends())
-        raise config.error("compile.backend", f"is {section.backend!r}, but must be one of {backends}.")
-    if config.data.pad_to is None:
-        logger.warning(
-            "`compile` without `data.pad_to`: every length of a batch is compiled anew, up to torch's recompile limit. "
-            "Set `data.pad_to` to the tokens that a row may have after pruning."
-        )
-    parts = [model.model.vision_tower] * section.vision + [model.model.language_model] * section.decoder
-    for layer in itertools.chain.from_iterable(part.layers for part in parts):
-        # All layers count as one function to the compiler, and each part has several kinds of calls.
-        layer.compile(backend=section.backend, mode=section.mode, fullgraph=True, recompile_limit=64)
-
-
 def _adapt(run: TrainingSetup, model: Any) -> Any:
-    if run.config.peft is not None:
-        model = add_adapter(run.config, model, run.config.peft)
+    if run.config.model.use_peft:
+        model = add_adapter(run.config, model)
     try:
-        freeze_parts(model, run.config.freeze)
+        freeze_parts(model, run.arguments.freeze or ())
     except ValueError as error:
-        raise ConfigError(f"{run.config.tree.where('freeze')}{error}") from error
+        raise ConfigError(f"{run.config.source}: {error}") from error
     return model
 
 
-def add_adapter(config: TrainConfig, model: Any, section: PeftSection) -> Any:
-    """A `PeftModel` around `model`. Raises `ConfigError` where nothing in it has the names of the section."""
+def add_adapter(config: TrainConfig, model: Any) -> Any:
+    """A `PeftModel` around `model`. Raises `ConfigError` where nothing in it has the names that are asked for."""
     from peft import LoraConfig, get_peft_model
 
-    settings = LoraConfig(
-        r=section.r,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=section.target_modules,
-        modules_to_save=section.modules_to_save or None,
-        use_dora=section.method == "dora",
-        use_rslora=section.rslora,
-    )
+    settings = config.model
+    targets = settings.lora_target_modules or [TEXT_LINEAR]
+    is_names = len(targets) > 1 or re.fullmatch(r"[\w.]+", targets[0])  # else a pattern, or `all-linear`
     last_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    for name in section.modules_to_save:
+    for name in settings.lora_modules_to_save or ():
         if name.rpartition(".")[2] not in last_names:
-            raise config.error("peft.modules_to_save", f"names {name!r}, but the model has no such module.")
+            raise config.error("lora_modules_to_save", f"names {name!r}, but the model has no such module.")
+    lora = LoraConfig(
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets if is_names else targets[0],
+        modules_to_save=settings.lora_modules_to_save or None,
+        use_dora=settings.use_dora,
+        use_rslora=settings.use_rslora,
+    )
     try:
-        return get_peft_model(model, settings)
+        return get_peft_model(model, lora)
     except ValueError as error:
-        raise config.error("peft.target_modules", f"does not fit the model: {error}") from error
+        raise config.error("lora_target_modules", f"does not fit the model: {error}") from error

@@ -68,19 +68,19 @@ def check_steps(run: TrainingSetup) -> None:
     steps, epoch = count_steps(run)
     if not epoch:
         raise run.config.error(
-            "training.dataloader_drop_last",
+            "dataloader_drop_last",
             f"leaves nothing of {len(run.train_rows)} rows in batches of {rows_of_batch(run.arguments)}. Take it out, "
-            "or make `training.per_device_train_batch_size` smaller.",
+            "or make `per_device_train_batch_size` smaller.",
         )
     if not steps:
-        raise run.config.error("training.num_train_epochs", "is 0, so there would be no step. Set it or `max_steps`.")
+        raise run.config.error("num_train_epochs", "is 0, so there would be no step. Set it or `max_steps`.")
 
 
 def describe_run(run: TrainingSetup, model: Any) -> str:
     """A table of model, parts, data and steps, for reading. model: with weights or without."""
     config, arguments, vision = run.config, run.arguments, run.model_config.vision_config
     lines = [
-        ("model", f"{config.model.path} ({config.model.dtype})"),
+        ("model", f"{config.model.model_name_or_path} ({config.model.dtype})"),
         (
             "pruning",
             f"{vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, {vision.packing}; "
@@ -100,7 +100,7 @@ def describe_run(run: TrainingSetup, model: Any) -> str:
         lines.append(("eval", f"{_describe_rows(run.eval_rows)}, {_describe_evaluations(arguments)}"))
     skipped = [f"{number} rows of {name}" for name, number in run.skipped.items() if number]
     if skipped:
-        lines.append(("skipped", f"{', '.join(skipped)} (data.on_error: skip)"))
+        lines.append(("skipped", f"{', '.join(skipped)} (on_error: skip)"))
     processor = run.processor.video_processor
     rate = f"{processor.max_fps:g} per second, " if processor.max_fps else ""
     lines.append(("frames", f"{rate}at most {processor.num_frames}"))

@@ -1,41 +1,97 @@
 """A run from its configuration to the saved checkpoint."""
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from transformers.utils import logging
 
 from stts_hf import __version__
+from stts_hf.training.arguments import PAPER_LEARNING_RATES
 from stts_hf.training.build import make_trainer, prepare
 from stts_hf.training.checkpointing import checkpoints_in, last_checkpoint, what_is_missing
-from stts_hf.training.config import TrainConfig
+from stts_hf.training.config import KINDS, TRAINING_DEFAULTS, ConfigError, TrainConfig, read_settings
 from stts_hf.training.export import CONFIG_COPY, save
 from stts_hf.training.models import load_model, make_empty_model, upcast_trainable
+from stts_hf.training.parts import LANGUAGE_MODEL
 from stts_hf.training.plan import check_steps, describe_run
-from stts_hf.training.resuming import check_unchanged
-from stts_hf.training.strict_yaml import ConfigError
 from stts_hf.training.trainer import STTSTrainer
+
+logger = logging.get_logger(__name__)
+
+# What may differ in a resumed run: lengths, logs, saves, evaluations, speed and place. The rest is what the restored
+# optimizer and schedule would ignore, or what would make the rows ahead others than those of the same epoch.
+_FREE = {
+    "attn_implementation",
+    "allow_urls",
+    "check_headers",
+    "media_root",
+    "merge_adapter",
+    "bf16_full_eval",
+    "fp16_full_eval",
+    "disable_tqdm",
+    "dataloader_num_workers",
+    "fsdp",
+    "fsdp_config",
+    "deepspeed",
+    "greater_is_better",
+    "load_best_model_at_end",
+    "max_steps",
+    "metric_for_best_model",
+    "num_train_epochs",
+    "output_dir",
+    "per_device_eval_batch_size",
+    "prediction_loss_only",
+    "project",
+    "push_to_hub",
+    "report_to",
+    "run_name",
+    "skip_memory_metrics",
+    "use_cpu",
+}
+_FREE_BEGINNINGS = (
+    "activation_checkpointing",
+    "batch_eval_",
+    "card_",
+    "dataloader_persistent_",
+    "dataloader_pin_",
+    "dataloader_prefetch_",
+    "ddp_",
+    "do_",
+    "eval_",
+    "gradient_checkpointing",
+    "hub_",
+    "include_",
+    "log_",
+    "logging_",
+    "save_",
+    "torch_compile",
+    "torch_empty_cache_",
+    "trackio_",
+)
 
 
 def dry_run(config: TrainConfig) -> str:
     """
     Checks configuration and rows as a run does, without loading or writing anything; returns the plan. A configuration
-    for GPUs is checked without one.
+    that was loaded with `need_gpu=False` may be one for GPUs.
     """
-    run = prepare(config, need_gpu=False)
+    run = prepare(config)
     check_steps(run)
     return describe_run(run, make_empty_model(run))
 
 
 def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
     """
-    Trains, and saves a complete checkpoint, or the adapter, into `training.output_dir`, with its card and the
+    Trains, and saves a complete checkpoint, or the adapter, into `output_dir`, with its card and the
     configuration as `train_config.yaml`. Returns the trainer.
 
     resume: True for the last whole checkpoint in the output folder, or a checkpoint's folder. Raises `ConfigError` and
     `RowError` before the first step for what is known by then.
     """
-    output = Path(config.training["output_dir"])
+    output = Path(str(config.training.output_dir))
     check_output(config, output, resume)
     if resume:
         check_unchanged(config, (output if resume is True else Path(resume).absolute().parent) / CONFIG_COPY)
@@ -61,11 +117,11 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> None:
     would mix with an earlier one.
     """
     if output.exists() and not output.is_dir():
-        raise config.error("training.output_dir", f"{str(output)!r} is a file, but must be a folder.")
+        raise config.error("output_dir", f"{str(output)!r} is a file, but must be a folder.")
     there = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise config.error(
-            "training.output_dir",
+            "output_dir",
             f"{str(output)!r} cannot be written: {str(there)!r} {'forbids it' if there.is_dir() else 'is a file'}.",
         )
     if isinstance(resume, str):
@@ -79,13 +135,53 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> None:
     earlier = list(checkpoints_in(output).values())
     if resume is False and earlier:
         raise config.error(
-            "training.output_dir",
+            "output_dir",
             f"{str(output)!r} holds {earlier[-1].name} of an earlier run. Pass --resume to go on with it, or name "
             "another folder.",
         )
 
 
+def check_unchanged(config: TrainConfig, earlier: Path) -> None:
+    """
+    Raises `ConfigError` that names the settings in which `config` differs from the run that wrote the file `earlier`,
+    those apart that it may change (docs/training.md). Warns where there is no such file.
+    """
+    if not earlier.is_file() or not earlier.stat().st_size:  # a full disk leaves an empty one
+        logger.warning(f"{earlier} is missing: whether the run is resumed with its own configuration is not known.")
+        return
+    try:
+        old = _with_defaults(read_settings(earlier))
+    except ConfigError as error:
+        raise ConfigError(f"--resume: the configuration of the earlier run cannot be compared: {error}") from error
+    new = _with_defaults(config.given)
+    changed = [
+        name for name in new if name not in _FREE and not name.startswith(_FREE_BEGINNINGS) and new[name] != old[name]
+    ]
+    if changed:
+        details = ", ".join(f"`{name}` is {new[name]!r} and was {old[name]!r}" for name in changed)
+        raise ConfigError(
+            f"{config.source}: {details}, but a resumed run goes on with what it began with ({earlier}). Put that "
+            "back, or begin a new run in another output_dir."
+        )
+
+
+def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Every setting, so that one that is spelled out equals one that is left out."""
+    defaults = {item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init}
+    settings = defaults | TRAINING_DEFAULTS | given
+    rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]}
+    return settings | {
+        "learning_rates": rates | (settings["learning_rates"] or {}),
+        "freeze": sorted(settings["freeze"] or ()),
+    }
+
+
 def write_config(config: TrainConfig, output: Path) -> None:
-    """The configuration that was used, overrides included, into the output folder."""
-    text = yaml.safe_dump(config.tree.values, sort_keys=False, allow_unicode=True)
-    (output / CONFIG_COPY).write_text(f"# stts-hf {__version__}, of {config.tree.name}\n{text}", encoding="utf-8")
+    """The settings that were used, overrides included, into the output folder: whole, or not at all."""
+    text = yaml.safe_dump(config.given, sort_keys=False, allow_unicode=True)
+    partial = output / f"_{CONFIG_COPY}"  # `Trainer` pushes nothing that begins with an underscore
+    try:
+        partial.write_text(f"# stts-hf {__version__}, of {config.source}\n{text}", encoding="utf-8")
+        partial.replace(output / CONFIG_COPY)
+    finally:
+        partial.unlink(missing_ok=True)

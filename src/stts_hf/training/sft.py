@@ -3,24 +3,16 @@
 
 TRL computes the loss itself, from the last hidden states and the caller's labels: of a sequence that lost tokens on
 the way these have different lengths, and the temporal loss has no place in it. TRL's own advice for other losses is to
-override `compute_loss`, which is what `STTSSFTTrainer` does. `SFTCollator` and `SFTLoss` make the unchanged
-`SFTTrainer` do it, for a forward pass more.
+override `compute_loss`, which is what `STTSSFTTrainer` does.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import torch
 from trl import SFTConfig, SFTTrainer
 
-from stts_hf.data.collator import STTSDataCollator, resolve_ratio
-from stts_hf.data.encoding import count_dropped
-from stts_hf.modeling.inputs_stts import find_placeholders
-from stts_hf.modeling.sequence_stts import assign_videos_to_rows, keep_positions
+from stts_hf.data.collator import STTSDataCollator
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 
@@ -103,69 +95,3 @@ class STTSSFTTrainer(STTSTrainer, SFTTrainer):  # type: ignore[misc]
         """As in `STTSTrainer`; TRL also asks for one at every checkpoint, when the output folder has no model yet."""
         if (Path(str(self.args.output_dir)) / "config.json").is_file():
             super().create_model_card(*args, **kwargs)
-
-
-class SFTCollator:
-    """
-    An `STTSDataCollator` for the unchanged `trl.SFTTrainer`: adds `shift_labels` (B, L'), the next token's label at
-    every place of the sequence that is left after dropping. Which blocks go does not matter for these: no label stands
-    among the video's tokens. Beside it the trainer needs `SFTLoss`, or it trains without the temporal loss.
-
-    model_config: the model's config. Raises `ValueError` for collators that pack, or pad to a length.
-    """
-
-    def __init__(self, collator: STTSDataCollator, model_config: Any):
-        if collator.pad_to is not None:
-            raise ValueError("`collator` must not have `pad_to`: `trl.SFTTrainer` itself does not know that length.")
-        self.collator = collator
-        self.config = model_config
-        self.pruning_ratio = resolve_ratio(model_config, collator.pruning_ratio)
-
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
-        batch = self.collator(rows)
-        if "position_ids" in batch:
-            raise ValueError("Rows of several samples cannot go to `trl.SFTTrainer`; use STTSTrainer.")
-        for name in ("sample_ids", "skipped_ids"):
-            batch.pop(name, None)
-        labels = self._shorten(batch)
-        batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        return batch
-
-    def _shorten(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Labels (B, L') as they lie beside the model's last hidden states."""
-        labels, mask = batch["labels"], batch["attention_mask"].bool()
-        grids = [tuple(grid) for grid in batch["video_grids"].tolist()] if "video_grids" in batch else []
-        if count_dropped(grids, self.pruning_ratio) == 0:
-            return labels
-        model = SimpleNamespace(config=self.config)
-        of_videos, _ = find_placeholders(model, batch["input_ids"], None, True, "pixel_values" in batch)
-        rows = assign_videos_to_rows(of_videos.sum(-1).tolist(), [math.prod(grid) for grid in grids])
-        dropped = [count_dropped([grids[video] for video in videos], self.pruning_ratio) for videos in rows]
-        gone = of_videos & (of_videos.cumsum(-1) <= torch.tensor(dropped)[:, None])
-        kept = ~gone & mask if len(labels) > 1 else ~gone
-        sequence = keep_positions(kept, int(kept.sum(-1).max()), bool((~mask[:, -1]).any()))
-        return sequence.take(labels, -100)
-
-
-class SFTLoss:
-    """
-    `compute_loss_func` of the unchanged `trl.SFTTrainer`: the task loss over the step's label tokens, and the model's
-    temporal loss, in which a micro-batch weighs as much as its label tokens.
-    """
-
-    def __init__(self, model: Any):
-        self.config = model.config
-
-    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        places = outputs.kept_indices
-        taken = labels.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)[:, 1:]
-        logits = outputs.logits[:, :-1].float()
-        task = torch.nn.functional.cross_entropy(logits.flatten(0, 1), taken.flatten(), reduction="sum")
-        labelled = (taken != -100).sum()
-        items = labelled if num_items_in_batch is None else num_items_in_batch
-        items = torch.as_tensor(items, device=task.device).clamp_min(1)
-        loss = task / items
-        if outputs.temporal_loss is not None:
-            temporal = outputs.temporal_loss.to(loss.device)
-            loss = loss + self.config.temporal_loss_weight * temporal * (labelled / items)
-        return loss

@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
+from stts_hf.data.labels import align_labels
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, finish_or_clear, last_checkpoint, what_is_missing
 from stts_hf.training.distributed import (
@@ -270,10 +271,7 @@ class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
         if prediction_loss_only:
             return loss, None, None
         labels = inputs.get("labels")
-        if labels is not None:
-            places = outputs.kept_indices
-            labels = labels.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
-        return loss, outputs.logits, labels
+        return loss, outputs.logits, None if labels is None else align_labels(outputs.kept_indices, labels)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`; `eval_loss` is over all label tokens and blocks, whatever the batches."""

@@ -17,12 +17,11 @@ from transformers import Trainer
 
 from stts_hf import STTSConfig
 from stts_hf.cli.main import main
-from stts_hf.training.build import make_arguments
 from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.config import load_config
 from stts_hf.training.models import load_model
-from stts_hf.training.resuming import check_unchanged
+from stts_hf.training.run import check_unchanged
 from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
 from tests.training_files import row, train, write_config, write_rows
@@ -35,13 +34,13 @@ def whole(data, tmp_path_factory) -> SimpleNamespace:
     """A run of one step with pruning settings, evaluation and a card of its own."""
     folder = tmp_path_factory.mktemp("whole")
     more = (
-        "stts:\n  pruning_ratio: 0.3\n  temporal_loss_weight: 0.5\nfreeze: [vision_tower]\n"
-        "card:\n  base_model: allenai/Molmo2-4B\n  datasets: [someone/clips]\n  text: Trained on moving numbers.\n"
+        "pruning_ratio: 0.3\ntemporal_loss_weight: 0.5\nfreeze: [vision_tower]\n"
+        "card_base_model: allenai/Molmo2-4B\ncard_datasets: [someone/clips]\ncard_text: Trained on moving numbers.\n"
+        f"eval_data: {data}\n"
     )
     output = folder / "out"
     config = write_config(folder, data, output, more=more)
-    config.write_text(config.read_text().replace(f"train: {data}", f"train: {data}\n  eval: {data}"))
-    assert train(config, "--set", "training.save_steps=1") == 0
+    assert train(config, "--save_steps=1") == 0
     return SimpleNamespace(config=config, output=output)
 
 
@@ -55,7 +54,7 @@ def test_folder_is_a_checkpoint(whole, capsys):
 
 
 def data_clip(whole) -> Path:
-    return Path(yaml.safe_load(whole.config.read_text())["data"]["train"]).parent / "clip_0.mp4"
+    return Path(yaml.safe_load(whole.config.read_text())["train_data"]).parent / "clip_0.mp4"
 
 
 def test_settings_of_the_file_are_those_of_the_checkpoint(whole):
@@ -85,8 +84,7 @@ def test_losses_are_logged(whole):
 
 def test_configuration_lies_beside_the_weights(whole):
     kept = yaml.safe_load((whole.output / "train_config.yaml").read_text())
-    assert kept["stts"] == {"pruning_ratio": 0.3, "temporal_loss_weight": 0.5}
-    assert kept["training"]["save_steps"] == 1
+    assert (kept["pruning_ratio"], kept["temporal_loss_weight"], kept["save_steps"]) == (0.3, 0.5, 1)
 
 
 def test_card_knows_data_settings_and_losses(whole):
@@ -105,21 +103,21 @@ def test_earlier_run_is_not_mixed_with_a_new_one(whole, capsys):
 def test_resume_goes_on_where_the_run_stopped(whole, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(whole.output, output)
-    overrides = ["--set", f"training.output_dir={output}", "--set", "training.max_steps=2"]
-    assert train(whole.config, "--resume", *overrides, "--set", "data.eval=null") == 0
+    overrides = [f"--output_dir={output}", "--max_steps=2"]
+    assert train(whole.config, "--resume", *overrides, "--eval_data=null") == 0
     assert [entry["step"] for entry in logs(output) if "loss" in entry] == [1, 2]
     before, after = weights_of(whole.output), weights_of(output)
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 CHANGED = {
-    "rate": ("learning_rates.scorer=7e-3", "`learning_rates.scorer` is 0.007 and was 0.001"),
-    "schedule": ("training.lr_scheduler_type=cosine", "`training.lr_scheduler_type` is 'cosine' and was 'constant'"),
-    "option that was left out": ("training.weight_decay=0.1", "`training.weight_decay` is 0.1 and was 0.0"),
-    "frozen parts": ("freeze=[scorer]", "`freeze` is ['scorer'] and was ['vision_tower']"),
-    "packing": ("data.pack_to=300", "`data.pack_to` is 300 and was None"),
-    "pruning": ("stts.pruning_ratio=0.9", "`stts.pruning_ratio` is 0.9 and was 0.3"),
-    "adapter": ("peft.r=4", "`peft` is True and was False"),
+    "rate": ("--learning_rates={scorer: 7e-3}", "'scorer': 0.007} and was "),
+    "schedule": ("--lr_scheduler_type=cosine", "`lr_scheduler_type` is 'cosine' and was 'constant'"),
+    "option that was left out": ("--weight_decay=0.1", "`weight_decay` is 0.1 and was 0.0"),
+    "frozen parts": ("--freeze=scorer", "`freeze` is ['scorer'] and was ['vision_tower']"),
+    "packing": ("--pack_to=300", "`pack_to` is 300 and was None"),
+    "pruning": ("--pruning_ratio=0.9", "`pruning_ratio` is 0.9 and was 0.3"),
+    "adapter": ("--use_peft", "`use_peft` is True and was False"),
 }
 
 
@@ -128,14 +126,15 @@ CHANGED = {
 def test_resume_with_other_settings_is_refused_by_key(assignment, message, named, whole, capsys):
     kept = (whole.output / "train_config.yaml").read_text()
     resume = ["--resume", *([str(whole.output / "checkpoint-1")] if named else [])]
-    assert train(whole.config, *resume, "--set", assignment) == 2
+    assert train(whole.config, *resume, assignment) == 2
     assert message in capsys.readouterr().err
     assert (whole.output / "train_config.yaml").read_text() == kept
 
 
 def test_what_a_resumed_run_may_change(whole):
-    overrides = ["training.save_steps=5", "training.max_steps=9", "training.eval_strategy=steps", "data.eval=null"]
-    overrides += ["card.name=Ours", "compile=true", "learning_rates.language_model=1e-5", "stts.pruning_ratio=0.30"]
+    overrides = ["--save_steps=5", "--max_steps=9", "--eval_strategy=no", "--eval_data=null"]
+    overrides += ["--card_name=Ours", "--torch_compile", "--learning_rates={language_model: 1e-5}"]
+    overrides += ["--pruning_ratio=0.30"]
     check_unchanged(load_config(whole.config, overrides), whole.output / "train_config.yaml")
 
 
@@ -170,11 +169,12 @@ def uploads(monkeypatch) -> list[dict[str, str]]:
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "adapter"])
 def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
     more = (
-        "card: {name: Ours, base_model: someone/base, license: cc0-1.0, text: Our words., datasets: [someone/clips]}\n"
+        "card_name: Ours\ncard_base_model: someone/base\ncard_license: cc0-1.0\ncard_text: Our words.\n"
+        "card_datasets: [someone/clips]\n"
     )
-    more += "peft: {r: 4, merge: true}\n" if adapter else ""
+    more += "use_peft: true\nlora_r: 4\nmerge_adapter: true\n" if adapter else ""
     config = write_config(tmp_path, data, tmp_path / "out", more=more)
-    pushing = ["--set", "training.push_to_hub=true", "--set", "training.hub_strategy=end"]
+    pushing = ["--push_to_hub=true", "--hub_strategy=end"]
     assert train(config, *pushing) == 0
     [pushed] = uploads
     cards = ["README.md", "merged/README.md"] if adapter else ["README.md"]
@@ -192,14 +192,14 @@ def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
 
 def test_evaluation_batches_are_as_large_as_those_of_training(data, tmp_path):
     config = write_config(tmp_path, data, tmp_path / "out")
-    assert make_arguments(load_config(config)).per_device_eval_batch_size == 2
-    other = load_config(config, ["training.per_device_eval_batch_size=5"])
-    assert make_arguments(other).per_device_eval_batch_size == 5
+    assert load_config(config).training.per_device_eval_batch_size == 2
+    other = load_config(config, ["--per_device_eval_batch_size=5"])
+    assert other.training.per_device_eval_batch_size == 5
 
 
 def test_the_same_seed_draws_the_same_weights(data, tmp_path):
     pytest.importorskip("peft")
-    run = prepare_run(load_config(write_config(tmp_path, data, tmp_path / "out", more="peft:\n  r: 4\n")))
+    run = prepare_run(load_config(write_config(tmp_path, data, tmp_path / "out", more="use_peft: true\nlora_r: 4\n")))
     found = []
     for before in (1, 2):
         torch.manual_seed(before)
@@ -210,8 +210,8 @@ def test_the_same_seed_draws_the_same_weights(data, tmp_path):
 
 def test_new_scorer_begins_untrained(data, tmp_path):
     config = write_config(tmp_path, data, tmp_path / "out")
-    rates = ["--set", "learning_rates.scorer=0"]
-    assert train(config, "--set", "model.new_scorer=true", *rates) == 0
+    rates = ["--learning_rates={scorer: 0}"]
+    assert train(config, "--new_scorer=true", *rates) == 0
     weights = weights_of(tmp_path / "out")
     last = [tensor for name, tensor in weights.items() if "scorer.score_layer" in name]
     assert len(last) == 2
@@ -221,20 +221,13 @@ def test_new_scorer_begins_untrained(data, tmp_path):
 def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
     rows = write_rows(data.parent, [row(0), row(1), row(2), row(3, videos=["gone.mp4"])], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, rows, tmp_path / "out")
-    packing = ["--set", "data.pack_to=500", "--set", "data.on_error=skip", "--set", "data.pad_to=500"]
+    packing = ["--pack_to=500", "--on_error=skip", "--pad_to=500"]
     assert train(config, *packing) == 0
     printed = capsys.readouterr().out
     assert "3 samples in 1 rows of up to 500 tokens" in printed
-    assert "1 rows of train (data.on_error: skip)" in printed
+    assert "1 rows of train (on_error: skip)" in printed
     entry = next(entry for entry in logs(tmp_path / "out") if "loss" in entry)
     assert entry["kept_share"] == pytest.approx(0.5, abs=0.01)
-
-
-def compiled_layers(monkeypatch) -> list[str]:
-    """Kinds of the layers that are compiled from here on."""
-    found: list[str] = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: found.append(type(self).__name__))
-    return found
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -242,28 +235,15 @@ def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(workers, data, tmp_
     (data.parent / "damaged.mp4").write_bytes(b"no video" * 50)
     rows = write_rows(data.parent, [row(0), row(1, videos=["damaged.mp4"])], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, rows, tmp_path / "out")
-    assert train(config, "--set", f"training.dataloader_num_workers={workers}") == 2
+    assert train(config, f"--dataloader_num_workers={workers}") == 2
     error = capsys.readouterr().err
     assert "Row 'row-1': " in error
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("section", "kinds"),
-    [("compile: true", {"vision", "text"}), ("compile:\n  decoder: false", {"vision"})],
-    ids=["both", "vision alone"],
-)
-def test_parts_are_compiled_as_the_file_says(section, kinds, data, tmp_path, monkeypatch):
-    found = compiled_layers(monkeypatch)
-    config = write_config(tmp_path, data, tmp_path / "out", more=section)
-    run = prepare_run(load_config(config))
-    load_model(run)
-    assert {"text" if "Text" in kind or "Decoder" in kind else "vision" for kind in found} == kinds
-
-
 def test_trains_compiled(data, tmp_path):
     config = write_config(tmp_path, data, tmp_path / "out")
-    compiling = ["--set", "compile.backend=eager", "--set", "data.pad_to=200"]
+    compiling = ["--torch_compile_backend=eager", "--pad_to=200"]
     assert train(config, *compiling) == 0
     assert weights_of(tmp_path / "out").keys() == weights_of(TINY).keys()
 
@@ -272,11 +252,11 @@ def test_trains_compiled(data, tmp_path):
 def test_adapter_is_saved_reloaded_and_merged(method, data, tmp_path):
     peft = pytest.importorskip("peft")
     more = (
-        f"peft:\n  method: {method}\n  r: 4\n  alpha: 8\n  merge: true\nstts:\n  pruning_ratio: 0.25\n"
-        "card:\n  base_model: someone/base\n"
+        f"use_peft: true\nuse_dora: {method == 'dora'}\nlora_r: 4\nlora_alpha: 8\nmerge_adapter: true\n"
+        "pruning_ratio: 0.25\ncard_base_model: someone/base\n"
     )
     config = write_config(tmp_path, data, tmp_path / "out", more=more)
-    rates = ["--set", "learning_rates.adapter=1e-2", "--set", "learning_rates.scorer=1e-2"]
+    rates = ["--learning_rates={adapter: 1e-2, scorer: 1e-2}"]
     assert train(config, *rates) == 0
     output = tmp_path / "out"
     assert not (output / "model.safetensors").exists()
@@ -300,10 +280,10 @@ def test_adapter_is_saved_reloaded_and_merged(method, data, tmp_path):
 
 
 def test_what_is_trained_beside_a_model_in_half_precision_is_float32(data, tmp_path, capsys):
-    config = write_config(tmp_path, data, tmp_path / "out", more="peft:\n  r: 4\n  merge: true\n")
-    assert train(config, "--set", "model.dtype=bfloat16") == 2
-    assert "`training.bf16: true` (or `fp16`) is needed" in capsys.readouterr().err
-    assert train(config, "--set", "model.dtype=bfloat16", "--set", "training.bf16=true") == 0
+    config = write_config(tmp_path, data, tmp_path / "out", more="use_peft: true\nlora_r: 4\nmerge_adapter: true\n")
+    assert train(config, "--dtype=bfloat16") == 2
+    assert "`bf16: true` (or `fp16`) is needed" in capsys.readouterr().err
+    assert train(config, "--dtype=bfloat16", "--bf16") == 0
     adapter = weights_of(tmp_path / "out")
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
     scorer = [tensor for name, tensor in adapter.items() if "scorer" in name]
@@ -315,7 +295,7 @@ def test_what_is_trained_beside_a_model_in_half_precision_is_float32(data, tmp_p
 
 def test_runs_under_accelerate_in_two_processes(data, tmp_path):
     config = write_config(tmp_path, data, tmp_path / "out")
-    overrides = ["--set", "training.per_device_train_batch_size=1", "--set", "training.save_steps=1"]
+    overrides = ["--per_device_train_batch_size=1", "--save_steps=1"]
     shipped = REPOSITORY / "examples" / "accelerate" / "ddp.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(shipped)]
     command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port

@@ -23,9 +23,9 @@ def without_weights(tmp_path) -> Path:
 
 
 def test_dry_run_shows_the_plan_and_loads_no_weights(data, tmp_path, without_weights, capsys):
-    more = "freeze: [vision_tower]\nstts:\n  pruning_ratio: 0.5\n"
+    more = "freeze: [vision_tower]\npruning_ratio: 0.5\n"
     config = write_config(tmp_path, data, tmp_path / "out", model=without_weights, more=more)
-    assert train(config, "--dry-run", "--set", "data.pack_to=300") == 0
+    assert train(config, "--dry-run", "--pack_to=300") == 0
     plan = {line.split(":")[0]: line.partition(":")[2].strip() for line in capsys.readouterr().out.splitlines()}
     assert plan["scorer"].endswith("parameters, trained at 0.001")
     assert plan["vision_tower"].endswith("frozen")
@@ -38,32 +38,32 @@ def test_dry_run_shows_the_plan_and_loads_no_weights(data, tmp_path, without_wei
 def test_plan_shows_the_rates_of_an_adapter_in_several_parts(data, tmp_path, without_weights, capsys):
     pytest.importorskip("peft")
     config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
-    targets = ["--set", "peft.target_modules=[q_proj]"]
+    targets = ["--use_peft", "--lora_target_modules=q_proj"]
     assert train(config, "--dry-run", *targets) == 0
     rates = re.findall(r"^adapter: .* trained at (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert rates == ["1e-05 (language_model), 5e-06 (vision_tower), 5e-06 (connector)"]
-    assert train(config, "--dry-run", *targets, "--set", "learning_rates.adapter=2e-4") == 0
+    assert train(config, "--dry-run", *targets, "--learning_rates={adapter: 2e-4}") == 0
     assert "trained at 0.0002\n" in capsys.readouterr().out
 
 
 def test_plan_says_when_it_evaluates_and_what_was_skipped(data, tmp_path, without_weights, capsys):
     rows = write_rows(data.parent, [row(0), row(1, videos=["gone.mp4"])], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
-    overrides = [f"data.eval={rows}", "data.on_error=skip", "training.load_best_model_at_end=true"]
-    overrides += [f"training.{name}_strategy=steps" for name in ("eval", "save")]
-    overrides += [f"training.{name}_steps=5" for name in ("eval", "save")]
-    assert train(config, "--dry-run", *(part for one in overrides for part in ("--set", one))) == 0
+    overrides = [f"--eval_data={rows}", "--on_error=skip", "--load_best_model_at_end=true"]
+    overrides += [f"--{name}_strategy=steps" for name in ("eval", "save")]
+    overrides += [f"--{name}_steps=5" for name in ("eval", "save")]
+    assert train(config, "--dry-run", *overrides) == 0
     plan = capsys.readouterr().out
     assert "1 rows, every 5 steps and at the end; the checkpoint with the best loss is what is saved" in plan
-    assert "1 rows of eval (data.on_error: skip)" in plan
-    assert train(config, "--dry-run", "--set", f"data.eval={data}") == 0
+    assert "1 rows of eval (on_error: skip)" in plan
+    assert train(config, "--dry-run", f"--eval_data={data}") == 0
     assert "3 rows, at the end alone" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_dry_run_of_a_configuration_for_gpus_needs_none(data, tmp_path, without_weights, capsys):
     config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
-    overrides = ["--set", "training.use_cpu=false", "--set", "training.bf16=true"]
+    overrides = ["--use_cpu=false", "--bf16=true"]
     assert train(config, "--dry-run", *overrides) == 0
     assert train(config, *overrides) == 2
     assert "bf16" in capsys.readouterr().err
@@ -100,9 +100,9 @@ def test_the_last_checkpoint_of_an_earlier_run_is_named(data, tmp_path, capsys):
 
 def test_run_without_a_step_is_refused(data, tmp_path, without_weights, capsys):
     config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
-    dropping = ["training.per_device_train_batch_size=4", "training.dataloader_drop_last=true"]
-    assert train(config, *(part for one in dropping for part in ("--set", one))) == 2
-    assert "`training.dataloader_drop_last` leaves nothing of 3 rows in batches of 4" in capsys.readouterr().err
+    dropping = ["--per_device_train_batch_size=4", "--dataloader_drop_last=true"]
+    assert train(config, *dropping) == 2
+    assert "`dataloader_drop_last` leaves nothing of 3 rows in batches of 4" in capsys.readouterr().err
 
 
 BAD_ROWS = {
@@ -121,7 +121,7 @@ BAD_ROWS = {
 def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_path, without_weights, capsys):
     rows = write_rows(data.parent, [row(0), bad], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, rows, tmp_path / "out", model=without_weights)
-    assert train(config, "--set", "data.max_length=300") == 2
+    assert train(config, "--max_length=300") == 2
     error = capsys.readouterr().err
     assert "'row-1'" in error
     assert problem in error
@@ -129,34 +129,35 @@ def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_pa
 
 
 REFUSED = {
-    "layer that the model has not": ("stts.pruning_layer=40", "`stts.pruning_layer` does not fit the model"),
-    "module that the model has not": ("peft.modules_to_save=[skorer]", "`peft.modules_to_save` names 'skorer'"),
-    "nothing to adapt": ("peft.target_modules=[zzz]", "`peft.target_modules` does not fit the model"),
-    "nothing to train": ("freeze=[language_model, vision_tower, connector, scorer]", "Nothing is left to train"),
-    "empty batches": ("training.per_device_train_batch_size=0", "_batch_size` is 0, but must be at least 1"),
-    "missing rows": ("data.train=nowhere.jsonl", "`data.train` cannot be loaded: There is no data file"),
-    "evaluation without rows": ("training.eval_strategy=epoch", "`training.eval_strategy` is 'epoch', but `data.eval`"),
+    "layer that the model has not": ("--pruning_layer=40", "`pruning_layer` does not fit the model"),
+    "module that the model has not": ("--lora_modules_to_save=skorer", "`lora_modules_to_save` names 'skorer'"),
+    "nothing to adapt": ("--lora_target_modules=zzz", "`lora_target_modules` does not fit the model"),
+    "nothing to train": ("--freeze language_model vision_tower connector scorer", "Nothing is left to train"),
+    "empty batches": ("--per_device_train_batch_size=0", "_batch_size` is 0, but must be at least 1"),
+    "missing rows": ("--train_data=nowhere.jsonl", "`train_data` cannot be loaded: There is no data file"),
+    "evaluation without rows": ("--eval_strategy=epoch", "`eval_strategy` is 'epoch', but `eval_data`"),
     "order by lengths": (
-        "training.train_sampling_strategy=group_by_length",
-        "`training.train_sampling_strategy` is 'group_by_length', but the rows have no column 'length'",
+        "--train_sampling_strategy=group_by_length",
+        "`train_sampling_strategy` is 'group_by_length', but the rows have no column 'length'",
     ),
-    "no epoch": ("training={output_dir: out, num_train_epochs: 0}", "`training.num_train_epochs` is 0"),
-    "missing folder": ("model.path=/nowhere/model", "`model.path` is '/nowhere/model': there is no such folder"),
-    "what TrainingArguments refuses": ("training.warmup_steps=-1", "`training`: "),
+    "no epoch": ("--max_steps=-1 --num_train_epochs=0", "`num_train_epochs` is 0"),
+    "missing folder": ("--model_name_or_path=/nowhere/model", "is '/nowhere/model': there is no such folder"),
+    "what TrainingArguments refuses": ("--warmup_steps=-1", "run.yaml: Got warmup_steps = -1"),
 }
 
 
 @pytest.mark.parametrize(("assignment", "message"), REFUSED.values(), ids=REFUSED)
 def test_settings_that_do_not_fit_are_refused_by_key(assignment, message, data, tmp_path, without_weights, capsys):
     config = write_config(tmp_path, data, tmp_path / "out", model=without_weights)
-    assert train(config, "--dry-run", "--set", assignment) == 2
+    words = assignment.split() + ["--use_peft"] * assignment.startswith("--lora")
+    assert train(config, "--dry-run", *words) == 2
     assert message in capsys.readouterr().err
 
 
 NOT_HERE = {
-    "package of an optimizer": ("training.optim=adamw_bnb_8bit", "bitsandbytes"),
-    "package of reports": ("training.report_to=wandb", "wandb"),
-    "the Hub": ("training.push_to_hub=true", "`training.push_to_hub` cannot be done: the Hub is switched off"),
+    "package of an optimizer": ("--optim=adamw_bnb_8bit", "bitsandbytes"),
+    "package of reports": ("--report_to=wandb", "wandb"),
+    "the Hub": ("--push_to_hub=true", "`push_to_hub` cannot be done: the Hub is switched off"),
 }
 
 
@@ -165,7 +166,7 @@ def test_what_this_machine_lacks_is_named(assignment, message, data, tmp_path, c
     if importlib.util.find_spec(message.split()[0].strip("`").split(".")[0]):
         pytest.skip("it is installed")
     config = write_config(tmp_path, data, tmp_path / "out")
-    assert train(config, "--set", assignment) == 2
+    assert train(config, assignment) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "train_config.yaml").exists()
 
@@ -176,7 +177,7 @@ def test_another_models_checkpoint_is_refused(data, tmp_path, capsys):
     config = write_config(tmp_path, data, tmp_path / "out", model=tmp_path / "qwen")
     assert train(config) == 2
     error = capsys.readouterr().err
-    assert "run.yaml:2: `model.path` cannot be trained" in error
+    assert "run.yaml: `model_name_or_path` cannot be trained" in error
     assert "'qwen2_5_vl'" in error
 
 
@@ -193,5 +194,5 @@ def test_checkpoint_with_missing_weights_is_refused(data, tmp_path, without_weig
 
 def test_unknown_backend_is_refused(data, tmp_path, capsys):
     config = write_config(tmp_path, data, tmp_path / "out")
-    assert train(config, "--set", "compile.backend=fast") == 2
-    assert "`compile.backend` is 'fast', but must be one of" in capsys.readouterr().err
+    assert train(config, "--torch_compile_backend=fast") == 2
+    assert "'FAST' is not a valid DynamoBackend" in capsys.readouterr().err

@@ -218,7 +218,7 @@ def test_the_ratio_is_the_configs(processor, rows):
         ({"pad_to": 10.5, "pruning_ratio": 0.5}, "pad_to must be"),
         ({"pad_to": 10}, "pass model_config or pruning_ratio"),
         ({"pad_to": 10, "max_length": 20, "pruning_ratio": 0.5}, "max_length=20 is more than pad_to=10"),
-        ({"pruning_ratio": 1.5}, "pruning_ratio must be a number from 0 to 1"),
+        ({"pruning_ratio": 1.5}, "`pruning_ratio` is 1.5, but must be a number in"),
         ({"padding_side": "both"}, "padding_side must be"),
     ],
 )

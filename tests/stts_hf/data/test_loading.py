@@ -209,7 +209,8 @@ def test_check_rows_opens_files_where_it_shall(media, tmp_path):
         video_row("second", media / "five.mkv"),
         text_row("text"),
     ]
-    assert check_rows(rows, on_error="skip", progress=False) == list(range(8))
-    assert check_rows(rows, on_error="skip", headers=True, progress=False) == [0, 3, 4, 6, 7]
+    options: Any = {"on_error": "skip", "allow_urls": True, "progress": False}
+    assert check_rows(rows, **options) == list(range(8))
+    assert check_rows(rows, headers=True, **options) == [0, 3, 4, 6, 7]
     with pytest.raises(RowError, match=r"Row 'broken': videos: .*damaged.mp4' cannot be opened"):
         check_rows(rows[1:2], headers=True, progress=False)

@@ -172,6 +172,6 @@ def test_what_is_not_the_rows_fault_skips_none(function, error, processor, monke
     def fail(*_):
         raise error("jinja2 is missing")
 
-    monkeypatch.setattr(f"{function.__module__}.render", fail)
+    monkeypatch.setattr("stts_hf.data.encoding.render", fail)
     with pytest.raises(error, match="jinja2 is missing"):
         function([text_row("a")], processor, on_error="skip", progress=False)

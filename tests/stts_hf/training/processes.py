@@ -200,16 +200,19 @@ def command(folder: Path) -> dict[str, Any]:
     """`stts-hf train` with LoRA, merged at the end."""
     options = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
     options |= {"output_dir": str(folder / "output"), "save_strategy": "no", "adam_epsilon": 1e-6, "logging_steps": 1}
-    tree = {
-        "model": {"path": str(TINY)},
-        "stts": {"pruning_ratio": 0.5},
-        "data": {"train": str(folder.parent / "data" / "rows.jsonl"), "num_frames": 2},
-        "peft": {"r": 4, "alpha": 8, "merge": True},
+    settings = {
+        "model_name_or_path": str(TINY),
+        "pruning_ratio": 0.5,
+        "train_data": str(folder.parent / "data" / "rows.jsonl"),
+        "num_frames": 2,
+        "use_peft": True,
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "merge_adapter": True,
         "learning_rates": {"adapter": 1e-3, "scorer": 1e-3},
-        "training": options | pretend_gpus(),
     }
     file = folder.parent / f"command-{os.environ['RANK']}.yaml"
-    file.write_text(yaml.safe_dump(tree))
+    file.write_text(yaml.safe_dump(settings | options | pretend_gpus()))
     torch.manual_seed(0)  # of the LoRA weights
     return describe(train(load_config(file)))
 

@@ -4,8 +4,7 @@ import pytest
 
 from stts_hf.data.rows import RowError
 from stts_hf.training.build import open_rows, prepare
-from stts_hf.training.config import load_config
-from stts_hf.training.strict_yaml import ConfigError
+from stts_hf.training.config import ConfigError, load_config
 from tests.training_files import row, write_config, write_data, write_rows
 
 
@@ -20,7 +19,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("on_error", ["skip", "raise"])
 def test_no_row_of_the_training_takes_the_place_of_one_in_an_evaluation(files, on_error):
     config, data = files
-    run = prepare(load_config(config, [f"data.eval={data}", f"data.on_error={on_error}"]), progress=False)
+    run = prepare(load_config(config, [f"--eval_data={data}", f"--on_error={on_error}"]), progress=False)
     assert run.collator.replacements is (run.train_rows if on_error == "skip" else None)
     assert run.eval_collator.replacements is (run.eval_rows if on_error == "skip" else None)
     assert run.eval_rows is not None
@@ -30,8 +29,10 @@ def test_no_row_of_the_training_takes_the_place_of_one_in_an_evaluation(files, o
 def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
     config, data = files
     asked = {}
-    monkeypatch.setattr("stts_hf.training.build.load_rows", lambda source, **options: asked.update({source: options}))
-    both = load_config(config, ["data.train=someone/clips", f"data.eval={data}", "data.revision=v2"])
+    monkeypatch.setattr(
+        "stts_hf.training.build.load_rows", lambda source, **options: asked.update({source[0]: options})
+    )
+    both = load_config(config, ["--train_data=someone/clips", f"--eval_data={data}", "--data_revision=v2"])
     open_rows(both, "train")
     open_rows(both, "eval")
     assert asked["someone/clips"]["revision"] == "v2"
@@ -41,14 +42,14 @@ def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
 def test_a_revision_of_files_is_refused(files):
     config, _ = files
     with pytest.raises(ConfigError, match="revision='v2' has no use"):
-        prepare(load_config(config, ["data.revision=v2"]), progress=False)
+        prepare(load_config(config, ["--data_revision=v2"]), progress=False)
 
 
 def test_a_file_that_is_no_video_is_found_before_the_training(files, tmp_path):
     config, _ = files
     (tmp_path / "broken.mp4").write_bytes(b"not a video" * 50)
     broken = write_rows(tmp_path, [row(0, videos=["broken.mp4"], id="broken")])
-    for setting in ("data.num_frames=2", "data.max_length=5000"):  # the latter by measuring
+    for setting in ("--num_frames=2", "--max_length=5000"):  # the latter by measuring
         with pytest.raises(RowError, match=r"Row 'broken': .*broken.mp4'"):
-            prepare(load_config(config, [f"data.eval={broken}", setting]), progress=False)
-    prepare(load_config(config, [f"data.eval={broken}", "data.check_headers=false"]), progress=False)
+            prepare(load_config(config, [f"--eval_data={broken}", setting]), progress=False)
+    prepare(load_config(config, [f"--eval_data={broken}", "--check_headers=false"]), progress=False)
