@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, the real one: `STTSSFTTrainer`, and the unchanged class with `SFTCollator` and `SFTLoss`."""
+"""`STTSSFTTrainer` on TRL's SFTTrainer, the real one."""
 
 import copy
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf import PackedDataset, STTSDataCollator, load_rows
+from stts_hf import STTSDataCollator, load_rows
 from tests.checkpoints import load_tiny
-from tests.stts_hf.training.samples import image_row, text_row, video_row
+from tests.stts_hf.training.samples import text_row, video_row
 
 trl = pytest.importorskip("trl")
 sft = pytest.importorskip("stts_hf.training.sft")
@@ -57,28 +57,6 @@ def collator(processor, model):
     return STTSDataCollator(processor, model_config=model.config, return_ids=True)
 
 
-def train_stock(model, rows, processor, collator, output: Path, **options: Any):
-    arguments = trl.SFTConfig(
-        output_dir=str(output),
-        learning_rate=RATE,
-        gradient_checkpointing=False,
-        remove_unused_columns=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        **COMMON | options,
-    )
-    with pytest.warns(FutureWarning, match="compute_loss_func"):
-        trainer = trl.SFTTrainer(
-            model,
-            arguments,
-            train_dataset=rows,
-            processing_class=processor,
-            data_collator=sft.SFTCollator(collator, model.config),
-            compute_loss_func=sft.SFTLoss(model),
-        )
-    trainer.train()
-    return trainer
-
-
 def train_ours(model, rows, processor, output: Path, **options: Any):
     arguments = sft.STTSSFTConfig(output_dir=str(output), learning_rates=dict.fromkeys(PARTS, RATE), **COMMON | options)
     trainer = sft.STTSSFTTrainer(model, arguments, train_dataset=rows, processing_class=processor)
@@ -90,7 +68,7 @@ def first_log(trainer) -> dict[str, float]:
     return next(entry for entry in trainer.state.log_history if "loss" in entry)
 
 
-def test_both_ways_train_as_the_models_own_loss(model, rows, processor, collator, tmp_path):
+def test_it_trains_as_the_models_own_loss(model, rows, processor, collator, tmp_path):
     batch = collator([rows[index] for index in range(4)])
     batch = {name: value for name, value in batch.items() if name not in ("sample_ids", "skipped_ids")}
     expected = copy.deepcopy(model)
@@ -100,44 +78,14 @@ def test_both_ways_train_as_the_models_own_loss(model, rows, processor, collator
         for parameter in expected.parameters():
             if parameter.grad is not None:
                 parameter -= RATE * parameter.grad
-    for trainer in (
-        train_stock(copy.deepcopy(model), rows, processor, collator, tmp_path),
-        train_ours(copy.deepcopy(model), rows, processor, tmp_path),
-    ):
-        assert isinstance(trainer, trl.SFTTrainer)
-        # Sums in another order of rows, on a loss of about 8.
-        assert first_log(trainer)["loss"] == pytest.approx(outputs.loss.item(), abs=1e-4)
-        for (name, found), wanted in zip(trainer.model.named_parameters(), expected.parameters(), strict=True):
-            # A hundredth of gradients of order 1: float32 rounding of sums of another order.
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5, msg=name)
+    trainer = train_ours(copy.deepcopy(model), rows, processor, tmp_path)
+    assert isinstance(trainer, trl.SFTTrainer)
+    # Sums in another order of rows, on a loss of about 8.
+    assert first_log(trainer)["loss"] == pytest.approx(outputs.loss.item(), abs=1e-4)
+    for (name, found), wanted in zip(trainer.model.named_parameters(), expected.parameters(), strict=True):
+        # A hundredth of gradients of order 1: float32 rounding of sums of another order.
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5, msg=name)
     assert outputs.temporal_loss > 0
-
-
-def test_metrics_of_the_unchanged_class_are_those_of_the_shortened_sequence(model, rows, processor, collator, tmp_path):
-    batch = collator([rows[index] for index in range(4)])
-    batch = {name: value for name, value in batch.items() if name not in ("sample_ids", "skipped_ids")}
-    with torch.no_grad():
-        outputs = model(**batch)
-    places = outputs.kept_indices
-    labels = batch["labels"].gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)[:, 1:]
-    logs = outputs.logits[:, :-1].log_softmax(-1)
-    entropy = -(logs.exp() * logs).sum(-1)[labels != -100].mean().item()
-    found = first_log(train_stock(copy.deepcopy(model), rows, processor, collator, tmp_path))
-    assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
-
-
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_labels_lie_where_the_models_do(ratio, padding_side, model, rows, processor, media):
-    collator = STTSDataCollator(processor, pruning_ratio=ratio, padding_side=padding_side)
-    batch = sft.SFTCollator(collator, model.config)([rows[0], image_row("image", media / "wide.png"), rows[1], rows[3]])
-    shift_labels = batch.pop("shift_labels")
-    with torch.no_grad():
-        places = model(**batch, pruning_ratio=ratio).kept_indices
-    labels = batch["labels"].gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
-    assert torch.equal(shift_labels[:, :-1], labels[:, 1:])
-    assert (shift_labels[:, -1] == -100).all()
-    assert (shift_labels != -100).sum() == (batch["labels"] != -100).sum()
 
 
 REFUSED = [("packing", True), ("padding_free", True), ("loss_type", "dft")]
@@ -171,15 +119,3 @@ def test_options_that_say_what_is_done_anyway_are_taken(tmp_path):
     taken = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
     config = sft.STTSSFTConfig(output_dir=str(tmp_path), use_cpu=True, **taken)
     assert config.dataset_kwargs == {"skip_prepare_dataset": True}
-
-
-def test_collator_of_one_length_is_refused(processor, model):
-    collator = STTSDataCollator(processor, model_config=model.config, pad_to=100)
-    with pytest.raises(ValueError, match="must not have `pad_to`"):
-        sft.SFTCollator(collator, model.config)
-
-
-def test_packed_rows_are_refused(processor, model, rows, collator):
-    packed = PackedDataset(rows, [10, 10, 10, 10], budget=20)
-    with pytest.raises(ValueError, match="Rows of several samples"):
-        sft.SFTCollator(collator, model.config)([packed[0]])
