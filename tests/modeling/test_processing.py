@@ -10,6 +10,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor
+from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
@@ -251,18 +252,26 @@ def test_saved_folder_holds_all_the_code_of_a_checkpoint(processor, tmp_path, hu
     assert {path.name for path in tmp_path.glob("*.py")} == modules
 
 
+def test_native_processor_is_the_first_base():
+    # transformers' common tests look there for what a processor overrides.
+    assert STTSProcessor.__mro__[1] is Molmo2Processor
+
+
 LOAD = """
-import json, sys
+import io, json, sys
 from transformers import AutoProcessor, AutoVideoProcessor
 processor = AutoProcessor.from_pretrained(sys.argv[1], trust_remote_code=True)
 video_processor = AutoVideoProcessor.from_pretrained(sys.argv[1], trust_remote_code=True)
 inputs = processor(text="<|video|>what?", videos=sys.argv[2])
+data = open(sys.argv[2], "rb").read()
+sources = [data, io.BytesIO(data), {"bytes": data, "path": None}]
 print(json.dumps({
     "classes": [type(processor).__name__, type(processor.video_processor).__name__, type(video_processor).__name__],
     "own_code": "stts_hf" not in (sys.modules.get(type(processor).__module__).__file__ or ""),
     "num_frames": video_processor.num_frames,
     "use_frame_special_tokens": processor.use_frame_special_tokens,
     "input_ids": inputs["input_ids"],
+    "from_memory": [processor(text="<|video|>what?", videos=source)["input_ids"] for source in sources],
 }))
 """
 
@@ -281,6 +290,7 @@ def test_loads_through_auto_classes_where_the_package_is_absent(processor, clips
     assert printed["own_code"]
     assert printed["num_frames"] == 6
     assert printed["use_frame_special_tokens"] is False
+    assert printed["from_memory"] == [printed["input_ids"]] * 3
     assert printed["input_ids"] == changed(text="<|video|>what?", videos=str(clips["long"]))["input_ids"]
 
 

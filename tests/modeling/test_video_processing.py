@@ -266,6 +266,16 @@ def test_num_frames_and_fps_in_one_call_are_refused(processor, clip):
         processor(str(clip), num_frames=5, fps=1)
 
 
+def test_pruning_ratio_of_a_call_without_test_time_scaling_is_refused(processor, clip):
+    with pytest.raises(ValueError, match=r"pruning_ratio=0\.3 has no effect .* test_time_scaling"):
+        processor(str(clip), pruning_ratio=0.3)
+
+
+@pytest.mark.parametrize("settings", [{"fps": 1e6}, {"num_frames": 10**9, "max_fps": None}], ids=str)
+def test_asking_for_more_frames_than_there_are_shows_each_once(processor, short_clip, settings):
+    assert shown(processor, str(short_clip), **settings) == [list(range(30))]
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_pixels_that_are_no_numbers_are_refused_by_index(processor, value):
     frames = frames_of(4).astype(np.float32)

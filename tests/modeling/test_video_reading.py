@@ -101,6 +101,16 @@ def test_raw_stream_without_any_times_is_counted(tmp_path):
     assert [frame_number(frame) for frame in frames] == [0, 12, 49]
 
 
+def test_raw_stream_has_the_frame_rate_it_says(tmp_path):
+    options = {"x264-params": "fps=10:force-cfr=1"}
+    path = write_clip(tmp_path / "a.h264", 30, container_format="h264", codec_options=options)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].average_rate == 25  # what FFmpeg takes raw streams for
+    _, metadata = read_clip(path, lambda file: [0, 1, file.duration])
+    assert (metadata.fps, metadata.duration) == (10, 3)
+    assert metadata.frame_times == [0, 1, 2.9]
+
+
 def test_recording_that_starts_over_is_counted(tmp_path):
     part = write_clip(tmp_path / "a.ts", 50).read_bytes()
     (tmp_path / "joined.ts").write_bytes(part + part)
@@ -339,9 +349,15 @@ def test_damaged_frames_are_left_out_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="are damaged"):
         frames, metadata = read_clip(path)
     assert len(frames) < 150
+    assert metadata.num_damaged == metadata.total_num_frames - len(frames) > 0
     assert frame_number(frames[0]) == 0
     assert frame_number(frames[-1]) == 149
     assert metadata.frame_times[-1] == 5.96
+
+
+def test_whole_frames_are_not_counted_as_damaged(clip):
+    with VideoFile(clip[0]) as file:
+        assert file.read(file.sample(9, None))[1].num_damaged == 0
 
 
 def test_frame_rate_is_measured_where_the_header_is_wrong(tmp_path):

@@ -1,0 +1,264 @@
+"""What may be passed as a video file, and that reading one leads to no other file and, without a URL, to no host."""
+
+import http.server
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.modeling.video_reading_stts import VideoFile, download, is_url
+from tests.clips import decode_everything, frame_number, numbered_frame, read_clip, write_clip
+
+SIZE = {"height": 42, "width": 42}
+
+
+@pytest.fixture
+def processor():
+    return STTSVideoProcessor(size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write_clip(tmp_path_factory.mktemp("clips") / "clip.mp4", 60)
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "bytes": lambda path: path.read_bytes(),
+    "bytearray": lambda path: bytearray(path.read_bytes()),
+    "BytesIO": lambda path: io.BytesIO(path.read_bytes()),
+    "open file": lambda path: path.open("rb"),
+    "row with bytes": lambda path: {"bytes": path.read_bytes(), "path": "elsewhere.mp4"},
+    "row with a path": lambda path: {"bytes": None, "path": str(path)},
+    "path object": lambda path: path,
+    "nested": lambda path: [[{"path": str(path)}]],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_file_shows_what_its_path_shows(processor, clip, form):
+    outputs = processor(FORMS[form](clip), return_tensors="pt")
+    expected = processor(str(clip), return_tensors="pt")
+    assert torch.equal(outputs["pixel_values_videos"], expected["pixel_values_videos"])
+
+
+def test_row_of_a_data_set_that_is_not_decoded(processor, clip):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"video": [str(clip)]}).cast_column("video", datasets.Video(decode=False))
+    outputs = processor(rows[0]["video"], return_tensors="pt", return_metadata=True)
+    assert outputs["video_metadata"][0].total_num_frames == 60
+
+
+class Decoder:
+    """Does what torchcodec's `VideoDecoder` is asked for here."""
+
+    def __init__(self, path, start: float = 0.0, channels_last: bool = False):
+        times, pictures, duration = decode_everything(path)
+        self.times, self.pictures = [start + float(time) for time in times], pictures
+        self.metadata = SimpleNamespace(average_fps=25.0, duration_seconds=float(duration))
+        self.channels_last = channels_last
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def get_frame_at(self, index: int) -> SimpleNamespace:
+        picture = torch.from_numpy(self.pictures[index])
+        data = picture if self.channels_last else picture.permute(2, 0, 1)
+        return SimpleNamespace(data=data, pts_seconds=self.times[index])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_decoder_of_torchcodec_shows_its_frames_at_their_times(processor, clip, channels_last):
+    decoder = Decoder(clip, start=3.0, channels_last=channels_last)
+    outputs = processor([decoder], return_tensors="pt", return_metadata=True)
+    metadata = outputs["video_metadata"][0]
+    assert metadata.frames_indices == [0, 12, 25, 38, 50, 59]
+    assert metadata.timestamps == pytest.approx([0, 0.48, 1.0, 1.52, 2.0, 2.36])
+    expected = processor(np.stack(decoder.pictures)[metadata.frames_indices], do_sample_frames=False)
+    assert np.array_equal(outputs["pixel_values_videos"], expected["pixel_values_videos"])
+
+
+@pytest.mark.parametrize(
+    ("videos", "message"),
+    [
+        ([None], r"videos\[0\] is None"),
+        ([{}], "needs 'bytes' or 'path'"),
+        ([{"bytes": None, "path": None}], "needs 'bytes' or 'path'"),
+        ([3], r"videos\[0\] is 3"),
+        (b"", "bytes are empty"),
+        (io.StringIO("text"), "open as text"),
+    ],
+    ids=str,
+)
+def test_what_is_no_video_is_refused(processor, videos, message):
+    with pytest.raises(ValueError, match=message):
+        processor(videos)
+
+
+SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+LEADING_ELSEWHERE = {
+    "sdp": SDP,
+    "ffconcat": "ffconcat version 1.0\nfile clip.mp4\n",
+    "nested ffconcat": "ffconcat version 1.0\nfile self.mp4\n",
+    "m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:2.4,\nclip.mp4\n#EXT-X-ENDLIST\n",
+    "m3u8 without end": "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:2.4,\nclip.mp4\n",
+    "m3u8 of a pipe": "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:2.4,\npipe\n#EXT-X-ENDLIST\n",
+    "dash": '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static"></MPD>',
+    "avisynth": 'AVISource("clip.avi")\n',
+    "subtitles": "1\n00:00:00,000 --> 00:00:01,000\nhello\n",
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["self.mp4", "self.m3u8", "self.ffconcat", "self.sdp", "self.avs", "self.mpd", "bytes"]
+)
+@pytest.mark.parametrize("kind", LEADING_ELSEWHERE)
+def test_file_that_leads_to_others_is_refused(tmp_path, clip, kind, name):
+    (tmp_path / "clip.mp4").write_bytes(clip.read_bytes())
+    os.mkfifo(tmp_path / "pipe")
+    data = LEADING_ELSEWHERE[kind].encode()
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=r"Cannot read .* as a video"):
+        VideoFile(data if name == "bytes" else tmp_path / name)
+
+
+def test_name_with_a_pattern_is_one_file(tmp_path):
+    for name, number in (("img%d.png", 5), ("img1.png", 1), ("img2.png", 2)):
+        Image.fromarray(numbered_frame(number)).save(tmp_path / name)
+    frames, _ = read_clip(tmp_path / "img%d.png")
+    assert [frame_number(frame) for frame in frames] == [5]
+    with pytest.raises(ValueError, match="There is no video file"):
+        VideoFile(tmp_path / "img%03d.png")
+
+
+@pytest.mark.parametrize(
+    "name", ["pipe", "/dev/zero", "concat:clip.mp4|clip.mp4", "file:clip.mp4", "udp://127.0.0.1:9"]
+)
+def test_what_is_no_file_is_refused(tmp_path, monkeypatch, clip, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clip.mp4").write_bytes(clip.read_bytes())
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="There is no video file"):
+        VideoFile(name)
+
+
+def test_relative_name_with_a_colon_is_a_file(tmp_path, monkeypatch, clip):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b.mp4").write_bytes(clip.read_bytes())
+    assert len(read_clip("a:b.mp4")[0]) == 60
+
+
+def test_callers_open_file_stays_open(clip):
+    with clip.open("rb") as file:
+        read_clip(file)
+        assert not file.closed
+
+
+def test_codec_without_decoder_is_named_as_the_problem(tmp_path, clip):
+    (tmp_path / "odd.mp4").write_bytes(clip.read_bytes().replace(b"avc1", b"zzzz"))
+    with pytest.raises(ValueError, match=r"no decoder for the codec of video file .*odd\.mp4"):
+        VideoFile(tmp_path / "odd.mp4")
+
+
+# --- downloads ---
+
+
+@contextmanager
+def serving(respond: Callable[[Any], None]) -> Iterator[str]:
+    """Address of a server that answers every request by `respond(handler)`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        do_GET = respond
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/clip.mp4"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def send(handler: Any, *chunks: bytes) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for chunk in chunks:
+        handler.wfile.write(chunk)
+
+
+def test_row_with_a_url_is_downloaded(processor, clip):
+    with serving(lambda handler: send(handler, clip.read_bytes())) as url:
+        outputs = processor({"bytes": None, "path": url}, return_metadata=True)
+    assert outputs["video_metadata"][0].total_num_frames == 60
+
+
+def test_endless_download_ends_at_the_limit_of_size(processor):
+    def endless(handler: Any) -> None:
+        with suppress(OSError):  # the reader has left
+            send(handler)
+            while True:
+                handler.wfile.write(bytes(2**16))
+
+    with serving(endless) as url, pytest.raises(ValueError, match="larger than max_download_bytes=1000000"):
+        processor(url, max_download_bytes=1_000_000)
+
+
+@pytest.mark.parametrize("headers", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["in its headers", "in its body"])
+def test_download_that_drips_ends_at_the_limit_of_time(processor, headers):
+    stop = threading.Event()
+
+    def drip(handler: Any) -> None:
+        handler.wfile.write(headers)
+        with suppress(OSError):
+            while not stop.wait(0.02):
+                handler.wfile.write(b"H")
+
+    processor.max_download_seconds = 0.3
+    with serving(drip) as url, pytest.raises(ValueError, match=r"longer than max_download_seconds=0\.3"):
+        processor(url)
+    stop.set()
+
+
+def test_error_of_the_server_is_told():
+    with serving(lambda handler: handler.send_error(404)) as url, pytest.raises(ValueError, match="404"):
+        download(url)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("http://a.b/c.mp4", True),
+        ("HTTPS://a.b/c.mp4", True),
+        ({"bytes": None, "path": "https://a.b/c.mp4"}, True),
+        ({"bytes": b"data", "path": "https://a.b/c.mp4"}, False),
+        ("a.mp4", False),
+        ("http.mp4", False),
+        ("ftp://a.b/c.mp4", False),
+        (b"http://a.b", False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_addresses_are_told_from_files(source, expected):
+    assert is_url(source) is expected
+
+
+def test_local_files_open_no_connection_and_write_no_file(clip, monkeypatch):
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError(f"called with {arguments}")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert len(read_clip(clip)[0]) == 60
