@@ -1,13 +1,14 @@
 """STTS on Molmo2: `STTSModel` sends videos through the pruning tower and shortens the LLM's sequence accordingly;
 `STTSForConditionalGeneration` adds head, losses and `generate`.
 
-Without videos a call is native Molmo2, unless rows are packed or get a length. With videos, `STTSModel.forward` goes
-`encode videos -> drop placeholders -> merge features -> mask -> native forward on embeddings`.
+With videos a call goes `plan -> encode (score, bias, drop) -> drop placeholders -> merge -> native forward`; without,
+it is native Molmo2's, unless rows are packed or get a length.
 """
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,31 +19,30 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.masking_utils import and_masks, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import (
+    Molmo2CausalLMOutputWithPast,
     Molmo2ForConditionalGeneration,
     Molmo2Model,
+    Molmo2ModelOutputWithPast,
     Molmo2TextModel,
 )
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 
-from .checks_stts import (
-    check_finite,
-    check_image_inputs,
-    check_pruned_length,
-    check_shape,
-    check_text_attention,
-    check_video_inputs,
-    flash_tells_samples_apart,
-    packed_without_videos,
-    read_grids,
-)
+from .checks_stts import check_settings, check_tensors, check_text_attention, check_video_inputs, holds_packed_rows
 from .configuration_stts import STTSConfig
 from .generation_stts import STTSGeneration
-from .inputs_stts import PrunedInputs, prune_inputs
-from .outputs_stts import STTSCausalLMOutputWithPast, STTSModelOutputWithPast, STTSVideoFeatures
+from .pruning_stts import PrunedInputs, PruningBackbone, PruningPlan, VideoFeatures
 from .scoring_stts import split_videos
-from .sequence_stts import find_samples
+from .sequence_stts import (
+    CachedPrompt,
+    KeptSequence,
+    Tokens,
+    check_shape,
+    find_samples,
+    shorten_targets,
+)
 from .settings_stts import check_pruning_ratio
-from .vision_stts import PruningPlan, STTSAdapter, STTSVisionModel, STTSVisionOutput
+from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput
 
 if TYPE_CHECKING:
     # Never imported, but transformers saves what it finds named here: so a saved model carries the processor's code.
@@ -51,18 +51,134 @@ if TYPE_CHECKING:
 RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names begin in Molmo2's and our files
 
 
-class STTSModel(Molmo2Model):
+@dataclass
+class STTSModelOutputWithPast(Molmo2ModelOutputWithPast):
+    """Molmo2's, and the fields of `VideoFeatures`; `kept_indices` (B, L') as in `STTSCausalLMOutputWithPast`."""
+
+    temporal_loss: torch.Tensor | None = None
+    token_scores: tuple[torch.Tensor, ...] | None = None
+    keep_mask: tuple[torch.Tensor, ...] | None = None
+    kept_indices: torch.Tensor | None = None
+
+
+@dataclass
+class STTSCausalLMOutputWithPast(Molmo2CausalLMOutputWithPast):
+    """
+    Molmo2's output on the sequence that is left, and what was left.
+
+    loss: `task_loss + temporal_loss_weight * temporal_loss`. task_loss: cross entropy of the next token.
+    temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
+    image_hidden_states: features of the videos' kept blocks. token_scores, keep_mask: per video (T, n).
+    kept_indices: (B, L') place of every column of `logits` in the caller's sequence, -1 for filler.
+    """
+
+    task_loss: torch.Tensor | None = None
+    temporal_loss: torch.Tensor | None = None
+    token_scores: tuple[torch.Tensor, ...] | None = None
+    keep_mask: tuple[torch.Tensor, ...] | None = None
+    kept_indices: torch.Tensor | None = None
+
+
+class STTSModel(PruningBackbone, Molmo2Model):
     """Molmo2 without a head, whose videos lose the blocks of least score."""
 
     config: STTSConfig
+    video_inputs = ("pixel_values_videos", "video_token_pooling", "video_grids")
+    image_inputs = ("pixel_values", "image_token_pooling", "image_grids")
 
     def __init__(self, config: STTSConfig):
-        # Past Molmo2Model.__init__, which would build a second vision tower and language model.
+        # Skips Molmo2Model.__init__, which would build a second vision tower and language model.
         super(Molmo2Model, self).__init__(config)
         self.vision_tower = STTSVisionModel(config.vision_config)
         self.multi_modal_projector = STTSAdapter(config.adapter_config)
         self.language_model = Molmo2TextModel(config.text_config)
         self.post_init()
+
+    # The hooks of `PruningBackbone`.
+
+    def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
+        """Placeholders of videos and of images, (B, L) each; Molmo2 has one id for both."""
+
+        def find(token_id: int) -> torch.Tensor:
+            if tokens.input_ids is not None:
+                return tokens.input_ids == token_id
+            embedding = self.get_input_embeddings()(torch.full((), token_id, device=tokens.device))
+            return (tokens.inputs_embeds == embedding).all(-1)
+
+        config = self.config
+        placeholders = find(config.image_patch_id)
+        if not with_images:
+            return placeholders, torch.zeros_like(placeholders)
+        if not with_videos:
+            return torch.zeros_like(placeholders), placeholders
+        frame_starts, image_starts = find(config.frame_start_token_id), find(config.image_start_token_id)
+        # Where the processor wraps frames in an image's tokens (`use_frame_special_tokens=False`, as the released
+        # models do), a frame's start follows its timestamp, while an image's large view directly follows the end of
+        # its small one.
+        follows_end = nn.functional.pad(find(config.image_end_token_id)[:, :-1], (1, 0))
+        frame_starts = torch.where(frame_starts.any(), frame_starts, image_starts & ~follows_end)
+        image_starts = (image_starts & ~frame_starts) | find(config.low_res_image_start_token_id)
+        # A placeholder belongs to a video where the nearest opening token before it opens a frame.
+        place = torch.arange(placeholders.shape[-1], device=placeholders.device).expand_as(placeholders)
+        last_start = torch.where(frame_starts | image_starts, place, 0).cummax(-1).values
+        videos = placeholders & frame_starts.gather(-1, last_start)
+        return videos, placeholders & ~videos
+
+    def plan_videos(
+        self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
+    ) -> PruningPlan:
+        """
+        What stays of each video. vision: pixel_values_videos (F, N, pixels) frames of all videos, video_token_pooling
+        (G, S) patches of each block, -1 for padding, video_grids (V, 3) = (T, rows, cols). Raises `ValueError` where
+        they do not fit each other.
+        """
+        grids = check_video_inputs(vision, self.config.vision_config)
+        num_layers = self.config.vision_config.num_hidden_layers
+        return PruningPlan(
+            vision["video_token_pooling"].to(vision["pixel_values_videos"].device).long(),
+            grids,
+            check_pruning_ratio(self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio),
+            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer],
+            with_temporal_loss,
+            self.config.detach_temporal_target,
+        )
+
+    def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
+        """Scores the blocks of all frames (F, N, pixels), drops what the plan says and pools the rest."""
+        if pixel_values.dim() == 4:
+            pixel_values = pixel_values.flatten(0, 1)
+        vision: STTSVisionOutput = self.vision_tower(pixel_values, plan, **kwargs)
+        features = self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state
+
+        def per_video(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            videos = zip(split_videos(blocks, plan.grids), plan.grids, strict=True)
+            return tuple(video.view(frames, rows * cols) for video, (frames, rows, cols) in videos)
+
+        return VideoFeatures(
+            pooler_output=features.split(plan.num_kept),
+            token_scores=per_video(vision.token_scores),
+            keep_mask=per_video(vision.keep_mask),
+            temporal_loss=vision.temporal_loss,
+        )
+
+    def encode_images(self, vision: dict[str, Any]) -> torch.Tensor:
+        """Features (image tokens, text hidden size) of all images of a call."""
+        inputs = check_tensors(vision, *self.image_inputs)
+        return torch.cat(list(self.get_image_features(*inputs).pooler_output))
+
+    def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
+        """Raises `ValueError` where decoding would silently treat vision tokens as causal."""
+        check_text_attention(self.config.text_config)
+        if "prepare_inputs_for_generation" in vars(Molmo2ForConditionalGeneration):  # since transformers 5.23
+            return
+        static = "static" in (setting("cache_implementation") or "") or getattr(cache, "is_compileable", False)
+        if static or setting("prefill_chunk_size") is not None:
+            raise ValueError(
+                f"{'A static cache' if static else '`prefill_chunk_size`'} with video tokens needs transformers 5.23 "
+                "or later: before, Molmo2's vision tokens would silently attend causally. Upgrade, or leave it out."
+            )
+
+    # The forward pass.
 
     @can_return_tuple
     def get_video_features(
@@ -72,186 +188,111 @@ class STTSModel(Molmo2Model):
         video_grids: torch.Tensor,
         pruning_ratio: float | None = None,
         with_temporal_loss: bool = False,
-        **kwargs,
-    ) -> tuple | STTSVideoFeatures:
-        """
-        Features of the kept blocks of each video.
-
-        pixel_values_videos: (F, N, pixels) frames of all videos. video_token_pooling: (G, S) patches of each block, -1
-        for padding. video_grids: (V, 3) = (T, rows, cols). pruning_ratio: in place of the config's. Raises `ValueError`
-        where these do not fit each other.
-        """
-        vision_config = self.config.vision_config
-        if pruning_ratio is None:
-            pruning_ratio = vision_config.pruning_ratio
-        pixel_values_videos = check_video_inputs(pixel_values_videos, video_token_pooling, video_grids, vision_config)
-        check_finite(pixel_values_videos)
-        num_layers = vision_config.num_hidden_layers
-        pruning = PruningPlan(
-            video_token_pooling.to(pixel_values_videos.device).long(),
-            read_grids(video_grids),
-            check_pruning_ratio(pruning_ratio),
-            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer],
-            with_temporal_loss,
-            self.config.detach_temporal_target,
-        )
-        vision: STTSVisionOutput = self.vision_tower(pixel_values_videos, pruning)
-        features = self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state
-
-        def per_video(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            videos = zip(split_videos(blocks, pruning.grids), pruning.grids, strict=True)
-            return tuple(video.view(frames, rows * cols) for video, (frames, rows, cols) in videos)
-
-        return STTSVideoFeatures(
-            pooler_output=features.split(pruning.num_kept),
-            token_scores=per_video(vision.token_scores),
-            keep_mask=per_video(vision.keep_mask),
-            temporal_loss=vision.temporal_loss,
-        )
+        **kwargs: Any,
+    ) -> tuple | VideoFeatures:
+        """Features of the kept blocks of each video; arguments as in `plan_videos`."""
+        vision = dict(zip(self.video_inputs, (pixel_values_videos, video_token_pooling, video_grids), strict=True))
+        plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
+        return self.encode_videos(pixel_values_videos, plan, **kwargs)
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[override]  # names what pruning goes by; Molmo2's other arguments are in kwargs
         self,
         input_ids: torch.LongTensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        image_token_pooling: torch.Tensor | None = None,
-        image_grids: torch.Tensor | None = None,
-        image_num_crops: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        video_token_pooling: torch.Tensor | None = None,
-        video_grids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         mm_token_type_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         pruning_ratio: float | None = None,
         pruned_length: int | None = None,
+        packed_rows: bool | None = None,
         with_temporal_loss: bool = False,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple | STTSModelOutputWithPast:
         """
-        As Molmo2's forward. `pruning_ratio` replaces the config's for this call; `pruned_length` is the length `L'`
-        that every row gets; `past_key_values` from an earlier call that dropped tokens takes up where that left off,
-        in the caller's positions.
+        As Molmo2's forward, whose arguments it takes by name. `pruning_ratio` replaces the config's for this call;
+        `pruned_length` is the length `L'` that every row gets; `packed_rows` says whether rows hold several samples
+        (None: where `position_ids` start over); `past_key_values` from an earlier call that dropped tokens takes up
+        where that left off, in the caller's positions.
         """
-        cached = getattr(past_key_values, "pruned_prompt", None)
-        if pixel_values is not None or pixel_values_videos is not None or mm_encoder_outputs:
+        kwargs.pop("image_num_crops", None)
+        vision = {name: kwargs.pop(name, None) for name in (*self.video_inputs, *self.image_inputs)}
+        vision = {name: value for name, value in vision.items() if value is not None}
+        check_settings(pruning_ratio, pruned_length)
+        if vision or mm_encoder_outputs:
             check_text_attention(self.config.text_config)
-        if pruning_ratio is not None:
-            check_pruning_ratio(pruning_ratio)
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        if pruned_length is not None:
-            check_pruned_length(pruned_length)
-        unpruned = pixel_values_videos is None and cached is None
-        packed = unpruned and packed_without_videos(tokens, attention_mask, position_ids, past_key_values)
-        keeps_length = pruned_length is None or (tokens is not None and tokens.shape[1] == pruned_length)
-        if packed and keeps_length and pixel_values is None:
-            keeps_packing = flash_tells_samples_apart(self.config.text_config, tokens, attention_mask)
-        else:
-            keeps_packing = not packed
-        if unpruned and keeps_length and keeps_packing:
-            check_image_inputs(pixel_values, image_token_pooling, image_grids)
-            if mm_encoder_outputs and attention_mask is None and past_key_values is None:
-                # `generate` without a cache, after dropping: gaps in the positions would pass for packed samples.
-                attention_mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        if self.image_inputs[0] in vision:
+            check_tensors(vision, *self.image_inputs)
+        tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
+        shortens = self.video_inputs[0] in vision or CachedPrompt.of(past_key_values) is not None
+        if packed_rows is None:
+            packed_rows = not shortens and holds_packed_rows(
+                tokens, past_key_values, self.config.text_config, bool(vision)
+            )
+        if not shortens and not packed_rows and pruned_length in (None, tokens.shape[1]):
             outputs = super().forward(
                 input_ids=input_ids,
-                pixel_values=pixel_values,
-                image_token_pooling=image_token_pooling,
-                image_grids=image_grids,
-                image_num_crops=image_num_crops,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 mm_token_type_ids=mm_token_type_ids,
                 inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
                 mm_encoder_outputs=mm_encoder_outputs,
-                return_dict=True,
+                **vision,
                 **kwargs,
             )
-            result = STTSModelOutputWithPast(**outputs)
-            if packed:
-                result.kept_indices = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-            return result
-
+            return STTSModelOutputWithPast(**outputs)
         if mm_encoder_outputs:
             raise ValueError(
                 "`mm_encoder_outputs` excludes `pixel_values_videos`, `pruned_length` and packed rows; pass the pixels."
             )
-        if "cu_seq_lens_q" in kwargs:
-            raise ValueError(
-                "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
-                "arguments; packed samples are told apart by `position_ids` that start over."
-            )
-        inputs = self.prune_inputs(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            pixel_values=pixel_values,
-            image_token_pooling=image_token_pooling,
-            image_grids=image_grids,
-            pixel_values_videos=pixel_values_videos,
-            video_token_pooling=video_token_pooling,
-            video_grids=video_grids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            mm_token_type_ids=mm_token_type_ids,
-            pruning_ratio=pruning_ratio,
-            pruned_length=pruned_length,
-            with_temporal_loss=with_temporal_loss,
-        )
-        inputs_embeds = self.merge_features(inputs)
+        pruned = self.prune(tokens, vision, past_key_values, pruning_ratio, pruned_length, with_temporal_loss)
+        embeds = self.merge_features(pruned)
         outputs = super().forward(
-            inputs_embeds=inputs_embeds,
-            attention_mask=self.make_mask(inputs, inputs_embeds, past_key_values),
-            position_ids=inputs.position_ids,
+            inputs_embeds=embeds,
+            attention_mask=self.make_mask(pruned, embeds, past_key_values),
+            position_ids=pruned.tokens.position_ids,
             past_key_values=past_key_values,
-            mm_token_type_ids=inputs.mm_token_type_ids,
-            use_cache=use_cache,
-            return_dict=True,
+            mm_token_type_ids=pruned.tokens.mm_token_type_ids,
             **kwargs,
         )
-        if isinstance(outputs.past_key_values, Cache):
-            outputs.past_key_values.pruned_prompt = inputs.cached_after
+        if pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
+            pruned.cached_after.attach(outputs.past_key_values)
         result = STTSModelOutputWithPast(**outputs)
-        result.kept_indices = inputs.kept_indices
-        if inputs.features:
-            result.image_hidden_states = inputs.features[0][1]  # the videos', where there are any
-        if inputs.video is not None:
-            for field in ("temporal_loss", "token_scores", "keep_mask"):
-                setattr(result, field, getattr(inputs.video, field))
+        result.kept_indices = pruned.kept_indices
+        if pruned.features:
+            result.image_hidden_states = pruned.features[0][1]  # the videos', where there are any
+        if pruned.video is not None:
+            result.temporal_loss = pruned.video.temporal_loss
+            result.token_scores = pruned.video.token_scores
+            result.keep_mask = pruned.video.keep_mask
         return result
 
-    def prune_inputs(self, **inputs) -> PrunedInputs:
-        """Encodes videos and images and drops the placeholders of dropped blocks; arguments as in `forward`."""
-        return prune_inputs(self, **inputs)
-
-    def merge_features(self, inputs: PrunedInputs) -> torch.Tensor:
+    def merge_features(self, pruned: PrunedInputs) -> torch.Tensor:
         """Embeddings (B, L', text hidden size) of what is left, with features added onto their placeholders."""
-        embeds = inputs.inputs_embeds
+        embeds = pruned.tokens.inputs_embeds
         if embeds is None:
-            embeds = self.get_input_embeddings()(inputs.input_ids)
-        for placeholders, features in inputs.features:
+            embeds = self.get_input_embeddings()(pruned.tokens.input_ids)
+        for placeholders, features in pruned.features:
             # A stable sort of the flags brings the placeholders to the front. Boolean indexing, or the backward pass of
-            # a masked scatter, would wait for their number.
+            # a masked scatter, would force a host-device sync for their number.
             places = torch.sort((~placeholders).flatten().to(torch.int8), stable=True).indices[: len(features)]
             added = torch.zeros_like(embeds).flatten(0, 1).index_copy(0, places, features.to(embeds))
             embeds = embeds + added.view_as(embeds)
         return embeds
 
-    def make_mask(self, inputs: PrunedInputs, inputs_embeds: torch.Tensor, past_key_values: Cache | None):
+    def make_mask(self, pruned: PrunedInputs, inputs_embeds: torch.Tensor, past_key_values: Cache | None) -> Any:
         """Causal, but bidirectional among the vision tokens of a sample, and closed between samples of a row."""
-        if inputs.attention_mask.dim() == 4:
-            return inputs.attention_mask
-        samples, padding_mask = inputs.sample_ids, inputs.attention_mask
+        tokens = pruned.tokens
+        samples, padding_mask, types = tokens.sample_ids, tokens.padding_mask, tokens.mm_token_type_ids
+        if padding_mask is None:
+            return tokens.attention_mask
         # Always given: a plain causal mask may be left out, and gaps in the positions then pass for packed samples.
-        blocks = torch.full_like(inputs.kept_indices, -1)
-        if inputs.mm_token_type_ids is not None:
-            blocks = torch.where(inputs.mm_token_type_ids == 1, 0 if samples is None else samples, blocks)
+        blocks = torch.full_like(pruned.kept_indices, -1)
+        if types is not None:
+            blocks = torch.where(types == 1, 0 if samples is None else samples, blocks)
         past = padding_mask.shape[-1] - blocks.shape[-1]
         blocks = nn.functional.pad(blocks, (past, 0), value=-1)
         text_config = self.config.get_text_config()
@@ -259,24 +300,28 @@ class STTSModel(Molmo2Model):
         if samples is not None:
             last = samples.shape[-1] - 1  # a static cache has more columns than that, all of them out of sight
             conditions.append(lambda b, h, q, kv: samples[b, q] == samples[b, kv.clamp(max=last)])
+        shown: torch.Tensor | None = padding_mask
         if text_config._attn_implementation == "flex_attention":
-            # transformers would look whether anything is hidden, and wait for the device.
-            shown, end = padding_mask.bool(), padding_mask.shape[-1] - 1
-            blocks = torch.where(shown, blocks, -1)
-            conditions.append(lambda b, h, q, kv: shown[b, kv.clamp(max=end)])
-            padding_mask = None
+            # transformers would look whether anything is hidden, which forces a host-device sync.
+            seen, end = padding_mask.bool(), padding_mask.shape[-1] - 1
+            blocks = torch.where(seen, blocks, -1)
+            conditions.append(lambda b, h, q, kv: seen[b, kv.clamp(max=end)])
+            shown = None
         mask = create_causal_mask(
             config=text_config,
             inputs_embeds=inputs_embeds,
-            attention_mask=padding_mask,
+            attention_mask=shown,
             past_key_values=past_key_values,
             block_sequence_ids=blocks,
             and_mask_function=and_masks(*conditions) if conditions else None,
         )
         if isinstance(mask, torch.Tensor) and mask.dim() == 4:  # flash attention takes the padding mask, for text alone
             # Filler before a row sees nothing, of which some kernels make NaN in the backward pass: it sees itself.
-            filler = ~padding_mask[:, None, past:].bool()  # (B, 1, L')
-            mask.diagonal(past, -2, -1).masked_fill_(filler, 1 if mask.dtype == torch.bool else 0)
+            # Out of place, since a compiler cannot write into a diagonal view.
+            new = mask.shape[-2]
+            itself = torch.eye(new, mask.shape[-1] - past, dtype=torch.bool, device=mask.device)
+            itself = nn.functional.pad(itself, (past, 0)) & ~padding_mask[:, None, past:, None].bool()
+            mask = mask | itself if mask.dtype == torch.bool else mask.masked_fill(itself, 0)
         return mask
 
 
@@ -284,6 +329,7 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
     """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
 
     config: STTSConfig
+    model: STTSModel
 
     def __init__(self, config: STTSConfig):
         super(Molmo2ForConditionalGeneration, self).__init__(config)
@@ -338,25 +384,28 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         pruning_ratio: float | None = None,
         pruned_length: int | None = None,
-        **kwargs,
+        packed_rows: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | STTSCausalLMOutputWithPast:
         """
         As Molmo2's forward, on the sequence that is left when the placeholders of dropped blocks are gone.
 
         pruning_ratio: `k` in [0, 1] in place of the config's, for this call. pruned_length: the length `L'` that every
         row gets, shorter ones by filler where the batch is padded, so that all steps of a training have one shape; for
-        calls without a cache. labels: (B, L) like the caller's sequence. logits_to_keep counts in the sequence that is
-        left. Several samples may share a row where `position_ids` start over. Returns `STTSCausalLMOutputWithPast`;
-        raises `ValueError` for inputs that do not fit.
+        calls without a cache. packed_rows: whether rows hold several samples; None looks where `position_ids` start
+        over, which forces a host-device sync. labels (or shift_labels): (B, L) like the caller's sequence.
+        logits_to_keep counts in the sequence that is left. Returns `STTSCausalLMOutputWithPast`; raises `ValueError`
+        for inputs that do not fit.
         """
-        if labels is not None and (tokens := input_ids if input_ids is not None else inputs_embeds) is not None:
-            labels = check_shape("labels", labels, *tokens.shape[:2])
+        tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids)
+        batch_size, length = tokens.shape
+        targets = {"labels": labels, "shift_labels": kwargs.pop("shift_labels", None)}
+        targets = {n: check_shape(n, given, batch_size, length) for n, given in targets.items() if given is not None}
         outputs: STTSModelOutputWithPast = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
             image_token_pooling=image_token_pooling,
             image_grids=image_grids,
-            image_num_crops=image_num_crops,
             pixel_values_videos=pixel_values_videos,
             video_token_pooling=video_token_pooling,
             video_grids=video_grids,
@@ -369,32 +418,26 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
             mm_encoder_outputs=mm_encoder_outputs,
             pruning_ratio=pruning_ratio,
             pruned_length=pruned_length,
-            with_temporal_loss=labels is not None or self.training,
+            packed_rows=packed_rows,
+            with_temporal_loss=bool(targets) or self.training,
             return_dict=True,
             **kwargs,
         )
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, rows])
+        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, columns])
         kept_indices = outputs.kept_indices
         loss = task_loss = None
-        if labels is not None:
-            if kept_indices is not None:
-                if position_ids is not None:  # the first token of a sample is not the next of the sample before it
-                    padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-                    samples = find_samples(position_ids.expand(labels.shape), padding_mask)
-                    labels = labels.masked_fill(samples.diff(dim=-1, prepend=samples[:, :1]) != 0, -100)
-                taken = labels.gather(-1, kept_indices.clamp_min(0))
-                is_filler = kept_indices < 0
-                after_filler = nn.functional.pad(is_filler[:, :-1], (1, 0))  # nothing predicts a row's first token
-                labels = taken.masked_fill(is_filler | after_filler, -100)
-            loss = task_loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+        if targets:
+            sample_ids = None
+            if position_ids is not None:
+                sample_ids = find_samples(position_ids.expand(batch_size, length), tokens.padding_mask)
+            targets = shorten_targets(targets, kept_indices, sample_ids)
+            options = {"labels": None} | targets | kwargs
+            loss = task_loss = self.loss_function(logits=logits, vocab_size=self.vocab_size, **options)
             if outputs.temporal_loss is not None:
                 loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
         if kept_indices is None and past_key_values is None:
-            places = torch.arange(outputs.last_hidden_state.shape[1], device=logits.device)
-            kept_indices = places.expand(logits.shape[0], -1)
-        if kept_indices is not None:
-            kept_indices = kept_indices[:, rows]
+            kept_indices = KeptSequence.whole(batch_size, length, logits.device).kept_indices
         return STTSCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -406,7 +449,7 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
             temporal_loss=outputs.temporal_loss,
             token_scores=outputs.token_scores,
             keep_mask=outputs.keep_mask,
-            kept_indices=kept_indices,
+            kept_indices=None if kept_indices is None else kept_indices[:, columns],
         )
 
 

@@ -1,13 +1,69 @@
-"""The LLM's shortened sequence: which of the caller's tokens are left, where they lie, and the way back.
+"""The LLM's shortened sequence: which of the caller's tokens are left, where they lie, and what a cache holds of them.
 
-Pure tensors and plain numbers; nothing here knows of Molmo2. A sequence of the caller has `L` tokens, what is left of
-it `L'`. `B` rows may lose different numbers of tokens: shorter rows then get filler columns, which are masked.
+Tensors and plain numbers. A sequence of the caller has `L` tokens, what is left of it `L'`. `B` rows may lose different
+numbers of tokens: shorter rows then get filler columns, which are masked.
 """
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
+
+IGNORED_LABEL = -100
+
+
+@dataclass
+class Tokens:
+    """
+    A call's arguments per token. input_ids, position_ids, mm_token_type_ids, sample_ids: (B, L). inputs_embeds:
+    (B, L, hidden size), in place of ids or beside them. attention_mask: (B, L), also (B, columns + L) with a cache, or
+    (B, heads, L, L). sample_ids: which of several samples in a row a token belongs to, or None for one sample a row.
+    """
+
+    input_ids: torch.Tensor | None = None
+    inputs_embeds: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    mm_token_type_ids: torch.Tensor | None = None
+    sample_ids: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(B, L)`; raises `ValueError` where neither ids nor embeddings say it."""
+        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
+        if tokens is None:
+            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`; both are None.")
+        name, dims = ("input_ids", 2) if self.input_ids is not None else ("inputs_embeds", 3)
+        if tokens.dim() != dims or tokens.shape[1] == 0:
+            raise ValueError(
+                f"`{name}` has shape {tuple(tokens.shape)}, but must have {dims} dimensions, (batch, length"
+                f"{', hidden size' if dims == 3 else ''}), and at least one token."
+            )
+        return tokens.shape[0], tokens.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
+        assert tokens is not None  # `shape` comes first
+        return tokens.device
+
+    @property
+    def padding_mask(self) -> torch.Tensor | None:
+        """The mask where it is one of padding, (B, L)."""
+        return self.attention_mask if self.attention_mask is not None and self.attention_mask.dim() == 2 else None
+
+
+def check_shape(name: str, value: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
+    """Returns a value per token as (B, L), given like that or as (1, L); raises `ValueError` for other shapes."""
+    if tuple(value.shape) not in ((batch_size, length), (1, length)):
+        raise ValueError(
+            f"`{name}` has shape {tuple(value.shape)}, but must be ({batch_size}, {length}): one entry for every token "
+            "of the sequence, also for those that will be dropped."
+        )
+    return value.expand(batch_size, length)
 
 
 @dataclass
@@ -22,11 +78,16 @@ class KeptSequence:
     kept_indices: torch.Tensor
     length: int
 
+    @classmethod
+    def whole(cls, batch_size: int, length: int, device: torch.device) -> "KeptSequence":
+        """Nothing is dropped."""
+        return cls(torch.arange(length, device=device).expand(batch_size, -1), length)
+
     @property
     def is_filler(self) -> torch.Tensor:
         return self.kept_indices < 0
 
-    def take(self, tensor: torch.Tensor, filler) -> torch.Tensor:
+    def take(self, tensor: torch.Tensor, filler: float) -> torch.Tensor:
         """Columns of (B, L, ...) that are left: (B, L', ...), `filler` in filler columns."""
         index = self.kept_indices.clamp_min(0)
         batch = torch.arange(index.shape[0], device=index.device)[:, None]
@@ -87,19 +148,10 @@ def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None
 
 
 def any_row_is_packed(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> bool:
-    """Whether a row of (B, L) positions holds more than one sample, by `find_samples`; waits for the device."""
+    """Whether a row of (B, L) positions holds more than one sample, by `find_samples`; forces a host-device sync."""
     shown = torch.ones_like(position_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     samples = find_samples(position_ids, shown)
     return bool((torch.where(shown, samples, 0).amax(-1) > 1).any())
-
-
-def placeholders_of_videos(
-    placeholders: torch.Tensor, frame_starts: torch.Tensor, image_starts: torch.Tensor
-) -> torch.Tensor:
-    """Placeholders (B, L) whose nearest opening token before them opens a frame and not an image."""
-    place = torch.arange(placeholders.shape[-1], device=placeholders.device).expand_as(placeholders)
-    last_start = torch.where(frame_starts | image_starts, place, 0).cummax(-1).values
-    return placeholders & frame_starts.gather(-1, last_start)
 
 
 def assign_videos_to_rows(placeholders_per_row: list[int], tokens_per_video: list[int]) -> list[list[int]]:
@@ -138,7 +190,7 @@ def keep_tokens(video_placeholders: torch.Tensor, keep_mask: torch.Tensor) -> to
     return torch.ones_like(video_placeholders).masked_scatter(video_placeholders, keep_mask)
 
 
-def keep_positions(kept_tokens: torch.Tensor, new_length: int, fill_right: bool | torch.Tensor = False) -> KeptSequence:
+def gather_columns(kept_tokens: torch.Tensor, new_length: int, fill_right: bool | torch.Tensor = False) -> KeptSequence:
     """
     The kept tokens (B, L) of each row moved together to `new_length` columns, in order.
 
@@ -147,7 +199,7 @@ def keep_positions(kept_tokens: torch.Tensor, new_length: int, fill_right: bool 
     """
     length = kept_tokens.shape[-1]
     kept_tokens = nn.functional.pad(kept_tokens, (0, max(new_length - length, 0)))
-    # A stable sort of the flags moves the kept tokens to one end without waiting for their number.
+    # A stable sort of the flags moves the kept tokens to one end and forces no host-device sync.
     order = torch.sort((kept_tokens ^ fill_right).to(torch.int8), dim=-1, stable=True).indices
     places = torch.arange(new_length, device=order.device)
     if fill_right is not True:
@@ -157,16 +209,47 @@ def keep_positions(kept_tokens: torch.Tensor, new_length: int, fill_right: bool 
     return KeptSequence(order.masked_fill(~kept_tokens.gather(-1, order), -1), length)
 
 
+def take_labels(labels: torch.Tensor, kept_indices: torch.Tensor) -> torch.Tensor:
+    """
+    Labels (B, L) of the caller's sequence for the columns that are left, (B, L'). Filler is ignored (-100), and so is
+    a row's first token where filler precedes it, since nothing predicts it.
+    """
+    is_filler = kept_indices < 0
+    after_filler = nn.functional.pad(is_filler[:, :-1], (1, 0))
+    return labels.gather(-1, kept_indices.clamp_min(0)).masked_fill(is_filler | after_filler, IGNORED_LABEL)
+
+
+def shorten_targets(
+    targets: dict[str, torch.Tensor], kept_indices: torch.Tensor | None, sample_ids: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """
+    `labels` and `shift_labels` (B, L) for the columns that are left (B, L'), where some were dropped. A label of a
+    later sample's first token (`sample_ids` (B, L)) is ignored, since it is not the next of the sample before it.
+    """
+    shortened = {}
+    for name, target in targets.items():
+        if name == "labels" and sample_ids is not None:
+            target = target.masked_fill(sample_ids.diff(dim=-1, prepend=sample_ids[:, :1]) != 0, IGNORED_LABEL)
+        if kept_indices is not None and name == "labels":
+            target = take_labels(target, kept_indices)
+        elif kept_indices is not None:  # they lie with the token before, which keeps what it had to predict
+            target = target.gather(-1, kept_indices.clamp_min(0)).masked_fill(kept_indices < 0, IGNORED_LABEL)
+        shortened[name] = target
+    return shortened
+
+
 @dataclass
 class CachedPrompt:
     """
-    What a cache holds of a caller's sequence after tokens were dropped; rides on the cache as `pruned_prompt`.
+    What a cache holds of a caller's sequence after tokens were dropped. It rides on the cache, whatever its class, so
+    that copies of the cache carry it; `of`, `attach` and `set_aside` alone touch that place.
 
     kept_indices: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
     next_position: (B, 1) RoPE position of the next token.
     token_ids: (B, seen) those tokens, where known.
     answered: how many of them, at the end, are an answer; each took a position, also those after a row's end.
+    unusable: why no prompt fits the cache, or "".
     """
 
     kept_indices: torch.Tensor
@@ -174,6 +257,39 @@ class CachedPrompt:
     next_position: torch.Tensor
     token_ids: torch.Tensor | None = None
     answered: int = 0
+    unusable: str = ""
+
+    @staticmethod
+    def of(cache: Cache | None) -> "CachedPrompt | None":
+        """The note on a cache, or None where no token was dropped."""
+        return getattr(cache, "pruned_prompt", None)
+
+    @classmethod
+    def untouched(cls, columns: int, batch_size: int, device: torch.device) -> "CachedPrompt":
+        """Of a cache that lost nothing: its columns are the caller's tokens."""
+        sequence = KeptSequence.whole(batch_size, columns, device)
+        return cls(sequence.kept_indices, columns, torch.full((batch_size, 1), columns, device=device))
+
+    def attach(self, cache: Cache) -> None:
+        cache.pruned_prompt = self  # type: ignore[attr-defined]  # a place of our own on transformers' object
+
+    @staticmethod
+    @contextlib.contextmanager
+    def set_aside(cache: Cache | None) -> Iterator[None]:
+        """
+        Takes the note off a cache while native code counts in the cache's own columns. After an error it is back;
+        otherwise the caller attaches what the cache holds now.
+        """
+        note = CachedPrompt.of(cache)
+        if note is None or cache is None:
+            yield
+            return
+        del cache.pruned_prompt  # type: ignore[attr-defined]
+        try:
+            yield
+        except BaseException:
+            note.attach(cache)
+            raise
 
     def positions_of_new(self, num_tokens: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """
@@ -185,22 +301,70 @@ class CachedPrompt:
         shown = attention_mask[:, self.seen - self.answered :].bool().cumsum(-1)  # (B, answered + L)
         return self.next_position - self.answered + shown[:, self.answered :] - 1
 
-    def check(self, cache_length: int, batch_size: int) -> None:
-        """Raises `ValueError` if the cache was cropped, extended or reordered since."""
-        if tuple(self.kept_indices.shape) != (batch_size, cache_length):
-            raise ValueError(
-                f"`past_key_values` holds {cache_length} positions for a batch of {batch_size}, but recorded "
-                f"{self.kept_indices.shape[1]} for {self.kept_indices.shape[0]} when video tokens were dropped, so "
-                "it cannot be matched to the text any more. Call again without `past_key_values`."
-            )
+    def fitted(self, columns: int, batch_size: int) -> "CachedPrompt":
+        """
+        This note for a cache of `columns` positions in `batch_size` rows, cropped as the cache was. Raises `ValueError`
+        if the cache was extended, reordered or cropped into a video since.
+        """
+        if self.unusable:
+            raise ValueError(f"`past_key_values` cannot be used again: {self.unusable} Call again without it.")
+        if self.kept_indices.shape[0] == batch_size and columns <= self.kept_indices.shape[1]:
+            return self.crop(columns)
+        raise ValueError(
+            f"`past_key_values` holds {columns} positions for a batch of {batch_size}, but recorded "
+            f"{self.kept_indices.shape[1]} for {self.kept_indices.shape[0]} when video tokens were dropped, so "
+            "it cannot be matched to the text any more. Call again without `past_key_values`."
+        )
 
-    def extended(self, num_tokens: int) -> "CachedPrompt":
-        """The same after `num_tokens` more tokens, none of them dropped."""
+    def crop(self, columns: int) -> "CachedPrompt":
+        """
+        This note after the cache is cropped to its first `columns`. Raises `ValueError` where that cuts off more than
+        text behind the last video: then nobody can say which of the caller's tokens are left.
+        """
+        gone = self.kept_indices.shape[1] - columns
+        if gone == 0:
+            return self
+        if columns < 1 or not bool((self.kept_indices[:, columns] == self.seen - gone).all()):
+            raise ValueError(
+                f"`past_key_values` was cropped to {columns} positions, into the part where video tokens were dropped. "
+                "Crop only text behind the last video, or call again without `past_key_values`."
+            )
+        return replace(
+            self,
+            kept_indices=self.kept_indices[:, :columns],
+            seen=self.seen - gone,
+            next_position=self.next_position - gone,
+            token_ids=None if self.token_ids is None else self.token_ids[:, :-gone],
+            answered=max(self.answered - gone, 0),
+        )
+
+    def reorder(self, rows: torch.Tensor) -> "CachedPrompt":
+        """This note after `cache.reorder_cache(rows)` or `cache.batch_select_indices(rows)`; rows: (B',) indices."""
+        rows = rows.to(self.kept_indices.device)
+        return replace(
+            self,
+            kept_indices=self.kept_indices[rows],
+            next_position=self.next_position[rows],
+            token_ids=None if self.token_ids is None else self.token_ids[rows.to(self.token_ids.device)],
+        )
+
+    def repeat(self, copies: int) -> "CachedPrompt":
+        """This note after `cache.batch_repeat_interleave(copies)`."""
+        batch_size = self.kept_indices.shape[0]
+        return self.reorder(torch.arange(batch_size, device=self.kept_indices.device).repeat_interleave(copies))
+
+    def extended(self, num_tokens: int, token_ids: torch.Tensor | None = None) -> "CachedPrompt":
+        """This note after `num_tokens` more tokens of an answer, token_ids (B, num_tokens) where known."""
         steps = torch.arange(num_tokens, device=self.kept_indices.device)
         added = (self.seen + steps).expand(self.kept_indices.shape[0], -1)
-        return CachedPrompt(
-            torch.cat([self.kept_indices, added], dim=-1),
-            self.seen + num_tokens,
-            self.next_position + num_tokens,
+        known = None
+        if self.token_ids is not None and token_ids is not None:
+            known = torch.cat([self.token_ids.to(token_ids.device), token_ids], dim=-1)
+        return replace(
+            self,
+            kept_indices=torch.cat([self.kept_indices, added], dim=-1),
+            seen=self.seen + num_tokens,
+            next_position=self.next_position + num_tokens,
+            token_ids=known,
             answered=self.answered + num_tokens,
         )

@@ -31,10 +31,10 @@ from .layout_stts import (
     sequence_kept_patches,
     sequence_with_refill,
 )
+from .pruning_stts import PruningPlan
 from .scoring_stts import (
     TokenScorer,
     num_blocks,
-    num_kept_blocks,
     random_ranking,
     score_bias,
     select_blocks,
@@ -43,39 +43,6 @@ from .scoring_stts import (
 )
 
 MAX_GRID_BLOCKS = 65535  # in one call of the connector: a CUDA grid is no longer, and kernels put the batch there
-
-
-@dataclass
-class PruningPlan:
-    """
-    What the tower has to know of a call's videos, all of it on the host.
-
-    block_patches: (G, S) row of each block's patches among all frames' patches, -1 for padding
-        (`video_token_pooling`). grids: `(T, rows, cols)` of each video. pruning_ratio: `k`.
-    feature_layers: layers whose outputs the connector takes, not negative. with_temporal_loss: whether to compute it.
-    """
-
-    block_patches: torch.Tensor
-    grids: list[tuple[int, int, int]]
-    pruning_ratio: float
-    feature_layers: list[int]
-    with_temporal_loss: bool = False
-    detach_temporal_target: bool = True
-
-    @property
-    def num_kept(self) -> list[int]:
-        return [num_kept_blocks(frames, rows * cols, self.pruning_ratio) for frames, rows, cols in self.grids]
-
-    def check_blocks(self, num_patches: int) -> None:
-        """Raises `ValueError` where a video's blocks have fewer slots than its frames have patches (`N`)."""
-        window_size = self.block_patches.shape[1]
-        for _, rows, cols in self.grids:
-            if rows * cols * window_size < num_patches:
-                raise ValueError(
-                    f"`video_grids` has {rows} x {cols} blocks of {window_size} patches, too few for the {num_patches} "
-                    "patches of a frame. The video processor's `size`, `patch_size` and `pooling_size` must be those "
-                    "of `vision_config`."
-                )
 
 
 @dataclass

@@ -13,11 +13,11 @@ from stts_hf.checkpoints.original import (
 )
 from stts_hf.modeling import vision_stts
 from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.pruning_stts import VideoFeatures
 from stts_hf.modeling.modeling_stts import (
     STTSCausalLMOutputWithPast,
     STTSForConditionalGeneration,
     STTSModel,
-    STTSVideoFeatures,
 )
 from tests.fixture_files import (
     VisionFixture,
@@ -99,7 +99,7 @@ def model(fixture) -> STTSModel:
     return build_model(fixture)
 
 
-def encode(model: STTSModel, fixture: VisionFixture, layout: str) -> STTSVideoFeatures:
+def encode(model: STTSModel, fixture: VisionFixture, layout: str) -> VideoFeatures:
     set_layout(model.config, layout)
     with torch.no_grad():
         return model.get_video_features(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stts_hf.modeling.inputs_stts import find_placeholders
+from stts_hf.modeling.sequence_stts import Tokens
 from tests.modeling.reference import (
     CLOSE,
     assert_gradients_equal,
@@ -163,10 +163,8 @@ def test_images_and_videos_are_told_apart_without_frame_tokens(model, rows):
     inputs = build_inputs(rows)
     ids = inputs["input_ids"]
     wrapped = torch.where(ids == FRAME_START, IMAGE_START, torch.where(ids == FRAME_END, IMAGE_END, ids))
-    expected = find_placeholders(model.model, ids, None, with_videos=True, with_images=True)
-    for ours, theirs in zip(
-        find_placeholders(model.model, wrapped, None, with_videos=True, with_images=True), expected, strict=True
-    ):
+    expected = model.model.find_placeholders(Tokens(ids), True, True)
+    for ours, theirs in zip(model.model.find_placeholders(Tokens(wrapped), True, True), expected, strict=True):
         assert theirs.any()
         assert torch.equal(ours, theirs)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from stts_hf.modeling.sequence_stts import (
     KeptSequence,
     assign_videos_to_rows,
     find_samples,
-    keep_positions,
+    gather_columns,
     keep_tokens,
     placeholders_of_videos,
 )
@@ -20,7 +20,7 @@ RIGHT = [[0, 1, 3, 6, 7], [0, 3, 7, -1, -1]]
 
 
 def sequence(fill_right: bool = False) -> KeptSequence:
-    return keep_positions(KEPT_TOKENS, 5, fill_right)
+    return gather_columns(KEPT_TOKENS, 5, fill_right)
 
 
 @pytest.mark.parametrize(("fill_right", "expected"), [(False, LEFT), (True, RIGHT)], ids=["left", "right"])
@@ -36,7 +36,7 @@ def test_random_rows_equal_nonzero(fill_right):
     generator = torch.Generator().manual_seed(0)
     kept_tokens = torch.rand(20, 30, generator=generator) < torch.rand(20, 1, generator=generator)
     new_length = int(kept_tokens.sum(-1).max())
-    kept = keep_positions(kept_tokens, new_length, fill_right)
+    kept = gather_columns(kept_tokens, new_length, fill_right)
     assert kept.kept_indices.shape == (20, new_length)
     for row, places in zip(kept_tokens, kept.kept_indices, strict=True):
         assert torch.equal(places[places >= 0], row.nonzero()[:, 0])
@@ -137,7 +137,7 @@ def test_compact_positions_of_random_samples_count_what_is_left():
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         kept_tokens = torch.rand(positions.shape, generator=generator) < 0.6
         kept_tokens[0, 0] = True
-        kept = keep_positions(kept_tokens, int(kept_tokens.sum()))
+        kept = gather_columns(kept_tokens, int(kept_tokens.sum()))
         expected = [
             int(kept_tokens[0, start:place].sum())
             for start, length in zip([sum(lengths[:i]) for i in range(5)], lengths, strict=True)

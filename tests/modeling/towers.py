@@ -5,7 +5,8 @@ import math
 import torch
 
 from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSVideoFeatures
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.pruning_stts import VideoFeatures
 from stts_hf.modeling.scoring_stts import random_ranking
 from tests.naive import NaiveGeometry, NaiveVisionOutput, naive_vision_tower, weights_from_native
 from tests.tiny import Video, build_inputs, patch_grid
@@ -22,7 +23,7 @@ def video_inputs(config: STTSConfig, num_frames: list[int], seed: int = 0) -> di
     return {name: inputs[name] for name in ("pixel_values_videos", "video_token_pooling", "video_grids")}
 
 
-def encode(model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor], ratio: float) -> STTSVideoFeatures:
+def encode(model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor], ratio: float) -> VideoFeatures:
     return model.model.get_video_features(**inputs, pruning_ratio=ratio, with_temporal_loss=True)
 
 

@@ -1,1 +1,0 @@
-../../modeling/inputs_stts.py

@@ -1,1 +1,0 @@
-../../modeling/outputs_stts.py

@@ -1,0 +1,385 @@
+"""One pass from a call's arguments to what is left of them, the same for `forward` and `generate`.
+
+`plan (host) -> encode videos (score, bias, drop, encode) -> drop tokens`; merging features into the text and running
+the language model come after. What backbones differ in is behind the hooks of `PruningBackbone`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from .scoring_stts import num_kept_blocks
+from .sequence_stts import (
+    CachedPrompt,
+    KeptSequence,
+    Tokens,
+    assign_videos_to_rows,
+    check_shape,
+    find_samples,
+    gather_columns,
+    keep_tokens,
+)
+
+
+@dataclass
+class VideoFeatures(BaseModelOutputWithPooling):
+    """
+    pooler_output: per video (K, text hidden size), features of the kept blocks. token_scores: per video (T, n) float32.
+    keep_mask: per video (T, n) bool. temporal_loss: scalar or None. last_hidden_state: (P, D), what the last layer that
+    ran made of the survivors. hidden_states: if asked for, (F, N, D) up to the pruning layer, then (P, D).
+    """
+
+    token_scores: tuple[torch.Tensor, ...] | None = None
+    keep_mask: tuple[torch.Tensor, ...] | None = None
+    temporal_loss: torch.Tensor | None = None
+
+
+@dataclass
+class PruningPlan:
+    """
+    What the tower has to know of a call's videos, on the host before it runs.
+
+    block_patches: (G, S) row of each block's patches among all frames' patches, -1 for padding. grids: `(T, rows,
+        cols)` of each video. pruning_ratio: `k`. feature_layers: layers whose outputs the connector takes, not
+        negative. with_temporal_loss: whether to compute it.
+    """
+
+    block_patches: torch.Tensor
+    grids: list[tuple[int, int, int]]
+    pruning_ratio: float
+    feature_layers: list[int]
+    with_temporal_loss: bool = False
+    detach_temporal_target: bool = True
+
+    @property
+    def num_kept(self) -> list[int]:
+        """`K` of each video."""
+        return [num_kept_blocks(frames, rows * cols, self.pruning_ratio) for frames, rows, cols in self.grids]
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """`n * T` of each video: its tokens before dropping."""
+        return [frames * rows * cols for frames, rows, cols in self.grids]
+
+    @property
+    def num_dropped(self) -> list[int]:
+        return [blocks - kept for blocks, kept in zip(self.num_blocks, self.num_kept, strict=True)]
+
+    @property
+    def drops(self) -> bool:
+        return any(self.num_dropped)
+
+    def check_blocks(self, num_patches: int) -> None:
+        """Raises `ValueError` where a video's blocks have fewer slots than its frames have patches (`N`)."""
+        window_size = self.block_patches.shape[1]
+        for _, rows, cols in self.grids:
+            if rows * cols * window_size < num_patches:
+                raise ValueError(
+                    f"`video_grids` has {rows} x {cols} blocks of {window_size} patches, too few for the {num_patches} "
+                    "patches of a frame. The video processor's `size`, `patch_size` and `pooling_size` must be those "
+                    "of `vision_config`."
+                )
+
+
+@dataclass
+class RowPlan:
+    """
+    Which videos lie in which row, and how many tokens a row has, on the host before the tower runs.
+
+    rows: None where it was not read. num_tokens: tokens of each row that are no padding, or None likewise.
+    drops_padding: whether rows lose their padding and get it anew. padded_right: bool, or on the device.
+    """
+
+    rows: list[list[int]] | None
+    num_tokens: list[int] | None = None
+    drops_padding: bool = False
+    padded_right: torch.Tensor | bool = False
+
+    @classmethod
+    def read(
+        cls, of_videos: torch.Tensor, mask: torch.Tensor | None, num_blocks: list[int], gets_length: bool
+    ) -> "RowPlan":
+        """
+        of_videos: (B, L) placeholders. mask: (B, L) or None. num_blocks: of each video. gets_length: whether rows get
+        one. Then, and for one row, which may keep its padding, nothing is read back from a device, and what would be an
+        error becomes an assertion there.
+        """
+        batch_size = of_videos.shape[0]
+        padded_right = False if mask is None else ~mask[:, -1].bool().all()
+        drops_padding = mask is not None and (gets_length or batch_size > 1)
+        hidden = None if mask is None else of_videos & ~mask.bool()
+        if of_videos.device.type != "cpu" and (gets_length or batch_size == 1):
+            torch._assert_async(of_videos.sum() == sum(num_blocks))
+            if hidden is not None:
+                torch._assert_async(~hidden.any())
+            rows = [list(range(len(num_blocks)))] if batch_size == 1 else None
+            return cls(rows, None, drops_padding, padded_right)
+        counts = [of_videos.sum(-1)]
+        if mask is not None and hidden is not None:
+            counts += [mask.bool().sum(-1), hidden.sum(-1)]
+        read = torch.stack(counts).tolist()
+        rows = assign_videos_to_rows(read[0], num_blocks)
+        if mask is None:
+            return cls(rows)
+        if sum(read[2]):
+            raise ValueError(
+                f"`attention_mask` hides {sum(read[2])} video placeholder tokens, but may hide only padding. Take the "
+                "videos themselves out of the call."
+            )
+        return cls(rows, read[1] if drops_padding else None, drops_padding, padded_right)
+
+    def new_length(self, num_dropped: list[int], kept_tokens: torch.Tensor, pruned_length: int | None) -> int:
+        """
+        `L'`: `pruned_length`, or the longest row of kept_tokens (B, L). num_dropped: tokens that each video loses.
+        Raises `ValueError` for a row that is longer than `pruned_length`.
+        """
+        if self.rows is None or (self.drops_padding and self.num_tokens is None):
+            if pruned_length is None:
+                return int(kept_tokens.sum(-1).max())
+            torch._assert_async((kept_tokens.sum(-1) <= pruned_length).all())
+            return pruned_length
+        before = self.num_tokens or [kept_tokens.shape[1]] * len(self.rows)
+        lengths = [n - sum(num_dropped[v] for v in videos) for n, videos in zip(before, self.rows, strict=True)]
+        longest = max(lengths)
+        if pruned_length is None:
+            return max(longest, 1)
+        if longest > pruned_length:
+            raise ValueError(
+                f"`pruned_length` is {pruned_length}, but row {lengths.index(longest)} has {longest} tokens left "
+                "after dropping. Make it longer, shorten the row, or raise `pruning_ratio`."
+            )
+        return pruned_length
+
+
+@dataclass
+class PrunedInputs:
+    """
+    What is left of a call's arguments.
+
+    tokens: on the sequence that is left (B, L'), but its mask covers cached columns too, (B, columns + L'), or is
+    (B, heads, L', L'). kept_indices: (B, L') in the caller's sequence. features: pairs of a placeholder mask (B, L')
+    and the features that go there in order. features_per_row: how many of the videos' features go to each row, where
+    that is known on the host. cached_after: what a cache will hold, or None if no token was ever dropped.
+    """
+
+    tokens: Tokens
+    kept_indices: torch.Tensor
+    cached_after: CachedPrompt | None = None
+    video: VideoFeatures | None = None
+    features: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    features_per_row: list[int] | None = None
+
+
+class PruningBackbone:
+    """
+    Mixin for the model without a head: the hooks by which backbones differ, and the pass itself, `prune`.
+
+    video_inputs, image_inputs: names of the arguments that come with videos and with images, the pixels first.
+    """
+
+    video_inputs: tuple[str, ...]
+    image_inputs: tuple[str, ...]
+    training: bool
+    config: Any
+
+    def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
+        """Placeholders of videos and of images, (B, L) bool each."""
+        raise NotImplementedError
+
+    def plan_videos(
+        self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
+    ) -> PruningPlan:
+        """Checks the video inputs of a call and says what stays of each video."""
+        raise NotImplementedError
+
+    def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
+        raise NotImplementedError
+
+    def encode_images(self, vision: dict[str, Any]) -> torch.Tensor:
+        """Features (image tokens, text hidden size) of all images of a call, as the native model makes them."""
+        raise NotImplementedError
+
+    def position_tokens(self, tokens: Tokens, cached: CachedPrompt, whole_mask: torch.Tensor | None) -> torch.Tensor:
+        """Positions (B, L) of the whole prompt, before anything is dropped. whole_mask: (B, seen + L) or None."""
+        return cached.positions_of_new(tokens.shape[1], whole_mask)
+
+    def prune(
+        self,
+        tokens: Tokens,
+        vision: dict[str, Any],
+        cache: Cache | None = None,
+        pruning_ratio: float | None = None,
+        pruned_length: int | None = None,
+        with_temporal_loss: bool = False,
+    ) -> PrunedInputs:
+        """
+        Encodes the videos and images of a call and drops the placeholders of dropped blocks.
+
+        vision: the call's `video_inputs` and `image_inputs`. cache: taken up where it left off. pruned_length: `L'`.
+        Without videos nothing is dropped, but rows get their length. Raises `ValueError` where text, videos, images and
+        cache do not fit each other.
+        """
+        batch_size, length = tokens.shape
+        cached = take_up(cache, tokens, vision, pruned_length)
+        past_mask, whole_mask, tokens = split_off(tokens, cached)
+        if tokens.position_ids is None:
+            tokens.position_ids = self.position_tokens(tokens, cached, whole_mask)
+        elif cached.seen == 0 and tokens.sample_ids is None:
+            tokens.sample_ids = find_samples(tokens.position_ids, tokens.padding_mask)
+        with_videos, with_images = self.video_inputs[0] in vision, self.image_inputs[0] in vision
+        plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss) if with_videos else None
+        drops = (plan is not None and plan.drops) or pruned_length not in (None, length)
+        sequence = KeptSequence.whole(batch_size, length, tokens.device)
+        video = dropped = features_per_row = None
+        features = []
+        if drops or with_videos or with_images:
+            of_videos, of_images = self.find_placeholders(tokens, with_videos, with_images)
+            rows = RowPlan.read(
+                of_videos, tokens.padding_mask, [] if plan is None else plan.num_blocks, pruned_length is not None
+            )
+            images = self.encode_images(vision) if with_images else None
+            if plan is not None:
+                video = self.encode_videos(vision[self.video_inputs[0]], plan)
+            if drops:
+                keeps = torch.ones_like(of_videos)
+                if video is not None and plan is not None and plan.drops:
+                    keeps = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask or ()]))
+                if self.config.pruned_position_ids == "compact":
+                    dropped = ~keeps  # before padding goes too, which positions do not close up on
+                if rows.drops_padding and tokens.padding_mask is not None:
+                    keeps = keeps & tokens.padding_mask.bool()
+                new_length = rows.new_length([] if plan is None else plan.num_dropped, keeps, pruned_length)
+                sequence = gather_columns(keeps, new_length, rows.padded_right)
+            if video is not None and plan is not None:
+                features.append((sequence.take(of_videos, False), torch.cat(list(video.pooler_output or ()))))
+                if rows.rows is not None:
+                    features_per_row = [sum(plan.num_kept[v] for v in videos) for videos in rows.rows]
+            if images is not None:
+                placeholders = sequence.take(of_images, False)
+                check_image_placeholders(placeholders, len(images))
+                features.append((placeholders, images))
+        left = what_is_left(tokens, sequence, dropped, past_mask, getattr(self.config, "pad_token_id", None) or 0)
+        noted = drops or CachedPrompt.of(cache) is not None  # or moved: a cache's columns are not the caller's tokens
+        return PrunedInputs(
+            left,
+            sequence.kept_indices,
+            note_after(cached, tokens, sequence, left) if noted else None,
+            video,
+            features,
+            features_per_row,
+        )
+
+
+def take_up(cache: Cache | None, tokens: Tokens, vision: dict[str, Any], pruned_length: int | None) -> CachedPrompt:
+    """What a cache holds of the caller's sequence. Raises `ValueError` where the call cannot go on from there."""
+    batch_size, _ = tokens.shape
+    columns = int(cache.get_seq_length()) if cache is not None else 0
+    note = CachedPrompt.of(cache)
+    if note is not None and vision:
+        raise ValueError(
+            f"`{next(name for name in vision if name.startswith('pixel_values'))}` came with `past_key_values` that "
+            "hold a video already. Vision tokens attend to each other in both directions, so the cached ones would not "
+            "be the same any more. Leave out what the cache has seen; for anything new, pass the whole conversation "
+            "with all its videos and images again, without `past_key_values`."
+        )
+    if note is None:
+        cached = CachedPrompt.untouched(columns, batch_size, tokens.device)
+    else:
+        cached = note.fitted(columns, batch_size)
+    if pruned_length is not None and cached.seen:
+        raise ValueError(
+            f"`pruned_length` is {pruned_length}, but `past_key_values` holds {cached.seen} tokens already. It is for "
+            "calls without a cache, such as training; leave it out."
+        )
+    return cached
+
+
+def split_off(tokens: Tokens, cached: CachedPrompt) -> tuple[torch.Tensor, torch.Tensor | None, Tokens]:
+    """
+    Cuts a call's arguments where the cache ends: the mask of the cached columns (B, columns), the caller's whole
+    padding mask (B, seen + L) or None, and the new tokens' arguments (B, L). Raises `ValueError` for other lengths.
+    """
+    batch_size, length = tokens.shape
+    seen = KeptSequence(cached.kept_indices, cached.seen)
+    past_mask, whole_mask, mask = seen.take_mask(None), tokens.padding_mask, tokens.attention_mask
+    if mask is not None and mask.dim() not in (2, 4):
+        raise ValueError(
+            f"`attention_mask` has {mask.dim()} dimensions, but must be a padding mask (batch, length) or "
+            "(batch, heads, length, length)."
+        )
+    if whole_mask is not None:
+        if whole_mask.shape[-1] != cached.seen + length:
+            raise ValueError(
+                f"`attention_mask` has {whole_mask.shape[-1]} columns, but the sequence has {length} new tokens after "
+                f"{cached.seen} cached ones. It must cover both, dropped tokens included, or be None."
+            )
+        if cached.seen:
+            past_mask = seen.take_mask(whole_mask[:, : cached.seen])
+        mask = whole_mask[:, cached.seen :]
+    types, positions = tokens.mm_token_type_ids, tokens.position_ids
+    if types is not None:
+        if types.shape[-1] == cached.seen + length:
+            types = types[:, cached.seen :]
+        types = check_shape("mm_token_type_ids", types, batch_size, length)
+    if positions is not None:
+        positions = check_shape("position_ids", positions, batch_size, length)
+    return past_mask, whole_mask, replace(tokens, attention_mask=mask, mm_token_type_ids=types, position_ids=positions)
+
+
+def what_is_left(
+    tokens: Tokens, sequence: KeptSequence, dropped: torch.Tensor | None, past_mask: torch.Tensor, filler_id: int
+) -> Tokens:
+    """
+    The new tokens' arguments on the sequence that is left, (B, L'); its mask covers cached columns too, (B, columns +
+    L'), or is (B, heads, L', L'). dropped: (B, L) tokens that positions close up on, or None.
+    """
+
+    def take(tensor: torch.Tensor | None, filler: float) -> torch.Tensor | None:
+        return None if tensor is None else sequence.take(tensor, filler)
+
+    assert tokens.position_ids is not None  # `prune` saw to it
+    mask = tokens.attention_mask
+    if mask is not None and mask.dim() == 4:
+        mask = sequence.take_4d_mask(mask)
+    else:
+        mask = torch.cat([past_mask, sequence.take_mask(mask)], dim=-1)
+    return Tokens(
+        input_ids=take(tokens.input_ids, filler_id),
+        inputs_embeds=take(tokens.inputs_embeds, 0.0),
+        attention_mask=mask,
+        position_ids=sequence.take_position_ids(tokens.position_ids, dropped, tokens.sample_ids),
+        mm_token_type_ids=take(tokens.mm_token_type_ids, 0),
+        sample_ids=take(tokens.sample_ids, 0),
+    )
+
+
+def note_after(cached: CachedPrompt, tokens: Tokens, sequence: KeptSequence, left: Tokens) -> CachedPrompt:
+    """What a cache holds of the caller's sequence after this call."""
+    assert left.position_ids is not None  # `what_is_left` makes them
+    token_ids = tokens.input_ids if cached.seen == 0 else None
+    if tokens.input_ids is not None and cached.token_ids is not None:
+        token_ids = torch.cat([cached.token_ids.to(tokens.device), tokens.input_ids], dim=-1)
+    shown = ~sequence.is_filler
+    if left.padding_mask is not None:
+        shown = left.padding_mask[:, -shown.shape[1] :].bool()
+    places = sequence.kept_indices.add(cached.seen).masked_fill(sequence.is_filler, -1)
+    return CachedPrompt(
+        torch.cat([cached.kept_indices, places], dim=-1),
+        cached.seen + sequence.length,
+        torch.where(shown, left.position_ids, cached.next_position - 1).amax(-1, keepdim=True) + 1,
+        token_ids,
+    )
+
+
+def check_image_placeholders(placeholders: torch.Tensor, num_features: int) -> None:
+    """Raises `ValueError` where placeholders (B, L) and features differ in number; off the CPU it asserts there."""
+    if placeholders.device.type != "cpu":
+        torch._assert_async(placeholders.sum() == num_features)
+    elif int(placeholders.sum()) != num_features:
+        raise ValueError(
+            f"`pixel_values` make {num_features} image tokens by `image_grids`, but the text has "
+            f"{int(placeholders.sum())} image placeholders. Text and images must come from the same call."
+        )
