@@ -33,9 +33,12 @@ class WholePromptStreamer(BaseStreamer):
 class STTSGeneration(GenerationMixin):
     """Mixin that goes before the native model with a head; its `model` is a `PruningBackbone`."""
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.LongTensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """As in transformers. Each row holds one sample, whatever the positions of its padding look like."""
-        return super().prepare_inputs_for_generation(*args, **kwargs) | {"packed_rows": False}
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        return inputs | {"packed_rows": False}
 
     @torch.no_grad()
     def generate(  # type: ignore[override]  # one name more than transformers' own

@@ -39,6 +39,7 @@ from .sequence_stts import (
     Tokens,
     check_shape,
     find_samples,
+    placeholders_of_videos,
     shorten_targets,
 )
 from .settings_stts import check_pruning_ratio
@@ -118,10 +119,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         follows_end = nn.functional.pad(find(config.image_end_token_id)[:, :-1], (1, 0))
         frame_starts = torch.where(frame_starts.any(), frame_starts, image_starts & ~follows_end)
         image_starts = (image_starts & ~frame_starts) | find(config.low_res_image_start_token_id)
-        # A placeholder belongs to a video where the nearest opening token before it opens a frame.
-        place = torch.arange(placeholders.shape[-1], device=placeholders.device).expand_as(placeholders)
-        last_start = torch.where(frame_starts | image_starts, place, 0).cummax(-1).values
-        videos = placeholders & frame_starts.gather(-1, last_start)
+        videos = placeholders_of_videos(placeholders, frame_starts, image_starts)
         return videos, placeholders & ~videos
 
     def plan_videos(
@@ -226,12 +224,17 @@ class STTSModel(PruningBackbone, Molmo2Model):
         if self.image_inputs[0] in vision:
             check_tensors(vision, *self.image_inputs)
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
+        tokens.check_one_source()
         shortens = self.video_inputs[0] in vision or CachedPrompt.of(past_key_values) is not None
+        one_sample = packed_rows is False
         if packed_rows is None:
             packed_rows = not shortens and holds_packed_rows(
                 tokens, past_key_values, self.config.text_config, bool(vision)
             )
         if not shortens and not packed_rows and pruned_length in (None, tokens.shape[1]):
+            if one_sample and attention_mask is None and past_key_values is None:
+                # Gaps in the positions, or those of padding, would pass for packed samples.
+                attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)
             outputs = super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -247,6 +250,11 @@ class STTSModel(PruningBackbone, Molmo2Model):
         if mm_encoder_outputs:
             raise ValueError(
                 "`mm_encoder_outputs` excludes `pixel_values_videos`, `pruned_length` and packed rows; pass the pixels."
+            )
+        if "cu_seq_lens_q" in kwargs:
+            raise ValueError(
+                "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
+                "arguments; packed samples are told apart by `position_ids` that start over."
             )
         pruned = self.prune(tokens, vision, past_key_values, pruning_ratio, pruned_length, with_temporal_loss)
         embeds = self.merge_features(pruned)

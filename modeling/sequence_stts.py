@@ -44,6 +44,11 @@ class Tokens:
             )
         return tokens.shape[0], tokens.shape[1]
 
+    def check_one_source(self) -> None:
+        """Raises `ValueError` for ids beside embeddings."""
+        if self.input_ids is not None and self.inputs_embeds is not None:
+            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`; both are given.")
+
     @property
     def device(self) -> torch.device:
         tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
@@ -154,6 +159,15 @@ def any_row_is_packed(position_ids: torch.Tensor, attention_mask: torch.Tensor |
     return bool((torch.where(shown, samples, 0).amax(-1) > 1).any())
 
 
+def placeholders_of_videos(
+    placeholders: torch.Tensor, frame_starts: torch.Tensor, image_starts: torch.Tensor
+) -> torch.Tensor:
+    """Placeholders (B, L) whose nearest opening token before them opens a frame and not an image."""
+    place = torch.arange(placeholders.shape[-1], device=placeholders.device).expand_as(placeholders)
+    last_start = torch.where(frame_starts | image_starts, place, 0).cummax(-1).values
+    return placeholders & frame_starts.gather(-1, last_start)
+
+
 def assign_videos_to_rows(placeholders_per_row: list[int], tokens_per_video: list[int]) -> list[list[int]]:
     """
     Which videos belong to which row, in order. Raises `ValueError` where a row's placeholders are not those of whole
@@ -261,8 +275,11 @@ class CachedPrompt:
 
     @staticmethod
     def of(cache: Cache | None) -> "CachedPrompt | None":
-        """The note on a cache, or None where no token was dropped."""
-        return getattr(cache, "pruned_prompt", None)
+        """The note on a cache, cropped as the cache was since; None where no token was dropped."""
+        note: CachedPrompt | None = getattr(cache, "pruned_prompt", None)
+        if note is None or cache is None or note.unusable:
+            return note
+        return note.crop(min(int(cache.get_seq_length()), note.kept_indices.shape[1]))
 
     @classmethod
     def untouched(cls, columns: int, batch_size: int, device: torch.device) -> "CachedPrompt":
@@ -303,13 +320,13 @@ class CachedPrompt:
 
     def fitted(self, columns: int, batch_size: int) -> "CachedPrompt":
         """
-        This note for a cache of `columns` positions in `batch_size` rows, cropped as the cache was. Raises `ValueError`
-        if the cache was extended, reordered or cropped into a video since.
+        This note, where it is that of a cache of `columns` positions in `batch_size` rows. Raises `ValueError` if the
+        cache was extended or reordered since.
         """
         if self.unusable:
             raise ValueError(f"`past_key_values` cannot be used again: {self.unusable} Call again without it.")
-        if self.kept_indices.shape[0] == batch_size and columns <= self.kept_indices.shape[1]:
-            return self.crop(columns)
+        if tuple(self.kept_indices.shape) == (batch_size, columns):
+            return self
         raise ValueError(
             f"`past_key_values` holds {columns} positions for a batch of {batch_size}, but recorded "
             f"{self.kept_indices.shape[1]} for {self.kept_indices.shape[0]} when video tokens were dropped, so "

@@ -13,12 +13,12 @@ from stts_hf.checkpoints.original import (
 )
 from stts_hf.modeling import vision_stts
 from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.pruning_stts import VideoFeatures
 from stts_hf.modeling.modeling_stts import (
     STTSCausalLMOutputWithPast,
     STTSForConditionalGeneration,
     STTSModel,
 )
+from stts_hf.modeling.pruning_stts import VideoFeatures
 from tests.fixture_files import (
     VisionFixture,
     checkpoint_forms,

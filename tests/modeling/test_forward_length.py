@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from stts_hf.modeling.sequence_stts import Tokens
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row, returned_by
 from tests.tiny import Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
@@ -85,7 +86,8 @@ def test_a_padding_mask_for_flash_attention_stays_as_it_is(model):
     """Text alone may have it; the kernel takes (B, L') and needs a GPU, making the mask does not."""
     model.model.config.text_config._attn_implementation = "flash_attention_2"
     inputs = build_inputs([[9], [6]])
-    pruned = model.model.prune_inputs(**{name: inputs.get(name) for name in PER_ROW[:3]}, pruned_length=12)
+    tokens = Tokens(**{name: inputs.get(name) for name in PER_ROW[:3]})
+    pruned = model.model.prune(tokens, {}, pruned_length=12)
     mask = model.model.make_mask(pruned, torch.zeros(2, 12, 4), None)
     assert mask is None or mask.dim() == 2
 

@@ -119,7 +119,7 @@ def test_flash_attention_that_would_mix_samples_is_refused(monkeypatch, case):
 
 def test_generate_refuses_packed_rows(model):
     packed = pack(build_inputs(IMAGES), IMAGES)
-    with pytest.raises(ValueError, match="`generate` goes on with one text per row"):
+    with pytest.raises(ValueError, match="`generate` continues one text per row"):
         model.eval().generate(**packed, max_new_tokens=1)
 
 

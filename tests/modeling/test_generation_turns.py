@@ -205,18 +205,27 @@ def test_a_prompt_without_new_tokens_is_refused(model, turn):
         model.generate(**short, **GREEDY, past_key_values=cache)
 
 
-def test_a_cropped_cache_is_refused(model, turn):
+def test_a_cache_cropped_into_the_video_is_refused(model, turn):
     cache, inputs = turn
-    cache.crop(-10)
-    with pytest.raises(ValueError, match=r"`past_key_values` holds \d+ positions .* Call again without"):
+    cache.crop(-30)
+    with pytest.raises(ValueError, match=r"`past_key_values` was cropped to \d+ positions, into the part where video"):
         model.generate(**without_vision(inputs), **GREEDY, past_key_values=cache)
+
+
+def test_a_cache_cropped_within_the_answer_is_taken_up_from_there(model, turn):
+    cache, inputs = turn
+    cache.crop(-3)
+    found = model.generate(**without_vision(inputs), **GREEDY, past_key_values=cache)
+    assert torch.equal(found, model.generate(**inputs, **GREEDY))
 
 
 def test_a_cache_of_beam_search_is_refused(model):
     inputs = build_inputs(PROMPTS["one_video"])
     first = first_turn(model, inputs, num_beams=3)
     again = without_vision(longer(inputs, first.sequences))
-    with pytest.raises(ValueError, match=r"`past_key_values` holds .* Call again without"):
+    with pytest.raises(
+        ValueError, match=r"`past_key_values` cannot be used again: after beam search .* Call again without"
+    ):
         model.generate(**again, **GREEDY, past_key_values=first.past_key_values)
 
 

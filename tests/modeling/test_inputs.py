@@ -90,7 +90,7 @@ def test_pixel_values_without_their_companions(call, missing):
 def test_images_without_their_companions(model, missing, beside):
     inputs = image_inputs() if beside == "alone" else build_inputs([[2, Image(), Video(2), 4]])
     del inputs[missing]
-    with pytest.raises(ValueError, match="`pixel_values` needs `image_token_pooling` and `image_grids`"):
+    with pytest.raises(ValueError, match=f"`pixel_values` needs `{missing}`, but it is None"):
         model(**inputs)
 
 
@@ -191,14 +191,50 @@ def test_training_without_token_types(kind):
         model(**inputs)
 
 
-@pytest.mark.parametrize("given", ["both", "neither"])
-def test_ids_and_embeddings_exclude_each_other(call, model, given):
+def test_neither_ids_nor_embeddings(call):
     inputs = build_inputs(ROWS)
-    ids = inputs.pop("input_ids")
-    if given == "both":
-        inputs |= {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}
-    with pytest.raises(ValueError, match="exactly one of `input_ids` and `inputs_embeds`"):
+    del inputs["input_ids"]
+    with pytest.raises(ValueError, match="exactly one of `input_ids` and `inputs_embeds`; both are None"):
         call(**inputs)
+
+
+def test_ids_and_embeddings_exclude_each_other_in_forward(model):
+    inputs = build_inputs(ROWS)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with pytest.raises(ValueError, match="exactly one of `input_ids` and `inputs_embeds`; both are given"):
+        model(**inputs, inputs_embeds=embeds)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds"])
+def test_sequences_without_tokens(call, model, name):
+    inputs = build_inputs(ROWS)
+    ids = inputs.pop("input_ids")[:, :0]
+    inputs[name] = ids if name == "input_ids" else model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match=rf"`{name}` has shape .* at least one token"):
+        call(**inputs)
+
+
+@pytest.mark.parametrize("name", ["pixel_values_videos", "video_grids", "video_token_pooling"])
+def test_lists_and_arrays_in_place_of_tensors(call, name):
+    inputs = build_inputs(ROWS)
+    inputs[name] = inputs[name].tolist() if name == "video_grids" else inputs[name].numpy()
+    with pytest.raises(TypeError, match=rf"`{name}` is a (list|ndarray), but must be a torch.Tensor"):
+        call(**inputs)
+
+
+def test_a_mask_of_three_dimensions(call):
+    inputs = build_inputs(ROWS)
+    inputs["attention_mask"] = inputs["attention_mask"][:, None]
+    with pytest.raises(ValueError, match=r"`attention_mask` has 3 dimensions, but"):
+        call(**inputs)
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_another_length(model, name):
+    inputs = build_inputs(ROWS, labels=True)
+    labels = inputs.pop("labels")[:, 1:]
+    with pytest.raises(ValueError, match=rf"`{name}` has shape .* one entry for every token"):
+        model(**inputs, **{name: labels})
 
 
 @pytest.mark.parametrize("columns", [-1, 1], ids=["too_short", "too_long"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from stts_hf.modeling.sequence_stts import (
     CachedPrompt,
@@ -250,6 +251,52 @@ def test_tokens_after_the_end_of_a_row_take_no_position():
 @pytest.mark.parametrize(("length", "batch"), [(4, 2), (6, 2), (5, 1)])
 def test_a_cache_of_another_shape_is_refused(length, batch):
     prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [8]]))
-    prompt.check(5, 2)
+    assert prompt.fitted(5, 2) is prompt
     with pytest.raises(ValueError, match=r"`past_key_values` holds .* recorded 5 for 2"):
-        prompt.check(length, batch)
+        prompt.fitted(length, batch)
+
+
+def test_a_note_is_cropped_as_its_cache_was():
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]), torch.arange(16).view(2, 8))
+    answered = prompt.extended(3, torch.arange(6).view(2, 3))
+    cropped = answered.crop(6)
+    assert cropped.kept_indices.tolist() == [[*LEFT[0], 8], [*LEFT[1], 8]]
+    assert (cropped.seen, cropped.answered) == (9, 1)
+    assert cropped.next_position.tolist() == [[9], [5]]
+    assert cropped.token_ids is not None
+    assert cropped.token_ids[:, -1].tolist() == [0, 3]
+    assert answered.crop(5).answered == 0
+
+
+@pytest.mark.parametrize("columns", [0, 2])
+def test_a_note_cannot_be_cropped_into_a_video(columns):
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]))
+    with pytest.raises(ValueError, match=r"was cropped to .*, into the part where video tokens were dropped"):
+        prompt.crop(columns)
+
+
+def test_a_note_is_reordered_and_repeated_as_its_cache_is():
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]), torch.arange(16).view(2, 8))
+    swapped = prompt.reorder(torch.tensor([1, 0]))
+    assert swapped.kept_indices.tolist() == LEFT[::-1]
+    assert swapped.next_position.tolist() == [[4], [8]]
+    twice = prompt.repeat(2)
+    assert twice.kept_indices.tolist() == [LEFT[0], LEFT[0], LEFT[1], LEFT[1]]
+    assert twice.token_ids is not None
+    assert twice.token_ids[:, 0].tolist() == [0, 0, 8, 8]
+
+
+def test_a_note_that_is_set_aside_comes_back_after_an_error():
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 1, 5, 4), torch.zeros(2, 1, 5, 4), 0)
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]))
+    prompt.attach(cache)
+
+    def fail():
+        with CachedPrompt.set_aside(cache):
+            assert CachedPrompt.of(cache) is None
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert CachedPrompt.of(cache) is prompt
