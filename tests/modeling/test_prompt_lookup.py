@@ -23,7 +23,7 @@ def prompt() -> Inputs:
     return build_inputs([[4, Video(3), 6]])
 
 
-@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("pruning_ratio", [0.5, 1.0])
 def test_lookup_gives_the_tokens_of_greedy_decoding(model, pruning_ratio):
     inputs = prompt()
     expected = model.generate(**inputs, **GREEDY, pruning_ratio=pruning_ratio)
