@@ -192,13 +192,11 @@ def answer_prepared(
     check_generate_options(generate_options)
     started = time.perf_counter()
     inputs = inputs_for(model, prepared.inputs)
-    with _watch_tower(model) as seen:
-        output = model.generate(**inputs, pruning_ratio=pruning_ratio, **generate_options)
-    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    options = {**generate_options, "pruning_ratio": pruning_ratio, "return_dict_in_generate": True}
+    output = model.generate(**inputs, **options)
     prompt_tokens = inputs["input_ids"].shape[1]
-    text = processor.decode(sequences[0, prompt_tokens:], skip_special_tokens=True).strip()
-    num_frames, rows, columns = inputs["video_grids"][0].tolist()
-    ((keep_mask, token_scores),) = seen
+    text = processor.decode(output.sequences[0, prompt_tokens:], skip_special_tokens=True).strip()
+    rows, columns = inputs["video_grids"][0, 1:].tolist()
     return VideoAnswer(
         prepared.video,
         prepared.question,
@@ -207,8 +205,8 @@ def answer_prepared(
         damaged_frames=getattr(prepared.metadata, "num_damaged", 0),
         duration=prepared.metadata.duration,
         grid=(rows, columns),
-        keep_mask=keep_mask.cpu().view(num_frames, -1),
-        token_scores=token_scores.float().cpu().view(num_frames, -1),
+        keep_mask=output["keep_mask"][0].cpu(),
+        token_scores=output["token_scores"][0].float().cpu(),
         prompt_tokens=prompt_tokens,
         seconds=time.perf_counter() - started,
     )
@@ -237,18 +235,3 @@ def check_generate_options(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"num_return_sequences is {options['num_return_sequences']}, but a video gets one answer; leave it out."
         )
-
-
-@contextlib.contextmanager
-def _watch_tower(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Masks and scores that the vision tower returns meanwhile: `generate` does not hand them on."""
-    # By name: under PEFT and torch.compile the tower lies deeper.
-    (tower,) = (module for name, module in model.named_modules() if name.rpartition(".")[2] == "vision_tower")
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hook = tower.register_forward_hook(
-        lambda module, arguments, output: seen.append((output.keep_mask, output.token_scores))
-    )
-    try:
-        yield seen
-    finally:
-        hook.remove()
