@@ -13,123 +13,67 @@ from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
 Models = tuple[STTSForConditionalGeneration, Molmo2ForConditionalGeneration]  # with the same parameters
 
-SO400M = {  # of the 27 layers of the original's configuration Molmo2 uses 25
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 25,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 72,
-    "image_size": [378, 378],
-    "patch_size": 14,
-    "pruning_layer": 3,
-}
-# 2 of 13 layers dense, or 1 of 6, are nearly the same share as 4 of 25.
-SMALL_TOWER = SO400M | {
-    "hidden_size": 288,
-    "intermediate_size": 1076,
-    "num_hidden_layers": 13,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "image_size": [252, 252],
-    "pruning_layer": 1,
-}
-NARROW_TOWER = SO400M | {
-    "hidden_size": 144,
-    "intermediate_size": 538,
-    "num_hidden_layers": 13,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pruning_layer": 1,
-}
-SHORT_TOWER = SMALL_TOWER | {
-    "hidden_size": 144,
-    "intermediate_size": 538,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pruning_layer": 0,
-}
-TINY_TOWER = SO400M | {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "image_size": [126, 126],
-    "pruning_layer": 1,
-}
 
-TEXT_4B = {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-TEXT_SMALL = {
-    "hidden_size": 1024,
-    "intermediate_size": 3888,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 3,
-    "head_dim": 128,
-    "vocab_size": 13312,
-}
-TEXT_SMALL_LONG = TEXT_SMALL | {
-    "hidden_size": 640,
-    "intermediate_size": 2432,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-}
-TEXT_TINY = TEXT_SMALL | {
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
-# Where only the tower is measured: as wide as the connector's output, and as small as it can be.
-TEXT_OF_TOWER = TEXT_4B | {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 512}
-TEXT_OF_NARROW_TOWER = TEXT_TINY | {"hidden_size": 320, "head_dim": 64}
+def _vision(
+    width: int, mlp: int, layers: int, heads: int, pruning_layer: int, side: int = 378, head_dim: int = 72
+) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "image_size": [side, side],
+        "patch_size": 14,
+        "pruning_layer": pruning_layer,
+        "num_position_embeddings": (side // 14) ** 2,
+    }
 
+
+def _text(
+    width: int, mlp: int, layers: int, heads: int, key_heads: int, vocab: int = 13312, head_dim: int = 128
+) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+    }
+
+
+SO400M = _vision(1152, 4304, 25, 16, 3)  # of the 27 layers of the original's configuration Molmo2 uses 25
+# Vision tower, text model, feature layers of the connector. Smaller towers keep the share of dense layers: 2 of 13, or
+# 1 of 6, are nearly 4 of 25. Where only the tower is measured, the text model is as small as it can be.
 GEOMETRIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
-    # name: vision tower, text model, feature layers of the connector
-    "tiny": (TINY_TOWER, TEXT_TINY, (5, 3)),
-    "so400m": (SO400M, TEXT_OF_TOWER, (24, 18)),
-    "narrow-tower": (NARROW_TOWER, TEXT_OF_NARROW_TOWER, (12, 9)),
-    "molmo2-4b": (SO400M, TEXT_4B, (24, 18)),
-    "molmo2-small": (SMALL_TOWER, TEXT_SMALL, (12, 9)),
-    "molmo2-small-long": (SHORT_TOWER, TEXT_SMALL_LONG, (5, 4)),
+    "tiny": (_vision(32, 64, 6, 4, 1, 126, head_dim=8), _text(48, 96, 2, 4, 2, 512, 16), (5, 3)),
+    "so400m": (SO400M, _text(2560, 64, 1, 32, 8, 512), (24, 18)),
+    "narrow-tower": (_vision(144, 538, 13, 2, 1), _text(320, 96, 2, 4, 2, 512, 64), (12, 9)),
+    "molmo2-4b": (SO400M, _text(2560, 9728, 36, 32, 8, 151936), (24, 18)),
+    "molmo2-small": (_vision(288, 1076, 13, 4, 1, 252), _text(1024, 3888, 8, 12, 3), (12, 9)),
+    "molmo2-small-long": (_vision(144, 538, 6, 2, 0, 252), _text(640, 2432, 3, 4, 1), (5, 4)),
 }
 
 
 def geometry_config(name: str) -> STTSConfig:
-    """Configuration of the geometry `name`. Raises `ValueError` for a name that is not in `GEOMETRIES`."""
-    if name not in GEOMETRIES:
-        raise ValueError(f"`geometry` is {name!r}, but must be one of {', '.join(GEOMETRIES)}.")
+    """Configuration of the geometry `name`, a key of `GEOMETRIES`."""
     vision, text, feature_layers = GEOMETRIES[name]
-    patches = (vision["image_size"][0] // vision["patch_size"]) ** 2
+    shared = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     adapter = {
         "vision_feature_layer": list(feature_layers),
-        "hidden_size": vision["hidden_size"],
-        "num_attention_heads": vision["num_attention_heads"],
-        "num_key_value_heads": vision["num_key_value_heads"],
-        "head_dim": vision["head_dim"],
+        **{field: vision[field] for field in shared},
         "intermediate_size": text["intermediate_size"],
         "text_hidden_size": text["hidden_size"],
     }
     first = text["vocab_size"]  # Molmo2 numbers its special tokens from the end of the text vocabulary
     return STTSConfig(
-        vision_config=vision | {"num_position_embeddings": patches},
+        vision_config=vision,
         adapter_config=adapter,
-        text_config=text | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+        text_config=text,
         image_start_token_id=first,
         image_end_token_id=first + 1,
         image_patch_id=first + 2,

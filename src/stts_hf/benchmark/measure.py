@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from stts_hf.benchmark.clocks import Clock, clock_of
-from stts_hf.benchmark.flops import FlopClock, UncountedAttention, flop_counter
+from stts_hf.benchmark.clocks import Clock, FlopClock, UncountedAttention, clock_of, flop_counter
 from stts_hf.benchmark.geometries import Models, build_models, configure
 from stts_hf.benchmark.memory import is_out_of_memory, limited_to_free_memory, peak_memory
 from stts_hf.benchmark.stages import BACKWARD, DECODE_TOKEN, FORWARD, OPTIMISER, TOTAL, StageRecorder
@@ -82,23 +81,14 @@ class Runner:
         readings = [clock.read()]
         try:
             loss = model(**self.inputs, **call, use_cache=False).loss
-            readings.append(clock.read())
-            loss.backward()
-            readings.append(clock.read())
-            optimiser.step()
-            readings.append(clock.read())
+            for step in (lambda: None, loss.backward, optimiser.step):
+                step()
+                readings.append(clock.read())
             clock.synchronize()
         finally:
             optimiser.zero_grad(set_to_none=True)
         stages = dict(zip((FORWARD, BACKWARD, OPTIMISER), map(clock.between, readings, readings[1:]), strict=False))
         return stages | {TOTAL: clock.between(readings[0], readings[-1])}
-
-    def resident_memory(self) -> int:
-        """Bytes allocated between passes: weights, inputs, the optimiser's state."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), *self.inputs.values()]
-        for state in self.optimiser.state.values() if self.optimiser else ():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def variant_name(ratio: float | None) -> str:
@@ -122,22 +112,23 @@ def measure_workloads(
     models: Models | None = None
     built_for = None
     deadline = time.perf_counter() + seconds
-    _load_libraries(device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # allocates cuBLAS's working space, which is no pass's
+        torch.ones(16, 16, device=device, dtype=dtype).mm(torch.ones(16, 16, device=device, dtype=dtype))
     for index, workload in enumerate(workloads):
         remaining = sum(later.cost for later in workloads[index:])
         share = max(deadline - time.perf_counter(), 0) * workload.cost / remaining
         cell: dict[str, Any] = {"workload": dataclasses.asdict(workload), "title": workload.title}
-        with limited_to_free_memory(device), _compiled_anew(workload.backend), _imports_not_collected():
+        with _prepared(workload, device):
             try:
                 if models is None or built_for != (workload.geometry, workload.dtype):
                     models = None
-                    _release(device)
+                    _clear_away(device, cache=True)
                     models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
                     built_for = (workload.geometry, workload.dtype)
                 cell |= measure(workload, models, device, repeats, share, on_pass)
             except Exception as error:
                 cell |= {**_failure(error), "variants": []}
-        _release(device)
+        _clear_away(device, cache=True)
         yield cell
 
 
@@ -151,7 +142,7 @@ def measure(
 ) -> dict[str, Any]:
     """
     Measures one workload: `{"status", "order", "variants"}`, stock first among the variants, each with `stages` (raw
-    `seconds` of every round and `flops`), `peak_memory` and `resident_memory` in bytes, and how many tokens it kept.
+    `seconds` of every round and `flops`), `peak_memory` in bytes, and how many tokens were left.
 
     `order` is the order in which variants ran in each timed round: stock and each ratio take turns, and every round
     begins with another of them, so that drift of the machine affects all alike.
@@ -163,7 +154,6 @@ def measure(
         variants[ratio] = variant = describe(workload, models[0].config, ratio)
         with _noting_failure(variant, device):
             variant |= _warm_up(runner, ratio, device)
-            variant["resident_memory"] = runner.resident_memory()
         on_pass(workload.title)
     able = [ratio for ratio, variant in variants.items() if variant["status"] == "ok"]
     clock, order, started = clock_of(device), [], time.perf_counter()
@@ -185,39 +175,27 @@ def measure(
 
 
 def describe(workload: Workload, config: Any, ratio: float | None) -> dict[str, Any]:
-    """Name, ratio, and how many video tokens and tokens in all a row of the language model's sequence has."""
+    """Name, ratio, and how many tokens a row has: of the video in mode "tower", else in the language model."""
     rows, cols = config.vision_config.block_grid
-    blocks = workload.frames * rows * cols
-    kept = blocks if ratio is None else num_kept_blocks(workload.frames, rows * cols, ratio)
-    others = workload.frames * (workload.timestamp_tokens + 2) + workload.text_tokens
-    return {
-        "name": variant_name(ratio),
-        "pruning_ratio": ratio,
-        "status": "ok",
-        "video_tokens": kept,
-        "row_tokens": kept + others if workload.mode != "tower" else None,
-    }
+    tokens = num_kept_blocks(workload.frames, rows * cols, ratio or 0.0)
+    if workload.mode != "tower":
+        tokens += workload.frames * (workload.timestamp_tokens + 2) + workload.text_tokens
+    return {"name": variant_name(ratio), "pruning_ratio": ratio, "status": "ok", "tokens": tokens}
 
 
 def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[str, Any]:
     """`stages` with their FLOPs, `peak_memory`, and `not_counted` with the reason where FLOPs are None."""
     _clear_away(device)
-    workload, not_counted = runner.workload, ""
-    if workload.backend not in COUNTED_WITH_SDPA:
-        (flops, not_counted), peak = peak_memory(lambda: _count(runner, ratio), device)
-        stages = flops
-    else:
-        flops, failure = {}, {"status": "ok"}
-        configure((runner.model, runner.stock), workload, "sdpa")
-        with _noting_failure(failure, device):  # sdpa may need more memory than there is
-            flops, not_counted = _count(runner, ratio)
-        configure((runner.model, runner.stock), workload, workload.backend)
-        if failure["status"] != "ok":
-            not_counted = f"with sdpa, by which they are counted: {failure['status']} ({failure['reason']})"
+    models, workload = (runner.model, runner.stock), runner.workload
+    with_sdpa = workload.backend in COUNTED_WITH_SDPA
+    configure(models, workload, "sdpa" if with_sdpa else workload.backend)
+    (flops, not_counted), peak = peak_memory(lambda: _count(runner, ratio), device)
+    if with_sdpa:
+        configure(models, workload, workload.backend)
         _clear_away(device)
-        stages, peak = peak_memory(lambda: runner.run(ratio, clock_of(device)), device)
-    found = {stage: {"flops": None if not_counted else flops[stage], "seconds": []} for stage in stages}
-    return {"stages": found, "peak_memory": peak} | ({"not_counted": not_counted} if not_counted else {})
+        _, peak = peak_memory(lambda: runner.run(ratio, clock_of(device)), device)
+    stages = {stage: {"flops": None if not_counted else count, "seconds": []} for stage, count in flops.items()}
+    return {"stages": stages, "peak_memory": peak} | ({"not_counted": not_counted} if not_counted else {})
 
 
 def _count(runner: Runner, ratio: float | None) -> tuple[dict[str, float], str]:
@@ -228,49 +206,31 @@ def _count(runner: Runner, ratio: float | None) -> tuple[dict[str, float], str]:
     return flops, f"this PyTorch has no formula for {names}" if names else ""
 
 
-def _clear_away(device: torch.device) -> None:
-    """Before a pass nothing of the last one is left. CUDA's cache stays, as it would in use."""
+def _clear_away(device: torch.device, cache: bool = False) -> None:
+    """Frees what the last pass left. CUDA's cache stays before a pass, as it would in use."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     gc.collect()
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
+    if device.type == "cuda" and cache:
         torch.cuda.empty_cache()
 
 
-def _load_libraries(device: torch.device) -> None:
-    """On CUDA the first matrix product allocates cuBLAS's working space for good: no pass's memory."""
-    if device.type == "cuda":
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            torch.ones(16, 16, device=device, dtype=dtype).mm(torch.ones(16, 16, device=device, dtype=dtype))
-
-
 @contextlib.contextmanager
-def _compiled_anew(backend: str) -> Iterator[None]:
+def _prepared(workload: Workload, device: torch.device) -> Iterator[None]:
     """
-    Each workload compiles flex_attention for its own shapes. After eight PyTorch would go on uncompiled, which is
-    another algorithm; here 64 are allowed, and more fail.
+    Allocations fail rather than the machine; collecting garbage before each pass skips what was imported before; and
+    flex_attention is compiled anew. PyTorch would go on uncompiled, which is another algorithm, after eight shapes;
+    here 64 are allowed, and more fail.
     """
-    if backend != "flex_attention":
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(limited_to_free_memory(device))
+        if workload.backend == "flex_attention":
+            torch.compiler.reset()
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True))
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         yield
-        return
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        yield
-
-
-@contextlib.contextmanager
-def _imports_not_collected() -> Iterator[None]:
-    """Collecting garbage before each pass skips what was imported before."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextlib.contextmanager
@@ -281,7 +241,7 @@ def _noting_failure(variant: dict[str, Any], device: torch.device) -> Iterator[N
         return
     except Exception as error:
         variant |= _failure(error)
-    _release(device)  # after the exception is gone, which refers to the pass's tensors
+    _clear_away(device, cache=True)  # after the exception is gone, which refers to the pass's tensors
 
 
 def _failure(error: Exception) -> dict[str, str]:

@@ -49,10 +49,9 @@ def peak_memory(run: Callable[[], Result], device: torch.device) -> tuple[Result
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether PyTorch, on whichever device, failed for want of memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
     signs = ("can't allocate memory", "bad_alloc", "bad allocation", "out of memory", "STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    said = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return said or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A result's folder: `result.json`, and `README.md` and `plot.png` made of it."""
 
+import importlib.util
 import json
 import os
 import tempfile
@@ -16,19 +17,18 @@ RESULT, UNFINISHED, PAGE, PLOT = "result.json", "unfinished.json", "README.md", 
 def check_folder(folder: Path) -> None:
     """
     Raises `ValueError` where a result could not be written to `folder`, which need not exist yet, or would replace
-    files that no benchmark wrote.
+    files that no benchmark of this version wrote.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("writing a result draws a plot, which needs matplotlib: pip install 'stts-hf[bench]'")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"--output {folder} must be a folder, but {there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {folder} cannot be written: no permission in {there}")
-    replaced = [name for name in (RESULT, UNFINISHED, PAGE, PLOT) if os.path.lexists(folder / name)]
-    if replaced and not any(_is_result(folder / name) for name in (RESULT, UNFINISHED)):
-        raise ValueError(
-            f"--output {folder} holds {', '.join(replaced)}, which would be replaced, but no result of a benchmark; "
-            "name another folder"
-        )
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {folder} must be a folder that can be written, but {there} is not")
+    if any(os.path.lexists(folder / name) for name in (RESULT, UNFINISHED, PAGE, PLOT)):
+        try:
+            read_result(folder)
+        except ValueError as error:
+            raise ValueError(f"--output {folder} holds files that would be replaced; name another: {error}") from error
 
 
 def write_result(result: Mapping[str, Any], folder: Path) -> None:
@@ -77,15 +77,6 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
         write(Path(folder, path.name))
         os.replace(Path(folder, path.name), path)
-
-
-def _is_result(path: Path) -> bool:
-    """Whether a benchmark of any version wrote this file."""
-    try:
-        result = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(result, dict) and {"schema", "preset", "cells"} <= result.keys()
 
 
 def _as_json(result: Mapping[str, Any]) -> str:

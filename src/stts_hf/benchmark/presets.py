@@ -146,17 +146,18 @@ def find_preset(name: str, on_gpu: bool = False) -> Preset:
 
 def vary(
     preset: Preset,
-    modes: Sequence[str] | None = None,
     repeats: int | None = None,
     budget_minutes: float | None = None,
+    modes: Sequence[str] | None = None,
     ratios: Sequence[float] | None = None,
-    **axes: Sequence[Any] | None,
+    frames: Sequence[int] | None = None,
+    **names: Sequence[Any] | None,
 ) -> Preset:
     """
-    The same preset with other values along the given axes (fields of `Workload`), every combination of them.
+    The same preset with other values, every combination of them. Modes choose among the preset's workloads, whose
+    fields the other axes replace: `ratios`, `frames`, `batches`, `layouts`, `backends`, `dtypes`.
 
-    Modes choose among the preset's workloads; the other axes replace. Raises `ValueError`, naming argument and remedy,
-    for values that cannot be.
+    Raises `ValueError`, naming argument and remedy, for values that cannot be.
     """
     if repeats is not None and repeats < 1:
         raise ValueError(f"`repeats` is {repeats}, but must be at least 1.")
@@ -166,9 +167,9 @@ def vary(
         raise ValueError(
             f"`budget_minutes` has no effect on preset {preset.name!r}, which runs no model; leave it out."
         )
-    chosen = {axis: values for axis, values in axes.items() if values}
-    if ratios:
-        chosen["ratios"] = [tuple(sorted(set(ratios)))]
+    axes = {"frames": frames, "ratios": ratios and [tuple(sorted(set(ratios)))]}
+    axes |= {name.removesuffix("es" if name == "batches" else "s"): values for name, values in names.items()}
+    chosen: dict[str, Any] = {axis: values for axis, values in axes.items() if values}
     workloads = [workload for workload in preset.workloads if modes is None or workload.mode in modes]
     if (chosen or modes) and not workloads:
         has = sorted({workload.mode for workload in preset.workloads})
@@ -180,9 +181,5 @@ def vary(
         for values in itertools.product(*chosen.values()):
             new = dataclasses.replace(workload, **dict(zip(chosen, values, strict=True)))
             varied.setdefault(dataclasses.replace(new, ratios=()), new)
-    return dataclasses.replace(
-        preset,
-        workloads=tuple(varied.values()),
-        repeats=repeats or preset.repeats,
-        budget_minutes=budget_minutes or preset.budget_minutes,
-    )
+    repeats, budget_minutes = repeats or preset.repeats, budget_minutes or preset.budget_minutes
+    return dataclasses.replace(preset, workloads=tuple(varied.values()), repeats=repeats, budget_minutes=budget_minutes)

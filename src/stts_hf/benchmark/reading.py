@@ -70,7 +70,7 @@ def read_once(reader: str, path: str, frames: int, indices: list[int], threads: 
 
     def read() -> tuple[Any, Any]:
         if reader == PYAV:
-            return read_video_pyav(path, lambda metadata: indices)
+            return read_video_pyav(Path(path), lambda metadata: indices)
         if reader == PREPROCESSED:
             outputs = processor(videos=[path], return_metadata=True, return_tensors="pt")
             return (), outputs["video_metadata"][0]

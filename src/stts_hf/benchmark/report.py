@@ -18,14 +18,6 @@ PAPER_SPEED_UPS = {
     ("inference", 128): (1.14, 1.30, 1.61),
     ("inference", 256): (1.45, 1.71, 2.22),
 }
-FIGURES = (
-    "GFLOP",
-    "memory, MiB",
-    "frames/s",
-    "tokens of a row",
-    "same frames",
-    "speed-up in the paper",
-)
 
 LEGEND = """\
 Times are medians ± interquartile range of the timed passes, in ms; behind them the speed-up over the first column (the
@@ -120,11 +112,9 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
             texts = [_time(summary.get(name, {}).get(stage), name == names[0]) for name in names]
             if any(texts):
                 lines.append([stage.replace("_", " "), *texts])
-        figures = {name: _figures(cell, variants[name], summary[name][TOTAL]) for name in names if name in summary}
-        for row in FIGURES:
-            texts = [str(figures.get(name, {}).get(row) or "") for name in names]
-            if any(texts):
-                lines.append([row, *texts])
+        figures = [_figures(cell, variants[name], summary[name][TOTAL]) if name in summary else {} for name in names]
+        for row in dict.fromkeys(row for found in figures for row in found):
+            lines.append([row, *(str(found.get(row, "")) for found in figures)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -143,18 +133,18 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], total: Summary) -> dict[str, str | float | None]:
+def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], total: Summary) -> dict[str, Any]:
     """What is known of a variant besides its times."""
-    workload = cell.get("workload")
-    figures = {
-        "GFLOP": total.flops and f"{total.flops / 1e9:.4g}",
-        "memory, MiB": f"{variant['peak_memory'] / 2**20:.4g}",
-        "tokens of a row": variant.get("row_tokens") or variant.get("video_tokens"),
-        "same frames": {True: "yes", False: "**no**"}.get(variant.get("same_frames")),
-        "speed-up in the paper": _paper_speed_up(cell, variant),
-    }
-    if workload:
+    figures: dict[str, Any] = {"memory, MiB": f"{variant['peak_memory'] / 2**20:.4g}"}
+    if total.flops:
+        figures["GFLOP"] = f"{total.flops / 1e9:.4g}"
+    if workload := cell.get("workload"):
         figures["frames/s"] = f"{workload['frames'] * workload['batch'] / total.median:.3g}"
+        figures["tokens of a row"] = variant["tokens"]
+    if "same_frames" in variant:
+        figures["same frames"] = {True: "yes", False: "**no**", None: ""}[variant["same_frames"]]
+    if paper := _paper_speed_up(cell, variant):
+        figures["speed-up in the paper"] = paper
     return figures
 
 

@@ -20,10 +20,7 @@ from stts_hf.benchmark.reading import READERS, measure_clip
 
 SCHEMA = 2
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
-FLASH_BACKENDS = {
-    "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
-    "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
-}
+FLASH_BACKENDS = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
 def check_runnable(preset: Preset, device: torch.device, force: bool = False) -> None:
@@ -36,21 +33,15 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
             "to run it anyway"
         )
     for workload in preset.workloads:
-        missing = []
+        needs = ""
         if workload.backend == "flex_attention" and device.type == "cpu":
-            missing.append("a GPU: on a CPU PyTorch 2.15 has no backward pass for it")
+            needs = "a GPU: on a CPU PyTorch 2.15 has no backward pass for it"
         if workload.backend in FLASH_BACKENDS:
-            package, is_available = FLASH_BACKENDS[workload.backend]
-            if not is_available():
-                missing.append(f"the package {package}, which is not installed or not usable here")
-            if device.type != "cuda":
-                missing.append(f"a CUDA device, but --device is {device}")
-            if workload.dtype == "float32":
-                missing.append("--dtypes bfloat16 or float16, but the dtype is float32")
-            if workload.layout == "first_fit_descending":
-                missing.append("--layouts varlen, for bins need a mask, which flash attention does not take")
-        if missing:
-            raise ValueError(f"backend {workload.backend!r} needs {'; and '.join(missing)}; or use --backends sdpa")
+            bins, installed = workload.layout == "first_fit_descending", FLASH_BACKENDS[workload.backend]()
+            if bins or not installed or device.type == "cpu" or workload.dtype == "float32":
+                needs = "its package, a CUDA device, --dtypes bfloat16 or float16, and --layouts varlen"
+        if needs:
+            raise ValueError(f"backend {workload.backend!r} needs {needs}; or use --backends sdpa")
 
 
 def run_preset(

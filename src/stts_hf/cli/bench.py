@@ -1,18 +1,16 @@
 """`stts-hf bench`: measures STTS beside stock Molmo2 and writes down what it found."""
 
 import argparse
-import importlib.util
 import itertools
 import os
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.devices import choose_device
 from stts_hf.cli.errors import CommandError
-from stts_hf.cli.progress import note
+from stts_hf.cli.progress import note, progress_bar
 
 HELP = "measure speed, FLOPs and memory beside stock Molmo2"
 
@@ -20,6 +18,15 @@ DEFAULT_PRESET = "tiny"
 OUTPUTS = Path("outputs", "bench")  # where every other preset writes that is told nothing else
 # Environment variables that change what is measured, and so are part of a result's command.
 TUNING = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "MKL_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
+AXES: dict[str, tuple[type, str, str]] = {
+    "modes": (str, "MODE", "tower, inference, training"),
+    "frames": (int, "T", "frames of each video"),
+    "ratios": (float, "K", "pruning ratios, 0 to 1"),
+    "batches": (int, "B", "rows, each with one video"),
+    "layouts": (str, "NAME", "varlen, first_fit_descending"),
+    "backends": (str, "NAME", "sdpa, eager, flex_attention, flash_attention_2, flash_attention_3"),
+    "dtypes": (str, "NAME", "float32, bfloat16, float16"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,14 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--render", action="store_true", help="measure nothing; redo page and plot of --output's result"
     )
     axes = parser.add_argument_group("other values than the preset's; every combination of them is measured")
-    axes.add_argument("--modes", nargs="+", metavar="MODE", help="tower, inference, training")
-    axes.add_argument("--frames", nargs="+", type=int, metavar="T", help="frames of each video")
-    axes.add_argument("--ratios", nargs="+", type=float, metavar="K", help="pruning ratios, 0 to 1")
-    axes.add_argument("--batches", nargs="+", type=int, metavar="B", help="rows, each with one video")
-    axes.add_argument("--layouts", nargs="+", metavar="NAME", help="varlen, first_fit_descending")
-    backends = "sdpa, eager, flex_attention, flash_attention_2, flash_attention_3"
-    axes.add_argument("--backends", nargs="+", metavar="NAME", help=backends)
-    axes.add_argument("--dtypes", nargs="+", metavar="NAME", help="float32, bfloat16, float16")
+    for name, (kind, metavar, help_text) in AXES.items():
+        axes.add_argument(f"--{name}", nargs="+", type=kind, metavar=metavar, help=help_text)
     parser.add_argument("--repeats", type=int, metavar="N", help="most timed rounds of each workload")
     parser.add_argument("--budget-minutes", type=float, metavar="M", help="stop at 3 rounds each once these are spent")
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
@@ -83,27 +84,20 @@ def list_presets() -> None:
 
 def render(folder: Path | None) -> None:
     """Writes page and plot anew from the samples in `folder`."""
-    from stts_hf.benchmark.output import read_result, write_result
+    from stts_hf.benchmark.output import check_folder, read_result, write_result
 
     if folder is None:
         raise CommandError("--render needs --output, the folder of the result")
-    check_matplotlib()
     try:
+        check_folder(folder)
         write_result(read_result(folder), folder)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
 
-def check_matplotlib() -> None:
-    """Raises `CommandError` where the plot could not be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("writing a result draws a plot, which needs matplotlib: pip install 'stts-hf[bench]'")
-
-
 def measure(arguments: argparse.Namespace) -> int:
     """Checks all that can be before measuring, then measures, writes and prints. Returns the exit status."""
     import torch
-    from tqdm import tqdm
 
     from stts_hf.benchmark.output import check_folder, keep_unfinished, write_result
     from stts_hf.benchmark.presets import find_preset, vary
@@ -116,20 +110,13 @@ def measure(arguments: argparse.Namespace) -> int:
     try:
         preset = vary(
             find_preset(arguments.preset or DEFAULT_PRESET, on_gpu=device.type == "cuda"),
-            modes=arguments.modes,
             repeats=arguments.repeats,
             budget_minutes=arguments.budget_minutes,
-            ratios=arguments.ratios,
-            frames=arguments.frames,
-            batch=arguments.batches,
-            layout=arguments.layouts,
-            backend=arguments.backends,
-            dtype=arguments.dtypes,
+            **{name: getattr(arguments, name) for name in AXES},
         )
         check_runnable(preset, device, arguments.force)
         folder = arguments.output or (None if preset.name == DEFAULT_PRESET else unused(OUTPUTS / preset.name))
         if folder is not None:
-            check_matplotlib()
             check_folder(folder)
             note(f"stts-hf bench: writes to {folder}")
     except ValueError as error:
@@ -139,7 +126,7 @@ def measure(arguments: argparse.Namespace) -> int:
     # SIGTERM ends the command as Ctrl-C does, so that its temporary files go with it.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with tqdm(total=count_passes(preset), unit="pass", file=sys.stderr, disable=None) as bar:
+        with progress_bar(count_passes(preset), "pass") as bar:
 
             def on_pass(what: str) -> None:
                 bar.set_description(what, refresh=False)

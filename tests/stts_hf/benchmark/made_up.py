@@ -11,10 +11,8 @@ def variant(ratio: float | None, stages: dict[str, tuple[list[float], int]], mem
         "name": "stock" if ratio is None else f"{ratio:g}",
         "pruning_ratio": ratio,
         "status": "ok",
-        "video_tokens": 100,
-        "row_tokens": None,
+        "tokens": 100,
         "peak_memory": memory,
-        "resident_memory": 2**21,
         "stages": {name: {"seconds": seconds, "flops": flops} for name, (seconds, flops) in stages.items()},
     }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from stts_hf.benchmark.flops import FlopClock, UncountedAttention, flop_counter
+from stts_hf.benchmark.clocks import FlopClock, UncountedAttention, flop_counter
 from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config
 from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.stages import (

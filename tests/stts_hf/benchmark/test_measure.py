@@ -12,7 +12,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounter
 
 from stts_hf.benchmark import measure as measuring
-from stts_hf.benchmark.flops import FlopClock
+from stts_hf.benchmark.clocks import FlopClock
 from stts_hf.benchmark.geometries import build_models, configure
 from stts_hf.benchmark.measure import Runner, measure, measure_workloads
 from stts_hf.benchmark.memory import is_out_of_memory, limited_to_free_memory, peak_memory, proc_bytes
@@ -215,30 +215,13 @@ def backends(monkeypatch):
 def test_kernels_without_formulas_are_counted_with_sdpa(models, backends, backend, used):
     workload = dataclasses.replace(TOWER, backend=backend, ratios=())
     cell = measure(workload, models, CPU, repeats=1, seconds=0.0)
-    assert backends == [("sdpa", "sdpa", "FlopClock"), (*used, "HostClock"), (*used, "HostClock")]
+    assert backends == [("sdpa", "sdpa", "FlopClock"), (*used, "Clock"), (*used, "Clock")]
     assert cell["variants"][0]["stages"]["total"] == {"flops": 7, "seconds": [1.0]}
 
 
-def test_a_shape_that_is_too_large_to_count_is_measured_all_the_same(models, monkeypatch):
-    def run(self, ratio, clock):
-        if self.model.config.text_config._attn_implementation == "sdpa":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return {"total": 1.0}
-
-    monkeypatch.setattr(Runner, "run", run)
-    monkeypatch.setattr(gc, "collect", lambda: 0)
-    workload = dataclasses.replace(TOWER, backend="flex_attention")
-    cell = measure(workload, models, CPU, repeats=1, seconds=0.0)
-    assert [variant["status"] for variant in cell["variants"]] == ["ok"] * 3
-    assert [variant["stages"]["total"] for variant in cell["variants"]] == [{"flops": None, "seconds": [1.0]}] * 3
-    assert all(
-        "out of memory (OutOfMemoryError: CUDA out of memory)" in variant["not_counted"] for variant in cell["variants"]
-    )
-
-
 def test_attention_that_cannot_be_counted_gives_no_ideal(models, monkeypatch):
-    monkeypatch.setattr("stts_hf.benchmark.flops.CPU_ATTENTION", {})
-    monkeypatch.setattr("stts_hf.benchmark.flops.flop_registry", {})
+    monkeypatch.setattr("stts_hf.benchmark.clocks.CPU_ATTENTION", {})
+    monkeypatch.setattr("stts_hf.benchmark.clocks.flop_registry", {})
     monkeypatch.setattr(gc, "collect", lambda: 0)
     cell = measure(TOWER, models, CPU, repeats=1, seconds=0.0)
     for variant in cell["variants"]:
@@ -250,7 +233,7 @@ def test_flex_attention_is_never_given_up_for_uncompiled_code():
     """PyTorch's default is to go on uncompiled after eight versions."""
     counter = CompileCounter()
     compiled = torch.compile(lambda tensor: tensor + len(tensor), backend=counter, dynamic=False)
-    with measuring._compiled_anew("flex_attention"):
+    with measuring._prepared(dataclasses.replace(TOWER, backend="flex_attention"), CPU):
         for size in range(2, 14):
             compiled(torch.ones(size))
         assert counter.frame_count == 12

@@ -144,7 +144,7 @@ def test_tiny_only_prints(capsys, tmp_path, monkeypatch, measured):
 def test_files_that_no_benchmark_wrote_are_not_replaced(capsys, tmp_path, name):
     (tmp_path / name).write_text("{}")
     assert main([*TOWER, "--output", str(tmp_path)]) == 2
-    assert f"holds {name}, which would be replaced, but no result of a benchmark" in capsys.readouterr().err
+    assert "holds files that would be replaced; name another: " in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "{}"
 
 

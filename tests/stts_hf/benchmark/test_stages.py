@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stts_hf.benchmark.clocks import HostClock
+from stts_hf.benchmark.clocks import clock_of
 from stts_hf.benchmark.geometries import build_models, configure
 from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.stages import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER, StageRecorder
@@ -93,11 +93,11 @@ def test_a_module_that_is_not_there_is_named(models, monkeypatch, parent, name):
     with pytest.raises(
         AttributeError, match=f"Stages are cut at '(model.)?{name}' of .* adapt stts_hf.benchmark.stages"
     ):
-        StageRecorder(models[0], HostClock())
+        StageRecorder(models[0], clock_of(CPU))
 
 
 def test_a_pass_that_misses_a_module_is_an_error(models):
-    recorder = StageRecorder(models[0], HostClock())
+    recorder = StageRecorder(models[0], clock_of(CPU))
     recorder.start()
     recorder.mark("end")
     with pytest.raises(RuntimeError, match="has read tower_in, tower_out"):
@@ -110,5 +110,5 @@ def test_no_hook_stays(models, run):
         return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in models[0].modules())
 
     before = hooks()
-    run(0.5, HostClock())
+    run(0.5, clock_of(CPU))
     assert hooks() == before
