@@ -97,6 +97,6 @@ def _is_disk_full(error: BaseException) -> bool:
     """Also where PyTorch and safetensors wrap the system's error in one of their own."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    words = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
+    words = ("No space left on device", "Disk quota exceeded", "iostream error", "PytorchStreamWriter failed writing")
     inner = error.__cause__ or error.__context__
     return any(word in str(error) for word in words) or (inner is not None and _is_disk_full(inner))

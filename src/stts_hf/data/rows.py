@@ -66,7 +66,7 @@ def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
             more than one video, or no answer to learn from.
     """
     name = row_id(row, index)
-    kept = json.loads(row[PROMPT]) if isinstance(row, Mapping) and row.get(PROMPT) else {}
+    kept: dict[str, Any] = json.loads(row[PROMPT]) if isinstance(row, Mapping) and row.get(PROMPT) else {}
     if "videos" in kept:
         return Sample(name, [], **kept)
     try:

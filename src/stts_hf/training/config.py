@@ -8,7 +8,7 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -164,7 +164,7 @@ class TrainConfig:
         return ConfigError(f"{self.source}: `{name}` {problem}")
 
 
-KINDS: tuple[type, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
+KINDS: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
 # What a run wants and `TrainingArguments` does not do by default.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
 REFUSED = {
@@ -292,7 +292,7 @@ def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
             given.pop(name, None)
             continue
         earlier = given.get(name)
-        given[name] = earlier | value if isinstance(earlier, Mapping) and isinstance(value, Mapping) else value
+        given[name] = earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
     return given
 
 
@@ -303,7 +303,7 @@ def _check_together(config: TrainConfig) -> None:
     if not config.model.use_peft and ADAPTER in (config.given.get("learning_rates") or {}):
         raise ValueError("`learning_rates` has a rate for LoRA weights, but `use_peft` is false.")
     if training.eval_strategy != "no" and not config.data.eval_data:
-        raise ValueError(f"`eval_strategy` is {training.eval_strategy.value!r}, but `eval_data` names no rows.")
+        raise ValueError(f"`eval_strategy` is {config.given['eval_strategy']!r}, but `eval_data` names no rows.")
 
 
 def _check_range(section: Any, name: str, low: float) -> None:

@@ -4,29 +4,42 @@ than the labels (B, L). `STTSTrainer` needs none of this.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PreTrainedModel
 
 from stts_hf.data.labels import IGNORED, align_labels
+from stts_hf.modeling.configuration_stts import STTSConfig
+
+IGNORE_KEYS = [name for name in STTSConfig.keys_to_ignore_at_inference if name != "kept_indices"]
 
 
 def predictions_and_labels(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     `preprocess_logits_for_metrics` of a `Trainer`: the likeliest token at each place and the labels beside them, both
-    (B, L'). outputs: all outputs of the model but the loss, or the logits alone, as `STTSTrainer` gives them.
+    (B, L'). The plain `Trainer` must be called with `evaluate(ignore_keys=IGNORE_KEYS)`, or
+    `train(ignore_keys_for_eval=IGNORE_KEYS)`: it hides all outputs but the logits else. Raises `ValueError` where it was
+    not and tokens were dropped.
+
+    outputs: logits (B, L', vocabulary) and `kept_indices`, or the logits alone where the labels lie beside them already.
     """
-    if isinstance(outputs, torch.Tensor):
-        return outputs.argmax(-1), labels
-    logits, kept_indices = outputs[0], outputs[-1]
-    return logits.argmax(-1), align_labels(kept_indices, labels)
+    if not isinstance(outputs, torch.Tensor):
+        logits, kept_indices = outputs
+        return logits.argmax(-1), align_labels(kept_indices, labels)
+    if outputs.shape[1] != labels.shape[1]:
+        raise ValueError(
+            f"There are logits for {outputs.shape[1]} tokens and labels for {labels.shape[1]}, because video tokens were "
+            "dropped. Call `Trainer.evaluate(ignore_keys=IGNORE_KEYS)`, with the list of this module."
+        )
+    return outputs.argmax(-1), labels
 
 
 def token_accuracy(evaluation: EvalPrediction) -> dict[str, float]:
     """`compute_metrics` of a `Trainer` with `predictions_and_labels`: the share of label tokens that are predicted."""
-    predictions, labels = evaluation.predictions
+    predictions, labels = cast(tuple[np.ndarray, np.ndarray], evaluation.predictions)
     shown, wanted = predictions[:, :-1], labels[:, 1:]
     counted = wanted != IGNORED
     return {"token_accuracy": float((shown == wanted)[counted].mean()) if counted.any() else 0.0}

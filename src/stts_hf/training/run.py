@@ -167,7 +167,9 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """Every setting, so that one that is spelled out equals one that is left out."""
-    defaults = {item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init}
+    defaults: dict[str, Any] = {
+        item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init
+    }
     settings = defaults | TRAINING_DEFAULTS | given
     rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]}
     return settings | {

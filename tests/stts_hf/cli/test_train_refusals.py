@@ -1,6 +1,8 @@
 """`stts-hf train` before its first step: the plan that it shows, and what it refuses, by name."""
 
+import errno
 import importlib.util
+import os
 import re
 import shutil
 from pathlib import Path
@@ -196,3 +198,63 @@ def test_unknown_backend_is_refused(data, tmp_path, capsys):
     config = write_config(tmp_path, data, tmp_path / "out")
     assert train(config, "--torch_compile_backend=fast") == 2
     assert "'FAST' is not a valid DynamoBackend" in capsys.readouterr().err
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_disk_in_torch(*_: object, **__: object) -> None:
+    """As `torch.save` says it: the system's error is gone, and closing the file fails once more."""
+    try:
+        raise RuntimeError("basic_ios::clear: iostream error")
+    finally:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+@pytest.mark.parametrize("failure", [full_disk, full_disk_in_torch])
+def test_a_full_disk_is_said_in_a_line_and_the_next_run_starts(failure, data, tmp_path, capsys, monkeypatch):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.Trainer._save_optimizer_and_scheduler", failure)
+        assert train(config, "--save_steps=1") == 2
+    assert f"No space is left on the disk of '{tmp_path / 'out'}'" in capsys.readouterr().err
+    assert train(config) == 0
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_no_empty_configuration(data, tmp_path, capsys, monkeypatch):
+    config = write_config(tmp_path, data, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full_disk)
+        assert train(config) == 2
+    assert "No space is left on the disk" in capsys.readouterr().err
+    assert list((tmp_path / "out").glob("*.yaml")) == []
+
+
+def test_an_error_that_is_none_of_these_keeps_its_traceback(data, tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("transformers.Trainer.save_state", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train(write_config(tmp_path, data, tmp_path / "out"))
+
+
+def test_rows_with_urls_are_refused_unless_they_are_allowed(data, tmp_path, without_weights, capsys):
+    rows = write_rows(data.parent, [row(0, videos=["https://example.com/a.mp4"])], f"{tmp_path.name}.jsonl")
+    config = write_config(tmp_path, rows, tmp_path / "out", model=without_weights)
+    assert train(config, "--dry-run") == 2
+    assert "Row 'row-0': videos: 'https://example.com/a.mp4' is a URL" in capsys.readouterr().err
+    assert train(config, "--dry-run", "--allow_urls") == 0
+
+
+def test_options_of_the_command_may_stand_anywhere(data, tmp_path, without_weights, capsys):
+    config = str(write_config(tmp_path, data, tmp_path / "out", model=without_weights))
+    assert main(["train", "--dry-run", config, "--max_steps", "7"]) == 0
+    assert main(["train", config, "--max_steps", "7", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("7 of 2 rows") == 2
+    assert main(["train", config, "--dry-run", "--resume", "--learning_rates={scorer: 1e-3}"]) == 0
+    with pytest.raises(SystemExit) as exit:
+        main(["train", config, "--help"])
+    assert exit.value.code == 0
+    assert "--lora_r" in capsys.readouterr().out

@@ -1,12 +1,14 @@
-"""Lengths from headers are those of the samples the collator makes."""
+"""Rows made ready before training: their lengths are those of the samples the collator makes, and so are they."""
 
 import io
 from typing import Any
 
+import datasets
 import pytest
+import torch
 from PIL import Image
 
-from stts_hf import RowError, measure_lengths
+from stts_hf import RowError, STTSDataCollator, check_rows, load_rows, measure_lengths, prepare_rows
 from stts_hf.data.encoding import encode
 from stts_hf.data.headers import in_order
 from stts_hf.data.rows import read_row
@@ -96,3 +98,68 @@ def test_few_results_are_held_at_a_time():
         assert result == index
         assert len(begun) <= index + 8
     assert sorted(begun) == list(range(100))
+
+
+@pytest.fixture
+def table(media):
+    """A row of files, one whose video is bytes, one whose video does not open, and one of text."""
+    return load_rows(
+        datasets.Dataset.from_list(
+            [
+                video_row("file", media / "two.mp4"),
+                video_row("damaged", media / "damaged.mp4"),
+                text_row("text") | {"videos": None},
+            ]
+        )
+    )
+
+
+def test_prepared_rows_make_the_batches_of_the_rows_themselves(processor, table):
+    prepared = prepare_rows(table, processor, pruning_ratio=0.5, on_error="skip", progress=False)
+    assert prepared["id"] == ["file", "text"]
+    assert prepared["length"] == measure_lengths(table.select([0, 2]), processor, 0.5, progress=False)
+    collator = STTSDataCollator(processor)
+    found, expected = (collator([rows[0], rows[1]]) for rows in (prepared, table.select([0, 2])))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_videos_that_lie_in_the_row_as_bytes_are_found_again(processor, media):
+    features = {"id": datasets.Value("string"), "question": datasets.Value("string")}
+    features |= {"answer": datasets.Value("string"), "video": datasets.Value("binary")}
+    row = {"id": "bytes", "question": "What?", "answer": "A ball.", "video": (media / "two.mp4").read_bytes()}
+    rows = load_rows(datasets.Dataset.from_list([row], features=datasets.Features(features)))
+    prepared = prepare_rows(rows, processor, progress=False)
+    assert read_row(prepared[0]).prompt is not None
+    collator = STTSDataCollator(processor)
+    assert torch.equal(collator([prepared[0]])["pixel_values_videos"], collator([rows[0]])["pixel_values_videos"])
+
+
+def test_all_bad_rows_are_named_at_once(processor, table):
+    with pytest.raises(RowError, match=r"2 of 3 rows cannot be trained on:(?s:.*)Row 'file' has .* tokens") as error:
+        prepare_rows(table, processor, pruning_ratio=0.5, max_length=60, progress=False)
+    assert "Row 'damaged': " in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.mp4", "HTTP://example.com/a.mp4"])
+def test_nothing_is_fetched_unasked(processor, url, monkeypatch):
+    """Neither a video nor an image, by none of the functions that look at rows, and not by the collator."""
+    rows: Any = [video_row("far", url), image_row("near", url)]
+    for function in (check_rows, lambda rows, processor: measure_lengths(rows, processor, 0.5)):
+        for row in rows:
+            with pytest.raises(RowError, match=rf"Row '{row['id']}': \w+: '{url}' is a URL.*allow_urls"):
+                function([row], processor)
+    for row in rows:
+        with pytest.raises(RowError, match="nothing is fetched unasked"):
+            STTSDataCollator(processor)([row])
+
+
+def test_urls_are_fetched_where_they_are_allowed(processor, monkeypatch):
+    fetched: list[str] = []
+
+    def fetch(url: str) -> Image.Image:
+        fetched.append(url)
+        return Image.new("RGB", (40, 30))
+
+    monkeypatch.setattr("stts_hf.data.encoding.load_image", fetch)
+    STTSDataCollator(processor, allow_urls=True)([image_row("near", "https://example.com/a.png")])
+    assert fetched == ["https://example.com/a.png"]

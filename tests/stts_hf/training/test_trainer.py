@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 from tests.checkpoints import TINY
 from tests.modeling.reference import assert_gradients_equal
@@ -207,3 +208,27 @@ def test_stock_molmo2_is_refused(tmp_path):
     model.config.model_type = "molmo2"
     with pytest.raises(ValueError, match=r"of type 'molmo2'; it must be an STTS model\. `stts-hf convert` makes one"):
         trainer(tmp_path, model=model)
+
+
+def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path):
+    """`Trainer` compiles the whole model; batches are padded, and one has no video."""
+    options: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 4, **IN_ORDER}
+    eager, compiled = (
+        trainer(tmp_path, torch_compile=compiled, torch_compile_backend=backend, **options)
+        for compiled, backend in ((False, None), (True, "eager"))
+    )
+    eager.train()
+    compiled.train()
+    for name in ("loss", "task_loss", "temporal_loss"):
+        assert logged(compiled, name) == pytest.approx(logged(eager, name), rel=1e-5)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_processes_of_torchrun_on_a_cpu_are_one_run(tmp_path, monkeypatch):
+    """accelerate makes one run of them only where it is told to use the CPU; else each trains for itself."""
+    asked = []
+    monkeypatch.setattr("transformers.training_args.PartialState", lambda **options: asked.append(options))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(AttributeError):  # what stands in for the state is none
+        STTSTrainingArguments(output_dir=str(tmp_path))
+    assert asked[0]["cpu"]

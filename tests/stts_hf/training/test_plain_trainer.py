@@ -1,0 +1,106 @@
+"""Token accuracy and label smoothing with the plain `Trainer`, whose labels know nothing of dropped tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainingArguments
+
+from stts_hf import align_labels
+from stts_hf.training.plain_trainer import IGNORE_KEYS, predictions_and_labels, smoothed_loss, token_accuracy
+from tests.stts_hf.training.runs import KeepGradients, Rows, trainer, without_ids
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def plain(model: Any, folder: Path, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    settings |= {"remove_unused_columns": False, "max_steps": 1, "max_grad_norm": 0, "learning_rate": 0.0}
+    passed = {name: options.pop(name) for name in list(options) if name not in TrainingArguments.__dataclass_fields__}
+    arguments = TrainingArguments(str(folder), **settings | options)
+    return Trainer(model, arguments, without_ids, Rows(), eval_dataset=Rows(), **passed)
+
+
+@torch.no_grad()
+def accuracy_by_hand(model: Any) -> float:
+    hits = []
+    for index in range(4):
+        batch = without_ids([Rows()[index]])
+        outputs = model.eval()(**batch)
+        for column, place in enumerate(outputs.kept_indices[0].tolist()[1:], 1):
+            label = int(batch["labels"][0, place])
+            if label >= 0:
+                hits.append(int(outputs.logits[0, column - 1].argmax()) == label)
+    return sum(hits) / len(hits)
+
+
+METRIC: dict[str, Any] = {
+    "compute_metrics": token_accuracy,
+    "preprocess_logits_for_metrics": predictions_and_labels,
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_token_accuracy_is_that_of_the_tokens_that_are_left(model, tmp_path, batch_size):
+    metrics = plain(model, tmp_path, per_device_eval_batch_size=batch_size, **METRIC).evaluate(ignore_keys=IGNORE_KEYS)
+    assert metrics["eval_token_accuracy"] == pytest.approx(accuracy_by_hand(model), abs=1e-9)
+
+
+def test_the_same_functions_serve_the_own_trainer(model, tmp_path):
+    run = trainer(tmp_path, model=model, eval_dataset=Rows())
+    run.compute_metrics, run.preprocess_logits_for_metrics = token_accuracy, predictions_and_labels
+    assert run.evaluate()["eval_token_accuracy"] == pytest.approx(accuracy_by_hand(model), abs=1e-9)
+
+
+def test_labels_go_with_their_tokens_and_filler_has_none():
+    labels = torch.tensor([[-100, 5, 6, 7]])
+    assert align_labels(torch.tensor([[0, 2, 3, -1]]), labels).tolist() == [[-100, 6, 7, -100]]
+    assert align_labels(torch.tensor([[3, -1]]), labels, ignore_index=-1).tolist() == [[7, -1]]
+
+
+def test_an_evaluation_that_hides_which_tokens_are_left_is_refused(model, tmp_path):
+    with pytest.raises(ValueError, match="logits for .* tokens and labels for .* ignore_keys=IGNORE_KEYS"):
+        plain(model, tmp_path, per_device_eval_batch_size=1, **METRIC).evaluate()
+
+
+@pytest.mark.parametrize("steps", [1, 4], ids=["one_batch", "accumulated"])
+def test_smoothed_losses_are_cross_entropy_with_smoothing_and_the_temporal_loss(model, tmp_path, steps):
+    options: dict[str, Any] = {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
+    run = plain(model, tmp_path, compute_loss_func=smoothed_loss(model, 0.1), **options)
+    kept = KeepGradients()
+    run.add_callback(kept)
+    run.train()
+    model.zero_grad()
+    expected = torch.zeros(())
+    batches = [[Rows()[index] for index in range(4)]] if steps == 1 else [[Rows()[index]] for index in range(4)]
+    total = sum(int((row["labels"] != -100).sum()) for batch in batches for row in batch)
+    for rows in batches:
+        batch = without_ids(rows)
+        outputs = model.train()(**batch)
+        labels = align_labels(outputs.kept_indices, batch["labels"])[:, 1:].flatten()
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        task = cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+        temporal = 0 if outputs.temporal_loss is None else outputs.temporal_loss * (labels != -100).sum()
+        expected = expected + (task + model.config.temporal_loss_weight * temporal) / total
+    expected.backward()
+    assert model.model.vision_tower.scorer.score_layer.weight.grad.abs().max() > 0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            # Sums of another order of rows, on gradients of order 1.
+            torch.testing.assert_close(kept.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_smoothing_of_everything_is_refused(model):
+    with pytest.raises(ValueError, match="smoothing must be from 0 up to, not including, 1, got 1"):
+        smoothed_loss(model, 1)
+
+
+def test_the_own_trainer_refuses_smoothing_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"`label_smoothing_factor` must be 0, not 0\.1"):
+        trainer(tmp_path, label_smoothing_factor=0.1)
