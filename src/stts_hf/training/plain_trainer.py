@@ -20,19 +20,19 @@ IGNORE_KEYS = [name for name in STTSConfig.keys_to_ignore_at_inference if name !
 def predictions_and_labels(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     `preprocess_logits_for_metrics` of a `Trainer`: the likeliest token at each place and the labels beside them, both
-    (B, L'). The plain `Trainer` must be called with `evaluate(ignore_keys=IGNORE_KEYS)`, or
-    `train(ignore_keys_for_eval=IGNORE_KEYS)`: it hides all outputs but the logits else. Raises `ValueError` where it was
-    not and tokens were dropped.
+    (B, L'). Call the plain `Trainer` with `evaluate(ignore_keys=IGNORE_KEYS)` or
+    `train(ignore_keys_for_eval=IGNORE_KEYS)`: else it hides all outputs but the logits. Raises `ValueError` where it
+    was called without and tokens were dropped.
 
-    outputs: logits (B, L', vocabulary) and `kept_indices`, or the logits alone where the labels lie beside them already.
+    outputs: logits (B, L', vocabulary) and `kept_indices`, or the logits alone where labels lie beside them already.
     """
     if not isinstance(outputs, torch.Tensor):
         logits, kept_indices = outputs
         return logits.argmax(-1), align_labels(kept_indices, labels)
     if outputs.shape[1] != labels.shape[1]:
         raise ValueError(
-            f"There are logits for {outputs.shape[1]} tokens and labels for {labels.shape[1]}, because video tokens were "
-            "dropped. Call `Trainer.evaluate(ignore_keys=IGNORE_KEYS)`, with the list of this module."
+            f"There are logits for {outputs.shape[1]} tokens and labels for {labels.shape[1]}, because video tokens "
+            "were dropped. Call `Trainer.evaluate(ignore_keys=IGNORE_KEYS)`, with the list of this module."
         )
     return outputs.argmax(-1), labels
 

@@ -65,7 +65,7 @@ def test_labels_go_with_their_tokens_and_filler_has_none():
 
 
 def test_an_evaluation_that_hides_which_tokens_are_left_is_refused(model, tmp_path):
-    with pytest.raises(ValueError, match="logits for .* tokens and labels for .* ignore_keys=IGNORE_KEYS"):
+    with pytest.raises(ValueError, match=r"logits for .* tokens and labels for .*ignore_keys=IGNORE_KEYS"):
         plain(model, tmp_path, per_device_eval_batch_size=1, **METRIC).evaluate()
 
 
