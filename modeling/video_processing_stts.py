@@ -18,7 +18,6 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import get_size_dict
 from transformers.image_utils import (
     ChannelDimension,
-    SizeDict,
     infer_channel_dimension_format,
     load_image,
     pil_torch_interpolation_mapping,
@@ -88,7 +87,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self._sampling_limits({})
+        self._options({})
 
     def preprocess(self, videos: Any, **kwargs: Any) -> BatchFeature:
         """Reads, samples and preprocesses videos.
@@ -101,14 +100,13 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             ValueError: a file cannot be read (see `VideoFile`), frames are missing, not finite or contradict their
                 metadata, or a setting is out of range.
         """
-        limits = self._sampling_limits(kwargs)
-        options = {name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
+        options = self._options(kwargs)
         videos = normalize_videos(videos)
         if isinstance(videos, list) and not videos:
             raise ValueError("videos is empty. Pass at least one video, or leave videos out.")
         videos = make_batched_videos(videos)
         metadata = _one_each(options["video_metadata"], len(videos))
-        loaded = [self._load(video, metadata[index], index, options, limits) for index, video in enumerate(videos)]
+        loaded = [self._load(video, metadata[index], index, options) for index, video in enumerate(videos)]
         kwargs |= {"do_sample_frames": False, "input_data_format": ChannelDimension.FIRST}
         kwargs["video_metadata"] = [found for _, found in loaded]
         return super().preprocess([frames for frames, _ in loaded], **kwargs)
@@ -141,51 +139,41 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         Returns metadata with `frames_indices` and `frame_times`; where frames turn out to be damaged, fewer are shown.
         `kwargs` and errors as in `preprocess`.
         """
-        limits = self._sampling_limits(kwargs)
-        options = {name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
+        options = self._options(kwargs)
         with _open(video, options) as file:
-            return file.describe(file.sample(*limits) if options["do_sample_frames"] else None)
+            return file.describe(file.sample(*options["limits"]) if options["do_sample_frames"] else None)
 
-    def sample_frames(
-        self,
-        metadata: VideoMetadata,
-        num_frames: int | None = None,
-        fps: int | float | None = None,
-        max_fps: int | float | None = None,
-        **kwargs: Any,
-    ) -> np.ndarray:
+    def sample_frames(self, metadata: VideoMetadata, **call: Any) -> np.ndarray:  # type: ignore[override]
         """Indices of the frames to show of an array with this metadata; what is not given comes from the settings."""
-        call = {"num_frames": num_frames, "fps": fps, "max_fps": max_fps} | kwargs
-        given = {name: value for name, value in call.items() if value is not None}
-        return self._sample_array(metadata, self._sampling_limits(given))
+        call = {name: value for name, value in call.items() if value is not None}
+        return self._sample_array(metadata, self._options(call)["limits"])
 
-    def _sampling_limits(self, call: dict[str, Any]) -> tuple[int | None, float | None]:
-        """Frame budget and rate that the arguments of a call and the settings amount to, validated."""
+    def _options(self, call: dict[str, Any]) -> dict[str, Any]:
+        """All settings, those of a call first, validated; `limits` is the frame budget and the rate they amount to."""
         given = {name for name, value in call.items() if value is not None}
+        options = {name: call.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
+        num_frames, fps, max_fps = options["num_frames"], options["fps"], options["max_fps"]
         if {"fps", "num_frames"} <= given:
             raise ValueError(
-                f"num_frames={call['num_frames']} and fps={call['fps']} exclude each other. Pass num_frames and "
-                "max_fps for a rate with a budget."
+                f"num_frames={num_frames} and fps={fps} exclude each other. Pass num_frames and max_fps for a rate "
+                "with a budget."
             )
-        names = ("num_frames", "fps", "max_fps", "test_time_scaling", "pruning_ratio")
-        settings: dict[str, Any] = {name: call.get(name, getattr(self, name, None)) for name in names}
-        num_frames, fps, max_fps = settings["num_frames"], settings["fps"], settings["max_fps"]
         if num_frames is not None and (not isinstance(num_frames, int) or num_frames < 1):
             raise ValueError(f"num_frames must be a whole number of at least 1, got {num_frames!r}.")
-        for name, rate in (("max_fps", max_fps), ("fps", fps)):
-            if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
-                raise ValueError(f"{name} must be a number of frames per second above 0, got {rate!r}.")
-        ratio = check_pruning_ratio(settings["pruning_ratio"])
-        if "pruning_ratio" in given and not settings["test_time_scaling"]:
+        for name in ("max_fps", "fps", "max_download_bytes", "max_download_seconds"):
+            value = options[name]
+            if not (value is None and "fps" in name) and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{name} must be a number above 0, got {value!r}.")
+        ratio = check_pruning_ratio(options["pruning_ratio"])
+        if "pruning_ratio" in given and not options["test_time_scaling"]:
             raise ValueError(
                 f"pruning_ratio={ratio:g} has no effect on a processor without test_time_scaling. Pass it to the "
                 "model's call or generate, which prune, or pass test_time_scaling=True too, for more frames."
             )
-        if settings["test_time_scaling"] and num_frames is not None:
+        if options["test_time_scaling"] and num_frames is not None:
             num_frames = frame_budget(num_frames, ratio)
-        if fps is not None and "num_frames" not in given:
-            return None, fps
-        return num_frames, max_fps
+        by_rate = fps is not None and "num_frames" not in given
+        return options | {"limits": (None, fps) if by_rate else (num_frames, max_fps)}
 
     def _sample_array(self, metadata: VideoMetadata, limits: tuple[int | None, float | None]) -> np.ndarray:
         if metadata.fps is None:
@@ -197,55 +185,54 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         return sample_indices(metadata.total_num_frames, metadata.fps, *limits)
 
     def _load(
-        self, video: Any, metadata: Any, index: int, options: dict[str, Any], limits: tuple[int | None, float | None]
-    ) -> tuple[torch.Tensor, VideoMetadata]:
+        self, video: Any, metadata: Any, index: int, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, STTSVideoMetadata]:
         """The frames to show `(T, 3, height, width)` and their metadata."""
-        sample = options["do_sample_frames"]
+        limits = options["limits"] if options["do_sample_frames"] else None
         if isinstance(video, str):
-            size = options["size"]
-            if not isinstance(size, SizeDict):
-                size = SizeDict(**get_size_dict(size=size, default_to_square=options["default_to_square"]))
-            resample = options["resample"]
-            # In the model's size from the start, so that memory does not grow with the video's resolution.
-            target = (size.height, size.width), pil_torch_interpolation_mapping.get(resample, resample)
             source = getattr(video, "source", video)
+            # In the model's size from the start, so that memory does not grow with the video's resolution.
+            size = options["size"]
+            if not hasattr(size, "get"):  # a number or a pair
+                size = get_size_dict(size, default_to_square=options["default_to_square"])
+            target = (size.get("height"), size.get("width"))
+            if None in target:
+                raise ValueError(f"size must have 'height' and 'width', got {size!r}.")
+            interpolation = pil_torch_interpolation_mapping.get(options["resample"], options["resample"])
             if hasattr(source, "get_frame_at"):
-                return self._read_decoder(source, limits if sample else None, *target)
+                return self._read_decoder(source, limits, target, interpolation)
             with _open(source, options) as file:
-                return file.read(file.sample(*limits) if sample else None, *target)
+                indices = None if limits is None else file.sample(*limits)
+                return file.read(indices, target, interpolation)
+        layout = options["input_data_format"]
         if isinstance(video, list | tuple):  # paths or URLs of images
             pictures = [load_image(picture).convert("RGB") for picture in video]
             _check_sizes({(picture.height, picture.width) for picture in pictures})
-            video = np.stack([np.asarray(picture) for picture in pictures])
-            frames = _frames_tensor(video, index, ChannelDimension.LAST)
-        else:
-            frames = _frames_tensor(video, index, options["input_data_format"])
-        metadata = _checked_metadata(metadata, len(frames), index, bool(sample))
-        if sample:
-            chosen = self._sample_array(metadata, limits)
-            frames = frames[torch.from_numpy(chosen)]
-            metadata.frames_indices = chosen.tolist()
+            video, layout = np.stack([np.asarray(picture) for picture in pictures]), ChannelDimension.LAST
+        frames = _frames_tensor(video, index, layout)
+        metadata = _checked_metadata(metadata, len(frames), index, limits is not None)
+        if limits is not None:
+            chosen = self._sample_array(metadata, limits).tolist()
+            frames, metadata.frames_indices = frames[chosen], chosen
             if metadata.frame_times is not None:
-                metadata.frame_times = [metadata.frame_times[position] for position in chosen]
+                metadata.frame_times = [metadata.frame_times[place] for place in chosen]
         return frames, metadata
 
     def _read_decoder(
         self, decoder: Any, limits: tuple[int | None, float | None] | None, size: tuple[int, int], interpolation: Any
-    ) -> tuple[torch.Tensor, VideoMetadata]:
+    ) -> tuple[torch.Tensor, STTSVideoMetadata]:
         """As `VideoFile.read`, from a torchcodec `VideoDecoder`, which counts frames."""
-        about = decoder.metadata
-        metadata = STTSVideoMetadata(len(decoder), about.average_fps, video_backend="torchcodec")
-        chosen = range(len(decoder)) if limits is None else self._sample_array(metadata, limits).tolist()
+        metadata = STTSVideoMetadata(len(decoder), decoder.metadata.average_fps, video_backend="torchcodec")
+        chosen = list(range(len(decoder))) if limits is None else self._sample_array(metadata, limits).tolist()
         frames, times = torch.empty((len(chosen), 3, *size), dtype=torch.uint8), []
         for place, index in enumerate(chosen):
             frame = decoder.get_frame_at(index)
             picture = frame.data if frame.data.shape[0] == 3 else frame.data.permute(2, 0, 1)
+            metadata.height, metadata.width = picture.shape[1:]
             frames[place] = resize(picture.cpu(), size, interpolation)
-            times.append(frame.pts_seconds)
-        first = decoder.get_frame_at(0).pts_seconds
-        metadata.height, metadata.width = picture.shape[1:]
-        metadata.duration = about.duration_seconds
-        metadata.frames_indices, metadata.frame_times = list(chosen), [time - first for time in times]
+            times.append(frame.pts_seconds - decoder.metadata.begin_stream_seconds)
+        metadata.frames_indices, metadata.frame_times = chosen, times
+        metadata.duration = decoder.metadata.duration_seconds
         return frames, metadata
 
 

@@ -4,8 +4,8 @@
 keyframes are, at which decoding can start; headers are not trusted, their counts, durations and rates are wrong too
 often. `sample` picks frames, `read` decodes each from the keyframe before it, distant ones in several threads.
 
-FFmpeg gets the bytes of one file, never a name. With `_FORMATS` this keeps a file from leading to other files or to
-the network. Only `download` opens connections, and only for http(s) addresses.
+FFmpeg gets the bytes of one file, never a name, and `_FORMATS` names no format that leads to other files or hosts.
+Only `download` opens connections, and only for http(s) addresses.
 """
 
 import copy
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from huggingface_hub.utils import httpx
-from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import InterpolationMode  # type: ignore[import-untyped]  # it has no types
 from torchvision.transforms.v2 import functional as tvF
 from transformers.video_utils import VideoMetadata
 
@@ -39,7 +39,6 @@ try:
 except ImportError:  # arrays and lists of frames need no decoder
     av = None  # type: ignore[assignment]
 
-# FFmpeg's names of formats that hold pictures themselves. Playlists and others that name files or hosts are not here.
 _FORMATS = (
     "mov,matroska,avi,mpegts,mpeg,mpegvideo,m4v,h261,h263,h264,hevc,vvc,av1,obu,ivf,flv,live_flv,asf,ogg,rm,nut,mxf,"
     "gxf,wtv,dv,dhav,nsv,nuv,pva,ty,vc1,vc1test,dirac,dnxhd,cavsvideo,avs2,avs3,mjpeg,mjpeg_2000,smjpeg,yuv4mpegpipe,"
@@ -52,9 +51,6 @@ MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which an
 MAX_THREADS = 8
 # A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
 MAX_DECODED_PIXELS = 2**23
-
-# Where decoding starts (pts of a keyframe), and which of the frames wanted, by their place among them, come from there.
-_Run = tuple[int, list[int]]
 
 
 @dataclass
@@ -104,12 +100,13 @@ class VideoFile:
     def __init__(self, source: Any, max_bytes: int = 2**31, max_seconds: float = 600.0):
         if av is None:
             raise ImportError("Decoding video files needs PyAV: `pip install av`.")
-        self.pts: np.ndarray | None = None
-        self._container: Any = None
-        self._downloaded = ExitStack()
-        if is_url(source):
-            source = self._downloaded.enter_context(download(_plain(source), max_bytes, max_seconds))
+        is_download = is_url(source)
+        if is_download:
+            source = download(_held(source), max_bytes, max_seconds)
         self.name, self._source = _checked_source(source)
+        self._bytes = _ByteStream(self._source, is_download)
+        self._container: Any = None
+        self.pts: np.ndarray | None = None
         try:
             self._rewind()
             self._index()
@@ -124,22 +121,12 @@ class VideoFile:
         self.close()
 
     def close(self) -> None:
-        self._close_container()
-        self._downloaded.close()
+        if self._container is not None:
+            self._container.close()
+        self._bytes.close()
 
     def sample(self, num_frames: int | None, rate: float | None) -> list[int]:
-        """Which frames to show, as the reference samples (Molmo2's `uniform_last_frame`): always up to the last.
-
-        The frames on screen at `0, 1/rate, 2/rate, ... (< duration), duration` where the budget allows, else at
-        `num_frames` evenly spaced moments including both ends. A budget of one frame shows the last.
-
-        Args:
-            num_frames: budget, `None` for no limit.
-            rate: moments per second wanted, `None` for as many as the budget allows.
-
-        Returns:
-            Ascending indices of frames, none twice, so there may be fewer frames than moments.
-        """
+        """Indices of the frames to show; see `sample_times`."""
         return sample_times(self.times, self.duration, num_frames, rate)
 
     def at(self, moments: Sequence[float]) -> list[int]:
@@ -150,22 +137,22 @@ class VideoFile:
     def describe(self, indices: Sequence[int] | None = None) -> STTSVideoMetadata:
         """What `read` returns for an undamaged file, without decoding: `height` and `width` are missing."""
         indices = list(range(len(self.times)) if indices is None else indices)
-        metadata = STTSVideoMetadata(total_num_frames=len(self.times), fps=self.fps, duration=self.duration)
-        metadata.video_backend, metadata.frames_indices = "pyav", indices
-        metadata.frame_times = self.times[indices].tolist()
+        metadata = STTSVideoMetadata(len(self.times), self.fps, duration=self.duration, video_backend="pyav")
+        metadata.frames_indices, metadata.frame_times = indices, self.times[indices].tolist()
         return metadata
 
     def read(
         self,
         indices: Sequence[int] | None = None,
-        size: tuple[int, int] | int | None = None,
+        size: tuple[int, int] | None = None,
         interpolation: InterpolationMode = InterpolationMode.BILINEAR,
     ) -> tuple[torch.Tensor, STTSVideoMetadata]:
         """Decodes frames, upright and in RGB, in at most `torch.get_num_threads()` threads.
 
         Args:
             indices: ascending indices of frames, `None` for all.
-            size, interpolation: as in `resize`; frames are resized one by one, as they are decoded.
+            size, interpolation: height and width to `resize` each frame to as soon as it is decoded, `None` for its
+                own.
 
         Returns:
             uint8 `(T, 3, height, width)` and what is shown.
@@ -177,16 +164,14 @@ class VideoFile:
         """
         metadata = self.describe(indices)
         wanted: list[int] = metadata.frames_indices or []
-        # One tensor from the start: small ones would lie among what the decoder frees, and keep that from the system.
-        frames: Any = [None] * len(wanted)
-        if isinstance(size, tuple):
-            frames = torch.empty((len(wanted), 3, *size), dtype=torch.uint8)
         found = np.full(len(wanted), -1)  # what is shown in place of each frame wanted
+        # One tensor from the start: small ones would lie among what the decoder frees, and keep that from the system.
+        frames: Any = [None] * len(wanted) if size is None else torch.empty(len(wanted), 3, *size, dtype=torch.uint8)
 
         def keep(place: int, index: int, frame: Any) -> None:
             picture = torch.from_numpy(_upright(frame)).permute(2, 0, 1)
             metadata.height, metadata.width = picture.shape[1:]
-            frames[place] = resize(picture, size, interpolation)
+            frames[place] = picture if size is None else resize(picture, size, interpolation)
             found[place] = index
 
         self._decode_all(wanted, keep)
@@ -202,16 +187,16 @@ class VideoFile:
             )
             metadata.frames_indices = found[places].tolist()
             metadata.frame_times = self.times[found[places]].tolist()
-        if isinstance(frames, list):
-            return torch.stack([frames[place] for place in places]), metadata
-        return frames if len(places) == len(wanted) else frames[places], metadata
+            frames = frames[places] if size else [frames[place] for place in places]
+        return frames if size else torch.stack(frames), metadata
 
     def _rewind(self) -> None:
         """Opens the file, or opens it again at its very beginning, where no container fails to go."""
-        self._close_container()
-        self._bytes = _ByteStream(self._source)
+        if self._container is not None:
+            self._container.close()
+        self._bytes.seek(0)
+        options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
         try:
-            options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
             self._container = av.open(self._bytes, "r", container_options=options, buffer_size=2**16)
         except (av.error.FFmpegError, UnicodeDecodeError) as error:
             raise ValueError(
@@ -222,12 +207,9 @@ class VideoFile:
         streams = [stream for stream in self._container.streams.video if not stream.disposition & cover]
         if not streams:
             kinds = {"a cover picture" if stream.type == "video" else stream.type for stream in self._container.streams}
-            raise ValueError(
-                f"There is no video in {self.name}, it holds {', '.join(sorted(kinds)) or 'nothing'}. Pass a file with "
-                "a video stream."
-            )
-        self._stream = streams[0]
-        self._codec = self._stream.codec_context
+            held = ", ".join(sorted(kinds)) or "nothing"
+            raise ValueError(f"There is no video in {self.name}, it holds {held}. Pass a file with a video stream.")
+        self._stream, self._codec = streams[0], streams[0].codec_context
         if self._codec is None:
             raise ValueError(
                 f"The installed FFmpeg has no decoder for the codec of {self.name}. Convert the file, to H.264 for one."
@@ -235,25 +217,10 @@ class VideoFile:
         # A decoder's own threads would hang a process that is forked while one is around and then frees its copy.
         self._codec.thread_type, self._codec.thread_count = "NONE", 1
 
-    def _close_container(self) -> None:
-        if self._container is not None:
-            self._container.close()
-            self._container = None
-            self._bytes.close()
-
-    def _reopened(self) -> "VideoFile":
-        """A second handle with the same index, for another thread. The caller closes it."""
-        other = copy.copy(self)
-        other._container, other._downloaded = None, ExitStack()
-        other._rewind()
-        return other
-
     def _packets(self) -> Iterator[Any]:
         """Packets from the current place to the end of the file, or of what can be read of it."""
         try:
-            for packet in self._container.demux(self._stream):
-                if packet.size:
-                    yield packet
+            yield from (packet for packet in self._container.demux(self._stream) if packet.size)
         except av.error.FFmpegError:
             return
 
@@ -298,8 +265,8 @@ class VideoFile:
         if not is_timed or (np.diff(self.keyframes) <= 0).any():
             # A raw stream has no times, and a recording that was joined together starts over: only counting is left.
             # `average_rate` of a raw stream is FFmpeg's default, 25; `guessed_rate` is what the stream says.
-            rate = Fraction(self._stream.guessed_rate or self._stream.average_rate or _FALLBACK_FPS)
-            steps, step, length = np.arange(np.count_nonzero(visible)), 1 / rate, 1 / rate
+            step = length = 1 / Fraction(self._stream.guessed_rate or self._stream.average_rate or _FALLBACK_FPS)
+            steps = np.arange(np.count_nonzero(visible))
         else:
             # What is shown before the first keyframe refers to frames that are not in the file.
             shown = np.unique(pts[visible])
@@ -312,12 +279,9 @@ class VideoFile:
         last = int(steps[-1]) * step
         fps = (len(steps) - 1) / last if len(steps) > 1 else 1 / (length or 1 / _FALLBACK_FPS)
         self.times = steps * step.numerator / step.denominator  # exact product, so rounded once
-        self.duration = float(last + (length or 1 / fps))
-        self.fps = float(fps)
-        claimed = 0.0
-        if self._stream.duration:
-            claimed = float(self._stream.duration * self._stream.time_base)
-        elif self._container.duration:
+        self.duration, self.fps = float(last + (length or 1 / fps)), float(fps)
+        claimed = float((self._stream.duration or 0) * self._stream.time_base)
+        if not claimed and self._container.duration:
             # FFmpeg's Matroska counts from zero, whenever the first frame comes.
             claimed = (self._container.duration - max(0, self._container.start_time or 0)) / av.time_base
         if self.duration < claimed - 1.0:
@@ -332,71 +296,76 @@ class VideoFile:
         if self.pts is None:
             self._count(wanted, keep)
             return
-        runs = list(self._runs(wanted))
+        # A run: the places among `wanted` that are decoded in one go, from the keyframe before the first.
+        keyframes = self.keyframes[np.searchsorted(self.keyframes, self.pts[wanted], side="right") - 1]
+        starts = np.searchsorted(self.pts, keyframes, side="right") - 1
+        runs: list[tuple[int, list[int]]] = []
+        for place, (keyframe, start) in enumerate(zip(keyframes.tolist(), starts.tolist(), strict=True)):
+            if runs and start <= wanted[place - 1] + MAX_GAP and start < wanted[runs[-1][1][0]] + MAX_RUN:
+                runs[-1][1].append(place)
+            else:
+                runs.append((keyframe, [place]))
+        # Only what can be opened again is read at several places at once.
         workers = min(torch.get_num_threads(), MAX_THREADS, len(runs)) if isinstance(self._source, str | bytes) else 1
         workers = max(1, min(workers, MAX_DECODED_PIXELS // max(1, self._codec.width * self._codec.height)))
         with ExitStack() as opened:
             # Each thread takes a handle, decodes one run with it and gives it back.
             handles: queue.SimpleQueue[VideoFile] = queue.SimpleQueue()
-            for number in range(workers):
-                handles.put(self if number == 0 else opened.enter_context(self._reopened()))
+            handles.put(self)
+            for _ in range(workers - 1):
+                other = copy.copy(self)
+                other._container, other._bytes = None, _ByteStream(self._source)
+                handles.put(opened.enter_context(other))
+                other._rewind()
 
-            def decode(run: _Run) -> None:
+            def decode(run: tuple[int, list[int]]) -> None:
                 handle = handles.get()
                 try:
-                    handle._decode_run(run, wanted, keep)
+                    handle._decode_run(*run, wanted, keep)
                 finally:
                     handles.put(handle)
 
             if workers == 1:
-                for run in runs:
-                    decode(run)
+                deque(map(decode, runs), maxlen=0)
                 return
             pool = opened.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="read_video"))
-            for _ in pool.map(decode, runs):  # raises what a thread raised
-                pass
+            deque(pool.map(decode, runs), maxlen=0)  # raises what a thread raised
 
-    def _decode_run(self, run: _Run, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
+    def _decode_run(
+        self, keyframe: int, places: list[int], wanted: list[int], keep: Callable[[int, int, Any], None]
+    ) -> None:
         """Decodes from one keyframe on. In place of a damaged frame, `keep` gets the whole frame before it."""
         pts: Any = self.pts
-        keyframe, places = run[0], deque(run[1])
-        targets = pts[[wanted[place] for place in places]].tolist()
-        whole: Any = None
-
-        def keep_whole() -> None:
-            place = places.popleft()
-            if whole is not None:
-                keep(place, int(np.searchsorted(pts, whole.pts, side="right")) - 1, whole)
-
-        missing = deque(targets)
-        for frame in self._decode(_until(self._packets_from(keyframe), targets), set(targets)):
+        missing = deque(zip(places, pts[[wanted[place] for place in places]].tolist(), strict=True))
+        index, whole = -1, None
+        for frame in self._decode(self._packets_from(keyframe), {target for _, target in missing}):
             # What is shown before the keyframe refers to frames that were skipped.
             if frame.pts is None or frame.pts < keyframe or frame.is_corrupt:
                 continue
-            while missing and frame.pts > missing[0]:  # that one is damaged and never came out
-                missing.popleft()
-                keep_whole()
-            whole = frame
-            if missing and frame.pts == missing[0]:
-                missing.popleft()
-                keep_whole()
+            while missing and frame.pts > missing[0][1]:  # that one is damaged and never came out
+                place, _ = missing.popleft()
+                if whole is not None:
+                    keep(place, index, whole)
+            index, whole = int(np.searchsorted(pts, frame.pts, side="right")) - 1, frame
+            if missing and frame.pts == missing[0][1]:
+                keep(missing.popleft()[0], index, frame)
             if not missing:
                 return
-        while places:
-            keep_whole()
+        if whole is not None:
+            keep(missing[0][0], index, whole)
 
     def _count(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
         """Decodes from the beginning and counts; where the file ends early, the last frame stands for the next."""
         self._rewind()
         missing = deque(enumerate(wanted))
-        count, frame = -1, None
-        for count, frame in enumerate(self._decode(self._packets())):
-            if count == missing[0][1]:
-                keep(missing.popleft()[0], count, frame)
+        index, frame = -1, None
+        for index, frame in enumerate(self._decode(self._packets())):
+            if index == missing[0][1]:
+                keep(missing.popleft()[0], index, frame)
                 if not missing:
                     return
         if frame is not None:
-            keep(missing[0][0], count, frame)
+            keep(missing[0][0], index, frame)
 
     def _decode(self, packets: Iterator[Any], wanted: set[int] | None = None) -> Iterator[Any]:
         """Frames in the order of showing. Given `wanted` (pts), leaves out others that no frame refers to."""
@@ -408,29 +377,20 @@ class VideoFile:
             except (av.error.FFmpegError, EOFError):  # damaged: what comes after may be whole
                 continue
 
-    def _runs(self, wanted: list[int]) -> Iterator[_Run]:
-        """Frames that are decoded in one go, and the keyframe to start each go at."""
-        pts: Any = self.pts
-        before = np.searchsorted(self.keyframes, pts[wanted], side="right") - 1
-        keyframes = self.keyframes[before]
-        starts = np.searchsorted(pts, keyframes, side="right") - 1
-        places: list[int] = []
-        first = 0
-        for place, (keyframe, start) in enumerate(zip(keyframes.tolist(), starts.tolist(), strict=True)):
-            if places and (start > wanted[places[-1]] + MAX_GAP or start >= wanted[places[0]] + MAX_RUN):
-                yield first, places
-                places = []
-            if not places:
-                first = keyframe
-            places.append(place)
-        if places:
-            yield first, places
-
 
 def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rate: float | None) -> list[int]:
-    """`VideoFile.sample` for frames that are shown at `times` (float64 `(T,)`, seconds from 0) for `duration` seconds.
+    """Which frames to show, as the reference samples (Molmo2's `uniform_last_frame`): always up to and with the last.
 
-    Worked out per frame, not per moment: `fps=1e6` asks for billions of moments, and shows each frame once.
+    The frames on screen at `0, 1/rate, 2/rate, ... (< duration), duration` where the budget allows, else at
+    `num_frames` evenly spaced moments including both ends. A budget of one frame shows the last.
+
+    Args:
+        times: when each frame is shown, float64 `(T,)`, ascending seconds from 0; the last stays until `duration`.
+        num_frames: budget, `None` for no limit.
+        rate: moments per second wanted, `None` for as many as the budget allows.
+
+    Returns:
+        Ascending indices of frames, none twice, so there may be fewer frames than moments.
     """
     if num_frames == 1:
         return [len(times) - 1]
@@ -440,6 +400,7 @@ def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rat
         step = min(1 / rate, duration)
     else:
         raise ValueError("Sampling needs num_frames, max_fps or fps, all of them are None. Set num_frames.")
+    # Worked out per frame, not per moment: fps=1e6 asks for billions of moments, and shows each frame once.
     moments = np.ceil((times - _TOLERANCE) / step) * step  # the first that each frame is there for
     shown = moments + _TOLERANCE < np.append(times[1:], np.inf)
     shown[-1] = True
@@ -447,45 +408,25 @@ def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rat
 
 
 def resize(
-    picture: torch.Tensor,
-    size: tuple[int, int] | int | None,
-    interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+    picture: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode = InterpolationMode.BILINEAR
 ) -> torch.Tensor:
-    """A picture `(3, height, width)`, uint8, in another size.
-
-    Args:
-        size: `(height, width)`, by the steps of native preprocessing (no antialiasing), which then finds nothing left
-            to resize; a number bounds both sides and keeps the shape; `None` leaves the picture as it is.
-    """
-    if size is None:
-        return picture
-    is_exact = isinstance(size, tuple)
-    if not isinstance(size, tuple):
-        height, width = picture.shape[1:]
-        scale = min(1.0, size / max(height, width))
-        size = (max(1, round(height * scale)), max(1, round(width * scale)))
+    """A picture, uint8 `(3, height, width)`, in another size, by the steps of native preprocessing."""
     # One colour at a time: a 4K frame takes 100 MB in float32.
-    colours = [
-        tvF.resize(colour.float(), list(size), interpolation=interpolation, antialias=not is_exact)
-        for colour in picture.split(1)
-    ]
+    colours = [tvF.resize(colour.float(), list(size), interpolation, antialias=False) for colour in picture.split(1)]
     return torch.cat(colours).round().clamp(0, 255).to(torch.uint8)
 
 
 def is_url(source: Any) -> bool:
     """Whether reading `source` would download it: an http(s) address, or a row of `datasets` that holds only one."""
-    source = _plain(source)
+    source = _held(source)
     return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
 
 
-def download(url: str, max_bytes: int = 2**31, max_seconds: float = 600.0) -> BinaryIO:
+def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
     """Downloads a file into a temporary one, which is deleted when it is closed.
 
-    Args:
-        max_bytes, max_seconds: largest size, and longest time from the first try to connect to the last byte.
-
     Raises:
-        ValueError: the address cannot be read, or a limit is reached.
+        ValueError: the address cannot be read, or the file is larger or takes longer than the limits allow.
     """
     file: Any = tempfile.TemporaryFile()  # noqa: SIM115
     problems: list[Exception] = []
@@ -514,18 +455,16 @@ def download(url: str, max_bytes: int = 2**31, max_seconds: float = 600.0) -> Bi
     if problems:
         file.close()
         raise ValueError(
-            f"Cannot download the video {url!r}: {problems[0]}. Check the address, raise the limit, or pass a local "
-            "file."
+            f"Cannot download the video {url!r}: {problems[0]}. Check the address, raise the limit, or pass a file."
         ) from problems[0]
     return file
 
 
-def _plain(source: Any) -> Any:
-    """What a row of `datasets` holds: its bytes, else its path."""
+def _held(source: Any) -> Any:
+    """What a row of `datasets` holds: its bytes, else its path. Other sources are what they are."""
     if not isinstance(source, Mapping):
         return source
-    held = source.get("bytes")
-    held = source.get("path") if held is None else held
+    held = source.get("path") if source.get("bytes") is None else source["bytes"]
     if held is None:
         raise ValueError(f"A video given as a dict needs 'bytes' or 'path', got the keys {sorted(map(str, source))}.")
     return held
@@ -533,18 +472,17 @@ def _plain(source: Any) -> Any:
 
 def _checked_source(source: Any) -> tuple[str, Any]:
     """What to call the source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
-    source = _plain(source)
+    source = _held(source)
     if hasattr(source, "read"):
         if not isinstance(source.read(0), bytes):
             raise ValueError("The video file is open as text. Open it in binary mode, 'rb'.")
-        seekable = getattr(source, "seekable", lambda: hasattr(source, "seek"))
-        source = source if seekable() else source.read()
+        if getattr(source, "seekable", lambda: hasattr(source, "seek"))():
+            return "the open video file", source
+        source = source.read()
     if isinstance(source, bytes | bytearray | memoryview):
         if len(source) == 0:
             raise ValueError("The video's bytes are empty. Read or download them again.")
         return "the video's bytes", bytes(source)
-    if hasattr(source, "read"):
-        return "the video's bytes", source
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"A video must be a path, bytes or an open binary file, got {type(source).__name__}.")
     path = os.fsdecode(source)
@@ -556,36 +494,14 @@ def _checked_source(source: Any) -> tuple[str, Any]:
 
 
 class _ByteStream:
-    """What FFmpeg sees of a source: bytes without a name. PyAV takes a file's name from its attribute `name`."""
+    """What FFmpeg sees of a source: bytes without a name. PyAV would take a file's name from its attribute `name`."""
 
-    def __init__(self, source: Any):
-        file = source
-        if isinstance(source, str):
-            file = open(source, "rb")  # noqa: SIM115
-        elif isinstance(source, bytes):
-            file = io.BytesIO(source)
-        file.seek(0)
-        self.read, self.seek, self.tell = file.read, file.seek, file.tell
-        self._own = file if file is not source else None
-
-    def close(self) -> None:
-        if self._own is not None:
-            self._own.close()
-
-
-def _until(packets: Iterator[Any], wanted: list[int]) -> Iterator[Any]:
-    """Packets until all frames `wanted` (pts) have come, and one more: in interlaced video that may be another half.
-
-    What a frame refers to comes before it. So the decoder can be emptied right then rather than fed until the last
-    frame comes out by itself, many frames later.
-    """
-    missing = set(wanted)
-    for packet in packets:
-        yield packet
-        missing.discard(packet.pts)
-        if not missing:
-            yield from itertools.islice(packets, 1)
-            return
+    def __init__(self, source: Any, is_own: bool = False):
+        is_closed = isinstance(source, str | bytes)
+        if is_closed:
+            source = open(source, "rb") if isinstance(source, str) else io.BytesIO(source)  # noqa: SIM115
+        self.read, self.seek, self.tell = source.read, source.seek, source.tell
+        self.close: Callable[[], None] = source.close if is_closed or is_own else lambda: None
 
 
 def _upright(frame: Any) -> np.ndarray:
@@ -599,7 +515,8 @@ def _upright(frame: Any) -> np.ndarray:
     picture = frame.to_ndarray(format="rgb24", **one_thread)
     # Not `frame.side_data`: the frame would hold what holds the frame until garbage is collected, and a 4K frame takes
     # 12.4 MB (1.5 bytes a pixel).
-    matrices = [bytes(item) for item in SideDataContainer(frame) if item.type.name == "DISPLAYMATRIX"]
+    side_data: Any = SideDataContainer(frame)  # type: ignore[call-arg]  # PyAV's stubs lack its argument
+    matrices = [bytes(item) for item in side_data if item.type.name == "DISPLAYMATRIX"]
     a, b, _, c, d = struct.unpack("=5i", matrices[0][:20]) if matrices else (1, 0, 0, 0, 1)
     if abs(b) + abs(c) > abs(a) + abs(d):
         picture = picture.swapaxes(0, 1)

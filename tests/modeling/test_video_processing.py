@@ -261,6 +261,11 @@ def test_bad_setting_is_refused_in_the_config(settings, message):
         STTSVideoProcessor(**settings)
 
 
+def test_size_of_another_kind_is_refused(processor, clip):
+    with pytest.raises(ValueError, match="size must have 'height' and 'width'"):
+        processor(str(clip), size={"shortest_edge": 42})
+
+
 def test_num_frames_and_fps_in_one_call_are_refused(processor, clip):
     with pytest.raises(ValueError, match="exclude each other"):
         processor(str(clip), num_frames=5, fps=1)

@@ -63,7 +63,7 @@ class Decoder:
     def __init__(self, path, start: float = 0.0, channels_last: bool = False):
         times, pictures, duration = decode_everything(path)
         self.times, self.pictures = [start + float(time) for time in times], pictures
-        self.metadata = SimpleNamespace(average_fps=25.0, duration_seconds=float(duration))
+        self.metadata = SimpleNamespace(average_fps=25.0, begin_stream_seconds=start, duration_seconds=float(duration))
         self.channels_last = channels_last
 
     def __len__(self) -> int:
@@ -233,7 +233,7 @@ def test_download_that_drips_ends_at_the_limit_of_time(processor, headers):
 
 def test_error_of_the_server_is_told():
     with serving(lambda handler: handler.send_error(404)) as url, pytest.raises(ValueError, match="404"):
-        download(url)
+        download(url, 1_000_000, 30.0)
 
 
 @pytest.mark.parametrize(

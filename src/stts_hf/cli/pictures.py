@@ -83,7 +83,10 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
     # also hide what the thread that decodes the next videos has to say meanwhile.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
     with VideoFile(answer.video) as file:
-        frames, _ = file.read(file.at(answer.timestamps), FRAME_WIDTH)
+        shown = file.at(answer.timestamps)
+        height, width = file.read(shown[:1])[0].shape[2:]
+        scale = min(1.0, FRAME_WIDTH / max(height, width))
+        frames, _ = file.read(shown, (max(1, round(height * scale)), max(1, round(width * scale))))
     assert answer.keep_mask is not None  # there is an answer
     sheet = contact_sheet(
         frames.permute(0, 2, 3, 1).numpy(),
