@@ -194,8 +194,12 @@ def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[
         configure(models, workload, workload.backend)
         _clear_away(device)
         _, peak = peak_memory(lambda: runner.run(ratio, clock_of(device)), device)
-    stages = {stage: {"flops": None if not_counted else count, "seconds": []} for stage, count in flops.items()}
-    return {"stages": stages, "peak_memory": peak} | ({"not_counted": not_counted} if not_counted else {})
+    variant: dict[str, Any] = {"stages": {}, "peak_memory": peak} | (
+        {"not_counted": not_counted} if not_counted else {}
+    )
+    for stage, count in flops.items():
+        variant["stages"][stage] = {"flops": None if not_counted else count, "seconds": []}
+    return variant
 
 
 def _count(runner: Runner, ratio: float | None) -> tuple[dict[str, float], str]:

@@ -167,9 +167,9 @@ def vary(
         raise ValueError(
             f"`budget_minutes` has no effect on preset {preset.name!r}, which runs no model; leave it out."
         )
-    axes = {"frames": frames, "ratios": ratios and [tuple(sorted(set(ratios)))]}
+    axes: dict[str, Any] = {"frames": frames, "ratios": ratios and [tuple(sorted(set(ratios)))]}
     axes |= {name.removesuffix("es" if name == "batches" else "s"): values for name, values in names.items()}
-    chosen: dict[str, Any] = {axis: values for axis, values in axes.items() if values}
+    chosen = {axis: values for axis, values in axes.items() if values}
     workloads = [workload for workload in preset.workloads if modes is None or workload.mode in modes]
     if (chosen or modes) and not workloads:
         has = sorted({workload.mode for workload in preset.workloads})

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import read_video_pyav
 
 from stts_hf.benchmark.clips import write_clip
@@ -70,7 +71,7 @@ def read_once(reader: str, path: str, frames: int, indices: list[int], threads: 
 
     def read() -> tuple[Any, Any]:
         if reader == PYAV:
-            return read_video_pyav(Path(path), lambda metadata: indices)
+            return read_video_pyav(VideoPath(path), lambda metadata: indices)
         if reader == PREPROCESSED:
             outputs = processor(videos=[path], return_metadata=True, return_tensors="pt")
             return (), outputs["video_metadata"][0]
