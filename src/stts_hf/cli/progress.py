@@ -45,10 +45,7 @@ def import_libraries() -> None:
 
 
 class TokenBar:
-    """
-    Counts the tokens of each answer; a streamer for `generate`, for one answer after the other. A context manager, so
-    that no bar is left on the screen when an answer breaks off.
-    """
+    """Counts the tokens of one answer after the other, as a streamer of `generate`; leaves no bar behind."""
 
     def __init__(self, max_new_tokens: int):
         self._total = max_new_tokens

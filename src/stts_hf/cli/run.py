@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,23 @@ def execute(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
     checkpoint = find_checkpoint(arguments.checkpoint)
     import_libraries()
+    from stts_hf.inference.answering import check_question
+
     device = choose_device(arguments.device)
     config, processor = load_processor(checkpoint, arguments)
-    check_question(processor, arguments.question)
+    try:
+        check_question(processor, arguments.question)
+    except ValueError as error:
+        raise CommandError(one_line(error)) from error
+    if arguments.pruning_ratio is None:
+        arguments.pruning_ratio = config.vision_config.pruning_ratio
+
+    def load() -> Any:
+        with stage(f"Loading {checkpoint} on {device}"):
+            return load_model(checkpoint, config, device, arguments)
+
     answer = answer_one if len(arguments.videos) == 1 else answer_several
-    return answer(arguments, checkpoint, config, processor, device)
+    return answer(arguments, processor, load)
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -126,22 +138,13 @@ def trouble_of(video: str, allow_urls: bool) -> str | None:
     return "is no regular file, and a pipe cannot be searched" if os.path.exists(video) else "does not exist"
 
 
-def check_question(processor: Any, question: str) -> None:
-    from stts_hf.inference import answering
-
-    try:
-        answering.check_question(processor, question)
-    except ValueError as error:
-        raise CommandError(one_line(error)) from error
-
-
-def answer_one(arguments: argparse.Namespace, checkpoint: str, config: Any, processor: Any, device: Any) -> int:
+def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[], Any]) -> int:
     """Answers about one video, draws it, and times it against stock Molmo2 where that is asked for."""
     from stts_hf.inference.answering import VideoAnswer, answer_prepared, inputs_for, prepare_video
     from stts_hf.inference.prefetch import PreparationError
 
-    (video,), question = arguments.videos, arguments.question
-    ratio, path = ratio_of(arguments, config), arguments.output or PICTURE
+    (video,), question, ratio = arguments.videos, arguments.question, arguments.pruning_ratio
+    path = arguments.output or PICTURE
     with answers_file(arguments.answers) as write:
         # Before the weights, which may take minutes: a file that cannot be read says so now.
         with stage(f"Decoding {video}"):
@@ -152,38 +155,33 @@ def answer_one(arguments: argparse.Namespace, checkpoint: str, config: Any, proc
             except (ValueError, OSError) as error:
                 write(VideoAnswer(video, question, error=PreparationError(video, video, error)))
                 raise CommandError(one_line(error)) from error
-        with stage(f"Loading {checkpoint} on {device}"):
-            model = load_model(checkpoint, config, device, arguments)
+        model = load()
         with (
             stage(f"Answering with {ratio:.0%} of the video tokens dropped"),
             TokenBar(arguments.max_new_tokens) as bar,
         ):
-            answer = answer_prepared(
-                model, processor, prepared, pruning_ratio=ratio, streamer=bar, **generation(arguments)
-            )
+            answer = answer_prepared(model, processor, prepared, streamer=bar, **generation(arguments))
         print_answer(answer)
         write(answer)
     with stage(f"Drawing {path}"):
         draw(answer, path)
     print_lines(picture=str(path))
     if arguments.time:
-        from stts_hf.cli.timing import print_times, time_against_stock
+        from stts_hf.cli.timing import compare_with_stock, print_times, time_prompts
 
-        inputs = inputs_for(model, prepared.inputs)
-        print_times(time_against_stock(model, inputs, ratio, arguments.repeats or REPEATS))
+        variants = compare_with_stock(model, inputs_for(model, prepared.inputs), ratio)
+        print_times(time_prompts(variants, arguments.repeats or REPEATS))
     return 0
 
 
-def answer_several(arguments: argparse.Namespace, checkpoint: str, config: Any, processor: Any, device: Any) -> int:
+def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable[[], Any]) -> int:
     """Answers about one video after the other; each answer comes, and is written, as soon as it is there."""
     from stts_hf.inference.answering import answer_videos
 
     videos, folder, total = arguments.videos, arguments.output, len(arguments.videos)
     sheets = [] if folder is None else sheet_paths(folder, videos)
-    with stage(f"Loading {checkpoint} on {device}"):
-        model = load_model(checkpoint, config, device, arguments)
-    ratio = ratio_of(arguments, config)
-    note(f"Answering about {total} videos with {ratio:.0%} of the video tokens dropped ...")
+    model = load()
+    note(f"Answering about {total} videos with {arguments.pruning_ratio:.0%} of the video tokens dropped ...")
     print_lines(question=arguments.question)
     tally = Tally()
     with answers_file(arguments.answers) as write, TokenBar(arguments.max_new_tokens) as bar:
@@ -192,7 +190,6 @@ def answer_several(arguments: argparse.Namespace, checkpoint: str, config: Any, 
             processor,
             videos,
             arguments.question,
-            pruning_ratio=ratio,
             processing=processing(arguments),
             on_error="return",
             streamer=bar,
@@ -213,12 +210,8 @@ def answer_several(arguments: argparse.Namespace, checkpoint: str, config: Any, 
             raise
     tally.print()
     if tally.failed:
-        print(f"stts-hf run: error: {tally.failed} of {total} videos could not be read", file=sys.stderr)
+        note(f"stts-hf run: error: {tally.failed} of {total} videos could not be read")
     return 1 if tally.failed else 0
-
-
-def ratio_of(arguments: argparse.Namespace, config: Any) -> float:
-    return config.vision_config.pruning_ratio if arguments.pruning_ratio is None else arguments.pruning_ratio
 
 
 def processing(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -229,4 +222,8 @@ def processing(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def generation(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of `generate`: the greedy answer."""
-    return {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    return {
+        "pruning_ratio": arguments.pruning_ratio,
+        "max_new_tokens": arguments.max_new_tokens,
+        "do_sample": False,
+    }

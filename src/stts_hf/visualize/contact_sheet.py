@@ -16,6 +16,7 @@ KEPT = (88, 196, 132)
 TRACK = (52, 56, 66)
 MAX_WIDTH = 1920
 TILE_WIDTHS = (150, 400)
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def contact_sheet(
@@ -126,7 +127,7 @@ def dim_dropped_blocks(
     return Image.fromarray(result.round().clip(0, 255).astype(np.uint8))
 
 
-def _to_numpy(values) -> np.ndarray:
+def _to_numpy(values: np.ndarray | torch.Tensor) -> np.ndarray:
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
@@ -139,7 +140,7 @@ def _choose_columns(num_frames: int, height: int, width: int) -> int:
     return min((ideal, min(ideal + 1, widest)), key=lambda columns: -num_frames % columns)
 
 
-def _wrap(text: str, font, width: int) -> list[str]:
+def _wrap(text: str, font: Font, width: int) -> list[str]:
     lines: list[str] = []
     for word in text.split():
         if lines and font.getlength(f"{lines[-1]} {word}") <= width:
@@ -149,7 +150,14 @@ def _wrap(text: str, font, width: int) -> list[str]:
     return lines if len(lines) <= 3 else [*lines[:2], lines[2] + " ..."]
 
 
-def _check(frames, mask, grid, timestamps, scores, columns) -> None:
+def _check(
+    frames: np.ndarray,
+    mask: np.ndarray,
+    grid: tuple[int, int],
+    timestamps: Sequence[float] | None,
+    scores: np.ndarray | None,
+    columns: int | None,
+) -> None:
     if frames.dtype != np.uint8:
         raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
     if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:

@@ -100,7 +100,7 @@ def test_the_answer_comes_before_pictures_and_times(run, monkeypatch, capsys):
         return lambda *_: printed_by_then.update({step: capsys.readouterr().out}) or {}
 
     monkeypatch.setattr("stts_hf.cli.run.draw", note_down("draw"))
-    monkeypatch.setattr(timing, "time_against_stock", note_down("time"))
+    monkeypatch.setattr(timing, "time_prompts", note_down("time"))
     monkeypatch.setattr(timing, "print_times", lambda times: None)
     run("--time")
     assert re.search(r"^answer: +\S", printed_by_then["draw"], re.M)
@@ -108,7 +108,7 @@ def test_the_answer_comes_before_pictures_and_times(run, monkeypatch, capsys):
 
 
 def test_times_are_taken_only_when_asked_for(run, monkeypatch):
-    monkeypatch.setattr(timing, "time_prefills", lambda *_, **__: pytest.fail("nobody asked for times"))
+    monkeypatch.setattr(timing, "time_prompts", lambda *_, **__: pytest.fail("nobody asked for times"))
     status, out, err, _ = run()
     assert status == 0
     assert "stock Molmo2" not in out
@@ -314,12 +314,13 @@ def test_every_variant_is_warmed_up_and_takes_turns(tiny_prompt):
     twin = stock_twin(model)
     model.register_forward_pre_hook(note("stts"))
     twin.register_forward_pre_hook(note("stock"))
-    passes = []
-    times = timing.time_prefills(
-        {"a": (twin, inputs), "b": (model, inputs)}, repeats=2, on_pass=lambda: passes.append(1)
-    )
+    times = timing.time_prompts({"a": (twin, inputs), "b": (model, inputs)}, repeats=2)
     model._forward_pre_hooks.clear()
     assert order == ["stock", "stts"] * 3
-    assert len(passes) == 6
-    for measured in times.values():
-        assert 0 < measured.vision_tower + measured.language_model < measured.total
+    for vision_tower, language_model, total in times.values():
+        assert 0 < vision_tower + language_model < total
+
+
+def test_nothing_dropped_is_not_timed_twice(tiny_prompt):
+    model, inputs = tiny_prompt
+    assert list(timing.compare_with_stock(model, inputs, 0.0)) == ["stock Molmo2", "STTS, none dropped"]

@@ -214,8 +214,9 @@ def test_threads_may_share_a_model(model, processor, clips):
         for place, found in zip(places, pool.map(answer, places), strict=True):
             assert found.answer == alone[place].answer
             assert found.keep_mask is not None
-            assert alone[place].keep_mask is not None
-            assert torch.equal(found.keep_mask, alone[place].keep_mask)
+            mask = alone[place].keep_mask
+            assert mask is not None
+            assert torch.equal(found.keep_mask, mask)
 
 
 def test_an_answer_has_its_mask_whatever_generate_is_told_to_return(model, processor, clips):
