@@ -148,11 +148,14 @@ class STTSVisionModel(Molmo2VisionModel):
     _no_split_modules: ClassVar[list[str]] = ["STTSVisionEncoderLayer", "TokenScorer"]  # type: ignore[misc]
 
     def __init__(self, config: STTSVisionConfig):
+        config.validate_pruning()  # its fields may have changed since it was made, so each use looks again
         super().__init__(config)
         self.layers = nn.ModuleList([STTSVisionEncoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.scorer = TokenScorer(
             config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim
         )
+        if config.selector != "scorer":  # nothing to tell of: a Molmo2 checkpoint has all that is used
+            self._keys_to_ignore_on_load_missing = [r"(^|\.)scorer\."]
         self.post_init()
 
     def _init_weights(self, module):
@@ -165,10 +168,12 @@ class STTSVisionModel(Molmo2VisionModel):
     def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs):
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
-        returns an `STTSVisionOutput`. Raises `ValueError` where the blocks of `pruning` leave out patches.
+        returns an `STTSVisionOutput`. Raises `ValueError` where the blocks of `pruning` leave out patches or
+        the config's pruning fields do not fit each other.
         """
         if pruning is None:
             return super().forward(pixel_values, **kwargs)
+        self.config.validate_pruning()
         pruning.check_blocks(pixel_values.shape[1])
         hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
         hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)

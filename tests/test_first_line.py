@@ -1,11 +1,8 @@
 """The one line to begin with: stock weights, and the pruning fields as arguments of `from_pretrained`."""
 
-import pytest
-
 from stts_hf import STTSForConditionalGeneration
 
 
-@pytest.mark.xfail(strict=True, reason="the configuration does not take pruning fields from `from_pretrained` yet")
 def test_pruning_fields_are_arguments_of_from_pretrained(hub_configs):
     model = STTSForConditionalGeneration.from_pretrained(
         hub_configs / "stts-tiny", selector="cosine", pruning_ratio=0.25

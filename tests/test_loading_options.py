@@ -207,6 +207,14 @@ def test_stock_molmo2_becomes_an_stts_config_with_a_note(stock_layout, caplog):
     assert "cosine" in caplog.text
 
 
+def test_stock_molmo2_with_a_selector_that_needs_no_training_loads_without_a_word(stock_layout, caplog):
+    model = STTSForConditionalGeneration.from_pretrained(stock_layout, selector="cosine", pruning_ratio=0.25)
+    vision_config = model.model.vision_tower.config
+    assert (vision_config.selector, vision_config.pruning_ratio) == ("cosine", 0.25)
+    assert "scorer" not in caplog.text
+    assert not any(weight.isnan().any() for weight in model.state_dict().values())
+
+
 def test_stock_molmo2_saved_is_an_stts_checkpoint(stock_layout, inputs, tmp_path):
     model = STTSForConditionalGeneration.from_pretrained(stock_layout).eval()
     model.save_pretrained(tmp_path)

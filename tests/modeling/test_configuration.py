@@ -2,97 +2,106 @@
 
 import copy
 import json
+import re
 
 import pytest
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassError,
+    StrictDataclassFieldValidationError,
+)
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config, Molmo2VisionConfig
 
+from stts_hf.modeling import configuration_stts
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
-from tests.tiny import tiny_config
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
 NAN = float("nan")
 
 # field, value, what the message says of the remedy
-INVALID_VALUES = [
+WRONG_VALUES = [
     pytest.param("pruning_ratio", 1.01, "in [0, 1]", id="ratio-above-1"),
     pytest.param("pruning_ratio", -1e-9, "in [0, 1]", id="ratio-below-0"),
     pytest.param("pruning_ratio", NAN, "in [0, 1]", id="ratio-nan"),
-    pytest.param("pruning_ratio", True, "in [0, 1]", id="ratio-bool"),
-    pytest.param("pruning_ratio", "0.5", "in [0, 1]", id="ratio-string"),
-    pytest.param("pruning_ratio", None, "in [0, 1]", id="ratio-none"),
+    pytest.param("pruning_ratio", True, "float", id="ratio-bool"),
+    pytest.param("pruning_ratio", "0.5", "float", id="ratio-string"),
+    pytest.param("pruning_ratio", None, "float", id="ratio-none"),
+    pytest.param("selector", "learned", "'scorer', 'cosine', 'random'", id="selector"),
+    pytest.param("selector", None, "'scorer', 'cosine', 'random'", id="selector-none"),
+    pytest.param("selector_seed", -1, "from 0", id="seed-negative"),
+    pytest.param("selector_seed", 0.5, "int", id="seed-float"),
+    pytest.param("score_rescaling", "column", "'row', 'frame', 'none'", id="rescaling"),
+    pytest.param("packing", "padded", "'varlen', 'first_fit_descending'", id="packing"),
+    pytest.param("pruning_layer", 1.0, "int", id="layer-float"),
+    pytest.param("pruning_layer", "3", "int", id="layer-string"),
+    pytest.param("refill_single_frame_bins", 1, "bool", id="refill-int"),
+    pytest.param("pooling_size", 3, "list", id="window-int"),
+    pytest.param("pooling_size", None, "list", id="window-none"),
+    pytest.param("pooling_size", [3.0, 3.0], "", id="window-of-floats"),
+]
+UNFIT_VALUES = [
     pytest.param("pruning_layer", 24, "from 0 to 23", id="layer-is-the-last"),
     pytest.param("pruning_layer", -1, "from 0 to 23", id="layer-negative"),
     pytest.param("num_hidden_layers", 4, "from 0 to 2", id="too-few-layers"),
-    pytest.param("selector", "learned", "'scorer', 'cosine', 'random'", id="selector"),
-    pytest.param("selector_seed", -1, "from 0", id="seed-negative"),
-    pytest.param("score_rescaling", "column", "'row', 'frame', 'none'", id="rescaling"),
-    pytest.param("packing", "padded", "'varlen', 'first_fit_descending'", id="packing"),
     pytest.param("refill_single_frame_bins", True, "'first_fit_descending'", id="refill-without-bins"),
     pytest.param("pooling_size", [28, 3], "patch grid [27, 27]", id="window-higher-than-grid"),
     pytest.param("pooling_size", [3, 0], "each from 1", id="window-of-no-width"),
     pytest.param("pooling_size", [3], "[height, width]", id="window-of-one-side"),
     pytest.param("pooling_size", [3, 3, 3], "[height, width]", id="window-of-three-sides"),
-]
-WRONG_TYPES = [
-    pytest.param("pruning_layer", 1.0, id="layer-float"),
-    pytest.param("pruning_layer", "3", id="layer-string"),
-    pytest.param("selector", None, id="selector-none"),
-    pytest.param("selector_seed", 0.5, id="seed-float"),
-    pytest.param("refill_single_frame_bins", 1, id="refill-int"),
-    pytest.param("pooling_size", 3, id="window-int"),
-    pytest.param("pooling_size", [3.0, 3.0], id="window-of-floats"),
+    pytest.param("image_size", [28, 378], "patch grid [2, 27]", id="image-smaller-than-the-window"),
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "remedy"), INVALID_VALUES)
-def test_an_invalid_value_is_refused_at_init(field, value, remedy):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked below)
-        STTSVisionConfig(**{field: value})
-    message = str(error.value)
-    assert remedy in message
-    assert repr(value) in message or field == "num_hidden_layers"
-
-
-@pytest.mark.parametrize(("field", "value", "remedy"), INVALID_VALUES)
-def test_an_invalid_value_is_refused_when_set_and_the_old_one_stays(field, value, remedy):
+@pytest.mark.parametrize(("field", "value", "remedy"), WRONG_VALUES)
+def test_what_a_field_cannot_have_is_refused_whenever_it_is_set(field, value, remedy):
     config = STTSVisionConfig()
     before = getattr(config, field)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        setattr(config, field, value)
+    for attempt in (lambda: STTSVisionConfig(**{field: value}), lambda: setattr(config, field, value)):
+        with pytest.raises(StrictDataclassFieldValidationError) as error:
+            attempt()
+        assert field in str(error.value)
+        assert remedy in str(error.value)
+    assert getattr(config, field) == before
+
+
+@pytest.mark.parametrize(("field", "value", "remedy"), UNFIT_VALUES)
+def test_what_does_not_fit_the_other_fields_is_refused_at_construction(field, value, remedy):
+    with pytest.raises(StrictDataclassClassValidationError) as error:
+        STTSVisionConfig(**{field: value})
+    assert field in str(error.value)
     assert remedy in str(error.value)
-    assert getattr(config, field) == before
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_TYPES)
-def test_a_wrong_type_is_refused(field, value):
-    config = STTSVisionConfig()
-    before = getattr(config, field)
+@pytest.mark.parametrize(("field", "value", "remedy"), UNFIT_VALUES)
+def test_what_does_not_fit_the_other_fields_is_not_saved(field, value, remedy, tmp_path):
+    config = STTSConfig()
+    setattr(config.vision_config, field, value)
+    with pytest.raises(StrictDataclassClassValidationError):
+        config.save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassClassValidationError, match=re.escape(remedy)):
+        config.vision_config.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(("field", "value"), [("pruning_layer", 40), ("pruning_ratio", 2), ("packing", "padded")])
+def test_a_file_with_a_wrong_value_is_not_loaded(field, value, tmp_path):
+    config = tiny_config()
+    config.save_pretrained(tmp_path)
+    contents = json.loads((tmp_path / "config.json").read_text())
+    contents["vision_config"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(contents))
     with pytest.raises(StrictDataclassError, match=field):
-        STTSVisionConfig(**{field: value})
-    with pytest.raises(StrictDataclassError, match=field):
-        setattr(config, field, value)
-    assert getattr(config, field) == before
+        STTSConfig.from_pretrained(tmp_path)
 
 
-def test_pooling_size_cannot_be_unset():
-    config = STTSVisionConfig()
-    with pytest.raises(ValueError, match="pooling_size"):
-        config.pooling_size = None
-    assert config.pooling_size == [3, 3]
-
-
-def test_refill_must_be_turned_off_before_bins():
-    config = STTSVisionConfig(packing="first_fit_descending", refill_single_frame_bins=True)
-    with pytest.raises(ValueError, match="refill_single_frame_bins"):
-        config.packing = "varlen"
-    assert config.packing == "first_fit_descending"
-    config.refill_single_frame_bins = False
-    config.packing = "varlen"
-
-
-def test_a_smaller_image_must_hold_the_window():
-    with pytest.raises(ValueError, match="pooling_size"):
-        STTSVisionConfig(image_size=[28, 378])
+def test_what_does_not_fit_the_other_fields_is_refused_by_the_next_call():
+    model = tiny_model()
+    model.config.vision_config.pruning_layer = 5
+    with pytest.raises(ValueError, match=r"`pruning_layer` is 5, .* it must be from 0 to 4"):
+        model(**build_inputs([[Video(2)]]))
+    with pytest.raises(ValueError, match="`pruning_layer` is 5"):
+        STTSForConditionalGeneration(model.config)
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 0.0, 1.0, 0.3])
@@ -127,11 +136,11 @@ def test_block_grid_counts_windows_over_the_border(image_size, pooling_size, exp
     ],
 )
 def test_an_invalid_model_setting_is_refused_and_the_old_one_stays(field, value):
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(StrictDataclassError, match=field):
         STTSConfig(**{field: value})
     config = tiny_config()
     before = getattr(config, field)
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(StrictDataclassError, match=field):
         setattr(config, field, value)
     assert getattr(config, field) == before
 
@@ -149,13 +158,13 @@ def test_a_wrong_type_of_a_model_setting_is_refused(field, value):
         STTSConfig(**{field: value})
 
 
-def test_the_vision_config_of_stock_molmo2_is_refused():
-    config = tiny_config()
-    with pytest.raises(ValueError, match="stts_vision"):
+def test_the_vision_config_of_stock_molmo2_is_refused(tmp_path):
+    with pytest.raises(StrictDataclassClassValidationError, match="'molmo2_vision', but must be 'stts_vision'"):
         STTSConfig(vision_config=Molmo2VisionConfig())
-    with pytest.raises(ValueError, match="stts_vision"):
-        config.vision_config = Molmo2VisionConfig()
-    assert config.vision_config.model_type == "stts_vision"
+    config = tiny_config()
+    config.vision_config = Molmo2VisionConfig()
+    with pytest.raises(StrictDataclassClassValidationError, match="'molmo2_vision', but must be 'stts_vision'"):
+        config.save_pretrained(tmp_path)
 
 
 def test_a_feature_layer_that_does_not_exist_is_refused():
@@ -176,7 +185,7 @@ def test_sub_configs_may_be_plain_dicts():
 
 
 def test_an_invalid_setting_in_a_sub_config_dict_is_refused():
-    with pytest.raises(ValueError, match="pruning_ratio"):
+    with pytest.raises(StrictDataclassError, match="pruning_ratio"):
         STTSConfig(vision_config={"pruning_ratio": 3})
 
 
@@ -260,7 +269,7 @@ def test_every_auto_class_is_in_the_saved_auto_map(tmp_path):
 def test_a_copy_is_equal_and_still_checked(changed_config):
     duplicate = copy.deepcopy(changed_config)
     assert duplicate == changed_config
-    with pytest.raises(ValueError, match="pruning_ratio"):
+    with pytest.raises(StrictDataclassError, match="pruning_ratio"):
         duplicate.vision_config.pruning_ratio = 2
     assert duplicate == changed_config
 
@@ -273,3 +282,62 @@ def test_windows_of_the_default_are_not_shared():
     first, second = STTSVisionConfig(), STTSVisionConfig()
     first.pooling_size[0] = 2
     assert second.pooling_size == [3, 3]
+
+
+SETTINGS = {"pruning_ratio": 0.25, "selector": "cosine", "pruning_layer": 1, "pooling_size": [2, 2]}
+
+
+def vision_settings(config: STTSConfig) -> dict:
+    return {name: getattr(config.vision_config, name) for name in SETTINGS}
+
+
+@pytest.mark.parametrize(
+    "vision_config",
+    [None, {"num_hidden_layers": 3}, STTSVisionConfig(num_hidden_layers=9)],
+    ids=["none", "dict", "own"],
+)
+def test_settings_of_the_vision_config_are_arguments(vision_config):
+    layers = getattr(vision_config, "num_hidden_layers", 3 if vision_config else 25)
+    features = {"vision_feature_layer": [2, 1]}
+    config = STTSConfig(vision_config=vision_config, adapter_config=features, **SETTINGS)
+    assert vision_settings(config) == SETTINGS
+    assert config.vision_config.num_hidden_layers == layers
+    assert not set(SETTINGS) & set(vars(config))
+    assert vision_config != config.vision_config  # the caller's own stays as it is
+
+
+def test_a_wrong_setting_of_the_vision_config_is_refused_as_an_argument():
+    with pytest.raises(StrictDataclassError, match="pruning_ratio"):
+        STTSConfig(pruning_ratio=2)
+    with pytest.raises(StrictDataclassError, match="`pruning_layer` is 24"):
+        STTSConfig(pruning_layer=24)
+
+
+@pytest.mark.parametrize("key", ["vision_config", "vit_config"])
+def test_settings_are_arguments_of_from_pretrained_of_a_molmo2_folder(key, tmp_path):
+    stock = Molmo2Config(vision_config={"num_hidden_layers": 26}, adapter_config={"vision_feature_layer": [4, 1]})
+    contents = stock.to_dict()
+    contents[key] = contents.pop("vision_config")
+    (tmp_path / "config.json").write_text(json.dumps(contents, default=str))
+    config = STTSConfig.from_pretrained(tmp_path, temporal_loss_weight=0.5, **SETTINGS)
+    assert vision_settings(config) == SETTINGS
+    assert config.temporal_loss_weight == 0.5
+    assert config.vision_config.num_hidden_layers == (26 if key == "vision_config" else 5)  # trimmed as in Molmo2
+
+
+def test_settings_are_arguments_of_from_pretrained_of_an_stts_folder(changed_config, tmp_path):
+    changed_config.save_pretrained(tmp_path)
+    config, rest = STTSConfig.from_pretrained(tmp_path, selector="cosine", nonsense=1, return_unused_kwargs=True)
+    assert rest == {"nonsense": 1}
+    assert (config.vision_config.selector, config.vision_config.selector_seed) == ("cosine", 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"), [({}, True), ({"selector": "cosine"}, False), ({"pruning_ratio": 0}, False)]
+)
+def test_a_molmo2_folder_warns_of_the_scorer_only_where_it_ranks(settings, warns, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(configuration_stts.logger, "warning", said.append)
+    Molmo2Config().save_pretrained(tmp_path)
+    STTSConfig.from_pretrained(tmp_path, **settings)
+    assert any("untrained" in message for message in said) is warns

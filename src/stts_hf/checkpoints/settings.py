@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
 from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2AdapterConfig,
@@ -126,17 +127,17 @@ def override(
     selector: str | None = None,
 ) -> None:
     """Puts the user's settings in place of the source's. Raises `ValueError` for values that do not fit."""
-    vision = config.vision_config
-    if packing is not None:
-        if packing != "first_fit_descending":
-            vision.refill_single_frame_bins = False
-        vision.packing = packing
-    if pruning_ratio is not None:
-        vision.pruning_ratio = pruning_ratio
-        if pruning_ratio < 1:
-            processor.video_processor.pruning_ratio = pruning_ratio  # what its `test_time_scaling` counts with
-    if selector is not None:
-        vision.selector = selector
+    given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
+    if packing not in (None, "first_fit_descending"):
+        given["refill_single_frame_bins"] = False
+    for name, value in given.items():
+        if value is not None:
+            try:
+                setattr(config.vision_config, name, value)
+            except StrictDataclassError as error:
+                raise ValueError(f"`{name}` is {value!r}: {error}") from error
+    if pruning_ratio is not None and pruning_ratio < 1:
+        processor.video_processor.pruning_ratio = pruning_ratio  # what its `test_time_scaling` counts with
 
 
 def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:

@@ -69,7 +69,9 @@ def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def loading(checkpoint: str) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise CommandError(f"--checkpoint {checkpoint} cannot be loaded: {one_line(error)}") from error

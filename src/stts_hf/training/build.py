@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import httpx
 
 from stts_hf import register_auto_classes
@@ -18,20 +19,10 @@ from stts_hf.data.rows import RowError
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.config import ConfigError, TrainConfig
 from stts_hf.training.trainer import STTSTrainer
-
-VISION_SETTINGS = (  # in the order in which they can be changed one by one
-    "selector",
-    "selector_seed",
-    "pruning_ratio",
-    "pruning_layer",
-    "score_rescaling",
-    "packing",
-    "refill_single_frame_bins",
-)
-MODEL_SETTINGS = ("temporal_loss_weight", "detach_temporal_target", "pruned_position_ids")
 
 
 @dataclass
@@ -104,19 +95,11 @@ def load_model_config(config: TrainConfig) -> STTSConfig:
         raise config.error(
             "model_name_or_path", f"is {path!r}: there is no such folder, and no Hub id looks like that."
         )
+    settings = config.model.given((*PRUNING_FIELDS, *TRAINING_FIELDS))
     try:
-        found = STTSConfig.from_pretrained(path, revision=config.model.model_revision)
-    except (ValueError, OSError) as error:
-        raise config.error("model_name_or_path", f"cannot be trained: {error}") from error
-    if config.model.refill_single_frame_bins is False:
-        found.vision_config.refill_single_frame_bins = False
-    for target, names in ((found.vision_config, VISION_SETTINGS), (found, MODEL_SETTINGS)):
-        for name, value in config.model.given(names).items():
-            try:
-                setattr(target, name, value)
-            except ValueError as error:
-                raise config.error(name, f"does not fit the model: {error}") from error
-    return found
+        return STTSConfig.from_pretrained(path, revision=config.model.model_revision, **settings)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise config.error("model_name_or_path", f"cannot be trained with these settings: {error}") from error
 
 
 def load_processor(config: TrainConfig, model_config: STTSConfig) -> STTSProcessor:

@@ -9,7 +9,8 @@ from huggingface_hub import HfApi
 from stts_hf import __version__
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.push import refusals
-from stts_hf.training.build import MODEL_SETTINGS, VISION_SETTINGS, TrainingSetup
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
+from stts_hf.training.build import TrainingSetup
 from stts_hf.training.models import load_model
 from stts_hf.training.plan import describe_rates, describe_schedule, rows_of_step
 from stts_hf.training.trainer import STTSTrainer
@@ -119,8 +120,8 @@ def final_figures(trainer: STTSTrainer) -> dict[str, str]:
 
 def changed_settings(run: TrainingSetup) -> dict[str, Any]:
     """The pruning settings of the run, by their path in the model's config."""
-    given = {f"vision_config.{name}": value for name, value in run.config.model.given(VISION_SETTINGS).items()}
-    return given | run.config.model.given(MODEL_SETTINGS)
+    given = {f"vision_config.{name}": value for name, value in run.config.model.given(PRUNING_FIELDS).items()}
+    return given | run.config.model.given(TRAINING_FIELDS)
 
 
 def _details(run: TrainingSetup, trainer: STTSTrainer, inherited: dict[str, Any]) -> dict[str, Any]:
