@@ -344,24 +344,18 @@ def _frames_tensor(video: Any, index: int, layout: Any) -> torch.Tensor:
 
 def _checked_metadata(metadata: Any, num_frames: int, index: int, sample: bool) -> STTSVideoMetadata:
     """A copy of the metadata of a decoded video that fits its `num_frames` frames."""
-    metadata = {"total_num_frames": num_frames} | dict(metadata or {})
-    metadata = STTSVideoMetadata(**metadata)
-    total, indices = metadata.total_num_frames, metadata.frames_indices
-    problem = None
+    metadata = STTSVideoMetadata(**({"total_num_frames": num_frames} | dict(metadata or {})))
     if metadata.fps is not None and not 0 < metadata.fps < math.inf:
-        problem = f"has fps={metadata.fps}. Pass frames per second above 0, or None."
-    elif sample and total != num_frames:
-        problem = (
-            f"has total_num_frames={total} for {num_frames} frames. If they were sampled before, pass "
-            "do_sample_frames=False."
+        raise ValueError(f"video_metadata[{index}] has fps={metadata.fps}. Pass frames per second above 0, or None.")
+    by_indices = not sample and metadata.frames_indices is not None
+    counted = len(metadata.frames_indices) if by_indices else metadata.total_num_frames
+    if counted != num_frames:
+        name = "frames_indices" if by_indices else "total_num_frames"
+        raise ValueError(
+            f"videos[{index}] has {num_frames} frames, its video_metadata {counted} by {name}. If frames were sampled "
+            "before, pass do_sample_frames=False and frames_indices, one for each frame."
         )
-    elif not sample and indices is None and total != num_frames:
-        problem = f"does not say which {num_frames} of total_num_frames={total} frames are there. Pass frames_indices."
-    elif not sample and indices is not None and len(indices) != num_frames:
-        problem = f"has {len(indices)} frames_indices for {num_frames} frames. Pass one each."
-    if problem:
-        raise ValueError(f"video_metadata[{index}] {problem}")
-    if indices is None or sample:
+    if not by_indices:
         metadata.frames_indices = list(range(num_frames))
     return metadata
 

@@ -19,7 +19,7 @@ import threading
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,9 +35,12 @@ from transformers.video_utils import VideoMetadata
 
 try:
     import av
-    from av.sidedata.sidedata import SideDataContainer
 except ImportError:  # arrays and lists of frames need no decoder
     av = None  # type: ignore[assignment]
+try:
+    from av.sidedata.sidedata import SideDataContainer
+except ImportError:  # without PyAV, or where another version keeps it elsewhere
+    SideDataContainer = None  # type: ignore[assignment,misc]
 
 _FORMATS = (
     "mov,matroska,avi,mpegts,mpeg,mpegvideo,m4v,h261,h263,h264,hevc,vvc,av1,obu,ivf,flv,live_flv,asf,ogg,rm,nut,mxf,"
@@ -102,8 +105,11 @@ class VideoFile:
             raise ImportError("Decoding video files needs PyAV: `pip install av`.")
         is_download = is_url(source)
         if is_download:
-            source = download(_held(source), max_bytes, max_seconds)
+            url = _held(source)
+            source = download(url, max_bytes, max_seconds)
         self.name, self._source = _checked_source(source)
+        if is_download:
+            self.name = f"the video downloaded from {url!r}"
         self._bytes = _ByteStream(self._source, is_download)
         self._container: Any = None
         self.pts: np.ndarray | None = None
@@ -292,9 +298,10 @@ class VideoFile:
             )
 
     def _decode_all(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
-        """Hands each frame wanted to `keep(place, index, frame)`, from several threads; see `_decode_run`."""
+        """Hands each frame wanted to `keep(place, index, frame)`, from several threads where runs lie apart."""
         if self.pts is None:
-            self._count(wanted, keep)
+            self._rewind()
+            _deliver(enumerate(self._decode(self._packets())), range(len(wanted)), wanted, keep)
             return
         # A run: the places among `wanted` that are decoded in one go, from the keyframe before the first.
         keyframes = self.keyframes[np.searchsorted(self.keyframes, self.pts[wanted], side="right") - 1]
@@ -319,9 +326,10 @@ class VideoFile:
                 other._rewind()
 
             def decode(run: tuple[int, list[int]]) -> None:
+                keyframe, places = run
                 handle = handles.get()
                 try:
-                    handle._decode_run(*run, wanted, keep)
+                    _deliver(handle._frames_from(keyframe, [wanted[place] for place in places]), places, wanted, keep)
                 finally:
                     handles.put(handle)
 
@@ -331,41 +339,15 @@ class VideoFile:
             pool = opened.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="read_video"))
             deque(pool.map(decode, runs), maxlen=0)  # raises what a thread raised
 
-    def _decode_run(
-        self, keyframe: int, places: list[int], wanted: list[int], keep: Callable[[int, int, Any], None]
-    ) -> None:
-        """Decodes from one keyframe on. In place of a damaged frame, `keep` gets the whole frame before it."""
+    def _frames_from(self, keyframe: int, indices: list[int]) -> Iterator[tuple[int, Any]]:
+        """Whole frames from a keyframe on, each after its index; those not in `indices` may be left out."""
         pts: Any = self.pts
-        missing = deque(zip(places, pts[[wanted[place] for place in places]].tolist(), strict=True))
-        index, whole = -1, None
-        for frame in self._decode(self._packets_from(keyframe), {target for _, target in missing}):
+        for frame in self._decode(self._packets_from(keyframe), set(pts[indices].tolist())):
             # What is shown before the keyframe refers to frames that were skipped.
-            if frame.pts is None or frame.pts < keyframe or frame.is_corrupt:
-                continue
-            while missing and frame.pts > missing[0][1]:  # that one is damaged and never came out
-                place, _ = missing.popleft()
-                if whole is not None:
-                    keep(place, index, whole)
-            index, whole = int(np.searchsorted(pts, frame.pts, side="right")) - 1, frame
-            if missing and frame.pts == missing[0][1]:
-                keep(missing.popleft()[0], index, frame)
-            if not missing:
-                return
-        if whole is not None:
-            keep(missing[0][0], index, whole)
-
-    def _count(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
-        """Decodes from the beginning and counts; where the file ends early, the last frame stands for the next."""
-        self._rewind()
-        missing = deque(enumerate(wanted))
-        index, frame = -1, None
-        for index, frame in enumerate(self._decode(self._packets())):
-            if index == missing[0][1]:
-                keep(missing.popleft()[0], index, frame)
-                if not missing:
-                    return
-        if frame is not None:
-            keep(missing[0][0], index, frame)
+            if frame.pts is not None and frame.pts >= keyframe and not frame.is_corrupt:
+                index = int(np.searchsorted(pts, frame.pts, side="right")) - 1
+                if pts[index] == frame.pts:
+                    yield index, frame
 
     def _decode(self, packets: Iterator[Any], wanted: set[int] | None = None) -> Iterator[Any]:
         """Frames in the order of showing. Given `wanted` (pts), leaves out others that no frame refers to."""
@@ -405,6 +387,26 @@ def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rat
     shown = moments + _TOLERANCE < np.append(times[1:], np.inf)
     shown[-1] = True
     return np.flatnonzero(shown).tolist()
+
+
+def _deliver(
+    frames: Iterator[tuple[int, Any]], places: Iterable[int], wanted: list[int], keep: Callable[[int, int, Any], None]
+) -> None:
+    """Hands frames wanted to `keep`; for one that is damaged and does not come, the whole frame before it."""
+    missing = deque(places)
+    whole: tuple[int, Any] | None = None
+    for index, frame in frames:
+        while missing and index > wanted[missing[0]]:
+            place = missing.popleft()
+            if whole is not None:
+                keep(place, *whole)
+        whole = index, frame
+        if missing and index == wanted[missing[0]]:
+            keep(missing.popleft(), *whole)
+        if not missing:
+            return
+    if whole is not None:
+        keep(missing[0], *whole)
 
 
 def resize(
@@ -513,9 +515,9 @@ def _upright(frame: Any) -> np.ndarray:
     # In this thread: a process forked while such a frame awaits the garbage collector hangs on ending its threads.
     one_thread = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}  # the only way before
     picture = frame.to_ndarray(format="rgb24", **one_thread)
-    # Not `frame.side_data`: the frame would hold what holds the frame until garbage is collected, and a 4K frame takes
-    # 12.4 MB (1.5 bytes a pixel).
-    side_data: Any = SideDataContainer(frame)  # type: ignore[call-arg]  # PyAV's stubs lack its argument
+    # Not `frame.side_data` if possible: the frame would hold what holds the frame until garbage is collected, and a 4K
+    # frame takes 12.4 MB.
+    side_data: Any = frame.side_data if SideDataContainer is None else SideDataContainer(frame)  # type: ignore[call-arg]
     matrices = [bytes(item) for item in side_data if item.type.name == "DISPLAYMATRIX"]
     a, b, _, c, d = struct.unpack("=5i", matrices[0][:20]) if matrices else (1, 0, 0, 0, 1)
     if abs(b) + abs(c) > abs(a) + abs(d):

@@ -242,6 +242,15 @@ def test_frames_are_upright(tmp_path, matrix, turn):
     assert (metadata.height, metadata.width) == frame.shape[:2]
 
 
+def test_frames_are_upright_where_pyav_keeps_its_container_elsewhere(tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "a.mp4", 5)
+    _, (picture, *_), _ = decode_everything(path)
+    set_display_matrix(path, (0, 1, -1, 0))
+    monkeypatch.setattr(video_reading_stts, "SideDataContainer", None)
+    (frame,), _ = read_clip(path, lambda _: [0])
+    assert np.array_equal(frame, np.rot90(picture, -1))
+
+
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
 def test_still_image_is_a_video_of_one_frame(tmp_path, name):
     from PIL import Image
