@@ -77,6 +77,12 @@ class STTSGeneration(GenerationMixin):
         if inputs is not None:
             kwargs["input_ids"] = inputs
         whole, new = read_prompt(kwargs, cached, cache, setting("pad_token_id"), setting("eos_token_id"))
+        limit = setting("max_length")
+        if limit is not None and setting("max_new_tokens") is None and limit <= whole.shape[1]:
+            raise ValueError(
+                f"`max_length` is {limit}, but the prompt alone has {whole.shape[1]} tokens, dropped ones included. Raise "
+                "it, or pass `max_new_tokens`."
+            )
         vision = {name: kwargs.pop(name, None) for name in (*model.video_inputs, *model.image_inputs)}
         kwargs.pop("image_num_crops", None)  # Molmo2's processor makes it, and no model reads it
         vision = {name: value for name, value in vision.items() if value is not None}

@@ -1,0 +1,120 @@
+"""Options of `generate` from wherever transformers lets them be set, and what it returns beside the sequences."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, Molmo2ForConditionalGeneration
+
+from stts_hf.benchmark.stock import stock_twin
+from tests.modeling.reference import returned_by
+from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_model
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize("where", ["argument", "generation_config", "model_config"])
+def test_a_ratio_counts_wherever_generate_is_told_of_it(model, where, monkeypatch):
+    settings: dict[str, Any] = {
+        "argument": {**GREEDY, "pruning_ratio": 0.9},
+        "generation_config": {"generation_config": GenerationConfig(**GREEDY, pruning_ratio=0.9)},
+        "model_config": GREEDY,
+    }[where]
+    if where == "model_config":
+        monkeypatch.setattr(model, "generation_config", GenerationConfig(pruning_ratio=0.9))
+    output = model.generate(**build_inputs(ROWS), **settings, return_dict_in_generate=True)
+    expected = model(**build_inputs(ROWS), pruning_ratio=0.9)
+    for found, mask in zip(output.keep_mask, expected.keep_mask, strict=True):
+        assert torch.equal(found, mask)
+
+
+def test_a_ratio_that_is_none_is_refused_in_a_configuration_too(model):
+    config = GenerationConfig(**GREEDY, pruning_ratio=1.5)
+    with pytest.raises(ValueError, match=r"`pruning_ratio` is 1.5, but must be a number in \[0, 1\]"):
+        model.generate(**build_inputs(ROWS), generation_config=config)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_what_was_kept_comes_with_the_sequences(model, settings):
+    inputs = build_inputs(ROWS)
+    output = model.generate(**inputs, **GREEDY, **settings, pruning_ratio=0.5, return_dict_in_generate=True)
+    expected = model(**inputs, pruning_ratio=0.5)
+    assert torch.equal(output.kept_indices, expected.kept_indices)
+    for name in ("keep_mask", "token_scores"):
+        for found, video in zip(output[name], expected[name], strict=True):
+            assert torch.equal(found, video)
+
+
+@pytest.mark.parametrize("rows", [ROWS, [[2, Video(3), 4]]], ids=["batch", "one"])
+def test_embeddings_beside_ids_give_what_the_ids_give(model, rows):
+    """As stock Molmo2 takes them: the embeddings are read, the ids returned."""
+    inputs = build_inputs(rows)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    assert torch.equal(model.generate(**inputs, inputs_embeds=embeds, **GREEDY), model.generate(**inputs, **GREEDY))
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "video"])
+def test_right_padding_without_a_cache_gives_what_a_cache_gives(model, kind):
+    """transformers gives hidden padding position 0, and the answer goes on from there: no second sample begins."""
+    if kind == "image":
+        alone = image_inputs()
+        padding = {"input_ids": 0, "attention_mask": 0, "mm_token_type_ids": 0}
+        inputs = alone | {n: torch.nn.functional.pad(alone[n], (0, 3), value=v) for n, v in padding.items()}
+    else:
+        inputs = build_inputs([[9], [5]] if kind == "text" else ROWS, padding_side="right")
+    settings = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
+    cached = model.generate(**inputs, **settings)
+    found = model.generate(**inputs, **settings, use_cache=False)
+    assert torch.equal(found.sequences, cached.sequences)
+    for ours, theirs in zip(found.logits, cached.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)  # float32 rounding of logits of size about 5
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no_cache"])
+def test_right_padded_text_is_stocks(model, use_cache):
+    inputs = build_inputs([[9], [5]], padding_side="right")
+    stock = stock_twin(model)
+    assert isinstance(stock, Molmo2ForConditionalGeneration)
+    settings = GREEDY | {"return_dict_in_generate": True, "output_logits": True, "use_cache": use_cache}
+    for ours, theirs in zip(
+        model.generate(**inputs, **settings).logits, stock.generate(**inputs, **settings).logits, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+def test_token_types_of_the_first_turn_are_enough_for_the_second(model):
+    inputs = build_inputs(ROWS)
+    first = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    whole = torch.nn.functional.pad(first.sequences, (0, 3), value=7)
+    again = {"input_ids": whole, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)}
+    types = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 9))
+    expected = model.generate(**(inputs | again | {"mm_token_type_ids": types}), **GREEDY)
+    found = model.generate(
+        **again, mm_token_type_ids=inputs["mm_token_type_ids"], past_key_values=first.past_key_values, **GREEDY
+    )
+    assert torch.equal(found, expected)
+    assert torch.equal(model.generate(**(inputs | again), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_a_limit_within_the_prompt_is_refused_in_the_callers_count(model, where):
+    inputs = build_inputs(ROWS)
+    length = inputs["input_ids"].shape[1]
+    settings = {**GREEDY, "max_new_tokens": None, "max_length": 20}
+    if where == "config":
+        settings = {"generation_config": GenerationConfig(**settings)}
+    with pytest.raises(ValueError, match=rf"`max_length` is 20, but the prompt alone has {length} tokens"):
+        model.generate(**inputs, **settings)
+
+
+def test_every_step_of_decoding_says_that_a_row_holds_one_sample(model, monkeypatch):
+    prepared = returned_by(model, "prepare_inputs_for_generation", monkeypatch)
+    model.generate(**build_inputs(ROWS), **GREEDY)
+    assert len(prepared) == GREEDY["max_new_tokens"]
+    assert all(inputs["packed_rows"] is False for inputs in prepared)
