@@ -1,10 +1,10 @@
 """`generate` for a prompt that loses tokens: prune first, generate natively, give the whole prompt back."""
 
 import copy
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
@@ -30,10 +30,19 @@ class WholePromptStreamer(BaseStreamer):
         self.streamer.end()
 
 
-class STTSGeneration(GenerationMixin):
+if TYPE_CHECKING:
+
+    class GenerativeModel(PreTrainedModel, GenerationMixin):
+        """What the mixin below is mixed into."""
+
+else:
+    GenerativeModel = GenerationMixin
+
+
+class STTSGeneration(GenerativeModel):
     """Mixin that goes before the native model with a head; its `model` is a `PruningBackbone`."""
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]  # transformers looks for these names, the rest is its
         self, input_ids: torch.LongTensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """As in transformers. Each row holds one sample, whatever the positions of its padding look like."""
@@ -80,8 +89,8 @@ class STTSGeneration(GenerationMixin):
         limit = setting("max_length")
         if limit is not None and setting("max_new_tokens") is None and limit <= whole.shape[1]:
             raise ValueError(
-                f"`max_length` is {limit}, but the prompt alone has {whole.shape[1]} tokens, dropped ones included. Raise "
-                "it, or pass `max_new_tokens`."
+                f"`max_length` is {limit}, but the prompt alone has {whole.shape[1]} tokens, dropped ones included. "
+                "Raise it, or pass `max_new_tokens`."
             )
         vision = {name: kwargs.pop(name, None) for name in (*model.video_inputs, *model.image_inputs)}
         kwargs.pop("image_num_crops", None)  # Molmo2's processor makes it, and no model reads it

@@ -157,6 +157,8 @@ class STTSModel(PruningBackbone, Molmo2Model):
             token_scores=per_video(vision.token_scores),
             keep_mask=per_video(vision.keep_mask),
             temporal_loss=vision.temporal_loss,
+            last_hidden_state=vision.last_hidden_state,
+            hidden_states=vision.hidden_states,
         )
 
     def encode_images(self, vision: dict[str, Any]) -> torch.Tensor:
@@ -194,7 +196,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         return self.encode_videos(pixel_values_videos, plan, **kwargs)
 
     @can_return_tuple
-    def forward(  # type: ignore[override]  # names what pruning goes by; Molmo2's other arguments are in kwargs
+    def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,

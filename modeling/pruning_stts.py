@@ -4,6 +4,7 @@
 the language model come after. What backbones differ in is behind the hooks of `PruningBackbone`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,8 @@ class VideoFeatures(BaseModelOutputWithPooling):
     """
     pooler_output: per video (K, text hidden size), features of the kept blocks. token_scores: per video (T, n) float32.
     keep_mask: per video (T, n) bool. temporal_loss: scalar or None. last_hidden_state: (P, D), what the last layer that
-    ran made of the survivors. hidden_states: if asked for, (F, N, D) up to the pruning layer, then (P, D).
+    ran made of the survivors. hidden_states: if asked for, the embeddings and each layer's output, (F, N, D) up to the
+    pruning layer, then (P, D).
     """
 
     token_scores: tuple[torch.Tensor, ...] | None = None
@@ -201,6 +203,13 @@ class PruningBackbone:
     def encode_images(self, vision: dict[str, Any]) -> torch.Tensor:
         """Features (image tokens, text hidden size) of all images of a call, as the native model makes them."""
         raise NotImplementedError
+
+    def merge_features(self, pruned: "PrunedInputs") -> torch.Tensor:
+        """Embeddings (B, L', text hidden size) of what is left, with the features on their placeholders."""
+        raise NotImplementedError
+
+    def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
+        """Raises `ValueError` where `generate` would decode otherwise than `forward` does. setting: of `generate`."""
 
     def position_tokens(self, tokens: Tokens, cached: CachedPrompt, whole_mask: torch.Tensor | None) -> torch.Tensor:
         """Positions (B, L) of the whole prompt, before anything is dropped. whole_mask: (B, seen + L) or None."""

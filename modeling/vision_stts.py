@@ -49,7 +49,9 @@ MAX_GRID_BLOCKS = 65535  # in one call of the connector: a CUDA grid is no longe
 class STTSVisionOutput(ModelOutput):
     """
     features: (K, S, D * feature layers), the patches of kept blocks. valid: (K, S) bool or None, False for padding.
-    token_scores: (G,) float32. keep_mask: (G,) bool. temporal_loss: scalar or None.
+    token_scores: (G,) float32. keep_mask: (G,) bool. temporal_loss: scalar or None. last_hidden_state: (P, D) of the
+    last layer that the connector needs. hidden_states: if asked for, the embeddings and each layer's output, (F, N, D)
+    up to the pruning layer and (P, D) after it.
     """
 
     features: torch.Tensor | None = None
@@ -57,6 +59,8 @@ class STTSVisionOutput(ModelOutput):
     token_scores: torch.Tensor | None = None
     keep_mask: torch.Tensor | None = None
     temporal_loss: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 class STTSVisionAttention(Molmo2VisionAttention):
@@ -168,21 +172,28 @@ class STTSVisionModel(Molmo2VisionModel):
     def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs):
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
-        returns an `STTSVisionOutput`. Raises `ValueError` where the blocks of `pruning` leave out patches or
-        the config's pruning fields do not fit each other.
+        returns an `STTSVisionOutput`, with the layers' outputs where `output_hidden_states` asks for them. Raises
+        `ValueError` where the blocks of `pruning` leave out patches or the config's pruning fields do not fit each
+        other, and for `output_attentions`.
         """
         if pruning is None:
             return super().forward(pixel_values, **kwargs)
         self.config.validate_pruning()
+        if kwargs.get("output_attentions"):
+            raise ValueError(
+                "`output_attentions` is True, but attention within the frames of a video never makes its weights. "
+                "Leave it out; `token_scores` and `keep_mask` say what the video's tokens are worth."
+            )
         pruning.check_blocks(pixel_values.shape[1])
         hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
         hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)
-        features: dict[int, torch.Tensor] = {}
         pruning_layer = self.config.pruning_layer
+        wanted = range(len(self.layers)) if kwargs.get("output_hidden_states") else pruning.feature_layers
+        states = {-1: hidden_states} if kwargs.get("output_hidden_states") else {}  # outputs of layers by their index
         for index, layer in enumerate(self.layers[: pruning_layer + 1]):
             hidden_states = layer(hidden_states, None)
-            if index in pruning.feature_layers:
-                features[index] = hidden_states
+            if index in wanted:
+                states[index] = hidden_states
 
         block_patches = pruning.block_patches
         overhang = block_patches.numel() > hidden_states.shape[0] * hidden_states.shape[1]
@@ -200,10 +211,12 @@ class STTSVisionModel(Molmo2VisionModel):
         if kept_blocks.numel() == 0:  # k = 1: nothing is left to encode
             width = hidden_states.shape[-1] * len(pruning.feature_layers)
             output.features = blocks.new_zeros(0, window_size, width)
+            output.last_hidden_state = blocks.new_zeros(0, hidden_states.shape[-1])
+            if -1 in states:
+                output.hidden_states = tuple(states.values())
             return output
         sequence, bins = self.pack_survivors(kept_blocks, pruning, *hidden_states.shape[:2])
         output.valid = sequence.window_valid
-        features = {index: states.flatten(0, 1)[sequence.patch_index] for index, states in features.items()}  # (P, D)
         for index in range(pruning_layer + 1, max([pruning_layer, *pruning.feature_layers]) + 1):
             layer = self.layers[index]
             if index == pruning_layer + 1:
@@ -212,10 +225,16 @@ class STTSVisionModel(Molmo2VisionModel):
                     hidden_states = bins.pack(hidden_states)
             else:
                 hidden_states = layer(hidden_states, None, sequence=None if bins else sequence, bins=bins)
-            if index in pruning.feature_layers:
-                features[index] = hidden_states if bins is None else bins.unpack(hidden_states)
-        features_in_order = torch.cat([features[index] for index in pruning.feature_layers], dim=-1)
-        output.features = sequence.windows(features_in_order, window_size)  # (K, S, D * feature layers)
+            if index in wanted:
+                states[index] = hidden_states if bins is None else bins.unpack(hidden_states)
+        features = [
+            states[index] if index > pruning_layer else states[index].flatten(0, 1)[sequence.patch_index]
+            for index in pruning.feature_layers
+        ]
+        output.features = sequence.windows(torch.cat(features, dim=-1), window_size)  # (K, S, D * feature layers)
+        output.last_hidden_state = hidden_states if bins is None else bins.unpack(hidden_states)
+        if -1 in states:
+            output.hidden_states = tuple(states.values())
         return output
 
     def score(

@@ -313,3 +313,34 @@ def test_grouped_key_heads_are_repeated():
     for ratio in (0.0, 0.5):
         expected = torch.cat(encode(full, inputs, ratio).pooler_output)
         assert_features_close(torch.cat(encode(grouped, inputs, ratio).pooler_output), expected)
+
+
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+def test_hidden_states_of_videos_are_those_of_every_layer(packing):
+    model = tiny_model(tiny_config(packing=packing))
+    inputs = video_inputs(model.config, [3, 2])
+    features = model.model.get_video_features(**inputs, pruning_ratio=0.5, output_hidden_states=True)
+    config = model.config.vision_config
+    assert len(features.hidden_states) == config.num_hidden_layers + 1
+    kept = sum(int(mask.sum()) for mask in features.keep_mask) * inputs["video_token_pooling"].shape[1]
+    for index, states in enumerate(features.hidden_states):
+        dense = (*inputs["pixel_values_videos"].shape[:2], config.hidden_size)
+        assert tuple(states.shape) == (dense if index <= config.pruning_layer + 1 else (kept, config.hidden_size))
+    assert torch.equal(features.last_hidden_state, features.hidden_states[-1])
+
+
+def test_hidden_states_without_pruning_are_stocks():
+    model = tiny_model()
+    inputs = video_inputs(model.config, [3])
+    found = model.model.get_video_features(**inputs, pruning_ratio=0.0, output_hidden_states=True)
+    expected = model.model.vision_tower(inputs["pixel_values_videos"], output_hidden_states=True)
+    order = inputs["video_token_pooling"].flatten()
+    for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+        theirs = theirs if ours.dim() == 3 else theirs.flatten(0, 1)[order]
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_attention_weights_of_videos_are_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="`output_attentions` is True, but attention within the frames"):
+        model.model.get_video_features(**video_inputs(model.config, [3]), output_attentions=True)
