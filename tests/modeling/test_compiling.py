@@ -144,3 +144,13 @@ def test_names_of_weights_stay():
     names = set(model.state_dict())
     compiled(model)
     assert set(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_the_whole_model_compiles_for_a_padded_batch(padding_side):
+    """As `Trainer(torch_compile=True)` does it, graph breaks allowed: the mask must be one that a compiler can make."""
+    inputs = build_inputs(ROWS, labels=True, padding_side=padding_side)
+    reference, model = tiny_model().train(), tiny_model().train()
+    with torch.no_grad():
+        found = torch.compile(model, backend="aot_eager")(**inputs, use_cache=False).loss
+        torch.testing.assert_close(found, reference(**inputs, use_cache=False).loss, atol=1e-5, rtol=0)
