@@ -17,7 +17,6 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.xfail(strict=True, reason="the configuration does not take pruning fields from `from_pretrained` yet")
 def test_the_first_lines_of_python_answer(hub_configs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_configs").symlink_to(hub_configs)
