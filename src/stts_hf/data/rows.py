@@ -136,7 +136,7 @@ def _read(row: Any, name: str) -> Sample:
         if messages[0]["role"] == "subtitle":
             raise ValueError("subtitles: messages begin with subtitles as well. Give them once.")
         messages.insert(0, {"role": "subtitle", "content": subtitle_text(row["subtitles"], root)})
-    return Sample(name, messages, **media)
+    return Sample(name, messages, media["videos"], media["images"])
 
 
 def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Checkpoints that are there whole or not at all.
 
 `Trainer` writes into `checkpoint-N` file by file. Here everything is written under `_saving/` in the output folder, and
-the folder moves to its place when it is whole. What a kill leaves under `_saving/` the next run finishes or removes.
+the folder moves to its place when it is whole. The next run removes what a kill leaves.
 """
 
 import json
@@ -15,10 +15,11 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
+from stts_hf.checkpoints.atomic_folder import atomic_folder, recover
+
 logger = logging.get_logger(__name__)
 
 STAGE = "_saving"  # `Trainer` pushes nothing that begins with an underscore
-WHOLE = "whole-"
 STATE = "trainer_state.json"
 
 
@@ -37,7 +38,7 @@ class AtomicCheckpointMixin:
         run = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         if trainer.args.should_save:
-            finish_or_clear(run)
+            clear_leftovers(run)
         trainer.accelerator.wait_for_everyone()
         self._stage, self._push_later = run / STAGE, False
         try:
@@ -67,32 +68,19 @@ class AtomicCheckpointMixin:
 
 def publish(staged: Path, final: Path) -> None:
     """Moves a whole checkpoint to its place; an earlier one of the same step makes room."""
-    whole = staged.with_name(WHOLE + staged.name)
-    os.rename(staged, whole)  # from here on, a kill leaves something to finish
-    move_in(whole, final)
+    with atomic_folder(final, overwrite=True) as folder:
+        folder.rmdir()
+        os.rename(staged, folder)
+    shutil.rmtree(staged.parent, ignore_errors=True)
 
 
-def move_in(whole: Path, final: Path) -> None:
-    """Second half of `publish`, which may be done again after a kill at any point of it."""
-    if final.exists():
-        os.rename(final, whole.with_name(f"old-{final.name}"))
-    os.rename(whole, final)
-    shutil.rmtree(whole.parent, ignore_errors=True)
-
-
-def finish_or_clear(run: Path) -> None:
-    """Moves in the whole checkpoints that a killed run left in the folder `run`, and removes what was not whole."""
+def clear_leftovers(run: Path) -> None:
+    """Removes what a killed run left unfinished in the folder `run`, and puts back what it was replacing."""
+    for left in run.glob(f".{PREFIX_CHECKPOINT_DIR}-*.*"):
+        recover(run / left.name[1:].partition(".")[0])
     stage = run / STAGE
-    if not stage.is_dir():
-        return
-    left = sorted(path.name for path in stage.iterdir())
-    for name in left:
-        if name.startswith(WHOLE):
-            logger.warning(f"Finishing the save of {name.removeprefix(WHOLE)}, which was killed when it was whole.")
-            shutil.rmtree(stage / f"old-{name.removeprefix(WHOLE)}", ignore_errors=True)
-            move_in(stage / name, run / name.removeprefix(WHOLE))
-        elif not name.startswith("old-"):
-            logger.warning(f"Removing {stage / name}, which a killed run left unfinished.")
+    for path in stage.iterdir() if stage.is_dir() else ():
+        logger.warning(f"Removing {path}, which a killed run left unfinished.")
     shutil.rmtree(stage, ignore_errors=True)
 
 

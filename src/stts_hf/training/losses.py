@@ -2,7 +2,7 @@
 
 A mean of micro-batches' means would weigh a label more the fewer labels share its micro-batch. So both losses are sums
 over the step divided by its counts: of label tokens for the task loss, of blocks in frames `t >= 1` for the temporal
-loss. The counts stay on the batch's device, and nothing here waits for it.
+loss. The counts stay on the batch's device, and nothing here forces a host-device sync.
 """
 
 from collections.abc import Mapping

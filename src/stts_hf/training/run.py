@@ -12,7 +12,15 @@ from stts_hf import __version__
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
 from stts_hf.training.build import make_trainer, prepare
 from stts_hf.training.checkpointing import checkpoints_in, last_checkpoint, what_is_missing
-from stts_hf.training.config import KINDS, TRAINING_DEFAULTS, ConfigError, TrainConfig, read_settings
+from stts_hf.training.config import (
+    KINDS,
+    TRAINING_DEFAULTS,
+    ConfigError,
+    DataArguments,
+    ModelArguments,
+    TrainConfig,
+    read_settings,
+)
 from stts_hf.training.export import CONFIG_COPY, save
 from stts_hf.training.models import load_model, make_empty_model, upcast_trainable
 from stts_hf.training.parts import LANGUAGE_MODEL
@@ -21,56 +29,26 @@ from stts_hf.training.trainer import STTSTrainer
 
 logger = logging.get_logger(__name__)
 
-# What may differ in a resumed run: lengths, logs, saves, evaluations, speed and place. The rest is what the restored
-# optimizer and schedule would ignore, or what would make the rows ahead others than those of the same epoch.
-_FREE = {
-    "attn_implementation",
-    "allow_urls",
-    "check_headers",
-    "media_root",
-    "merge_adapter",
-    "bf16_full_eval",
-    "fp16_full_eval",
-    "disable_tqdm",
-    "dataloader_num_workers",
-    "fsdp",
-    "fsdp_config",
-    "deepspeed",
-    "greater_is_better",
-    "load_best_model_at_end",
-    "max_steps",
-    "metric_for_best_model",
-    "num_train_epochs",
-    "output_dir",
-    "per_device_eval_batch_size",
-    "prediction_loss_only",
-    "project",
-    "push_to_hub",
-    "report_to",
-    "run_name",
-    "skip_memory_metrics",
-    "use_cpu",
+# What a resumed run must share with the one before: what the restored optimizer and schedule would ignore, and what
+# makes the rows ahead those of the same epoch. Of model and data that is all but `_FREE`.
+_KEPT = {
+    "average_tokens_across_devices",
+    "bf16",
+    "data_seed",
+    "dataloader_drop_last",
+    "fp16",
+    "freeze",
+    "gradient_accumulation_steps",
+    "length_column_name",
+    "max_grad_norm",
+    "neftune_noise_alpha",
+    "per_device_train_batch_size",
+    "seed",
+    "train_sampling_strategy",
+    "weight_decay",
 }
-_FREE_BEGINNINGS = (
-    "activation_checkpointing",
-    "batch_eval_",
-    "card_",
-    "dataloader_persistent_",
-    "dataloader_pin_",
-    "dataloader_prefetch_",
-    "ddp_",
-    "do_",
-    "eval_",
-    "gradient_checkpointing",
-    "hub_",
-    "include_",
-    "log_",
-    "logging_",
-    "save_",
-    "torch_compile",
-    "torch_empty_cache_",
-    "trackio_",
-)
+_KEPT_BEGINNINGS = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_")
+_FREE = {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
 
 
 def dry_run(config: TrainConfig) -> str:
@@ -143,8 +121,8 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> None:
 
 def check_unchanged(config: TrainConfig, earlier: Path) -> None:
     """
-    Raises `ConfigError` that names the settings in which `config` differs from the run that wrote the file `earlier`,
-    those apart that it may change (docs/training.md). Warns where there is no such file.
+    Raises `ConfigError` that names the settings of model, data, optimizer and schedule in which `config` differs from
+    the run that wrote the file `earlier`. Warns where there is no such file.
     """
     if not earlier.is_file() or not earlier.stat().st_size:  # a full disk leaves an empty one
         logger.warning(f"{earlier} is missing: whether the run is resumed with its own configuration is not known.")
@@ -154,9 +132,9 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"--resume: the configuration of the earlier run cannot be compared: {error}") from error
     new = _with_defaults(config.given)
-    changed = [
-        name for name in new if name not in _FREE and not name.startswith(_FREE_BEGINNINGS) and new[name] != old[name]
-    ]
+    of_rows = {item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)} - _FREE
+    kept = [name for name in new if name in of_rows | _KEPT or name.startswith(_KEPT_BEGINNINGS)]
+    changed = [name for name in kept if new[name] != old[name]]
     if changed:
         details = ", ".join(f"`{name}` is {new[name]!r} and was {old[name]!r}" for name in changed)
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.utils import logging
@@ -14,7 +15,7 @@ from transformers.utils import logging
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.labels import align_labels
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.checkpointing import AtomicCheckpointMixin, finish_or_clear, last_checkpoint, what_is_missing
+from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, last_checkpoint, what_is_missing
 from stts_hf.training.distributed import (
     check_batches_agree,
     name_after_own_code,
@@ -128,7 +129,7 @@ class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
         """
         output_dir = str(self.args.output_dir)
         if self.args.should_save:
-            finish_or_clear(Path(output_dir))
+            clear_leftovers(Path(output_dir))
         self.accelerator.wait_for_everyone()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(output_dir)
@@ -145,6 +146,8 @@ class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         self._step_counts = None
         if self.termination.agreed:
+            self.accelerator.wait_for_everyone()
+            PartialState().destroy_process_group()  # else threads of gloo may abort a process that ends after another
             raise SystemExit(EXIT_CODE)
         return result
 
@@ -184,7 +187,7 @@ class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
         self.statistics.add("skipped_rows", len(skipped or ()))
         loss = super().training_step(model, inputs, *args, **kwargs)
         finite = loss.isfinite().all()
-        # One look at the device a micro-batch, where `logging_nan_inf_filter` would take two.
+        # One host-device sync a micro-batch, where `logging_nan_inf_filter` would force two.
         flags = [finite.item()] if self._stop is None else torch.stack([finite.float(), self._stop]).tolist()
         if not flags[0]:
             self._refuse(ids)

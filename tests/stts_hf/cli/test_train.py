@@ -241,6 +241,7 @@ def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(workers, data, tmp_
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_trains_compiled(data, tmp_path):
     config = write_config(tmp_path, data, tmp_path / "out")
     compiling = ["--torch_compile_backend=eager", "--pad_to=200"]
@@ -293,6 +294,7 @@ def test_what_is_trained_beside_a_model_in_half_precision_is_float32(data, tmp_p
     assert {tensor.dtype for tensor in weights_of(tmp_path / "out" / "merged").values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_runs_under_accelerate_in_two_processes(data, tmp_path):
     config = write_config(tmp_path, data, tmp_path / "out")
     overrides = ["--per_device_train_batch_size=1", "--save_steps=1"]

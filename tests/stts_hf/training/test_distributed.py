@@ -119,6 +119,7 @@ def assert_weights_close(folders: tuple[Path, Path], file: str, tolerance: float
         torch.testing.assert_close(tensor, expected[name], atol=tolerance, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_engine_is_what_the_config_says(launched, engine):
     """accelerate turns to other engines in silence where it finds no GPU."""
@@ -129,12 +130,14 @@ def test_the_engine_is_what_the_config_says(launched, engine):
     assert found["sharded"] == (names if engine == "fsdp2" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_processes_train_as_one_over_20_steps(launched, alone, engine):
     assert_losses_close(results(launched(engine), "full")["losses"], results(alone, "full")["losses"], 20)
     assert_weights_close((launched(engine), alone), "full/model/model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_compared_runs_learn(alone):
     losses = results(alone, "full")["losses"]["loss"]
     assert sum(losses[-2:]) < sum(losses[:2]) - 0.2  # two steps go once over the rows
@@ -145,11 +148,13 @@ def test_the_compared_runs_learn(alone):
     assert sum(".scorer." in name for name in moved) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradient_checkpointing_changes_nothing(launched, alone, engine):
     assert_losses_close(results(launched(engine), "checkpointed")["losses"], results(alone, "full")["losses"], 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lora_with_the_scorer_in_full_trains_and_saves_as_with_one_process(launched, alone, engine):
     assert_losses_close(results(launched(engine), "lora")["losses"], results(alone, "lora")["losses"], 4)
@@ -158,6 +163,7 @@ def test_lora_with_the_scorer_in_full_trains_and_saves_as_with_one_process(launc
     assert len({frozenset(file.name for file in adapter.iterdir()) for adapter in adapters}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_sharded_run_saves_the_same_folder(launched, alone, engine):
     saved, reference = (path / "full" / "model" for path in (launched(engine), alone))
@@ -168,6 +174,7 @@ def test_a_sharded_run_saves_the_same_folder(launched, alone, engine):
         assert (saved / name).read_bytes() == (reference / name).read_bytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_saved_weights_are_the_gathered_ones_bit_for_bit(launched, engine):
     gathered = load_file(launched(engine) / "full" / "gathered.safetensors")
@@ -177,6 +184,7 @@ def test_saved_weights_are_the_gathered_ones_bit_for_bit(launched, engine):
         assert torch.equal(loaded[name], tensor), name
 
 
+@pytest.mark.slow
 def test_what_fsdp2_saved_loads_in_a_fresh_process(launched, run_without_package, tmp_path):
     folder = launched("fsdp2") / "full" / "model"
     inputs = build_inputs([[3, Video(3), 4]])
@@ -188,6 +196,7 @@ def test_what_fsdp2_saved_loads_in_a_fresh_process(launched, run_without_package
     assert found["logits"] == pytest.approx(expected.double().sum().item(), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_train_command_saves_and_merges_an_adapter_under_both_engines(launched):
     outputs = [launched(engine) / "command" / "output" for engine in ENGINES]
     assert_weights_close((outputs[0], outputs[1]), "adapter_model.safetensors")
@@ -202,6 +211,7 @@ def test_the_train_command_saves_and_merges_an_adapter_under_both_engines(launch
     assert any(".scorer." in name for name in changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "scenario"), [("ddp", "resumed"), ("fsdp2", "resumed"), ("fsdp2", "resumed_from_shards")]
 )
@@ -213,6 +223,7 @@ def test_resumed_runs_end_as_uninterrupted_ones(launched, engine, scenario):
     assert_weights_close((folder / "half", folder / "whole"), "model.safetensors", tolerance=0)
 
 
+@pytest.mark.slow
 def test_checkpoints_in_shards_are_shards_and_the_end_is_whole(launched):
     folder = launched("fsdp2") / "resumed_from_shards"
     assert (folder / "checkpoint-3" / "pytorch_model_fsdp_0").is_dir()
@@ -220,6 +231,7 @@ def test_checkpoints_in_shards_are_shards_and_the_end_is_whole(launched):
     assert (folder / "half" / "modeling_stts.py").exists()
 
 
+@pytest.mark.slow
 def test_losses_stay_float32_under_fsdp2_in_bf16(launched, alone):
     found = results(launched("fsdp2"), "bf16")
     assert set(found["dtypes"].values()) == {"torch.float32"}
@@ -227,11 +239,13 @@ def test_losses_stay_float32_under_fsdp2_in_bf16(launched, alone):
     assert all(abs(loss - exact) < 0.02 for loss, exact in losses)  # bf16 has 8 bits; losses are about 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_that_do_not_divide_by_the_processes_are_made_up_for(launched, engine):
     assert results(launched(engine), "uneven")["steps"] == 2 * 3  # 5 rows on 2 processes, twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_would_hang_is_refused_in_every_process(launched, engine):
     for rank in (0, 1):

@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 
+import pytest
 from safetensors.torch import load_file
 
 from stts_hf.training.checkpointing import last_checkpoint
 from tests.conftest import REPOSITORY
 
 
+@pytest.mark.slow
 def test_nan_on_one_process_ends_all_and_names_its_row(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.stts_hf.training.not_finite_run", str(tmp_path)]

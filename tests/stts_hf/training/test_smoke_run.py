@@ -105,6 +105,7 @@ def test_the_temporal_loss_teaches_scores_what_is_redundant(tmp_path, monkeypatc
     assert held_out_correlation(run.model, monkeypatch) > 0.8
 
 
+@pytest.mark.slow
 def test_without_the_temporal_loss_scores_do_not_learn_it(tmp_path, monkeypatch):
     run = smoke_run(tmp_path, weight=0.0)
     assert held_out_correlation(run.model, monkeypatch) < 0.8

@@ -43,6 +43,7 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
     raise AssertionError(f"{line!r} was never printed:\n{process.stderr.read()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group_with_workers"])
 def test_sigterm_saves_and_ends(tmp_path, whole_group):
     process = start(tmp_path, 1000, workers=2 if whole_group else 0)
@@ -63,6 +64,7 @@ def test_sigterm_saves_and_ends(tmp_path, whole_group):
     assert run.state.global_step == step + 1
 
 
+@pytest.mark.slow
 def test_more_sigterms_during_the_save_change_nothing(tmp_path):
     process = start(tmp_path, 1000, seconds=0.5)
     wait_for(process, "step 1")
@@ -77,6 +79,7 @@ def test_more_sigterms_during_the_save_change_nothing(tmp_path):
     assert not (tmp_path / STAGE).exists()
 
 
+@pytest.mark.slow
 def test_all_processes_stop_at_the_step_in_which_one_was_told(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -210,6 +210,7 @@ def test_stock_molmo2_is_refused(tmp_path):
         trainer(tmp_path, model=model)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path):
     """`Trainer` compiles the whole model; batches are padded, and one has no video."""
     options: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 4, **IN_ORDER}
