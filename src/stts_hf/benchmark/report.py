@@ -68,14 +68,9 @@ def summarise(cell: Mapping[str, Any]) -> dict[str, dict[str, Summary]]:
 
 def nothing_measured(result: Mapping[str, Any]) -> str | None:
     """Why a result has not a single figure; None where it has one, or was to have none."""
-    reasons = []
-    for cell in result["cells"]:
-        for found in [cell, *cell["variants"]]:
-            if found["status"] != "ok":
-                reasons.append(f"{cell['title']}: {found['status']} ({found['reason']})")
-            elif found is not cell:
-                return None
-    return f"nothing could be measured; {reasons[0]}" if reasons else None
+    if any(variant["status"] == "ok" for cell in result["cells"] for variant in cell["variants"]):
+        return None
+    return next((f"nothing could be measured; {reason}" for reason in _failures(result["cells"])), None)
 
 
 def markdown(result: Mapping[str, Any]) -> str:

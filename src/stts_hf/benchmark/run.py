@@ -1,5 +1,6 @@
 """A preset from beginning to end: checks, measurements, and the result as one dictionary that `json` can write."""
 
+import contextlib
 import datetime
 import os
 import platform
@@ -93,12 +94,10 @@ def count_passes(preset: Preset) -> int:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores and threads in use, memory in bytes, GPU, and how busy the machine is before measuring."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
     machine: dict[str, Any] = {
-        "cpu": cpu,
+        "cpu": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -116,20 +115,13 @@ def describe_versions() -> dict[str, str]:
     """Versions of what took part; the commit where the package runs from a checkout, with "+" if that was changed."""
     versions = {"stts_hf": __version__, "python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     root = Path(__file__).resolve().parents[3]
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
+    git = ["git", "-C", str(root)]
     if (root / ".git").exists():
-        try:
-            changed = git("status", "--porcelain", "--untracked-files=no", "--", "modeling", "src")
-            versions["commit"] = git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-        except (OSError, subprocess.SubprocessError):
-            pass
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
+            changed = subprocess.call([*git, "diff", "--quiet", "HEAD", "--", "modeling", "src"])
+            versions["commit"] = commit + ("+" if changed else "")
     return versions
