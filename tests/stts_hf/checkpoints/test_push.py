@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,7 @@ from huggingface_hub import ModelCard
 from stts_hf.checkpoints.push import PushRefused, push_checkpoint
 from tests.checkpoints import MESSAGES_CODE, TINY, load_tiny, prepare
 from tests.conftest import WITHOUT_PACKAGE
-from tests.stts_hf.checkpoints.pushing import contents, run_python, start, without_card, write_files
-
-
-def push(hub, home: Path, *arguments: object, token: str | None = "write-token", **environment: str):
-    """Runs `stts-hf push`; returns exit status, output and the lines on stderr that are not progress."""
-    command = ("-m", "stts_hf.cli.main", "push", *map(str, arguments))
-    process = start(hub, home, *command, token=token, **environment)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
+from tests.stts_hf.checkpoints.pushing import contents, push, run_python, start, without_card, write_files
 
 LOAD = (
     MESSAGES_CODE
@@ -118,6 +108,7 @@ def test_what_nobody_needs_stays_here(hub, tmp_path, sharded):
     assert "Left out: .cache, _saving-config, checkpoint-5, optimizer.pt, training_args.bin" in err
 
 
+@pytest.mark.slow
 def test_a_push_that_is_killed_changes_nothing_and_can_be_repeated(hub, tmp_path, sharded):
     command = ("-m", "stts_hf.cli.main", "push", str(sharded), "user/tiny")
     process = start(hub, tmp_path, *command)

@@ -1,33 +1,32 @@
 """`push_to_hub` of model, processor and `Trainer`, with the real client to a Hub on loopback."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import Trainer, TrainingArguments
 
-from stts_hf.checkpoints.card import TAGS
-from tests.checkpoints import TINY, load_tiny
-from tests.stts_hf.checkpoints.pushing import contents, run_python, without_card, write_files
-
-PUSH_METHODS = """
-import sys
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-parts = {"model": STTSForConditionalGeneration, "processor": STTSProcessor}
-folder, how, order = sys.argv[1:]
-for part in order.split(","):
-    loaded = parts[part].from_pretrained(folder)
-    if how == "push_to_hub":
-        loaded.push_to_hub("user/tiny")
-    else:
-        loaded.save_pretrained(sys.argv[1] + "-saved/tiny", push_to_hub=True, repo_id="user/tiny")
-"""
+from stts_hf.checkpoints.card import TAGS
+from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
+from tests.checkpoints import TINY, load_tiny, prepare
+from tests.stts_hf.checkpoints.pushing import client_of, contents, without_card, write_files
+
+PARTS: dict[str, Any] = {"model": STTSForConditionalGeneration, "processor": STTSProcessor}
 
 
 @pytest.mark.parametrize(("how", "order"), [("push_to_hub", "processor,model"), ("save_pretrained", "model,processor")])
 def test_push_to_hub_of_model_and_processor_gives_a_whole_repository(hub, tmp_path, sharded, how, order):
     folder = write_files(tmp_path / "tiny", contents(sharded))
-    run_python(hub, tmp_path / "home", PUSH_METHODS, str(folder), how, order)
+    with client_of(hub, tmp_path / "home"):
+        for part in order.split(","):
+            loaded = PARTS[part].from_pretrained(folder)
+            if how == "push_to_hub":
+                loaded.push_to_hub("user/tiny")
+            else:
+                loaded.save_pretrained(f"{folder}-saved/tiny", push_to_hub=True, repo_id="user/tiny")
     files = hub.files("user/tiny")
     assert without_card(files).keys() == contents(TINY).keys()
     code = {name: content for name, content in files.items() if name.endswith(".py")}
@@ -36,57 +35,59 @@ def test_push_to_hub_of_model_and_processor_gives_a_whole_repository(hub, tmp_pa
     assert set(TAGS) <= set(card.data.tags)
 
 
-TRAIN = """
-import sys
-import torch
-from transformers import Trainer, TrainingArguments
-from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
-from tests.checkpoints import TINY, prepare
+class CardTrainer(ModelCardTrainerMixin, Trainer):  # type: ignore[misc]
+    """A plain trainer that writes cards."""
 
-class CardTrainer(ModelCardTrainerMixin, Trainer):
-    pass
 
-clip, output, strategy, kind = sys.argv[1:]
-inputs = prepare(clip)
-labels = inputs["input_ids"].where(inputs["input_ids"] < 1024, -100)
-arguments = TrainingArguments(
-    output, max_steps=2, save_steps=1, report_to="none", use_cpu=True, remove_unused_columns=False, disable_tqdm=True,
-    push_to_hub=True, hub_model_id="user/trained", hub_strategy=strategy, hub_always_push=True,
-)
-trainer = {"plain": Trainer, "card": CardTrainer}[kind](
-    STTSForConditionalGeneration.from_pretrained(TINY),
-    arguments,
-    train_dataset=[dict(inputs, labels=labels)] * 2,
-    data_collator=lambda samples: samples[0],
-    processing_class=STTSProcessor.from_pretrained(TINY),
-)
-trainer.train()
-if strategy == "end":
-    trainer.push_to_hub()
-else:
-    trainer._finish_current_push()
-torch.save(trainer.model.state_dict(), output + "/state.pt")
-"""
+def train(clip: Path, output: Path, strategy: str, kind: str) -> dict[str, torch.Tensor]:
+    """Two steps, pushed as `strategy` says; returns the weights."""
+    inputs = prepare(clip)
+    labels = inputs["input_ids"].where(inputs["input_ids"] < 1024, -100)
+    arguments = TrainingArguments(
+        str(output),
+        max_steps=2,
+        save_steps=1,
+        report_to="none",
+        use_cpu=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        push_to_hub=True,
+        hub_model_id="user/trained",
+        hub_strategy=strategy,
+        hub_always_push=True,
+    )
+    trainer = {"plain": Trainer, "card": CardTrainer}[kind](
+        STTSForConditionalGeneration.from_pretrained(TINY),
+        arguments,
+        train_dataset=[dict(inputs, labels=labels)] * 2,  # type: ignore[arg-type]
+        data_collator=lambda samples: samples[0],
+        processing_class=STTSProcessor.from_pretrained(TINY),
+    )
+    trainer.train()
+    if strategy == "end":
+        trainer.push_to_hub()
+    else:
+        trainer._finish_current_push()
+    return trainer.model.state_dict()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
         ("end", "card"),
-        ("end", "plain"),
-        ("every_save", "card"),
+        pytest.param("end", "plain", marks=pytest.mark.slow),
+        pytest.param("every_save", "card", marks=pytest.mark.slow),
         ("checkpoint", "plain"),
-        ("all_checkpoints", "plain"),
+        pytest.param("all_checkpoints", "plain", marks=pytest.mark.slow),
     ],
 )
 def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     output = tmp_path / "run"
-    run_python(hub, tmp_path / "home", TRAIN, str(clip), str(output), strategy, kind)
+    with client_of(hub, tmp_path / "home"):
+        trained = train(clip, output, strategy, kind)
     files = hub.files("user/trained")
     assert contents(TINY).keys() <= files.keys()
     folder = write_files(tmp_path / "downloaded", files)
-    trained = torch.load(output / "state.pt")
     assert all(torch.equal(tensor, trained[name]) for name, tensor in load_tiny(folder).state_dict().items())
     if strategy == "end":
         card: Any = ModelCard(files["README.md"].decode())
