@@ -93,7 +93,7 @@ def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) 
             f"`video_grids` has shape {tuple(video_grids.shape)}, but must be (videos, 3): frames, rows, columns."
         )
     pixels = vision_config.patch_size**2 * vision_config.num_channels
-    expected = (vision_config.num_position_embeddings, pixels)
+    expected = (int(vision_config.num_position_embeddings or 0), pixels)
     if pixel_values_videos.dim() == 4:
         pixel_values_videos = pixel_values_videos.flatten(0, 1)
     if pixel_values_videos.dim() != 3 or tuple(pixel_values_videos.shape[1:]) != expected:

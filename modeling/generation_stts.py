@@ -46,7 +46,8 @@ class STTSGeneration(GenerativeModel):
         self, input_ids: torch.LongTensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """As in transformers. Each row holds one sample, whatever the positions of its padding look like."""
-        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        native: Any = super()  # whose methods are declared for a protocol of transformers
+        inputs = native.prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"packed_rows": False}
 
     @torch.no_grad()
@@ -66,6 +67,8 @@ class STTSGeneration(GenerativeModel):
         `ValueError` where cache and prompt do not belong together.
         """
 
+        native: Any = super()
+
         def setting(name: str) -> Any:
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
 
@@ -79,7 +82,7 @@ class STTSGeneration(GenerativeModel):
         cached = CachedPrompt.of(cache)
         if kwargs.get(model.video_inputs[0]) is None and cached is None:
             check_one_sample(kwargs.get("position_ids"), kwargs.get("attention_mask"), cache)
-            return super().generate(inputs, generation_config, **kwargs)
+            return native.generate(inputs, generation_config, **kwargs)
         if cached is not None and setting("use_cache") is False:
             raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
         model.check_generation(cache, setting)
@@ -107,7 +110,7 @@ class STTSGeneration(GenerativeModel):
         if kwargs.get("streamer") is not None and prompt is not None:
             kwargs["streamer"] = WholePromptStreamer(kwargs["streamer"], prompt.cpu())
         with CachedPrompt.set_aside(cache):
-            output: Any = super().generate(None, limits, **kwargs)
+            output = native.generate(None, limits, **kwargs)
         sequences = answer = output if isinstance(output, torch.Tensor) else output.sequences
         if prompt is not None:
             answer = sequences[:, length:]

@@ -136,7 +136,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
             vision["video_token_pooling"].to(vision["pixel_values_videos"].device).long(),
             grids,
             check_pruning_ratio(self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio),
-            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer],
+            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
             with_temporal_loss,
             self.config.detach_temporal_target,
         )
@@ -335,7 +335,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
         return mask
 
 
-class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin):
+class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names fewer arguments than Molmo2 does
+    STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin
+):
     """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
 
     config: STTSConfig
@@ -373,7 +375,7 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]  # transformers' own signatures name `position_ids` twice, too
         self,
         input_ids: torch.LongTensor | None = None,
         pixel_values: torch.Tensor | None = None,
@@ -434,6 +436,7 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
             **kwargs,
         )
         columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        assert outputs.last_hidden_state is not None  # Molmo2 always returns it
         logits = self.lm_head(outputs.last_hidden_state[:, columns])
         kept_indices = outputs.kept_indices
         loss = task_loss = None
@@ -452,8 +455,8 @@ class STTSForConditionalGeneration(STTSGeneration, Molmo2ForConditionalGeneratio
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
+            hidden_states=outputs.hidden_states,  # type: ignore[arg-type]  # Molmo2 declares a tuple of one
+            attentions=outputs.attentions,  # type: ignore[arg-type]
             image_hidden_states=outputs.image_hidden_states,
             task_loss=task_loss,
             temporal_loss=outputs.temporal_loss,

@@ -34,8 +34,10 @@ class VideoFeatures(BaseModelOutputWithPooling):
     pruning layer, then (P, D).
     """
 
-    token_scores: tuple[torch.Tensor, ...] | None = None
-    keep_mask: tuple[torch.Tensor, ...] | None = None
+    # `ModelOutput` wants a default; these three are always there.
+    pooler_output: tuple[torch.Tensor, ...] = None  # type: ignore[assignment]
+    token_scores: tuple[torch.Tensor, ...] = None  # type: ignore[assignment]
+    keep_mask: tuple[torch.Tensor, ...] = None  # type: ignore[assignment]
     temporal_loss: torch.Tensor | None = None
 
 
@@ -255,7 +257,7 @@ class PruningBackbone:
             if drops:
                 keeps = torch.ones_like(of_videos)
                 if video is not None and plan is not None and plan.drops:
-                    keeps = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask or ()]))
+                    keeps = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask]))
                 if self.config.pruned_position_ids == "compact":
                     dropped = ~keeps  # before padding goes too, which positions do not close up on
                 if rows.drops_padding and tokens.padding_mask is not None:
@@ -263,7 +265,7 @@ class PruningBackbone:
                 new_length = rows.new_length([] if plan is None else plan.num_dropped, keeps, pruned_length)
                 sequence = gather_columns(keeps, new_length, rows.padded_right)
             if video is not None and plan is not None:
-                features.append((sequence.take(of_videos, False), torch.cat(list(video.pooler_output or ()))))
+                features.append((sequence.take(of_videos, False), torch.cat(video.pooler_output)))
                 if rows.rows is not None:
                     features_per_row = [sum(plan.num_kept[v] for v in videos) for videos in rows.rows]
             if images is not None:

@@ -54,10 +54,11 @@ class STTSVisionOutput(ModelOutput):
     up to the pruning layer and (P, D) after it.
     """
 
-    features: torch.Tensor | None = None
+    # `ModelOutput` wants a default; these three are always there.
+    features: torch.Tensor = None  # type: ignore[assignment]
+    token_scores: torch.Tensor = None  # type: ignore[assignment]
+    keep_mask: torch.Tensor = None  # type: ignore[assignment]
     valid: torch.Tensor | None = None
-    token_scores: torch.Tensor | None = None
-    keep_mask: torch.Tensor | None = None
     temporal_loss: torch.Tensor | None = None
     last_hidden_state: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
