@@ -120,7 +120,7 @@ def has_flash(device_index: int) -> bool:
 @functools.lru_cache
 @torch.compiler.assume_constant_result
 def cudnn_takes_empty_frames() -> bool:
-    """PyTorch prefers cuDNN on Hopper and Blackwell, which before 9.25 makes NaN of sequences without an entry."""
+    """PyTorch prefers cuDNN on Hopper and Blackwell, which before 9.25 returns NaN for empty sequences."""
     return (torch.backends.cudnn.version() or 0) >= 92500
 
 

@@ -148,7 +148,7 @@ class STTSConfig(TrainingSettings, Molmo2Config):
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """
         As in transformers; a Molmo2 checkpoint's configuration becomes an STTS one, with a note on the scorer. Raises
-        `OSError` where there is no `config.json` (transformers would go on with the sizes of an 8B model) and
+        `OSError` where there is no `config.json` (transformers would use the sizes of an 8B model) and
         `ValueError` for any other model's.
         """
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)

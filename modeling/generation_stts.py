@@ -16,7 +16,7 @@ from .settings_stts import check_pruning_ratio
 
 
 class WholePromptStreamer(BaseStreamer):
-    """Passes a stream on, with the caller's prompt in place of the shortened one that native `generate` puts first."""
+    """Passes a stream on, with the caller's prompt in place of the shortened one that native `generate` sends first."""
 
     def __init__(self, streamer: BaseStreamer, prompt: torch.Tensor):
         self.streamer = streamer
@@ -33,7 +33,7 @@ class WholePromptStreamer(BaseStreamer):
 if TYPE_CHECKING:
 
     class GenerativeModel(PreTrainedModel, GenerationMixin):
-        """What the mixin below is mixed into."""
+        """The native class that the mixin below precedes."""
 
 else:
     GenerativeModel = GenerationMixin
@@ -217,7 +217,7 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs) -> dict[str, Any
     assert tokens.attention_mask is not None  # `prune` makes both
     assert tokens.position_ids is not None
     types = tokens.mm_token_type_ids
-    if types is None:  # zeros say the same, but see to it that a mask is made and not guessed from positions
+    if types is None:  # zeros mean the same, and make transformers build a mask instead of guessing from positions
         types = torch.zeros_like(pruned.kept_indices)
     columns = tokens.attention_mask.shape[-1] - pruned.kept_indices.shape[-1]
     inputs: dict[str, Any] = {  # chunks of a prefill are cut out of all three by their place in the cache

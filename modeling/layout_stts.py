@@ -1,6 +1,6 @@
 """Where the surviving patches go: one flat sequence cut at frame borders, and optionally bins of whole frames' size.
 
-Pure tensors and plain numbers; nothing here knows of Molmo2. Patches of all frames of a call lie behind one another in
+Pure tensors and plain numbers; nothing here knows of Molmo2. Patches of all frames of a call follow each other in
 `(F * N)` rows, `F` frames of `N` patches. Blocks and their `S` slots are those of `scoring_stts.py`: `block_patches`
 (G, S) holds the row of each block's patches, -1 where a window hangs over the border of the grid.
 """
@@ -44,7 +44,7 @@ class FrameSequence:
         return stretches.clamp_max(num_frames) * num_patches
 
     def without_padding(self, num_frames: int) -> "FrameSequence":
-        """The same without the stretches of padding slots; reads the lengths back from the device."""
+        """The same without the stretches of padding slots; forces a host-device sync."""
         if self.window_valid is None or self.window_index is None:
             return self
         num_valid = int(self.cu_seqlens[num_frames])
@@ -100,7 +100,7 @@ def sequence_kept_patches(
     The survivors as one flat sequence.
 
     kept_blocks: (K,) ascending. block_patches: (G, S). block_frame: (G,) frame of each block. num_frames: `F`.
-    num_patches: `N`. Every size depends on these shapes alone, so nothing waits for the device.
+    num_patches: `N`. Every size depends on these shapes alone, so nothing forces a host-device sync.
     """
     windows = block_patches[kept_blocks]  # (K, S)
     frame = block_frame[kept_blocks][:, None].expand_as(windows)  # (K, S)
@@ -133,7 +133,7 @@ def sequence_with_refill(
     """
     The same sequence with all `N` patches of the given `frames` in it, as context (released code, single-frame bins).
 
-    The sequence must be without padding; that reads sizes back from the device.
+    The sequence must be without padding. Forces a host-device sync.
     """
     num_frames = sequence.cu_seqlens.numel() - 1
     device = sequence.patch_index.device

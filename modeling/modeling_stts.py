@@ -46,7 +46,7 @@ from .settings_stts import check_pruning_ratio
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput
 
 if TYPE_CHECKING:
-    # Never imported, but transformers saves what it finds named here: so a saved model carries the processor's code.
+    # Never imported. transformers saves every module named here, so a saved model carries the processor's code.
     from .processing_stts import STTSProcessor  # noqa: F401
 
 RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names begin in Molmo2's and our files
@@ -214,8 +214,8 @@ class STTSModel(PruningBackbone, Molmo2Model):
         """
         As Molmo2's forward, whose arguments it takes by name. `pruning_ratio` replaces the config's for this call;
         `pruned_length` is the length `L'` that every row gets; `packed_rows` says whether rows hold several samples
-        (None: where `position_ids` start over); `past_key_values` from an earlier call that dropped tokens takes up
-        where that left off, in the caller's positions.
+        (None: where `position_ids` start over); `past_key_values` from an earlier call that dropped tokens
+        continues it, in the caller's positions.
         """
         kwargs.pop("image_num_crops", None)
         vision = {name: kwargs.pop(name, None) for name in (*self.video_inputs, *self.image_inputs)}
@@ -235,7 +235,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
             )
         if not shortens and not packed_rows and pruned_length in (None, tokens.shape[1]):
             if one_sample and attention_mask is None and past_key_values is None:
-                # Gaps in the positions, or those of padding, would pass for packed samples.
+                # Gaps in the positions, or those of padding, would look like packed samples.
                 attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)
             outputs = super().forward(
                 input_ids=input_ids,
@@ -299,7 +299,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         samples, padding_mask, types = tokens.sample_ids, tokens.padding_mask, tokens.mm_token_type_ids
         if padding_mask is None:
             return tokens.attention_mask
-        # Always given: a plain causal mask may be left out, and gaps in the positions then pass for packed samples.
+        # Always given: a plain causal mask may be left out, and gaps in the positions then look like packed samples.
         blocks = torch.full_like(pruned.kept_indices, -1)
         if types is not None:
             blocks = torch.where(types == 1, 0 if samples is None else samples, blocks)
@@ -312,7 +312,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
             conditions.append(lambda b, h, q, kv: samples[b, q] == samples[b, kv.clamp(max=last)])
         shown: torch.Tensor | None = padding_mask
         if text_config._attn_implementation == "flex_attention":
-            # transformers would look whether anything is hidden, which forces a host-device sync.
+            # transformers would check whether anything is hidden, which forces a host-device sync.
             seen, end = padding_mask.bool(), padding_mask.shape[-1] - 1
             blocks = torch.where(seen, blocks, -1)
             conditions.append(lambda b, h, q, kv: seen[b, kv.clamp(max=end)])
@@ -326,7 +326,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
             and_mask_function=and_masks(*conditions) if conditions else None,
         )
         if isinstance(mask, torch.Tensor) and mask.dim() == 4:  # flash attention takes the padding mask, for text alone
-            # Filler before a row sees nothing, of which some kernels make NaN in the backward pass: it sees itself.
+            # Filler before a row would see nothing, and the backward pass of some kernels is NaN then: it sees itself.
             # Out of place, since a compiler cannot write into a diagonal view.
             new = mask.shape[-2]
             itself = torch.eye(new, mask.shape[-1] - past, dtype=torch.bool, device=mask.device)
@@ -353,8 +353,8 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
         """
-        As in PyTorch; tensors named as in the files that `save_pretrained` writes are taken too. `Trainer` resumes and
-        loads the best model with what it reads there, and would go on with the weights it has, warning at most.
+        As in PyTorch; tensors named as in the files that `save_pretrained` writes are taken too. `Trainer` passes
+        such tensors to resume and to load the best model; without this it would keep its weights and only warn.
         """
         if any(name.startswith(RELEASED_NAMES) for name in state_dict):
             found: Any = type(self).from_pretrained(
@@ -365,8 +365,8 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         return super().load_state_dict(state_dict, strict, assign)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers. Offloaded and quantised weights keep their native names: the released ones join them."""
-        for module in self.modules():  # as loading does, so that a model that was never loaded is saved as one that was
+        """As in transformers. Offloaded and quantised weights keep their native names: released ones fuse several."""
+        for module in self.modules():  # loading sets this too, so that a new model is saved like a loaded one
             if isinstance(module, PreTrainedModel):
                 module.config.dtype = module.dtype
         places = getattr(self, "hf_device_map", {}).values()

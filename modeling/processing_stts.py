@@ -14,7 +14,7 @@ from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProces
 from .video_processing_stts import from_molmo2, normalize_videos
 
 if TYPE_CHECKING:
-    # Never imported, but transformers saves what it finds named here: so a saved processor carries the model's code,
+    # Never imported. transformers saves every module named here, so a saved processor carries the model's code,
     # which `Trainer` counts on when it pushes a checkpoint in the middle of training.
     from .modeling_stts import STTSForConditionalGeneration  # noqa: F401
 

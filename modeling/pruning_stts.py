@@ -29,8 +29,8 @@ from .sequence_stts import (
 class VideoFeatures(BaseModelOutputWithPooling):
     """
     pooler_output: per video (K, text hidden size), features of the kept blocks. token_scores: per video (T, n) float32.
-    keep_mask: per video (T, n) bool. temporal_loss: scalar or None. last_hidden_state: (P, D), what the last layer that
-    ran made of the survivors. hidden_states: if asked for, the embeddings and each layer's output, (F, N, D) up to the
+    keep_mask: per video (T, n) bool. temporal_loss: scalar or None. last_hidden_state: (P, D), the survivors after
+    the last layer that ran. hidden_states: if asked for, the embeddings and each layer's output, (F, N, D) up to the
     pruning layer, then (P, D).
     """
 
@@ -94,7 +94,7 @@ class RowPlan:
     Which videos lie in which row, and how many tokens a row has, on the host before the tower runs.
 
     rows: None where it was not read. num_tokens: tokens of each row that are no padding, or None likewise.
-    drops_padding: whether rows lose their padding and get it anew. padded_right: bool, or on the device.
+    drops_padding: whether rows lose their padding and get new padding. padded_right: bool, or on the device.
     """
 
     rows: list[list[int]] | None
@@ -108,8 +108,8 @@ class RowPlan:
     ) -> "RowPlan":
         """
         of_videos: (B, L) placeholders. mask: (B, L) or None. num_blocks: of each video. gets_length: whether rows get
-        one. Then, and for one row, which may keep its padding, nothing is read back from a device, and what would be an
-        error becomes an assertion there.
+        one. Then, and for one row, which may keep its padding, nothing forces a host-device sync, and what would be an
+        error becomes an assertion on the device.
         """
         batch_size = of_videos.shape[0]
         padded_right = False if mask is None else ~mask[:, -1].bool().all()
@@ -229,9 +229,9 @@ class PruningBackbone:
         """
         Encodes the videos and images of a call and drops the placeholders of dropped blocks.
 
-        vision: the call's `video_inputs` and `image_inputs`. cache: taken up where it left off. pruned_length: `L'`.
-        Without videos nothing is dropped, but rows get their length. Raises `ValueError` where text, videos, images and
-        cache do not fit each other.
+        vision: the call's `video_inputs` and `image_inputs`. cache: of an earlier call, which this one continues.
+        pruned_length: `L'`. Without videos nothing is dropped, but rows get their length. Raises `ValueError` where
+        text, videos, images and cache do not fit each other.
         """
         batch_size, length = tokens.shape
         cached = take_up(cache, tokens, vision, pruned_length)
@@ -259,7 +259,7 @@ class PruningBackbone:
                 if video is not None and plan is not None and plan.drops:
                     keeps = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask]))
                 if self.config.pruned_position_ids == "compact":
-                    dropped = ~keeps  # before padding goes too, which positions do not close up on
+                    dropped = ~keeps  # without padding: positions close only the gaps of dropped tokens
                 if rows.drops_padding and tokens.padding_mask is not None:
                     keeps = keeps & tokens.padding_mask.bool()
                 new_length = rows.new_length([] if plan is None else plan.num_dropped, keeps, pruned_length)
@@ -273,7 +273,7 @@ class PruningBackbone:
                 check_image_placeholders(placeholders, len(images))
                 features.append((placeholders, images))
         left = what_is_left(tokens, sequence, dropped, past_mask, getattr(self.config, "pad_token_id", None) or 0)
-        noted = drops or CachedPrompt.of(cache) is not None  # or moved: a cache's columns are not the caller's tokens
+        noted = drops or CachedPrompt.of(cache) is not None  # or a cache's columns are not the caller's tokens
         return PrunedInputs(
             left,
             sequence.kept_indices,
@@ -285,7 +285,7 @@ class PruningBackbone:
 
 
 def take_up(cache: Cache | None, tokens: Tokens, vision: dict[str, Any], pruned_length: int | None) -> CachedPrompt:
-    """What a cache holds of the caller's sequence. Raises `ValueError` where the call cannot go on from there."""
+    """What a cache holds of the caller's sequence. Raises `ValueError` where the call cannot continue it."""
     batch_size, _ = tokens.shape
     columns = int(cache.get_seq_length()) if cache is not None else 0
     note = CachedPrompt.of(cache)
@@ -351,7 +351,7 @@ def what_is_left(
     def take(tensor: torch.Tensor | None, filler: float) -> torch.Tensor | None:
         return None if tensor is None else sequence.take(tensor, filler)
 
-    assert tokens.position_ids is not None  # `prune` saw to it
+    assert tokens.position_ids is not None  # set by `prune`
     mask = tokens.attention_mask
     if mask is not None and mask.dim() == 4:
         mask = sequence.take_4d_mask(mask)

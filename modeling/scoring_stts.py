@@ -1,7 +1,7 @@
 """What a video's blocks are worth: token pooler, scorer, attention bias, temporal loss, and which blocks stay.
 
 Pure tensors and plain numbers. A block is a window of `S` patches (`S = w^2`, padding
-slots included) of one frame. The blocks of all videos lie behind one another, ordered by (video, frame, block); `G` is
+slots included) of one frame. The blocks of all videos follow each other, ordered by (video, frame, block); `G` is
 their number. A video of `T` frames with `rows x cols = n` blocks each is described by its grid `(T, rows, cols)`.
 """
 
@@ -188,8 +188,8 @@ def select_blocks(
     Keeps the `num_kept[v]` highest-ranked blocks of each video; frame 0 outranks all (paper 3.3).
 
     ranking: (G,), higher stays. Of equals, the earlier in (frame, block) order is dropped first. All sizes are known
-    on the host, so nothing waits for the device. Returns `keep_mask` (G,) bool and `kept_blocks` (sum(num_kept),), the
-    indices of the kept blocks in ascending order.
+    on the host, so nothing forces a host-device sync. Returns `keep_mask` (G,) bool and `kept_blocks`
+    (sum(num_kept),), the indices of the kept blocks in ascending order.
     """
     keep_masks, kept_blocks, start = [], [], 0
     for video, (_, rows, cols), kept in zip(split_videos(ranking.detach(), grids), grids, num_kept, strict=True):

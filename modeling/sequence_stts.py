@@ -255,8 +255,8 @@ def shorten_targets(
 @dataclass
 class CachedPrompt:
     """
-    What a cache holds of a caller's sequence after tokens were dropped. It rides on the cache, whatever its class, so
-    that copies of the cache carry it; `of`, `attach` and `set_aside` alone touch that place.
+    What a cache holds of a caller's sequence after tokens were dropped. It is an attribute of the cache, whatever its
+    class, so that copies of the cache carry it; only `of`, `attach` and `set_aside` touch that attribute.
 
     kept_indices: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.

@@ -50,7 +50,7 @@ _FORMATS = (
 _TOLERANCE = 1e-6  # seconds: a moment that rounding put just before a frame's time still means that frame
 _FALLBACK_FPS = Fraction(25)
 MAX_GAP = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
-MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which another thread goes on
+MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which another thread continues
 MAX_THREADS = 8
 # A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
 MAX_DECODED_PIXELS = 2**23

@@ -42,7 +42,8 @@ from .scoring_stts import (
     temporal_similarity,
 )
 
-MAX_GRID_BLOCKS = 65535  # in one call of the connector: a CUDA grid is no longer, and kernels put the batch there
+# Per call of the connector: kernels put the batch into a dimension of CUDA's grid, which has this limit.
+MAX_GRID_BLOCKS = 65535
 
 
 @dataclass
@@ -153,13 +154,13 @@ class STTSVisionModel(Molmo2VisionModel):
     _no_split_modules: ClassVar[list[str]] = ["STTSVisionEncoderLayer", "TokenScorer"]  # type: ignore[misc]
 
     def __init__(self, config: STTSVisionConfig):
-        config.validate_pruning()  # its fields may have changed since it was made, so each use looks again
+        config.validate_pruning()  # fields may have been set since construction
         super().__init__(config)
         self.layers = nn.ModuleList([STTSVisionEncoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.scorer = TokenScorer(
             config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim
         )
-        if config.selector != "scorer":  # nothing to tell of: a Molmo2 checkpoint has all that is used
+        if config.selector != "scorer":  # no warning: a Molmo2 checkpoint has all weights that are used
             self._keys_to_ignore_on_load_missing = [r"(^|\.)scorer\."]
         self.post_init()
 
@@ -182,7 +183,7 @@ class STTSVisionModel(Molmo2VisionModel):
         self.config.validate_pruning()
         if kwargs.get("output_attentions"):
             raise ValueError(
-                "`output_attentions` is True, but attention within the frames of a video never makes its weights. "
+                "`output_attentions` is True, but attention within the frames of a video computes no weights. "
                 "Leave it out; `token_scores` and `keep_mask` say what the video's tokens are worth."
             )
         pruning.check_blocks(pixel_values.shape[1])
@@ -314,6 +315,6 @@ class STTSAdapter(Molmo2Adapter):
                 inputs_embeds=query,
                 attention_mask=valid,
                 encoder_hidden_states=blocks,
-                allow_is_bidirectional_skip=False,  # looking whether it may would wait for the device
+                allow_is_bidirectional_skip=False,  # the check would force a host-device sync
             )
         return self.image_pooling_2d(query, blocks, attention_mask=attention_mask, **kwargs)[0].squeeze(1)

@@ -75,7 +75,7 @@ def test_a_wrong_position_after_the_cache_would_be_seen(model, fault):
 
 
 @torch.no_grad()
-def test_kept_positions_of_a_later_call_count_its_own_tokens(model):
+def test_kept_indices_of_a_later_call_count_its_own_tokens(model):
     inputs = build_inputs(BATCHES["one_video"])
     cache = model(**inputs, use_cache=True).past_key_values
     outputs = model(input_ids=torch.tensor([[4, 5, 6]]), past_key_values=cache)

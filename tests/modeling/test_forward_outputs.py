@@ -61,7 +61,7 @@ def test_scores_and_masks_are_per_video(model, inputs, pruning_ratio):
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_kept_positions_name_all_tokens_but_dropped_blocks(model, padding_side):
+def test_kept_indices_name_all_tokens_but_dropped_blocks(model, padding_side):
     inputs = build_inputs(ROWS, padding_side=padding_side)
     outputs = model(**inputs)
     assert outputs.kept_indices.shape == outputs.logits.shape[:2]
@@ -78,7 +78,7 @@ def test_kept_positions_name_all_tokens_but_dropped_blocks(model, padding_side):
 
 
 @pytest.mark.parametrize("kind", ["text", "pruning_nothing"])
-def test_kept_positions_are_all_where_nothing_was_dropped(model, kind):
+def test_kept_indices_are_all_where_nothing_was_dropped(model, kind):
     inputs = build_inputs([[5], [9]] if kind == "text" else ROWS)
     outputs = model(**inputs, pruning_ratio=0)
     assert torch.equal(outputs.kept_indices, torch.arange(outputs.logits.shape[1]).expand(len(outputs.logits), -1))

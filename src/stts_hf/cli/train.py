@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         metavar="CHECKPOINT",
-        help="go on from the last whole checkpoint in the output folder, or from CHECKPOINT",
+        help="continue from the last whole checkpoint in the output folder, or from CHECKPOINT",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check configuration and all rows, print the plan, load no weights"
@@ -86,8 +86,8 @@ def execute(arguments: argparse.Namespace) -> None:
         if not _is_disk_full(error):
             raise
         raise CommandError(
-            f"No space is left on the disk of {output!r}: {error}. Free some, and go on from the last whole checkpoint "
-            "with --resume, or where there is none, start again."
+            f"No space is left on the disk of {output!r}: {error}. Free some, then continue from the last whole "
+            "checkpoint with --resume, or where there is none, start again."
         ) from error
     if trainer.is_world_process_zero():
         print(f"Saved to {output}", file=sys.stderr)

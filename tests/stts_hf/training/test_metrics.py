@@ -1,4 +1,4 @@
-"""What a run logs, what an evaluation says, and that counting does not wait for the device."""
+"""What a run logs, what an evaluation says, and that counting forces no host-device sync."""
 
 import re
 from pathlib import Path
