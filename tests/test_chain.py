@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import WITHOUT_PACKAGE
 from tests.fixture_files import checkpoint_forms
 from tests.hub_server import LoopbackHub
@@ -21,6 +23,7 @@ def run(environment: dict[str, str], *command: str, cwd) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_both_forms_converted_pushed_and_loaded_give_the_reference_logits(tmp_path):
     forms = checkpoint_forms()
     base = write_base(tmp_path / "base")

@@ -281,6 +281,7 @@ for options in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_revision_cache_dir_and_local_files_only(tmp_path):
     cache = {"cache_dir": str(tmp_path / "cache")}
     with LoopbackHub() as hub:

@@ -1,9 +1,11 @@
 """The layouts of the survivors: plans, what they hold, and the way back."""
 
 import random
-import time
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from tests.naive import naive_first_fit_descending
 from tests.tiny import pooling_windows, window_grid
 
 WIDTH = 4
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 60))]
+TraceFunction = Callable[[FrameType, str, object], Any]
 
 
 def bins_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -41,13 +45,13 @@ def random_lengths(seed: int) -> tuple[list[int], int]:
     return [min(capacity, step * generator.randint(0, capacity // step)) for _ in range(count)], capacity
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_bins_are_the_textbook_algorithms(seed):
     lengths, capacity = random_lengths(seed)
     assert bins_of(lengths, capacity) == naive_first_fit_descending(lengths, capacity)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_frames_of_a_bin_neither_overlap_nor_leave_it(seed):
     lengths, capacity = random_lengths(seed)
     bins, offsets, num_bins = first_fit_descending(lengths, capacity)
@@ -84,17 +88,31 @@ def test_a_frame_that_is_too_long_is_refused():
         first_fit_descending([3, 10], 9)
 
 
+def lines_run(lengths: list[int]) -> int:
+    """Lines of Python that planning takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        first_fit_descending(lengths, 729)
+    finally:
+        sys.settrace(before)
+    return count
+
+
 @pytest.mark.parametrize("spread", ["alike", "varied", "worst"])
-def test_1024_frames_are_planned_within_10_ms(spread):
+def test_planning_twice_the_frames_takes_little_more_than_twice_the_work(spread):
+    """A search bin by bin would take four times the work where every frame needs a bin of its own."""
     generator = random.Random(0)
     draw = {"alike": lambda: 360, "varied": lambda: 9 * generator.randint(0, 81), "worst": lambda: 9 * 41}[spread]
     lengths = [draw() for _ in range(1024)]
-    durations = []
-    for _ in range(7):
-        start = time.perf_counter()
-        first_fit_descending(lengths, 729)
-        durations.append(time.perf_counter() - start)
-    assert min(durations) < 0.010  # the fastest, so that a busy machine does not fail it
+    assert lines_run(lengths) < 2.3 * lines_run(lengths[:512])
 
 
 # Patch grid, window, frames of each video. "Borders" has windows that hang over all four sides.

@@ -51,6 +51,7 @@ def test_what_is_not_known_is_not_said(adapter):
     assert str(TINY) not in card.text
 
 
+@pytest.mark.slow
 def test_instructions_work(adapter, tmp_path, run_without_package):
     write_adapter_card(adapter, settings={"vision_config.pruning_ratio": 0.25})
     text = (adapter / "README.md").read_text()

@@ -88,6 +88,7 @@ def test_citation_is_the_papers(folder):
     assert "author={Zhang, Jianrui and Yang, Yue" in text
 
 
+@pytest.mark.slow
 def test_usage_runs_as_it_is_printed(folder, tmp_path, run_without_package):
     write_small_clip(tmp_path)  # `clip.mp4`, as in the card
     text = written(folder, repo_id=str(TINY)).text

@@ -94,6 +94,7 @@ def test_files_are_those_that_saving_the_loaded_model_writes(sources, converted,
     assert {name: written[name] == content for name, content in saved.items()} == dict.fromkeys(saved, True)
 
 
+@pytest.mark.slow
 def test_reference_logits_in_a_process_without_the_package(sources, tmp_path, run_without_package):
     arguments = []
     for form in FORMS:

@@ -8,6 +8,7 @@ import pytest
 from tests.stts_hf.checkpoints.convert_memory import measure
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_a_conversion_needs_a_fraction_of_the_checkpoints_size(tmp_path):
     found = measure(tmp_path, "shards", layers=2)

@@ -324,6 +324,7 @@ def test_settings_of_a_wrong_kind_are_findings(sound, tmp_path, name):
     assert all(finding.what and finding.remedy for _, finding in found)
 
 
+@pytest.mark.slow
 def test_nothing_but_the_findings_is_said(hub_configs):
     command = [sys.executable, "-m", "stts_hf.cli.main", "doctor", str(hub_configs / "stts-tiny")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -182,7 +182,7 @@ def test_always_video_adds_a_black_frame_where_there_is_no_video(processor, rows
     assert tight([[rows["image"]]])["input_ids"].shape[0] == 2
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_make_the_same_batches(processor, rows, start):
     """With spawn, all of it goes through pickle; errors come out of a worker with the row's id."""
     collator = STTSDataCollator(processor, on_error="skip", return_ids=True)
