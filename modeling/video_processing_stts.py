@@ -344,7 +344,8 @@ def _frames_tensor(video: Any, index: int, layout: Any) -> torch.Tensor:
 
 def _checked_metadata(metadata: Any, num_frames: int, index: int, sample: bool) -> STTSVideoMetadata:
     """A copy of the metadata of a decoded video that fits its `num_frames` frames."""
-    metadata = STTSVideoMetadata(**({"total_num_frames": num_frames} | dict(metadata or {})))
+    given: dict[str, Any] = {"total_num_frames": num_frames, **dict(metadata or {})}
+    metadata = STTSVideoMetadata(**given)
     if metadata.fps is not None and not 0 < metadata.fps < math.inf:
         raise ValueError(f"video_metadata[{index}] has fps={metadata.fps}. Pass frames per second above 0, or None.")
     by_indices = not sample and metadata.frames_indices is not None
