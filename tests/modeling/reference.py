@@ -34,7 +34,7 @@ def one_by_one(inputs: Inputs, rows: Sequence[Sequence[Part]]) -> list[Inputs]:
 
 
 def pack(inputs: Inputs, rows: Sequence[Sequence[Part]]) -> Inputs:
-    """The rows of a batch behind one another in a single row; videos and images keep their order."""
+    """The rows of a batch, joined in a single row; videos and images keep their order."""
     alone = one_by_one(inputs, rows)
     per_token = [name for name in PER_TOKEN if name in inputs and name not in ("attention_mask", "position_ids")]
     packed = {name: torch.cat([row[name] for row in alone], dim=-1) for name in per_token}

@@ -64,7 +64,7 @@ def test_greedy_equals_recomputing(model, rows, pruning_ratio):
 
 @pytest.mark.parametrize("rows", ["one_video", "different_lengths"])
 def test_features_of_rows_are_not_searched_for(model, rows, monkeypatch):
-    """They lie one behind another, and how many each row has is known without looking."""
+    """They follow each other, and how many each row has is known without looking."""
     pruned = returned_by(model.model, "prune", monkeypatch)
     model.generate(**build_inputs(PROMPTS[rows]), **GREEDY, pruning_ratio=0.5)
     known = features_of_rows(pruned[0])

@@ -58,7 +58,7 @@ def _check_tokens(checkup: Checkup, vocabulary: dict[str, int], settings: dict[s
     if not sound or settings.get("auto_map", {}).get("AutoTokenizer"):
         return
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # what it says while it loads is no finding
+    logging.set_verbosity(logging.CRITICAL)  # its own warnings are no findings
     try:
         loaded = AutoTokenizer.from_pretrained(checkup.folder, trust_remote_code=False, local_files_only=True)
         problem = None if loaded.get_vocab() == vocabulary else "it has other tokens than tokenizer.json"
@@ -77,7 +77,7 @@ def _check_generation(checkup: Checkup, vocabulary: dict[str, int], eos_token: A
     eos = checkup.json("generation_config.json").get("eos_token_id")
     if eos is None:
         yield Finding(
-            "generation_config.json has no `eos_token_id`, so that answers go on to their longest length",
+            "generation_config.json has no `eos_token_id`, so that every answer runs to its maximum length",
             "set it to the id of the tokenizer's `eos_token`",
             fatal=False,
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, empty where there is no such file. Raises `ValueError` where it is none."""
+    """Returns the JSON object in a file, empty where the file is missing. Raises `ValueError` for anything else."""
     if not path.is_file():
         return {}
     try:

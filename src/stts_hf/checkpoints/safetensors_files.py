@@ -63,7 +63,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of a file. Raises `ValueError`, naming the file, where it is cut off or no safetensors."""
+    """Returns every tensor of a file. Raises `ValueError`, naming the file, where it is cut off or not safetensors."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -124,7 +124,7 @@ def read_checkpoint_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_weight_map(index_path: Path) -> dict[str, str]:
-    """Returns tensor name to file name of an index. Raises `ValueError` where it is none."""
+    """Returns tensor name to file name of an index. Raises `ValueError` for any other file."""
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):

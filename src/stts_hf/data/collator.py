@@ -18,7 +18,7 @@ from .rows import RowError, check_urls, read_row
 logger = logging.get_logger(__name__)
 
 _REPLACEMENT_TRIES = 16
-# Tables of places in a tensor of all patches, which shift when samples are put behind one another.
+# Tables of places in a tensor of all patches, which shift when samples are joined.
 _POOLING = {"video_token_pooling": "pixel_values_videos", "image_token_pooling": "pixel_values"}
 
 
@@ -31,7 +31,7 @@ class STTSDataCollator:
         processor: an `STTSProcessor`.
         model_config: the model's config, from which the pruning ratio is taken.
         pruning_ratio: instead of the config's. One of the two is needed with `max_length` or `pad_to`.
-        on_error: "raise" stops at a row that cannot be read or decoded, "skip" warns and goes on without it.
+        on_error: "raise" stops at a row that cannot be read or decoded, "skip" warns and continues without it.
         replacements: data set that rows are drawn from where, with "skip", a row of the batch is left without a sample.
             Which one is drawn depends on the lost row's id alone. Without it such a row is left out, and a batch of
             which nothing is left is an error.
@@ -172,7 +172,7 @@ class STTSDataCollator:
             batch.append([extra])
 
     def _pad(self, batch: list[list[Encoded]], packed: bool) -> dict[str, Any]:
-        """Text of the rows, each of them its samples behind one another, padded to one length."""
+        """Text of the rows, each of them its samples one after another, padded to one length."""
         pad_id = self.processor.tokenizer.pad_token_id or 0
         lengths = [sum(len(sample) for sample in samples) for samples in batch]
         width = max(lengths)
@@ -216,7 +216,7 @@ def resolve_ratio(model_config: STTSConfig | None, pruning_ratio: float | None) 
 
 
 def _join_vision(samples: list[Encoded]) -> dict[str, torch.Tensor]:
-    """Videos and images of all samples behind one another."""
+    """Videos and images of all samples, joined."""
     joined = {}
     for key in (*VIDEO_KEYS, *IMAGE_KEYS):
         holders = [sample.vision for sample in samples if key in sample.vision]

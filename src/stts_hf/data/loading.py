@@ -144,7 +144,7 @@ def _finish(table: datasets.Dataset, name: str, root: Any) -> datasets.Dataset:
     """The table with files left as they are, an `id` for every row, and the folder of its relative paths."""
     features = datasets.Features({key: _undecoded(feature) for key, feature in table.features.items()})
     if features != table.features:
-        # `cast` would write the whole table anew, videos and all, where nothing of what is stored changes.
+        # `cast` would rewrite the whole table, videos included, though nothing that is stored changes.
         table = copy.deepcopy(table)
         table.info.features = features
     if "id" not in table.column_names:

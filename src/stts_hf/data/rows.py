@@ -234,7 +234,7 @@ def _source(entry: Any, key: str, kind: str, root: Path | None) -> Any:
         return entry
     forms = "a path, bytes or {'bytes', 'path'}" + (" or a PIL image" if kind == "image" else "")
     if isinstance(entry, list | tuple):
-        advice = f"Write the files one behind another, not in lists of lists; a {kind} is one file."
+        advice = f"Write the files in one list, not in lists of lists; a {kind} is one file."
     else:
         advice = f"Columns that datasets decodes must be cast to {kind.title()}(decode=False); load_rows does that."
     raise TypeError(f"{key} must be {forms}, got {type(entry).__name__}. {advice}")

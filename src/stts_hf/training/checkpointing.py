@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all.
+"""Checkpoints that appear whole or not at all.
 
 `Trainer` writes into `checkpoint-N` file by file. Here everything is written under `_saving/` in the output folder, and
 the folder moves to its place when it is whole. The next run removes what a kill leaves.
@@ -127,12 +127,12 @@ def what_is_missing(checkpoint: Path) -> str | None:
 
 
 def _what_is_missing_of_optimizer(checkpoint: Path) -> str | None:
-    """`Trainer` goes on with a fresh optimizer where there is no saved one, and says nothing."""
+    """`Trainer` silently continues with a fresh optimizer where none is saved."""
     names = {path.name for path in checkpoint.iterdir()}
     if any(name.startswith("global_step") for name in names):  # DeepSpeed's, with the scheduler in it or beside it
         return None
     optimizer = any(re.fullmatch(r"optimizer\.(pt|bin)|optimizer_\d+", name) for name in names)  # a folder is FSDP's
     for name, there in (("optimizer.pt", optimizer), ("scheduler.pt", "scheduler.pt" in names)):
         if not there:
-            return f"it has no {name}, which a run needs to go on as it was (`save_only_model` leaves it out)"
+            return f"it has no {name}, which a run needs to continue unchanged (`save_only_model` leaves it out)"
     return None

@@ -227,7 +227,7 @@ class _Parser(HfArgumentParser):
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
     def check_name(self, name: str) -> None:
-        """Raises `ConfigError` for a setting that there is not."""
+        """Raises `ConfigError` for an unknown setting."""
         known = self.types.keys() - REFUSED
         if name in known:
             return

@@ -83,7 +83,7 @@ def kinds_that_must_agree(trainer: Any) -> tuple[str, ...]:
 def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.device) -> None:
     """
     Raises `ValueError` on all processes where some of them have a video in a micro-batch of the step and others do not,
-    and the engine would wait forever. Costs one small reduction a step, and only where a collator does not see to it.
+    and the engine would wait forever. Costs one small reduction a step, and only where a collator does not ensure it.
     """
     kinds = kinds_that_must_agree(trainer)
     if not kinds:

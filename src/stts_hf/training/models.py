@@ -61,7 +61,7 @@ def load_model(run: TrainingSetup) -> Any:
         scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
     if run.arguments.torch_compile and run.config.data.pad_to is None:
         logger.warning(
-            "`torch_compile` without `pad_to`: every length of a batch is compiled anew, up to torch's recompile "
+            "`torch_compile` without `pad_to`: every length of a batch is compiled again, up to torch's recompile "
             "limit. Set `pad_to` to the tokens that a row may have after pruning."
         )
     return _adapt(run, loaded)

@@ -114,7 +114,7 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> None:
     if resume is False and earlier:
         raise config.error(
             "output_dir",
-            f"{str(output)!r} holds {earlier[-1].name} of an earlier run. Pass --resume to go on with it, or name "
+            f"{str(output)!r} holds {earlier[-1].name} of an earlier run. Pass --resume to continue it, or name "
             "another folder.",
         )
 
@@ -138,7 +138,7 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
     if changed:
         details = ", ".join(f"`{name}` is {new[name]!r} and was {old[name]!r}" for name in changed)
         raise ConfigError(
-            f"{config.source}: {details}, but a resumed run goes on with what it began with ({earlier}). Put that "
+            f"{config.source}: {details}, but a resumed run keeps the settings it began with ({earlier}). Put that "
             "back, or begin a new run in another output_dir."
         )
 

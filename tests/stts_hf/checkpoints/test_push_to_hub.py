@@ -99,7 +99,9 @@ def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     assert {path.split("/")[0] for path in files if "/" in path} == set(wanted)
     for name in wanted:
         assert contents(TINY).keys() <= contents(folder / name).keys()
-        assert {"optimizer.pt", "trainer_state.json"} <= contents(folder / name).keys()  # training can go on from it
+        assert {"optimizer.pt", "trainer_state.json"} <= contents(
+            folder / name
+        ).keys()  # training can be resumed from it
         assert torch.equal(load_tiny(folder / name).lm_head.weight, trained["lm_head.weight"]) == (
             name != "checkpoint-1"
         )

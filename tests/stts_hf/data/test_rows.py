@@ -138,7 +138,7 @@ def no_answer(row):
         ),
         (video_row("r", "a") | {"messages": [{"role": "human", "content": "Q"}, ANSWER]}, "has role 'human'"),
         ({"id": "r", "question": "Q", "options": ["a", "b"]}, "answer is empty"),
-        (video_row("r", ["a.mp4"]), r"videos\[0\] must be .* got list\. Write the files one behind another"),
+        (video_row("r", ["a.mp4"]), r"videos\[0\] must be .* got list\. Write the files in one list"),
         (video_row("r", b""), r"videos\[0\] is empty"),
         (image_row("r", "a") | {"images": [[1, 2]]}, r"images\[0\] must be .* got list"),
         (video_row("r", "a.mp4") | {"subtitles": "gone.srt"}, "no subtitle file"),

@@ -1,4 +1,4 @@
-"""SIGTERM: the step ends, a checkpoint is saved, the process exits with 143, and the run can go on from there."""
+"""SIGTERM: the step ends, a checkpoint is saved, the process exits with 143, and the run can be resumed."""
 
 import os
 import signal
