@@ -84,6 +84,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
     """Molmo2 without a head, whose videos lose the blocks of least score."""
 
     config: STTSConfig
+    vision_tower: STTSVisionModel
+    multi_modal_projector: STTSAdapter
+    language_model: Molmo2TextModel
     video_inputs = ("pixel_values_videos", "video_token_pooling", "video_grids")
     image_inputs = ("pixel_values", "image_token_pooling", "image_grids")
 

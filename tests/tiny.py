@@ -133,7 +133,7 @@ def build_inputs(
     seed: int = 0,
     padding_side: str = "left",
     labels: bool = False,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Arguments of `model(...)` for a batch, as the processor returns them.
 
     Args:
@@ -177,7 +177,9 @@ def build_inputs(
         inputs |= {
             "pixel_values_videos": moving_pixels(num_frames, patch_rows * patch_cols, pixels, generator),
             "video_token_pooling": pooling_windows(
-                sum(num_frames), (patch_rows, patch_cols), tuple(vision_config.pooling_size)
+                sum(num_frames),
+                (patch_rows, patch_cols),
+                (vision_config.pooling_size[0], vision_config.pooling_size[1]),
             ),
             "video_grids": torch.tensor([[frames, block_rows, block_cols] for frames in num_frames]),
         }
@@ -194,7 +196,7 @@ def video_prompt(
     text_lengths: Sequence[int] | None = None,
     padding_side: str = "left",
     labels: bool = False,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Arguments of `model(...)`: each row is 3 text tokens, one video (none for 0 frames) and `text_lengths` tokens.
 
     By default row `i` has `4 + i` tokens after its video, so that rows of equal frames differ in length too."""
@@ -213,7 +215,7 @@ def image_inputs(
     seed: int = 0,
     padding_side: str = "left",
     labels: bool = False,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Arguments of `model(...)`: each row is 2 text tokens, an image of the given tiling (or None) and 4 + i tokens."""
     rows: list[list[Part]] = [
         [2, Image(tiling), 4 + row] if tiling else [2, 4 + row] for row, tiling in enumerate(tilings)

@@ -19,7 +19,7 @@ class DecodingStep(nn.Module):
         text = model.config.text_config
         self.model = model
         self.cache = StaticCache(config=text, max_cache_len=8)
-        self.cache.early_initialization(1, text.num_key_value_heads, text.head_dim, torch.float32, "cpu")
+        self.cache.early_initialization(1, text.num_key_value_heads, text.head_dim, torch.float32, torch.device("cpu"))
         for index, layer in enumerate(self.cache.layers):
             for name in CACHE_TENSORS:
                 self.register_buffer(f"{name}_{index}", getattr(layer, name), persistent=False)

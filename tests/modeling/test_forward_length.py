@@ -1,6 +1,7 @@
 """`pruned_length`: every row gets the length asked for, and nothing else changes."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -202,5 +203,5 @@ def test_generate_refuses_it():
 def test_generate_takes_none():
     options = {"max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
     inputs = build_inputs([ROWS[0]])
-    model = tiny_model()
+    model: Any = tiny_model()
     assert torch.equal(model.generate(**inputs, **options, pruned_length=None), model.generate(**inputs, **options))

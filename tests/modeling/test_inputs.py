@@ -216,7 +216,7 @@ def test_sequences_without_tokens(call, model, name):
 
 @pytest.mark.parametrize("name", ["pixel_values_videos", "video_grids", "video_token_pooling"])
 def test_lists_and_arrays_in_place_of_tensors(call, name):
-    inputs = build_inputs(ROWS)
+    inputs: Inputs = build_inputs(ROWS)
     inputs[name] = inputs[name].tolist() if name == "video_grids" else inputs[name].numpy()
     with pytest.raises(TypeError, match=rf"`{name}` is a (list|ndarray), but must be a torch.Tensor"):
         call(**inputs)

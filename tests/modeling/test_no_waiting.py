@@ -196,7 +196,8 @@ def test_grids_on_the_device_are_noticed(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [ONE, TWO], ids=["one_row", "two_rows"])
 def test_on_cuda(rows):
-    model = tiny_model().to("cuda", torch.bfloat16).train()
+    model = tiny_model().bfloat16().train()
+    model.cuda()
     inputs = {
         name: value if name == "video_grids" else value.cuda()
         for name, value in build_inputs(rows, labels=True).items()

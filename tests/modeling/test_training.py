@@ -59,7 +59,7 @@ def test_mixed_precision_stays_near_full_precision(inputs, packing):
 
 
 def test_a_bfloat16_model_runs(inputs):
-    model = tiny_model().to(torch.bfloat16).train()
+    model = tiny_model().bfloat16().train()
     outputs = model(**inputs)
     outputs.loss.backward()
     assert outputs.logits.dtype == torch.bfloat16
