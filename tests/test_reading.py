@@ -1,28 +1,26 @@
-"""The walk in docs/reading.md is the order in which a real call goes through the code."""
+"""The walks in docs/reading.md are the orders in which real calls go through the code."""
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from tests.clips import write_clip
 from tests.conftest import REPOSITORY
-
-HEADING = "## From `processor(...)` to `logits`"
-REPEATED = {"packed_attention"}  # by every layer from `l + 1` on
+from tests.training_files import train, write_config, write_data
 
 
 def called_by(function: Callable[[], Any]) -> tuple[list[str], Any]:
-    """Qualified names of the functions of `modeling/` that a call goes through, and what it returns."""
+    """Qualified names of our functions that a call goes through, in order, and what it returns."""
     names: list[str] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("_stts.py"):
+        if event == "call" and "/stts_hf/" in frame.f_code.co_filename:
             names.append(frame.f_code.co_qualname)
 
     sys.setprofile(note)
@@ -33,13 +31,20 @@ def called_by(function: Callable[[], Any]) -> tuple[list[str], Any]:
     return names, result
 
 
-@pytest.fixture(scope="module")
-def listed() -> list[str]:
-    section = (REPOSITORY / "docs" / "reading.md").read_text().split(HEADING)[1].split("\n## ")[0]
+def listed_under(heading: str) -> list[str]:
+    section = (REPOSITORY / "docs" / "reading.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"^\| `([\w.]+)` \|", section, re.M)
 
 
-def test_calls_happen_once_and_in_the_order_of_the_page(listed, hub_configs, tmp_path):
+def check_walk(names: list[str], heading: str, repeated: dict[str, int]) -> None:
+    """All listed calls come in the page's order, each once but for those `repeated` so many times."""
+    listed = listed_under(heading)
+    happened = [name for name in names if name in listed]
+    assert list(dict.fromkeys(happened)) == listed
+    assert {name: count for name, count in Counter(happened).items() if count > 1} == repeated
+
+
+def test_from_processor_to_logits(hub_configs, tmp_path):
     processor = STTSProcessor.from_pretrained(hub_configs / "stts-tiny")
     model = STTSForConditionalGeneration.from_pretrained(hub_configs / "stts-tiny").eval()
     clip = str(write_clip(tmp_path / "clip.mp4", 10))
@@ -49,6 +54,14 @@ def test_calls_happen_once_and_in_the_order_of_the_page(listed, hub_configs, tmp
     with torch.no_grad():
         after, output = called_by(lambda: model(**inputs))
     assert output.logits.shape[:2] == output.kept_indices.shape
-    happened = [name for name in before + after if name in listed]
-    assert list(dict.fromkeys(happened)) == listed
-    assert {name for name in happened if happened.count(name) > 1} <= REPEATED
+    layers_from_the_drop_on = 5  # of 9, with the pruning layer 3
+    check_walk(before + after, "From `processor(...)` to `logits`", {"packed_attention": layers_from_the_drop_on})
+
+
+def test_from_a_yaml_file_to_the_first_gradient(tmp_path):
+    more = 'pack_to: 700\nsave_strategy: "no"\nreport_to: none\n'
+    config = write_config(tmp_path, write_data(tmp_path, clips=3), tmp_path / "out", more=more)
+    names, status = called_by(lambda: train(config))
+    assert status == 0
+    repeated = {"render": 3, "count_tokens": 3, "encode": 3}  # each row once
+    check_walk(names, "From a YAML file to the first gradient", repeated)
