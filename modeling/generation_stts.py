@@ -95,10 +95,7 @@ class STTSGeneration(GenerativeModel):
                 f"`max_length` is {limit}, but the prompt alone has {whole.shape[1]} tokens, dropped ones included. "
                 "Raise it, or pass `max_new_tokens`."
             )
-        vision = {name: kwargs.pop(name, None) for name in (*model.video_inputs, *model.image_inputs)}
-        kwargs.pop("image_num_crops", None)  # Molmo2's processor makes it, and no model reads it
-        vision = {name: value for name, value in vision.items() if value is not None}
-        pruned = model.prune(new, vision, cache, ratio)
+        pruned = model.prune(new, model.take_vision_inputs(kwargs), cache, ratio)
         kwargs.update(native_inputs(model, pruned))
         length = pruned.kept_indices.shape[-1]
         limits = shorten_limits(self.generation_config, generation_config, kwargs, whole.shape[1] - length)

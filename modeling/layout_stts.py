@@ -1,6 +1,6 @@
 """Where the surviving patches go: one flat sequence cut at frame borders, and optionally bins of whole frames' size.
 
-Pure tensors and plain numbers; nothing here knows of Molmo2. Patches of all frames of a call follow each other in
+Tensors and plain numbers. Patches of all frames of a call follow each other in
 `(F * N)` rows, `F` frames of `N` patches. Blocks and their `S` slots are those of `scoring_stts.py`: `block_patches`
 (G, S) holds the row of each block's patches, -1 where a window hangs over the border of the grid.
 """

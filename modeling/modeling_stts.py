@@ -89,6 +89,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
     language_model: Molmo2TextModel
     video_inputs = ("pixel_values_videos", "video_token_pooling", "video_grids")
     image_inputs = ("pixel_values", "image_token_pooling", "image_grids")
+    unread_inputs = ("image_num_crops",)
 
     def __init__(self, config: STTSConfig):
         # Skips Molmo2Model.__init__, which would build a second vision tower and language model.
@@ -220,9 +221,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         (None: where `position_ids` start over); `past_key_values` from an earlier call that dropped tokens
         continues it, in the caller's positions.
         """
-        kwargs.pop("image_num_crops", None)
-        vision = {name: kwargs.pop(name, None) for name in (*self.video_inputs, *self.image_inputs)}
-        vision = {name: value for name, value in vision.items() if value is not None}
+        vision = self.take_vision_inputs(kwargs)
         check_settings(pruning_ratio, pruned_length)
         if vision or mm_encoder_outputs:
             check_text_attention(self.config.text_config)

@@ -182,12 +182,20 @@ class PruningBackbone:
     Mixin for the model without a head: the hooks by which backbones differ, and the pass itself, `prune`.
 
     video_inputs, image_inputs: names of the arguments that come with videos and with images, the pixels first.
+    unread_inputs: names of those that a processor makes and no model reads.
     """
 
     video_inputs: tuple[str, ...]
     image_inputs: tuple[str, ...]
+    unread_inputs: tuple[str, ...] = ()
     training: bool
     config: Any
+
+    def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Takes the arguments of videos and images that are there out of a call's."""
+        names = (*self.video_inputs, *self.image_inputs, *self.unread_inputs)
+        given = {name: kwargs.pop(name, None) for name in names}
+        return {name: value for name, value in given.items() if value is not None and name not in self.unread_inputs}
 
     def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
         """Placeholders of videos and of images, (B, L) bool each."""

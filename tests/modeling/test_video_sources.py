@@ -96,7 +96,7 @@ def test_decoder_of_torchcodec_shows_its_frames_at_their_times(processor, clip, 
         (b"", "bytes are empty"),
         (io.StringIO("text"), "open as text"),
     ],
-    ids=str,
+    ids=["none", "empty", "neither", "number", "no_bytes", "text_file"],
 )
 def test_what_is_no_video_is_refused(processor, videos, message):
     with pytest.raises(ValueError, match=message):

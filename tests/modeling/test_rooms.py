@@ -1,0 +1,58 @@
+"""The core serves every backbone and names none; remote code imports only its neighbours and what it needs."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+MODELING = REPOSITORY / "modeling"
+CORE = ["scoring", "layout", "attention", "sequence", "settings", "pruning", "generation"]
+BACKBONES = re.compile(r"molmo|qwen|siglip|olmo", re.IGNORECASE)
+ALLOWED = {"av", "huggingface_hub", "numpy", "PIL", "torch", "torchvision", "transformers"}
+
+
+def imports(file: Path) -> list[tuple[int, str]]:
+    """Level and module of every import, however deep in the code."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found.append((node.level, node.module or ""))
+        elif isinstance(node, ast.Import):
+            found += [(0, name.name) for name in node.names]
+    return found
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_the_core_names_no_backbone(room):
+    text = (MODELING / f"{room}_stts.py").read_text()
+    assert BACKBONES.findall(text) == []
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_the_core_imports_only_the_core(room):
+    siblings = {module for level, module in imports(MODELING / f"{room}_stts.py") if level}
+    assert siblings <= {f"{name}_stts" for name in CORE}
+
+
+def test_remote_code_imports_neighbours_and_what_it_needs():
+    for file in MODELING.glob("*.py"):
+        for level, module in imports(file):
+            assert level <= 1, (file.name, module)
+            if level:
+                assert (MODELING / f"{module}.py").is_file(), (file.name, module)
+            else:
+                assert module.split(".")[0] in ALLOWED | sys.stdlib_module_names, (file.name, module)
+
+
+def test_no_room_is_imported_in_a_circle():
+    graph = {file.stem: {module for level, module in imports(file) if level} for file in MODELING.glob("*_stts.py")}
+    graph["modeling_stts"].discard("processing_stts")  # for the type checker alone: saved together
+    graph["processing_stts"].discard("modeling_stts")
+    while graph:
+        leaves = {name for name, needs in graph.items() if not needs & graph.keys()}
+        assert leaves, f"a circle among {sorted(graph)}"
+        graph = {name: needs for name, needs in graph.items() if name not in leaves}
