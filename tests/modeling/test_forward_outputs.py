@@ -135,3 +135,13 @@ def test_every_weight_up_to_the_last_feature_layer_is_trained(inputs):
     model = tiny_model()
     model(**inputs).loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_shifted_labels_of_the_callers_length_give_the_same_loss(model, inputs):
+    labels = inputs["labels"]
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    expected = model(**inputs)
+    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, shift_labels=shifted)
+    assert torch.equal(outputs.task_loss, expected.task_loss)
+    assert torch.equal(outputs.loss, expected.loss)
+    assert not torch.equal(model(**(inputs | {"labels": labels.roll(1)})).task_loss, expected.task_loss)
