@@ -106,15 +106,21 @@ def prompt_of(processor: STTSProcessor, sample: Sample) -> tuple[str, list[tuple
     return sample.prompt
 
 
+def control_tokens(processor: STTSProcessor) -> list[str]:
+    """What may not stand in a text: tokens that stand for images, videos or turns."""
+    tokenizer = processor.tokenizer
+    tokens = {processor.image_token, processor.video_token, tokenizer.bos_token, tokenizer.eos_token}
+    tokens |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
+    return sorted(token for token in tokens if token)
+
+
 def check_text(processor: STTSProcessor, sample: Sample) -> None:
     """Raises `ValueError` where a text holds tokens that stand for images, videos or turns."""
-    tokenizer = processor.tokenizer
-    reserved = {processor.image_token, processor.video_token, tokenizer.bos_token, tokenizer.eos_token}
-    reserved |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
+    reserved = control_tokens(processor)
     for number, message in enumerate(sample.messages):
         content = message["content"]
         texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
-        found = [token for token in reserved if token and any(token in text for text in texts)]
+        found = [token for token in reserved if any(token in text for text in texts)]
         if found:
             raise ValueError(
                 f"messages[{number}] holds {found[0]!r}, a control token of the model. Take it out of the text."

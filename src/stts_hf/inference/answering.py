@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
+from stts_hf.data.encoding import control_tokens
 from stts_hf.inference.prefetch import OnError, PreparationError, prefetch
 from stts_hf.modeling.configuration_stts import check_vision_config
 from stts_hf.modeling.settings_stts import check_pruning_ratio
@@ -219,13 +220,11 @@ def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torc
 
 
 def check_question(processor: Any, question: str) -> None:
-    """Raises `ValueError` where a question holds a token that stands for images or videos."""
-    reserved = [processor.video_token, processor.image_token]
-    reserved += processor.tokenizer.convert_ids_to_tokens(processor.image_token_ids)
-    found = [token for token in reserved if token in question]
+    """Raises `ValueError` where a question holds a token that stands for images, videos or turns."""
+    found = [token for token in control_tokens(processor) if token in question]
     if found:
         raise ValueError(
-            f"question holds {found[0]!r}, a token that stands for images or videos. Take it out of the text."
+            f"question holds {found[0]!r}, a token that stands for images, videos or turns. Take it out of the text."
         )
 
 

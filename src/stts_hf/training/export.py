@@ -1,5 +1,6 @@
 """What a run leaves behind: weights or adapter, the merged model, their cards, and all of it on the Hub."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def adapted_model(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> Any
     from peft import PeftModel
 
     plain = replace(run.config.model, use_peft=False, merge_adapter=False)
-    training = replace(run.arguments, freeze=None)
+    training = copy.copy(run.arguments)  # made anew, they would reset accelerate's state
+    training.freeze = []
     base = load_model(replace(run, config=replace(run.config, model=plain, training=training)))
     return PeftModel.from_pretrained(base, output)
 

@@ -193,7 +193,9 @@ def test_a_question_that_holds_a_control_token_is_at_fault(clip, hub_configs, tm
     videos = [str(clip), str(clip)]
     assert main(["run", *videos, f"What is {token}?", "--checkpoint", str(hub_configs / "stts-tiny")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"stts-hf run: error: question holds {token!r}, a token that stands for images or videos")
+    assert last.startswith(
+        f"stts-hf run: error: question holds {token!r}, a token that stands for images, videos or turns"
+    )
 
 
 def test_an_output_that_is_a_folder_is_one_clear_line(run, tmp_path):
