@@ -1,8 +1,9 @@
 """Where the surviving patches go: one flat sequence cut at frame borders, and optionally bins of whole frames' size.
 
-Tensors and plain numbers. Patches of all frames of a call follow each other in
-`(F * N)` rows, `F` frames of `N` patches. Blocks and their `S` slots are those of `scoring_stts.py`: `block_patches`
-(G, S) holds the row of each block's patches, -1 where a window hangs over the border of the grid.
+Tensors and plain numbers. Patches of all frames of a call follow each other; `frame_lengths` holds how many
+each of the `F` frames has, on the host. A "frame" is any stretch of patches that attend to each other. Blocks and their
+`S` slots are those of `scoring_stts.py`: `block_patches` (G, S) holds the row of each block's patches, -1 where a
+window hangs over the border of the grid.
 """
 
 import itertools
@@ -16,17 +17,19 @@ class FrameSequence:
     """
     Patches of all frames in one flat sequence of `P` slots, frame by frame and block by block.
 
-    patch_index: (P,) row of each slot's patch among the `F * N` patches.
+    patch_index: (P,) row of each slot's patch among the patches of all frames.
     cu_seqlens: (F + 1,) int32, where each frame starts and ends; a frame that lost everything is an empty stretch.
         Where windows hang over the border, more stretches at the end hold their padding slots: they keep every size
         known on the host and are seen by no frame.
-    max_seqlen: upper bound of a stretch's length, in patches.
+    whole_cu_seqlens: like `cu_seqlens` (and as long), where frames that lost nothing start and end.
+    max_seqlen: upper bound of a stretch's length, in patches, and the longest whole frame's.
     window_index: (K, S) slots of each kept block, or None where they are simply consecutive.
     window_valid: (K, S) bool, False for padding, or None where there is none.
     """
 
     patch_index: torch.Tensor
     cu_seqlens: torch.Tensor
+    whole_cu_seqlens: torch.Tensor
     max_seqlen: int
     window_index: torch.Tensor | None = None
     window_valid: torch.Tensor | None = None
@@ -38,11 +41,6 @@ class FrameSequence:
         windows = hidden_states[self.window_index]
         return windows if self.window_valid is None else windows * self.window_valid[..., None].to(windows.dtype)
 
-    def cu_seqlens_of_frames(self, num_frames: int, num_patches: int) -> torch.Tensor:
-        """Where whole frames of `N` patches start and end, with as many stretches as this sequence has."""
-        stretches = torch.arange(self.cu_seqlens.numel(), device=self.cu_seqlens.device, dtype=torch.int32)
-        return stretches.clamp_max(num_frames) * num_patches
-
     def without_padding(self, num_frames: int) -> "FrameSequence":
         """The same without the stretches of padding slots; forces a host-device sync."""
         if self.window_valid is None or self.window_index is None:
@@ -52,6 +50,7 @@ class FrameSequence:
         return FrameSequence(
             self.patch_index[:num_valid],
             self.cu_seqlens[: num_frames + 1],
+            self.whole_cu_seqlens[: num_frames + 1],
             self.max_seqlen,
             window_index,
             self.window_valid,
@@ -93,55 +92,67 @@ def frame_of_blocks(frame_blocks: list[int], device: torch.device) -> torch.Tens
     return torch.cat(runs)
 
 
+def frame_bounds(frame_lengths: list[int], device: torch.device) -> torch.Tensor:
+    """(F + 1,) int32, where each frame starts and ends among the patches of all frames."""
+    runs, start = [torch.zeros(1, dtype=torch.int64, device=device)], 0
+    for length, frames in itertools.groupby(frame_lengths):  # made on the device: a copy would force a sync
+        num_frames = len(list(frames))
+        runs.append(start + length * torch.arange(1, num_frames + 1, device=device))
+        start += length * num_frames
+    return torch.cat(runs).to(torch.int32)
+
+
 def sequence_kept_patches(
-    kept_blocks: torch.Tensor, block_patches: torch.Tensor, block_frame: torch.Tensor, num_frames: int, num_patches: int
+    kept_blocks: torch.Tensor, block_patches: torch.Tensor, block_frame: torch.Tensor, frame_lengths: list[int]
 ) -> FrameSequence:
     """
     The survivors as one flat sequence.
 
-    kept_blocks: (K,) ascending. block_patches: (G, S). block_frame: (G,) frame of each block. num_frames: `F`.
-    num_patches: `N`. Every size depends on these shapes alone, so nothing forces a host-device sync.
+    kept_blocks: (K,) ascending. block_patches: (G, S). block_frame: (G,) frame of each block. Every size depends on
+    these shapes and the host's numbers alone, so nothing forces a host-device sync.
     """
     windows = block_patches[kept_blocks]  # (K, S)
     frame = block_frame[kept_blocks][:, None].expand_as(windows)  # (K, S)
     window_size = windows.shape[1]
-    overhang = block_patches.numel() - num_frames * num_patches
-    lengths = torch.zeros(num_frames, dtype=torch.int64, device=windows.device)
+    overhang, longest = block_patches.numel() - sum(frame_lengths), max(frame_lengths)
+    bounds = frame_bounds(frame_lengths, windows.device)
+    lengths = torch.zeros(len(frame_lengths), dtype=torch.int64, device=windows.device)
     if overhang <= 0:
         lengths = lengths.index_add(0, frame[:, 0], torch.full_like(frame[:, 0], window_size))
-        return FrameSequence(windows.flatten(), cumulative_lengths(lengths), num_patches)
+        return FrameSequence(windows.flatten(), cumulative_lengths(lengths), bounds, longest)
     valid = windows >= 0
     lengths = lengths.index_add(0, frame.flatten(), valid.flatten().long())
     # As long as a frame at most: attention within one long stretch would cost more than all frames together.
-    num_stretches = -(-min(overhang, windows.numel()) // num_patches)
-    padding = windows.numel() - lengths.sum() - num_patches * torch.arange(num_stretches, device=lengths.device)
-    lengths = torch.cat([lengths, padding.clamp(0, num_patches)])
+    num_stretches = -(-min(overhang, windows.numel()) // longest)
+    padding = windows.numel() - lengths.sum() - longest * torch.arange(num_stretches, device=lengths.device)
+    lengths = torch.cat([lengths, padding.clamp(0, longest)])
     order = torch.sort((~valid).flatten().long(), stable=True).indices  # (P,) padding slots behind everything
     window_index = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     return FrameSequence(
         windows.flatten()[order].clamp_min(0),
         cumulative_lengths(lengths),
-        num_patches,
+        torch.cat([bounds, bounds[-1:].expand(num_stretches)]),
+        longest,
         window_index.view_as(windows),
         valid,
     )
 
 
 def sequence_with_refill(
-    sequence: FrameSequence, frames: list[int], window_size: int, num_patches: int
+    sequence: FrameSequence, frames: list[int], window_size: int, frame_lengths: list[int]
 ) -> FrameSequence:
     """
-    The same sequence with all `N` patches of the given `frames` in it, as context (released code, single-frame bins).
+    The same sequence with all patches of the given `frames` in it, as context (released code, single-frame bins).
 
     The sequence must be without padding. Forces a host-device sync.
     """
-    num_frames = sequence.cu_seqlens.numel() - 1
     device = sequence.patch_index.device
-    present = torch.zeros(num_frames * num_patches, dtype=torch.bool, device=device)
+    present = torch.zeros(sum(frame_lengths), dtype=torch.bool, device=device)
     present[sequence.patch_index] = True
-    present = present.view(num_frames, num_patches)
-    present[frames] = True
-    patch_index = present.flatten().nonzero().squeeze(-1)
+    starts = list(itertools.accumulate(frame_lengths, initial=0))
+    for frame in frames:
+        present[starts[frame] : starts[frame + 1]] = True
+    patch_index = present.nonzero().squeeze(-1)
     slot_of_patch = torch.zeros(present.numel(), dtype=torch.int64, device=device)
     slot_of_patch[patch_index] = torch.arange(patch_index.numel(), device=device)
     window_patches = sequence.patch_index
@@ -149,15 +160,16 @@ def sequence_with_refill(
         window_patches = window_patches[sequence.window_index]
     return FrameSequence(
         patch_index,
-        cumulative_lengths(present.sum(-1)),
-        num_patches,
+        cumulative_lengths(present)[sequence.whole_cu_seqlens],
+        sequence.whole_cu_seqlens,
+        sequence.max_seqlen,
         slot_of_patch[window_patches].view(-1, window_size),
         sequence.window_valid,
     )
 
 
 def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """(F,) -> (F + 1,) int32 with a leading zero."""
+    """(F,) lengths or flags -> (F + 1,) int32 with a leading zero."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 

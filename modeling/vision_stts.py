@@ -100,9 +100,9 @@ class STTSVisionAttention(Molmo2VisionAttention):
             output = binned_attention(query, key, value, bins.attention_mask, **settings)
             return self.o_proj(output.flatten(-2)), None
         assert sequence is not None  # one of the two is given
-        cu_seqlens, max_seqlen = sequence.cu_seqlens, sequence.max_seqlen
+        cu_seqlens = sequence.cu_seqlens
         if encoder_hidden_states is not None:
-            cu_seqlens, max_seqlen = sequence.cu_seqlens_of_frames(*sources.shape[:2]), sources.shape[1]
+            cu_seqlens = sequence.whole_cu_seqlens
             key, value = key.flatten(0, 1), value.flatten(0, 1)
         output = packed_attention(
             query,
@@ -111,7 +111,7 @@ class STTSVisionAttention(Molmo2VisionAttention):
             sequence.cu_seqlens,
             cu_seqlens,
             sequence.max_seqlen,
-            max_seqlen,
+            sequence.max_seqlen,
             key_bias=key_bias,
             **settings,
         )
@@ -269,7 +269,7 @@ class STTSVisionModel(Molmo2VisionModel):
         """The layout of the survivors among `F` frames of `N = size` patches: their sequence, and bins if wanted."""
         frame_blocks = [rows * cols for frames, rows, cols in pruning.grids for _ in range(frames)]
         block_frame = frame_of_blocks(frame_blocks, kept_blocks.device)
-        sequence = sequence_kept_patches(kept_blocks, pruning.block_patches, block_frame, num_frames, size)
+        sequence = sequence_kept_patches(kept_blocks, pruning.block_patches, block_frame, [size] * num_frames)
         if self.config.packing == "varlen":
             return sequence, None
         sequence = sequence.without_padding(num_frames)
@@ -278,7 +278,7 @@ class STTSVisionModel(Molmo2VisionModel):
             frame_bin, _, _ = first_fit_descending(lengths, size)
             shared = torch.bincount(torch.tensor([b for b, n in zip(frame_bin, lengths, strict=True) if n]))
             alone = [f for f, b in enumerate(frame_bin) if lengths[f] and shared[b] == 1]
-            sequence = sequence_with_refill(sequence, alone, pruning.block_patches.shape[1], size)
+            sequence = sequence_with_refill(sequence, alone, pruning.block_patches.shape[1], [size] * num_frames)
             lengths = sequence.cu_seqlens.diff().tolist()
         return sequence, bin_frames(sequence, lengths, size)
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from stts_hf.modeling.pruning_stts import PruningPlan
 from tests.modeling.reference import assert_gradients_equal, gradients
+from tests.modeling.towers import video_inputs
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
@@ -157,3 +159,30 @@ def test_the_whole_model_compiles_for_a_padded_batch(padding_side):
     with torch.no_grad():
         found = torch.compile(model, backend="aot_eager")(**inputs, use_cache=False).loss
         torch.testing.assert_close(found, reference(**inputs, use_cache=False).loss, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("image_size", [[18, 18], [14, 20]], ids=["", "borders"])
+def test_the_tower_with_a_fixed_plan_is_exported(image_size):
+    config = tiny_config(image_size=image_size)
+    tower = tiny_model(config).model.vision_tower
+    inputs = video_inputs(config, [4, 2])
+    grids = [(frames, rows, cols) for frames, rows, cols in inputs["video_grids"].tolist()]
+    plan = PruningPlan(inputs["video_token_pooling"].long(), grids, 0.5, [5, 1])
+
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output = self.tower(pixel_values, plan)
+            return output.features, output.keep_mask
+
+    pixels = inputs["pixel_values_videos"]
+    exported = torch.export.export(Tower().eval(), (pixels,), strict=False).module()
+    for seed in range(2):  # other pixels keep other blocks
+        pixels = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
+        (features, keep_mask), expected = exported(pixels), tower(pixels, plan)
+        assert torch.equal(keep_mask, expected.keep_mask)
+        torch.testing.assert_close(features, expected.features, atol=1e-5, rtol=0)

@@ -130,6 +130,7 @@ class Survivors:
         grid, window, videos = LAYOUTS[name]
         generator = torch.Generator().manual_seed(seed)
         self.num_frames, self.num_patches = sum(videos), grid[0] * grid[1]
+        self.frame_lengths = [self.num_patches] * self.num_frames
         self.window_size = window[0] * window[1]
         self.table = pooling_windows(self.num_frames, grid, window)  # (G, S)
         rows, cols = window_grid(grid, window)
@@ -141,7 +142,7 @@ class Survivors:
         self.hidden_states = torch.randn(self.num_frames * self.num_patches, WIDTH, generator=generator)
 
     def sequence(self) -> FrameSequence:
-        return sequence_kept_patches(self.kept_blocks, self.table, self.block_frame, self.num_frames, self.num_patches)
+        return sequence_kept_patches(self.kept_blocks, self.table, self.block_frame, self.frame_lengths)
 
     def patches_of_frames(self) -> list[list[int]]:
         """Kept patches of each frame, block by block."""
@@ -236,7 +237,7 @@ def test_without_padding_drops_the_last_stretch_only(survivors):
 
 def test_whole_frames_are_cut_where_the_sequence_is(survivors):
     sequence = survivors.sequence()
-    bounds = sequence.cu_seqlens_of_frames(survivors.num_frames, survivors.num_patches)
+    bounds = sequence.whole_cu_seqlens
     assert bounds.shape == sequence.cu_seqlens.shape
     assert bounds.dtype == torch.int32
     frames = [patch // survivors.num_patches for patch in sequence.patch_index.tolist()]
@@ -250,7 +251,7 @@ def test_whole_frames_are_cut_where_the_sequence_is(survivors):
 @pytest.mark.parametrize("frames", [[], [0], [2, 3]], ids=["none", "a-full-one", "two"])
 def test_refill_adds_all_patches_of_the_given_frames(survivors, frames):
     sequence = survivors.sequence().without_padding(survivors.num_frames)
-    refilled = sequence_with_refill(sequence, frames, survivors.window_size, survivors.num_patches)
+    refilled = sequence_with_refill(sequence, frames, survivors.window_size, survivors.frame_lengths)
     for frame, (stretch, kept) in enumerate(zip(stretches(refilled), survivors.patches_of_frames(), strict=True)):
         first = frame * survivors.num_patches
         expected = list(range(first, first + survivors.num_patches)) if frame in frames else sorted(kept)
@@ -259,7 +260,7 @@ def test_refill_adds_all_patches_of_the_given_frames(survivors, frames):
 
 def test_windows_of_a_refilled_sequence_are_those_of_kept_blocks(survivors):
     sequence = survivors.sequence().without_padding(survivors.num_frames)
-    refilled = sequence_with_refill(sequence, [2, 3], survivors.window_size, survivors.num_patches)
+    refilled = sequence_with_refill(sequence, [2, 3], survivors.window_size, survivors.frame_lengths)
     packed = survivors.hidden_states[refilled.patch_index]
     assert torch.equal(refilled.windows(packed, survivors.window_size), survivors.windows())
 
@@ -322,3 +323,26 @@ def test_cumulative_lengths_are_what_flash_kernels_take():
     bounds = cumulative_lengths(torch.tensor([3, 0, 2]))
     assert bounds.tolist() == [0, 3, 3, 5]
     assert bounds.dtype == torch.int32
+
+
+def test_frames_may_differ_in_length():
+    """Frames of 4, 2 and 4 patches in blocks of 2; blocks 0, 2, 3 and 4 stay."""
+    table = torch.arange(10).view(5, 2)
+    frame_lengths, block_frame = [4, 2, 4], torch.tensor([0, 0, 1, 2, 2])
+    sequence = sequence_kept_patches(torch.tensor([0, 2, 3, 4]), table, block_frame, frame_lengths)
+    assert stretches(sequence) == [[0, 1], [4, 5], [6, 7, 8, 9]]
+    assert sequence.whole_cu_seqlens.tolist() == [0, 4, 6, 10]
+    assert sequence.max_seqlen == 4
+    refilled = sequence_with_refill(sequence, [0], 2, frame_lengths)
+    assert stretches(refilled) == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    kept = torch.arange(10.0)[refilled.patch_index][:, None]
+    assert refilled.windows(kept, 2).flatten().tolist() == [0, 1, 4, 5, 6, 7, 8, 9]
+
+
+def test_frames_of_different_length_may_hang_over():
+    """Frames of 3 and 2 patches in blocks of 2: the last slot of block 1 is padding, and lies behind everything."""
+    table = torch.tensor([[0, 1], [2, -1], [3, 4]])
+    sequence = sequence_kept_patches(torch.tensor([1, 2]), table, torch.tensor([0, 0, 1]), [3, 2])
+    assert stretches(sequence)[:2] == [[2], [3, 4]]
+    assert sequence.cu_seqlens.tolist() == [0, 1, 3, 4]
+    assert sequence.whole_cu_seqlens.tolist() == [0, 3, 5, 5]
