@@ -4,7 +4,10 @@ import json
 
 import pytest
 from transformers import AutoProcessor
+from transformers.trainer_utils import align_special_tokens
+from transformers.utils import logging
 
+from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.checkpoints import make_tiny
 from stts_hf.visualize.sample_clip import write_sample_clip
 
@@ -134,3 +137,16 @@ def test_the_scorer_follows_what_moves(folder):
     assert len(moving) > 20
     assert len(still) > 20
     assert moving.median() > 5 * still.median()
+
+
+def test_the_special_tokens_of_model_and_tokenizer_agree_so_that_trainer_changes_none(folder, caplog):
+    model, processor = STTSForConditionalGeneration.from_pretrained(folder), STTSProcessor.from_pretrained(folder)
+    with caplog.at_level("WARNING"):
+        logging.enable_propagation()
+        try:
+            align_special_tokens(model, processor)
+        finally:
+            logging.disable_propagation()
+    assert "PAD/BOS/EOS" not in caplog.text
+    assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == processor.tokenizer.pad_token_id

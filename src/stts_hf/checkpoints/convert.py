@@ -18,8 +18,9 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
 from .atomic_folder import atomic_folder, check_apart, check_destination
-from .checks import check_processor, check_vocabulary, check_weights, raise_problems
+from .checks import check_processor, check_sizes, check_vocabulary
 from .layout import SCORER, Group, byte_size, empty_model, saved_layout
+from .links import dangling_links, raise_findings
 from .safetensors_files import INDEX_FILE, WEIGHTS_FILE, write_safetensors
 from .settings import (
     config_of_hugging_face,
@@ -28,7 +29,16 @@ from .settings import (
     load_processor,
     override,
 )
-from .sources import HuggingFaceSource, MemorySource, OriginalSource, TensorSource, is_original, main_dtype, read_rows
+from .sources import (
+    HuggingFaceSource,
+    MemorySource,
+    OriginalSource,
+    TensorSource,
+    check_weights,
+    is_original,
+    main_dtype,
+    read_rows,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SHARD_SIZE = "50GB"  # as in `save_pretrained`, so that loading and saving again writes the same files
@@ -108,17 +118,18 @@ def convert_checkpoint(
         raise ValueError(f"{base_folder} has no chat template: pass --base with a Molmo2 folder that has one.")
     read_config = config_of_original if original else config_of_hugging_face
     config, declared_layers = read_config(source_folder, processor)
+    tensors: TensorSource = OriginalSource(source_folder) if original else HuggingFaceSource(source_folder)
+    raise_findings(f"The configuration of {source_folder} cannot be", check_sizes(config, tensors.shapes))
     override(config, processor, packing, pruning_ratio, selector)
-    raise_problems(
+    raise_findings(
         f"The tokenizer of {base_folder} does not fit {source_folder}",
         check_vocabulary(processor.tokenizer.get_vocab(), config),
     )
-    raise_problems(
+    raise_findings(
         f"The processor of {base_folder} does not fit {source_folder}",
         check_processor(processor.image_processor.to_dict(), processor.video_processor.to_dict(), config),
     )
 
-    tensors: TensorSource = OriginalSource(source_folder) if original else HuggingFaceSource(source_folder)
     target_dtype = main_dtype(tensors) if dtype is None else DTYPES[dtype]
     try:
         model = empty_model(config).to(target_dtype)
@@ -204,6 +215,11 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
     """Returns a local folder, or that of a downloaded Hub repository. Raises `ValueError` where there is neither."""
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if dangling := [name for name in dangling_links(folder) if not name.endswith(".py")]:  # no code is needed
+            raise ValueError(
+                f"`{what}` {name} has links that lead nowhere ({', '.join(dangling[:4])}): copy the folder again with "
+                "cp -rL, which copies what links lead to."
+            )
         return folder.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.exists():
         problem = "is a file" if folder.exists() else "does not exist"

@@ -2,24 +2,60 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import jinja2
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils import logging
+from transformers.utils.chat_template_utils import render_jinja_template
 
-import stts_hf.modeling as installed
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
 
-from .checks import check_weights as weight_problems
-from .checkup import SAVE_AGAIN, Checkup, Finding
-from .doctor_inputs import check_chat_template, check_processor, check_tokenizer
+from .checks import check_processor, check_sizes, check_vocabulary
+from .json_files import read_json
 from .layout import empty_model, saved_layout
-from .safetensors_files import INDEX_FILE, WEIGHTS_FILE, read_weight_map
-from .sources import HuggingFaceSource
+from .links import INSTALLED_CODE, Finding, check_links
+from .safetensors_files import INDEX_FILE, WEIGHTS_FILE
+from .settings import load_processor
+from .sources import HuggingFaceSource, check_weights, weight_files
 
-INSTALLED_CODE = Path(next(iter(installed.__path__)))
+SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
+_TABLES = ("auto_map", "video_processor", "image_processor", "vision_config", "text_config", "adapter_config")
 
 
-def check_config(checkup: Checkup) -> Iterator[Finding]:
+class Checkup:
+    """One folder and what its checks share. Every check yields `Finding`s, none where all is well."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The contents of a JSON file, empty where it is missing; raises `ValueError` where it is damaged."""
+        settings = read_json(self.folder / name)
+        parts: dict[str, Any] = {"": settings}
+        parts |= {f"{key}.": settings.get(key) for key in ("video_processor", "image_processor")}
+        for prefix, part in parts.items():
+            for key in _TABLES if isinstance(part, dict) else ():
+                if part.get(key) is not None and not isinstance(part[key], dict):
+                    raise ValueError(f"`{prefix}{key}` in {name} must be a JSON object, but is {part[key]!r}")
+        return settings
+
+    @cached_property
+    def config(self) -> STTSConfig | None:
+        """The configuration, None where it cannot be read (`configuration` says why)."""
+        try:
+            raw = self.json("config.json")
+            return STTSConfig.from_dict(raw) if raw.get("model_type") == STTSConfig.model_type else None
+        except Exception:
+            return None
+
+
+def configuration(checkup: Checkup) -> Iterator[Finding]:
     if not (checkup.folder / "config.json").is_file():
         yield Finding("config.json is missing", "name a checkpoint folder, or copy the file from where it came")
         return
@@ -34,68 +70,57 @@ def check_config(checkup: Checkup) -> Iterator[Finding]:
         STTSConfig.from_dict(raw)
     except Exception as error:  # strict configs raise errors of their own for wrong types
         yield Finding(f"config.json has a setting that cannot be: {error}", "correct it in config.json")
-    auto_map = raw.get("auto_map") or {}
     for name, reference in AUTO_MAP.items():
-        if auto_map.get(name) != reference:
-            yield Finding(
-                f"`auto_map` in config.json has {auto_map.get(name)!r} for {name}", f'set it to "{reference}"'
-            )
+        found = (raw.get("auto_map") or {}).get(name)
+        if found != reference:
+            yield Finding(f"`auto_map` in config.json has {found!r} for {name}", f'set it to "{reference}"')
+    card = checkup.folder / "README.md"
+    if not card.is_file() or not card.read_text(encoding="utf-8").startswith("---\n"):
+        state = "has no metadata" if card.is_file() else "is missing"
+        yield Finding(f"README.md {state}, so that the Hub cannot tell what this is", SAVE_AGAIN, fatal=False)
 
 
-def check_code(checkup: Checkup) -> Iterator[Finding]:
-    references = set(AUTO_MAP.values())
+def code(checkup: Checkup) -> Iterator[Finding]:
+    yield from check_links(checkup.folder)
     processor = checkup.json("processor_config.json")
-    for settings in (
-        processor,
-        processor.get("video_processor") or {},
-        processor.get("image_processor") or {},
-        checkup.json("tokenizer_config.json"),
-        checkup.json("config.json"),
-    ):
-        for reference in (settings.get("auto_map") or {}).values():
-            names = reference if isinstance(reference, list) else [reference]
-            for name in names:
-                if name is not None and not isinstance(name, str):
-                    yield Finding(f"an `auto_map` names {name!r}, which is no class", SAVE_AGAIN)
-            references |= {name for name in names if name and isinstance(name, str)}
+    video = processor.get("video_processor") or {}
+    for name, settings in (("AutoProcessor", processor), ("AutoVideoProcessor", video)):
+        if settings and (settings.get("auto_map") or {}).get(name) != AUTO_MAP[name]:
+            yield Finding(f"processor_config.json names no {name} in `auto_map`", f'set it to "{AUTO_MAP[name]}"')
+    references = set(AUTO_MAP.values())
+    others = (checkup.json("tokenizer_config.json"), checkup.json("config.json"))
+    for settings in (processor, video, processor.get("image_processor") or {}, *others):
+        for names in (settings.get("auto_map") or {}).values():
+            references |= {name for name in (names if isinstance(names, list) else [names]) if name is not None}
     wanted: dict[str, list[str]] = {}
-    for reference in sorted(references):
-        if "--" in reference or reference.count(".") != 1:
+    for reference in sorted(references, key=str):
+        if not isinstance(reference, str) or "--" in reference or reference.count(".") != 1:
             yield Finding(f"an `auto_map` names {reference!r}, which is not in this folder", SAVE_AGAIN)
         else:
             module, name = reference.split(".")
             wanted.setdefault(module, []).append(name)
-    seen: set[str] = set()
-    queue = [(module, "an `auto_map`") for module in sorted(wanted)]
-    while queue:
-        module, origin = queue.pop(0)
-        if module in seen:
-            continue
-        seen.add(module)
+    origins, queue = dict.fromkeys(wanted, "an `auto_map`"), sorted(wanted)
+    for module in queue:  # grows on the way
         path = checkup.folder / f"{module}.py"
         if not path.is_file():
-            state = "is a link that leads nowhere" if path.is_symlink() else "is missing"
-            yield Finding(f"{path.name} {state}, and {origin} needs it", SAVE_AGAIN)
+            if not path.is_symlink():  # `check_links` has said so
+                yield Finding(f"{path.name} is missing, and {origins[module]} needs it", SAVE_AGAIN)
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             yield Finding(f"{path.name} is not valid Python ({error})", SAVE_AGAIN)
             continue
         classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         for name in wanted.get(module, ()):
             if name not in classes:
                 yield Finding(f"{path.name} defines no class {name}, which an `auto_map` names", SAVE_AGAIN)
-        queue += [(sibling, path.name) for sibling in get_relative_imports(path)]
-
-
-def check_code_version(checkup: Checkup) -> Iterator[Finding]:
-    different = []
-    for path in sorted(checkup.folder.glob("*_stts.py")):
-        own = INSTALLED_CODE / path.name
-        if path.is_file() and (not own.is_file() or own.read_bytes() != path.read_bytes()):
-            different.append(path.name)
-    if different:
+        new = [sibling for sibling in get_relative_imports(path) if sibling not in origins]
+        origins |= dict.fromkeys(new, path.name)
+        queue += new
+    own = {path.name: path.read_bytes() for path in INSTALLED_CODE.glob("*_stts.py")}
+    files = sorted(path for path in checkup.folder.glob("*_stts.py") if path.is_file())
+    if different := [path.name for path in files if own.get(path.name) != path.read_bytes()]:
         yield Finding(
             f"{len(different)} code files differ from the installed stts_hf package's ({', '.join(different)})",
             f"if that is not meant, {SAVE_AGAIN}",
@@ -103,94 +128,133 @@ def check_code_version(checkup: Checkup) -> Iterator[Finding]:
         )
 
 
-def check_weights(checkup: Checkup) -> Iterator[Finding]:
-    try:
-        source = HuggingFaceSource(checkup.folder)
-    except (ValueError, OSError) as error:
-        yield Finding(str(error).rstrip("."), "then run stts-hf doctor again")
+def weights(checkup: Checkup) -> Iterator[Finding]:
+    yield from _stray_files(checkup.folder)
+    source = HuggingFaceSource(checkup.folder)
+    config = checkup.config
+    if config is None:
         return
-    if checkup.config is None:
-        return
-    if checkup.is_quantised:
+    if isinstance(checkup.json("config.json").get("quantization_config"), dict):
         yield Finding(
             "the weights are quantised, so their names, shapes and dtypes were not compared with config.json",
             "load the model once to be sure",
             fatal=False,
         )
-    elif problems := weight_problems(source, saved_layout(empty_model(checkup.config))):
+        return
+    yield from _dtypes(source, str(checkup.json("config.json").get("dtype") or "").removeprefix("torch."))
+    if too_large := check_sizes(config, source.shapes):
+        yield from too_large
+    elif problems := check_weights(source, saved_layout(empty_model(config))):
         only_scorer = not problems.unexpected and not problems.wrong_shapes
         only_scorer &= all(".scorer." in name for name in problems.missing)
         remedy = "give it a new scorer with stts-hf convert" if only_scorer else "copy or convert the weights again"
         yield Finding(f"the weights are not those that config.json describes: {problems}", remedy)
-    if (checkup.folder / "adapter_config.json").is_file():
+
+
+def _stray_files(folder: Path) -> Iterator[Finding]:
+    if (folder / "adapter_config.json").is_file():
         yield Finding(
             "adapter_config.json makes transformers load an adapter in place of this checkpoint",
             "move the adapter's files into a folder of their own",
         )
-    yield from _check_files(checkup)
-
-
-def _check_files(checkup: Checkup) -> Iterator[Finding]:
-    single, index = (checkup.folder / name for name in (WEIGHTS_FILE, INDEX_FILE))
-    shards = {path.name for path in checkup.folder.glob("model-*-of-*.safetensors")}
-    named = set(read_weight_map(index).values()) if index.is_file() and not single.is_file() else set()
-    if single.is_file() and (index.is_file() or shards):
-        yield Finding(
-            f"{WEIGHTS_FILE} is read, and the shards beside it are not",
-            f"delete {INDEX_FILE} and the shards, or {WEIGHTS_FILE} if it is the older",
-            fatal=False,
-        )
-    elif shards - named:
-        yield Finding(f"{INDEX_FILE} does not name {', '.join(sorted(shards - named))}", "delete them", fatal=False)
-    pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in checkup.folder.glob(kind))
+    pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in folder.glob(kind))
     if pickles:
         yield Finding(
             f"{', '.join(pickles)} may hold code that runs when it is loaded",
             "delete it unless you made it; only safetensors are needed",
             fatal=False,
         )
+    read = {path.name for path in weight_files(folder)}
+    unread = {path.name for path in folder.glob("model*.safetensors")} - read
+    if WEIGHTS_FILE in read and (folder / INDEX_FILE).is_file():
+        unread.add(INDEX_FILE)
+    if unread:
+        yield Finding(
+            f"{', '.join(sorted(unread))} is not read, since {WEIGHTS_FILE if WEIGHTS_FILE in read else INDEX_FILE} is",
+            "delete what is of an earlier save",
+            fatal=False,
+        )
 
 
-def check_dtypes(checkup: Checkup) -> Iterator[Finding]:
-    if checkup.weights is None or checkup.is_quantised:
-        return
-    found = {str(dtype).removeprefix("torch.") for dtype in checkup.weights.dtypes.values()}
-    odd = sorted(found - {"float32", "bfloat16", "float16"})
+def _dtypes(source: HuggingFaceSource, declared: str) -> Iterator[Finding]:
+    odd = sorted({dtype for dtype in source.dtypes.values() if isinstance(dtype, str)})
+    found = sorted({str(d).removeprefix("torch.") for d in source.dtypes.values() if isinstance(d, torch.dtype)})
     if odd:
         yield Finding(f"some weights are {', '.join(odd)}", "convert a checkpoint that is not quantised")
     elif len(found) > 1:
         yield Finding(
-            f"the weights are of several dtypes ({', '.join(sorted(found))}), and loading makes them one",
+            f"the weights are of several dtypes ({', '.join(found)}), and loading makes them one",
             "convert it with stts-hf convert --dtype",
             fatal=False,
         )
-    declared = str(checkup.json("config.json").get("dtype") or "").removeprefix("torch.")
-    if len(found) == 1 and declared not in found:
+    elif declared not in found:
         yield Finding(
-            f"config.json says {declared or 'nothing'} as `dtype`, but the weights are {found.pop()}",
+            f"config.json says {declared or 'nothing'} as `dtype`, but the weights are {', '.join(found)}",
             "correct `dtype` in config.json, or the model is loaded in another dtype than it was saved in",
             fatal=False,
         )
 
 
-def check_card(checkup: Checkup) -> Iterator[Finding]:
-    card = checkup.folder / "README.md"
-    if not card.is_file() or not card.read_text(encoding="utf-8").startswith("---\n"):
-        state = "has no metadata" if card.is_file() else "is missing"
-        yield Finding(f"README.md {state}, so that the Hub cannot tell what this is", SAVE_AGAIN, fatal=False)
+def tokenizer(checkup: Checkup) -> Iterator[Finding]:
+    """Tokenizer, processor and chat template: all that makes a prompt."""
+    processor = load_processor(checkup.folder)
+    vocabulary = Tokenizer.from_file(str(checkup.folder / "tokenizer.json")).get_vocab()  # without what loading adds
+    if checkup.config is not None:
+        yield from check_vocabulary(vocabulary, checkup.config)
+        image, video = processor.image_processor.to_dict(), processor.video_processor.to_dict()
+        yield from check_processor(image, video, checkup.config)
+    special = {key: getattr(processor.tokenizer, key) for key in ("bos_token", "eos_token", "pad_token")}
+    unknown = {key: text for key, text in special.items() if text is not None and text not in vocabulary}
+    for key, text in unknown.items():
+        yield Finding(
+            f"`{key}` in tokenizer_config.json is {text!r}, which the tokenizer does not have",
+            "copy tokenizer_config.json of the base model",
+        )
+    if not unknown:
+        yield from _tokenizer_class(checkup, vocabulary)
+    eos, expected = checkup.json("generation_config.json").get("eos_token_id"), processor.tokenizer.eos_token_id
+    if eos is None:
+        yield Finding(
+            "generation_config.json has no `eos_token_id`, so that every answer runs to its maximum length",
+            f"set it to {expected}",
+            fatal=False,
+        )
+    elif expected is not None and expected not in (eos if isinstance(eos, list) else [eos]):
+        yield Finding(
+            f"`eos_token_id` in generation_config.json is {eos}, but that of the tokenizer is {expected}",
+            f"set it to {expected}",
+        )
+    templates = processor.chat_template
+    if not templates:
+        yield Finding("chat_template.jinja is missing, and prompts cannot be made", "copy that of the base model")
+    try:
+        for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
+            render_jinja_template([], chat_template=text)  # compiles it, and has nothing to fill it in with
+    except jinja2.TemplateError as error:
+        yield Finding(f"the chat template is not valid ({error})", "copy that of the base model")
 
 
-CHECKS: dict[str, Callable[[Checkup], Iterator[Finding]]] = {
-    "configuration": check_config,
-    "code": check_code,
-    "code version": check_code_version,
-    "weights": check_weights,
-    "dtypes": check_dtypes,
-    "tokenizer": check_tokenizer,
-    "processor": check_processor,
-    "chat template": check_chat_template,
-    "model card": check_card,
-}
+def _tokenizer_class(checkup: Checkup, vocabulary: dict[str, int]) -> Iterator[Finding]:
+    settings = checkup.json("tokenizer_config.json")
+    if (settings.get("auto_map") or {}).get("AutoTokenizer"):
+        return
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # its own warnings are no findings
+    try:
+        loaded = AutoTokenizer.from_pretrained(checkup.folder, trust_remote_code=False, local_files_only=True)
+        problem = None if loaded.get_vocab() == vocabulary else "it has other tokens than tokenizer.json"
+    except Exception as error:  # every tokenizer class has errors of its own
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
+    finally:
+        logging.set_verbosity(verbosity)
+    if problem:
+        yield Finding(
+            f"the tokenizer cannot be loaded as a {settings.get('tokenizer_class')} ({problem})",
+            'set `tokenizer_class` in tokenizer_config.json to "TokenizersBackend"',
+        )
+
+
+CHECKS: tuple[Callable[[Checkup], Iterator[Finding]], ...] = (configuration, code, weights, tokenizer)
 
 
 def examine(folder: str | Path) -> dict[str, list[Finding]]:
@@ -203,14 +267,13 @@ def examine(folder: str | Path) -> dict[str, list[Finding]]:
     if not folder.is_dir():
         raise ValueError(f"`folder` {folder} is not a folder: name that of a checkpoint.")
     checkup = Checkup(folder)
-    findings: dict[str, list[Finding]] = {name: [] for name in CHECKS}
-    for name, check in CHECKS.items():
+    findings: dict[str, list[Finding]] = {check.__name__: [] for check in CHECKS}
+    for check in CHECKS:
+        found = findings[check.__name__]
         try:
-            findings[name].extend(check(checkup))
+            found.extend(check(checkup))
         except (ValueError, OSError) as error:
-            findings[name].append(Finding(str(error).rstrip("."), "copy the file again"))
-        except (TypeError, AttributeError, KeyError) as error:  # JSON whose values are of kinds nobody writes
-            findings[name].append(
-                Finding(f"the {name} cannot be checked, since a setting is of a wrong kind ({error})", SAVE_AGAIN)
-            )
+            found.append(Finding(str(error).rstrip("."), "then run stts-hf doctor again"))
+        except (TypeError, AttributeError, KeyError, RecursionError) as error:  # JSON that nobody writes
+            found.append(Finding(f"the {check.__name__} has a setting of a wrong kind ({error})", SAVE_AGAIN))
     return findings

@@ -111,6 +111,8 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> STTSConfig:
             "num_key_value_heads": 2,
             "head_dim": 32,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            # Else `Trainer` warns that those of the tokenizer are new.
+            **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         },
         image_start_token_id=ids["<im_start>"],
         image_end_token_id=ids["<im_end>"],

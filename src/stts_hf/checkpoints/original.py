@@ -162,7 +162,7 @@ def load_original_config(folder: Path | str) -> dict:
         raise ValueError(f"{path} is missing: an original training checkpoint has one beside its weights.")
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):

@@ -21,9 +21,7 @@ from stts_hf.checkpoints.atomic_folder import stale_weights
 from stts_hf.checkpoints.card import checkpoint_card
 from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.json_files import read_json
-
-# Of no use to whoever loads the checkpoint; and a pickle can carry code.
-LEFT_OUT = ("_*", ".*", "checkpoint-*", "__pycache__", "*.pt", "*.pth", "*.bin", "*.pkl", "*.pyc")
+from stts_hf.checkpoints.links import LEFT_OUT
 
 
 class PushRefused(ValueError):
@@ -93,33 +91,6 @@ def check_folder(folder: Path) -> None:
     """Raises `PushRefused` where the checkpoint would not load from the Hub: files are missing, damaged or at odds."""
     if not (folder / "config.json").is_file():
         raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
-    try:
-        config = read_json(folder / "config.json")
-        index = read_json(folder / "model.safetensors.index.json")
-    except ValueError as error:
-        raise PushRefused(str(error)) from error
-    if config.get("model_type") != "stts":
-        raise PushRefused(
-            f"{folder} holds a {config.get('model_type')!r} model, but must hold an STTS checkpoint; "
-            "`stts-hf convert` makes one of a Molmo2 checkpoint"
-        )
-    if (folder / "model.safetensors").is_file():
-        shards: set[str] = set()
-    elif index:
-        weight_map = index.get("weight_map")
-        shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-    else:
-        raise PushRefused(f"{folder} holds no weights: neither model.safetensors nor model.safetensors.index.json")
-    auto_map = config.get("auto_map")
-    references = auto_map.values() if isinstance(auto_map, dict) else ()
-    code = {f"{reference.split('.')[0]}.py" for reference in references if isinstance(reference, str)}
-    wanted = shards | code | {"processor_config.json", "tokenizer_config.json"}
-    missing = sorted(name for name in wanted if not (folder / name).is_file())
-    if missing or not code:
-        lacks = ", ".join(missing) if missing else "an auto_map in config.json"
-        raise PushRefused(
-            f"{folder} lacks {lacks}; save model and processor into it with save_pretrained, or ask `stts-hf doctor`"
-        )
     wrong = [finding for found in examine(folder).values() for finding in found if finding.fatal]
     if wrong:
         more = f" (and {len(wrong) - 1} more, which `stts-hf doctor` lists)" if len(wrong) > 1 else ""

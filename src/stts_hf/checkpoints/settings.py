@@ -43,9 +43,9 @@ def load_processor(folder: Path) -> STTSProcessor:
             f"{folder} has no {missing}: pass --base with a Molmo2 folder or repository that has tokenizer and "
             "processor."
         )
-    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            read_json(folder / name)
+    for kind in ("processor", "preprocessor", "video_preprocessor", "tokenizer"):
+        read_json(folder / f"{kind}_config.json")  # says which file is damaged
+    read_json(folder / "tokenizer.json")
     try:
         settings = STTSProcessor.get_processor_dict(str(folder))[0]
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -152,7 +152,7 @@ def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Ge
             config = GenerationConfig.from_dict(tokens | named)
             config.validate(strict=True)  # as saving it does
             return config
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
                 f"{folder / 'generation_config.json'} cannot be used ({reason}): correct it, or delete it."

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stts_hf.checkpoints.links import dangling_links
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.progress import note
 
 TINY = Path("hub_configs") / "stts-tiny"
+MOLMO2 = "molmo2"  # the model type of stock checkpoints
 
 
 def find_checkpoint(checkpoint: str | None) -> str:
@@ -19,6 +21,11 @@ def find_checkpoint(checkpoint: str | None) -> str:
         looks_like_a_path = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
         path = Path(checkpoint).expanduser()
         if path.is_dir():
+            if dangling := dangling_links(path):
+                raise CommandError(
+                    f"--checkpoint {checkpoint} has links that lead nowhere ({', '.join(dangling[:3])}, ...): copy the "
+                    "folder again with cp -rL"
+                )
             if not (path / "config.json").is_file():
                 raise CommandError(f"--checkpoint {checkpoint} holds no config.json, so it is not a checkpoint")
             if not any(path.glob("*.safetensors")):
@@ -38,28 +45,45 @@ def find_checkpoint(checkpoint: str | None) -> str:
 
 
 def load_processor(checkpoint: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns configuration and processor, by the checkpoint's own code."""
-    from transformers import AutoConfig, AutoProcessor
+    """Returns configuration and processor, by the checkpoint's own code; of a stock Molmo2 model, by the package's."""
+    from transformers import AutoConfig, AutoProcessor, PreTrainedConfig
 
     with loading(checkpoint):
-        config = AutoConfig.from_pretrained(checkpoint, **remote_code(arguments))
-        if not hasattr(config, "vision_config") or not hasattr(config.vision_config, "pruning_ratio"):
-            raise CommandError(
-                f"--checkpoint {checkpoint} is a {config.model_type!r} model, but must be an STTS checkpoint"
-            )
+        revision = arguments.revision or "main"
+        kind = PreTrainedConfig.get_config_dict(checkpoint, revision=revision)[0].get("model_type")
+        if kind == MOLMO2:
+            from stts_hf.modeling.configuration_stts import STTSConfig
+            from stts_hf.modeling.processing_stts import STTSProcessor
+
+            if arguments.selector in (None, "scorer"):
+                raise CommandError(
+                    f"--checkpoint {checkpoint} is a stock Molmo2 model, which has no trained scorer: pass --selector "
+                    "cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
+                )
+            config = STTSConfig.from_pretrained(checkpoint, revision=revision)
+            processor = STTSProcessor.from_pretrained(checkpoint, revision=revision)
+        else:
+            config = AutoConfig.from_pretrained(checkpoint, **remote_code(arguments))
+            if not hasattr(config, "vision_config") or not hasattr(config.vision_config, "pruning_ratio"):
+                raise CommandError(f"--checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
+            processor = AutoProcessor.from_pretrained(checkpoint, **remote_code(arguments))
         if arguments.selector is not None:
             config.vision_config.selector = arguments.selector
-        return config, AutoProcessor.from_pretrained(checkpoint, **remote_code(arguments))
+        return config, processor
 
 
 def load_model(checkpoint: str, config: Any, device: Any, arguments: argparse.Namespace) -> Any:
-    """Returns the model, by the checkpoint's own code."""
+    """Returns the model, by the code that `config` is of."""
     from transformers import AutoModelForMultimodalLM
 
+    from stts_hf.modeling.configuration_stts import STTSConfig
+    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+
+    own_code = type(config) is not STTSConfig
+    model_class: Any = AutoModelForMultimodalLM if own_code else STTSForConditionalGeneration
+    options = remote_code(arguments) if own_code else {"revision": arguments.revision or "main"}
     with loading(checkpoint):
-        model = AutoModelForMultimodalLM.from_pretrained(
-            checkpoint, config=config, dtype=arguments.dtype, **remote_code(arguments)
-        )
+        model = model_class.from_pretrained(checkpoint, config=config, dtype=arguments.dtype, **options)
     return model.to(device).eval()
 
 

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 
 from stts_hf.checkpoints.convert import convert_checkpoint
+from stts_hf.checkpoints.doctor import examine
 from tests.fixture_files import checkpoint_fixtures
 from tests.stts_hf.checkpoints.convert_files import copy, write_base, write_molmo2
 
@@ -65,13 +66,13 @@ def test_a_file_with_bytes_behind_its_end(folders, tmp_path):
     source = copy(folders / "one_file", tmp_path / "source")
     with (source / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    refuse(source, "holds more than it says")
+    refuse(source, "too long")
 
 
 def test_something_else_named_safetensors(folders, tmp_path):
     source = copy(folders / "one_file", tmp_path / "source")
     (source / "model.safetensors").write_bytes(b"\x10" + bytes(7) + b"not a header....")
-    refuse(source, "header that cannot be read")
+    refuse(source, "no safetensors file")
 
 
 def test_a_missing_shard(folders, tmp_path):
@@ -97,7 +98,7 @@ def test_a_shard_outside_the_folder(folders, tmp_path):
 def test_a_damaged_index(folders, tmp_path):
     source = copy(folders / "shards", tmp_path / "source")
     os.truncate(source / "model.safetensors.index.json", 100)
-    refuse(source, "not the index of a checkpoint")
+    refuse(source, r"index\.json is not valid JSON")
 
 
 def test_a_missing_tensor_is_named(folders, tmp_path):
@@ -392,3 +393,48 @@ def test_a_dtype_that_cannot_hold_the_weights(folders, tmp_path, dtype, number, 
 def test_options_that_cannot_be(folders, tmp_path, options, message):
     source = copy(folders / "one_file", tmp_path / "source")
     refuse(source, message, **options)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("text_config", "num_hidden_layers", 100_000_000),
+        ("vision_config", "num_hidden_layers", 100_000_000),
+        ("text_config", "vocab_size", 10**15),
+        ("text_config", "intermediate_size", 10**15),
+    ],
+)
+def test_sizes_far_beyond_the_weights_are_refused_before_such_a_model_is_built(folders, tmp_path, section, name, value):
+    source = copy(folders / "stts", tmp_path / "source")
+    edit_json(source / "config.json", lambda config: config[section].update({name: value}))
+    refuse(source, rf"`{section}\.{name}` is {value}, which is far more than the weights have")
+    [finding] = [finding for finding in examine(source)["weights"] if name in finding.what]
+    assert finding.fatal
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "processor_config.json",
+        "tokenizer_config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+    ],
+)
+@pytest.mark.parametrize("depth", [400, 100_000])
+def test_json_nested_without_end_is_one_error(folders, tmp_path, name, depth):
+    source = copy(folders / "shards", tmp_path / "source")
+    nested = '{"a": ' * depth + "1" + "}" * depth
+    (source / name).write_text(f'{{"model_type": "molmo2", "weight_map": {nested}, "added_tokens": {nested}}}')
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        convert_checkpoint(source, tmp_path / "destination")
+    assert any(name in finding.what for found in examine(source).values() for finding in found)
+
+
+def test_a_folder_copied_without_what_its_links_lead_to_is_said_to_be_one(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").symlink_to("../../blobs/0123")
+    refuse(source, r"links that lead nowhere \(model\.safetensors\): copy the folder again with cp -rL")

@@ -184,10 +184,11 @@ def test_offline_mode_is_one_line(hub, tmp_path):
     ("remove", "message"),
     [
         ("config.json", "holds no config.json"),
-        ("model-00002", "lacks model-00002-of-"),
-        ("model.safetensors.index.json", "holds no weights"),
-        ("processing_stts.py", "lacks processing_stts.py"),
-        ("processor_config.json", "lacks processor_config.json"),
+        ("model-00002", "is missing, and model.safetensors.index.json names it"),
+        ("model.safetensors.index.json", "holds neither model.safetensors nor model.safetensors.index.json"),
+        ("processing_stts.py", "processing_stts.py is missing"),
+        ("processor_config.json", "has no processor_config.json"),
+        ("tokenizer_config.json", "tokenizer"),
     ],
 )
 def test_a_folder_that_would_not_load_is_refused(hub, tmp_path, sharded, remove, message):
@@ -207,19 +208,19 @@ def test_a_card_with_broken_metadata_is_refused(hub, tmp_path, sharded):
 
 
 DAMAGED = {
-    "cut_config": ("config.json", lambda text: text[:50], "config.json is damaged"),
-    "list_config": ("config.json", lambda text: "[]", "config.json holds no JSON object"),
+    "cut_config": ("config.json", lambda text: text[:50], "config.json is not valid JSON"),
+    "list_config": ("config.json", lambda text: "[]", "config.json must hold a JSON object"),
     "null_auto_map": (
         "config.json",
         lambda text: json.dumps(json.loads(text) | {"auto_map": None}),
-        "lacks an auto_map",
+        "`auto_map` in config.json",
     ),
-    "list_auto_map": ("config.json", lambda text: json.dumps(json.loads(text) | {"auto_map": []}), "lacks an auto_map"),
-    "cut_index": ("model.safetensors.index.json", lambda text: text[:50], "index.json is damaged"),
+    "list_auto_map": ("config.json", lambda text: json.dumps(json.loads(text) | {"auto_map": []}), "`auto_map` in"),
+    "cut_index": ("model.safetensors.index.json", lambda text: text[:50], "index.json is not valid JSON"),
     "cut_processor": ("processor_config.json", lambda text: text[:50], "processor_config.json is not valid JSON"),
     "list_weight_map": ("model.safetensors.index.json", lambda text: '{"weight_map": []}', "is not the index"),
     "no_scoring": ("scoring_stts.py", None, "scoring_stts.py is missing"),
-    "no_tokenizer": ("tokenizer.json", None, "tokenizer.json is missing"),
+    "no_tokenizer": ("tokenizer.json", None, "has no tokenizer.json"),
     "no_chat_template": ("chat_template.jinja", None, "chat_template.jinja is missing"),
     "cut_weights": ("model-00001", lambda text: text[:5000], "is cut off"),
 }
@@ -237,4 +238,14 @@ def test_a_damaged_folder_is_refused_before_anything_is_created(sharded, tmp_pat
     with pytest.raises(PushRefused, match=re.escape(message)) as refused:
         push_checkpoint(folder, "user/tiny", endpoint="http://127.0.0.1:1")  # nothing listens there
     assert "\n" not in str(refused.value)
-    assert "; " in str(refused.value)  # a remedy
+    assert re.search("[;:] ", str(refused.value))  # a remedy
+
+
+@pytest.mark.parametrize("place", ["assets", "notes/key.txt"])
+def test_a_link_out_of_the_folder_is_refused_and_nothing_of_it_uploaded(sharded, tmp_path, place):
+    write_files(tmp_path / "secrets", {"key": b"secret"})
+    folder = write_files(tmp_path / "folder", contents(sharded))
+    (folder / place).parent.mkdir(exist_ok=True)
+    (folder / place).symlink_to(tmp_path / "secrets" / ("key" if place.endswith(".txt") else ""))
+    with pytest.raises(PushRefused, match=rf"{place} is a link"):
+        push_checkpoint(folder, "user/tiny", endpoint="http://127.0.0.1:1")  # nothing listens there

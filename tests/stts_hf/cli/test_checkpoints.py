@@ -1,0 +1,55 @@
+"""Which checkpoints a command takes, and what it says of others."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import Molmo2Processor, Molmo2VideoProcessor
+
+from stts_hf.benchmark.stock import stock_twin
+from stts_hf.cli.main import main
+from tests.checkpoints import TINY, load_tiny
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory, processor) -> Path:
+    """The tiny model without its scorer, as a stock Molmo2 folder."""
+    folder = tmp_path_factory.mktemp("stock")
+    stock_twin(load_tiny()).save_pretrained(folder)
+    video = processor.video_processor
+    Molmo2Processor(
+        processor.image_processor,
+        Molmo2VideoProcessor(patch_size=video.patch_size, size=dict(video.size), pooling_size=video.pooling_size),
+        processor.tokenizer,
+        chat_template=processor.chat_template,
+        use_single_crop_col_tokens=False,
+        use_frame_special_tokens=False,
+    ).save_pretrained(folder)
+    assert '"model_type": "molmo2"' in (folder / "config.json").read_text()
+    assert not list(folder.glob("*.py"))
+    return folder
+
+
+def run(clip: Path, folder: Path, tmp_path: Path, *options: str) -> int:
+    command = ["run", str(clip), "What moves?", "--checkpoint", str(folder), "--output", str(tmp_path / "a.png")]
+    return main([*command, "--max-new-tokens", "2", "--pruning-ratio", "0.5", *options])
+
+
+def test_a_stock_molmo2_folder_runs_with_the_cosine_selector(clip, stock, tmp_path, capsys):
+    assert run(clip, stock, tmp_path, "--selector", "cosine") == 0
+    assert re.search(r"^video tokens: +203 of 405 kept", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("options", [[], ["--selector", "scorer"]], ids=["checkpoints", "scorer"])
+def test_a_stock_molmo2_folder_without_it_is_one_line_that_says_what_to_do(clip, stock, tmp_path, capsys, options):
+    assert run(clip, stock, tmp_path, *options) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "pass --selector cosine" in line
+    assert "stts-hf convert" in line
+
+
+def test_a_preset_copied_with_its_links_alone_is_one_line_that_says_how_to_copy_it(clip, tmp_path, capsys):
+    shutil.copytree(TINY, tmp_path / "copy", symlinks=True)
+    assert run(clip, tmp_path / "copy", tmp_path) == 2
+    assert "links that lead nowhere" in capsys.readouterr().err
