@@ -35,7 +35,7 @@ def test_push_to_hub_of_model_and_processor_gives_a_whole_repository(hub, tmp_pa
     assert set(TAGS) <= set(card.data.tags)
 
 
-class CardTrainer(ModelCardTrainerMixin, Trainer):  # type: ignore[misc]
+class CardTrainer(ModelCardTrainerMixin, Trainer):
     """A plain trainer that writes cards."""
 
 
@@ -59,7 +59,7 @@ def train(clip: Path, output: Path, strategy: str, kind: str) -> dict[str, torch
     trainer = {"plain": Trainer, "card": CardTrainer}[kind](
         STTSForConditionalGeneration.from_pretrained(TINY),
         arguments,
-        train_dataset=[dict(inputs, labels=labels)] * 2,  # type: ignore[arg-type]
+        train_dataset=[dict(inputs, labels=labels)] * 2,
         data_collator=lambda samples: samples[0],
         processing_class=STTSProcessor.from_pretrained(TINY),
     )
@@ -68,7 +68,7 @@ def train(clip: Path, output: Path, strategy: str, kind: str) -> dict[str, torch
         trainer.push_to_hub()
     else:
         trainer._finish_current_push()
-    return trainer.model.state_dict()  # type: ignore[union-attr]
+    return trainer.model.state_dict()
 
 
 @pytest.mark.parametrize(
