@@ -50,3 +50,9 @@ def test_links_lead_to_files_and_headings(page):
         if heading:
             titles = re.findall(r"^#+ (.*)", file.read_text(), re.M)
             assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    named = re.findall(r"(?<![\w/])(?:tests|src|modeling|examples)/[\w/.-]+\.(?:py|yaml|md|json)\b", page.read_text())
+    assert [path for path in named if not (REPOSITORY / path).exists()] == []
