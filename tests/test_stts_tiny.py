@@ -8,8 +8,8 @@ from transformers.trainer_utils import align_special_tokens
 from transformers.utils import logging
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.checkpoints import make_tiny
 from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.stts_tiny import make as make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_the_scorer_follows_what_moves(folder):
     import torch
     from transformers import AutoModel
 
-    from stts_hf.checkpoints.tiny_scorer import moving_clips
+    from tests.stts_tiny.scorer import moving_clips
 
     model = AutoModel.from_pretrained(folder, trust_remote_code=True)
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True).video_processor

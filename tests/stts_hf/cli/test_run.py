@@ -14,10 +14,10 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM
 
 from stts_hf.benchmark.stock import stock_twin
-from stts_hf.checkpoints.tiny_answer import ANSWER
 from stts_hf.cli import timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.stts_tiny.answer import ANSWER
 
 # 2 seconds at 2 frames per second, and the last frame: 0, 0.5, 1, 1.5 s and the end.
 NUM_FRAMES, NUM_TOKENS = 5, 5 * 81

@@ -1,6 +1,6 @@
 """Makes `hub_configs/stts-tiny`: a complete checkpoint small enough for a repository and for tests on a CPU.
 
-    python -m stts_hf.checkpoints.make_tiny hub_configs/stts-tiny
+    python -m tests.stts_tiny.make hub_configs/stts-tiny
 
 It keeps what the method is sensitive to (a 27 x 27 patch grid, 3 x 3 blocks, the released special tokens and chat
 template) and shrinks everything else. The weights are random but for two things: the scorer learns to follow what
@@ -16,13 +16,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
 
-from stts_hf.checkpoints.tiny_answer import fit_answer
-from stts_hf.checkpoints.tiny_scorer import fit_scorer
-from stts_hf.checkpoints.tiny_text import training_sentences
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from tests.stts_tiny.answer import fit_answer
+from tests.stts_tiny.scorer import fit_scorer
+from tests.stts_tiny.text import training_sentences
 
 VOCAB_SIZE = 1024
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -9,8 +9,8 @@ from itertools import islice
 import torch
 from tqdm import tqdm
 
-from stts_hf.checkpoints.tiny_scorer import moving_clips
-from stts_hf.checkpoints.tiny_text import COLOURS, QUESTIONS, SHAPES
+from tests.stts_tiny.scorer import moving_clips
+from tests.stts_tiny.text import COLOURS, QUESTIONS, SHAPES
 
 ANSWER = "I am a tiny model for tests. I have learnt nothing about videos."
 
