@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from typing import Any
 
 import pytest
 from huggingface_hub.errors import (
@@ -162,7 +163,7 @@ def test_the_vision_config_of_stock_molmo2_is_refused(tmp_path):
     with pytest.raises(StrictDataclassClassValidationError, match="'molmo2_vision', but must be 'stts_vision'"):
         STTSConfig(vision_config=Molmo2VisionConfig())
     config = tiny_config()
-    config.vision_config = Molmo2VisionConfig()
+    setattr(config, "vision_config", Molmo2VisionConfig())  # noqa: B010 (of another type)
     with pytest.raises(StrictDataclassClassValidationError, match="'molmo2_vision', but must be 'stts_vision'"):
         config.save_pretrained(tmp_path)
 
@@ -284,7 +285,7 @@ def test_windows_of_the_default_are_not_shared():
     assert second.pooling_size == [3, 3]
 
 
-SETTINGS = {"pruning_ratio": 0.25, "selector": "cosine", "pruning_layer": 1, "pooling_size": [2, 2]}
+SETTINGS: dict[str, Any] = {"pruning_ratio": 0.25, "selector": "cosine", "pruning_layer": 1, "pooling_size": [2, 2]}
 
 
 def vision_settings(config: STTSConfig) -> dict:

@@ -1,5 +1,7 @@
 """Attention padded to whole frames, where no kernel takes variable lengths, against softmax written out."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +26,8 @@ def bounds_of(lengths) -> list[torch.Tensor]:
 
 def padded(inputs, lengths, eager: bool = False, slack: int = 0, dropout: float = 0.0) -> torch.Tensor:
     longest = [max(side) + slack for side in lengths]
-    return padded_frames(*inputs.values(), *bounds_of(lengths), *longest, SCALING, dropout, eager)
+    arguments: list[Any] = [*inputs.values(), *bounds_of(lengths), *longest, SCALING, dropout, eager]
+    return padded_frames(*arguments)
 
 
 def bias_free(lengths):
@@ -92,5 +95,6 @@ def test_padded_frames_never_read_the_lengths():
     inputs = bias_free(lengths)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (*inputs.values(), *bounds_of(lengths))]
-        output = padded_frames(*fakes, max(lengths[0]), max(lengths[1]), SCALING)
+        arguments: list[Any] = [*fakes, max(lengths[0]), max(lengths[1]), SCALING]
+        output = padded_frames(*arguments)
     assert output.shape == (sum(lengths[0]), HEADS, 8)
