@@ -68,7 +68,7 @@ class STTSDataCollator:
         always_video: bool = False,
         padding_side: str | None = None,
         allow_urls: bool = False,
-    ):
+    ) -> None:
         check_on_error(on_error)
         for name, value in (("max_length", max_length), ("pad_to", pad_to)):
             if value is not None and (not isinstance(value, int) or value < 1):

@@ -26,7 +26,7 @@ _PLACEHOLDER = re.compile(r"<(video|image)>")
 class RowError(ValueError):
     """A row that cannot be trained on; the message names its id. `row_id` is lost on the way out of a worker."""
 
-    def __init__(self, message: str, row_id: str | None = None):
+    def __init__(self, message: str, row_id: str | None = None) -> None:
         super().__init__(message)
         self.row_id = row_id
 

@@ -50,7 +50,7 @@ class PackedDataset(Dataset):
         window: int = 1024,
         max_samples: int | None = None,
         on_error: str = "raise",
-    ):
+    ) -> None:
         check_on_error(on_error)
         for name, value in (("budget", budget), ("window", window), ("max_samples", max_samples)):
             if value is not None and value < 1:

@@ -24,7 +24,7 @@ SUMS = (
 class PruningMetrics:
     """Sums since the last `reset`."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.reset()
 

@@ -80,7 +80,7 @@ class STTSSFTTrainer(STTSTrainer, SFTTrainer):  # type: ignore[misc]
     those of `load_rows`. Without a `data_collator`, an `STTSDataCollator` is made of `processing_class`.
     """
 
-    def __init__(self, model: Any = None, args: STTSSFTConfig | None = None, **kwargs: Any):
+    def __init__(self, model: Any = None, args: STTSSFTConfig | None = None, **kwargs: Any) -> None:
         args = STTSSFTConfig(output_dir="tmp_trainer") if args is None else args
         if not isinstance(args, STTSSFTConfig):
             raise TypeError(f"`args` must be an STTSSFTConfig, not a {type(args).__name__}.")

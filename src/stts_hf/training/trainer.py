@@ -49,7 +49,7 @@ class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
 
     def __init__(
         self, model: Any = None, args: STTSTrainingArguments | None = None, *, eval_collator: Any = None, **kwargs: Any
-    ):
+    ) -> None:
         args = STTSTrainingArguments(output_dir="tmp_trainer") if args is None else args
         if not isinstance(args, STTSTrainingArguments):
             raise TypeError(f"`args` must be an STTSTrainingArguments, not a {type(args).__name__}.")

@@ -79,7 +79,12 @@ def launched(run_once):
     def launch(engine: str) -> Path:
         def fill(folder: Path) -> None:
             write_rows(folder / "data")
-            environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            environment = {
+                **os.environ,
+                "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'src'}",
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+            }
             command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{CONFIGS / engine}.yaml"]
             command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port
             command += [str(REPOSITORY / "tests" / "stts_hf" / "training" / "processes.py"), str(folder)]
