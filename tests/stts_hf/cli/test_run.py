@@ -226,7 +226,7 @@ def test_what_is_not_a_video_is_one_clear_line(run, clip, tmp_path, kind):
         ("./no_such_folder", "is not a folder"),
         ("nobody/no-such-model", "cannot be loaded"),
         ("EMPTY", "holds no config.json"),
-        ("STOCK", "is a 'molmo2' model, but must be an STTS checkpoint"),
+        ("OTHER", "is a 'qwen3' model, but must be an STTS checkpoint"),
         ("NO_WEIGHTS", "holds no weights"),
         ("NO_CODE", "cannot be loaded"),
     ],
@@ -237,8 +237,8 @@ def test_a_wrong_checkpoint_is_one_clear_line(run, hub_configs, tmp_path, checkp
         folder = hub_configs / "stts-molmo2-4b"
     else:
         folder.mkdir()
-    if checkpoint in ("STOCK", "NO_CODE"):
-        config = {"STOCK": '{"model_type": "molmo2"}', "NO_CODE": '{"model_type": "stts_of_another_kind"}'}
+    if checkpoint in ("OTHER", "NO_CODE"):
+        config = {"OTHER": '{"model_type": "qwen3"}', "NO_CODE": '{"model_type": "stts_of_another_kind"}'}
         (folder / "config.json").write_text(config[checkpoint])
         (folder / "model.safetensors").touch()
     status, _, err, _ = run(checkpoint=folder if checkpoint.isupper() else checkpoint)
