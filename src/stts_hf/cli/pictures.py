@@ -79,8 +79,8 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
     from stts_hf.modeling.video_reading_stts import VideoFile
     from stts_hf.visualize.contact_sheet import contact_sheet
 
-    # Damaged files were warned of the first time. Of this module's calls only, and for good: `catch_warnings` would
-    # also hide what the thread that decodes the next videos has to say meanwhile.
+    # The first decoding has warned of damaged files already. The filter is for this module's calls and stays in place:
+    # `catch_warnings` would also hide warnings of the thread that decodes the next videos meanwhile.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
     with VideoFile(answer.video) as file:
         shown = file.at(answer.timestamps)

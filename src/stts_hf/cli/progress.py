@@ -34,7 +34,7 @@ def progress_bar(total: int, unit: str, description: str | None = None) -> "tqdm
 
 
 def import_libraries() -> None:
-    """Imports PyTorch and transformers, the seconds before anything else, and keeps their bars out of logs too."""
+    """Imports PyTorch and transformers, which takes seconds, and keeps their progress bars out of logs too."""
     with stage("Loading PyTorch and transformers"):
         from huggingface_hub.utils import disable_progress_bars
         from transformers import AutoModelForMultimodalLM, AutoProcessor  # noqa: F401 - importing is the point

@@ -47,7 +47,7 @@ def answers_file(path: Path | None) -> Iterator[Callable[["VideoAnswer"], None]]
         # An undecodable byte of a file's name becomes the JSON escape \udcXX.
         line = (json.dumps(row(answer), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         try:
-            if file.write(line) < len(line):  # what a disk does that has room for a part of it
+            if file.write(line) < len(line):  # the disk had room for a part of it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             file.truncate(whole_lines)
@@ -123,7 +123,7 @@ def print_heading(number: int, total: int, video: str) -> None:
 
 
 class Tally:
-    """How many of several videos were answered so far, and where the time since its making went."""
+    """Counts the videos that were answered or failed, their frames, and the seconds the model waited for them."""
 
     def __init__(self) -> None:
         self.answered = self.failed = self.frames = 0

@@ -95,7 +95,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuses, before anything slow happens, what can be refused by then."""
+    """Refuses what can be refused before anything slow happens."""
     problems = [
         f"{video} {trouble}" for video in arguments.videos if (trouble := trouble_of(video, arguments.allow_urls))
     ]

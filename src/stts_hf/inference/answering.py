@@ -110,9 +110,9 @@ def answer_videos(
         pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
         num_workers, ahead: threads that prepare, and how many videos they are ahead; see `prefetch`.
-        on_error: "raise" ends with a `PreparationError` at a video that cannot be read; "return" hands out a
-            `VideoAnswer` with that `error` in its place and goes on.
-        generate_options: of `model.generate`, such as `max_new_tokens`; what it returns first is the answer.
+        on_error: "raise" ends with a `PreparationError` at a video that cannot be read; "return" yields a
+            `VideoAnswer` with that `error` in its place and continues.
+        generate_options: of `model.generate`, such as `max_new_tokens`; its first sequence is the answer.
 
     Returns:
         An iterator of `VideoAnswer`. Leaving it early (`close()`, or simply dropping it) starts no more videos.

@@ -44,7 +44,7 @@ def prefetch(
             evens out items of unequal length. 64 frames at 378 pixels take 110 MB each.
         item_id: what to call an item in errors, given its index and itself; the index by default.
         on_error: "raise" ends with a `PreparationError` when the item's turn comes; "return" yields the
-            `PreparationError` in the item's place and goes on.
+            `PreparationError` in the item's place and continues.
 
     Returns:
         A generator of the results in the order of the items. `close()`, which leaving the loop calls, starts no more
