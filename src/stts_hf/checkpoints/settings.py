@@ -1,16 +1,16 @@
 """Configuration and processor of a converted checkpoint: the source's settings, in STTS's terms."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
+from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2AdapterConfig,
     Molmo2Config,
     Molmo2TextConfig,
-    Molmo2VisionConfig,
 )
 
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig, as_stts
@@ -27,10 +27,10 @@ _PROCESSOR_SETTINGS = (
     "video_use_col_tokens",
     "use_frame_special_tokens",
 )
-_SUB_CONFIGS = {
-    "vision_config": (Molmo2VisionConfig, STTSVisionConfig),
-    "adapter_config": (Molmo2AdapterConfig,),
-    "text_config": (Molmo2TextConfig,),
+_SUB_CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "vision_config": STTSVisionConfig,
+    "adapter_config": Molmo2AdapterConfig,
+    "text_config": Molmo2TextConfig,
 }
 
 
@@ -190,13 +190,15 @@ def _known(settings: Mapping[str, Any], processor: Any) -> dict[str, Any]:
 def drop_unknown_fields(config: STTSConfig) -> STTSConfig:
     """The same settings without fields that no config class knows: those of remote code, and notes of a saved file."""
     settings: dict[str, Any] = {}
-    for name, kinds in _SUB_CONFIGS.items():
-        fields = [field for kind in kinds for field in kind.__annotations__ if field in kind.__dataclass_fields__]
+    for name, kind in _SUB_CONFIGS.items():
         values = getattr(config, name).to_dict()
-        settings[name] = {field: values[field] for field in fields if field in values}
+        settings[name] = {field: values[field] for field in _own_fields(kind) if field in values}
     values = config.to_dict()
-    for kind in (Molmo2Config, STTSConfig):
-        for field in kind.__annotations__:
-            if field in kind.__dataclass_fields__ and field not in settings and field in values:
-                settings[field] = values[field]
-    return STTSConfig(**settings)
+    return STTSConfig(**{field: values[field] for field in _own_fields(STTSConfig) if field in values} | settings)
+
+
+def _own_fields(kind: type[PreTrainedConfig]) -> list[str]:
+    """Fields that a config class and its bases declare beside those of every config, pruning fields among them."""
+    bases = [base for base in kind.__mro__ if base not in PreTrainedConfig.__mro__]
+    annotated = dict.fromkeys(name for base in bases for name in inspect.get_annotations(base))
+    return [name for name in annotated if name in kind.__dataclass_fields__]
