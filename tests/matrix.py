@@ -65,7 +65,7 @@ def build(folder: Path, wanted: Environment) -> Path:
     if not (wanted.torch or wanted.alone):
         (site / "underneath.pth").write_text(underneath)
     if wanted.packages:
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
         subprocess.run([*pip, *wanted.packages], check=True)
     if wanted.torch:
         (site / "underneath.pth").write_text(underneath)
