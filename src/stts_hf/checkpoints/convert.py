@@ -16,6 +16,7 @@ from transformers.utils import logging
 from stts_hf.checkpoints.card import inherited_metadata, write_model_card
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.processing_stts import STTSProcessor
 
 from .atomic_folder import atomic_folder, check_apart, check_destination
 from .checks import check_processor, check_sizes, check_vocabulary
@@ -263,7 +264,7 @@ def check_space(destination: Path, num_bytes: int) -> None:
         )
 
 
-def write_settings(model: STTSForConditionalGeneration, processor, folder: Path) -> None:
+def write_settings(model: STTSForConditionalGeneration, processor: STTSProcessor, folder: Path) -> None:
     """Writes everything but weights and card, as `save_pretrained` of model and processor does."""
     had_progress_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
