@@ -7,6 +7,7 @@ require_version("transformers>=5.20", "Upgrade it with `pip install -U transform
 require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision`.")
 
 import math
+import os
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -145,7 +146,9 @@ class STTSConfig(TrainingSettings, Molmo2Config):
         return super().from_dict(config_dict | given, **kwargs)
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
         As in transformers; a Molmo2 checkpoint's configuration becomes an STTS one, with a note on the scorer. Raises
         `OSError` where there is no `config.json` (transformers would use the sizes of an 8B model) and
@@ -171,10 +174,10 @@ class STTSConfig(TrainingSettings, Molmo2Config):
             config = as_stts(config)
         return config, kwargs
 
-    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
         self.auto_map = dict(AUTO_MAP)  # entries of a Hub repository it was loaded from would point back there
-        return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
 
 def as_stts(config: dict[str, Any]) -> dict[str, Any]:

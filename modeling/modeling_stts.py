@@ -353,7 +353,7 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         self.model_tags = ["stts", "molmo2", "video", "token-pruning", "custom_code"]  # of the model card
         self.post_init()
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
         """
         As in PyTorch; tensors named as in the files that `save_pretrained` writes are taken too. `Trainer` passes
         such tensors to resume and to load the best model; without this it would keep its weights and only warn.

@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class STTSVisionAttention(Molmo2VisionAttention):
         key_bias: torch.Tensor | None = None,
         sequence: FrameSequence | None = None,
         bins: FrameBins | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         With `sequence`: hidden_states (P, D); keys from encoder_hidden_states (F, N, D) and key_bias (F * N,), or from
@@ -131,7 +131,7 @@ class STTSVisionEncoderLayer(Molmo2VisionEncoderLayer):
         attention_mask: torch.Tensor | None = None,
         key_bias: torch.Tensor | None = None,
         survivors: FrameSequence | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """
         With `survivors`, as layer `l + 1`: (F, N, D) -> (P, D). All patches serve as keys and values, with key_bias
@@ -164,14 +164,14 @@ class STTSVisionModel(Molmo2VisionModel):
             self._keys_to_ignore_on_load_missing = [r"(^|\.)scorer\."]
         self.post_init()
 
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         # transformers skips modules of custom code that hold no parameters themselves, so this asks for the layer.
         if hasattr(self, "scorer") and module is self.scorer.score_layer:
             init.zeros_(module.weight)
             init.zeros_(module.bias)
 
-    def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs):
+    def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs: Any) -> Any:
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
         returns an `STTSVisionOutput`, with the layers' outputs where `output_hidden_states` asks for them. Raises
@@ -286,7 +286,9 @@ class STTSVisionModel(Molmo2VisionModel):
 class STTSAdapter(Molmo2Adapter):
     """Molmo2's connector, which also takes blocks that are already gathered."""
 
-    def forward(self, image_features: torch.Tensor, pooled_patches_idx: torch.Tensor | None = None, **kwargs):
+    def forward(
+        self, image_features: torch.Tensor, pooled_patches_idx: torch.Tensor | None = None, **kwargs: Any
+    ) -> BaseModelOutput:
         """
         With `pooled_patches_idx` as in Molmo2. Without: image_features (K, S, D * feature layers) are kept blocks and
         `valid` (K, S) bool or None says which slots are no padding; `last_hidden_state` is (K, text hidden size).
@@ -303,7 +305,7 @@ class STTSAdapter(Molmo2Adapter):
             last_hidden_state=self.image_projector(torch.cat(pooled) if len(pooled) > 1 else pooled[0])
         )
 
-    def pool(self, blocks: torch.Tensor, valid: torch.Tensor | None, **kwargs) -> torch.Tensor:
+    def pool(self, blocks: torch.Tensor, valid: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         """(K, S, D * feature layers) -> (K, D'), attention from each block's mean to its patches."""
         if valid is None:
             query, attention_mask = blocks.mean(dim=1, keepdim=True), None  # (K, 1, D * feature layers)

@@ -42,9 +42,9 @@ def load_tiny(folder: Path | str = TINY, **options: Any) -> STTSForConditionalGe
     return STTSForConditionalGeneration.from_pretrained(folder, **options).eval()
 
 
-def prepare(clip: Path | str, folder: Path | str = TINY) -> dict[str, torch.Tensor]:
+def prepare(clip: Path | str, folder: Path | str = TINY) -> dict[str, Any]:
     """Inputs for the conversation about a clip."""
-    processor = STTSProcessor.from_pretrained(folder)
+    processor: Any = STTSProcessor.from_pretrained(folder)
     return dict(
         processor.apply_chat_template(
             messages(clip), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"

@@ -79,7 +79,7 @@ def test_saving_again_changes_no_byte(saved, tmp_path):
 
 
 def test_a_model_that_was_never_loaded_is_saved_as_after_a_load(tmp_path):
-    model = STTSForConditionalGeneration(STTSConfig.from_pretrained(TINY)).to(torch.bfloat16)
+    model = STTSForConditionalGeneration(STTSConfig.from_pretrained(TINY)).bfloat16()
     model.save_pretrained(tmp_path / "new")
     STTSForConditionalGeneration.from_pretrained(tmp_path / "new").save_pretrained(tmp_path / "again")
     assert digests(tmp_path / "again", "*.json", "*.safetensors") == digests(
@@ -106,7 +106,7 @@ def test_a_quantised_model_is_saved_under_native_names(tmp_path):
 
         is_trainable = True
 
-    model = load_tiny()
+    model: Any = load_tiny()
     names = set(model.state_dict())
     model.hf_quantizer = Quantizer()
     model.save_pretrained(tmp_path)

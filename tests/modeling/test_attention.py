@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def make_inputs(
     return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
 
 
-def attend(inputs: dict[str, torch.Tensor], lengths: tuple[Sequence[int], Sequence[int]], implementation="sdpa"):
+def attend(inputs: dict[str, Any], lengths: tuple[Sequence[int], Sequence[int]], implementation="sdpa"):
     bounds = [cumulative_lengths(torch.tensor(side, device=inputs["query"].device)) for side in lengths]
     return packed_attention(
         **inputs,
@@ -312,7 +313,7 @@ def test_nothing_is_copied_that_kernels_take_as_it_is(monkeypatch):
     assert [states.shape[-1] for states in seen[1]] == [8, 8, 8]
 
 
-def make_bins(seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def make_bins(seed: int = 0) -> tuple[dict[str, Any], torch.Tensor]:
     """Two bins of 6 places: frames of 4 and 2 patches, a frame of 3 and three free places."""
     generator = torch.Generator().manual_seed(seed)
     frame = torch.tensor([[0, 0, 0, 0, 1, 1], [2, 2, 2, -1, -2, -3]])

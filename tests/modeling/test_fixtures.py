@@ -194,10 +194,11 @@ class Checkpoint:
 
     def __call__(self, layout: str, rule: str = "original", ratio: float | None = None) -> STTSCausalLMOutputWithPast:
         set_layout(self.config, layout)
-        self.config.pruned_position_ids = rule
+        self.config.pruned_position_ids = rule  # type: ignore[assignment]  # one of the two
         vision_config = self.config.vision_config
-        grid = tuple(side // vision_config.patch_size for side in vision_config.image_size)
-        window = tuple(vision_config.pooling_size)
+        rows, cols = (side // vision_config.patch_size for side in vision_config.image_size)
+        grid = rows, cols
+        window = vision_config.pooling_size[0], vision_config.pooling_size[1]
         pixels = self.expected["pixel_patches"]
         with torch.no_grad():
             return self.model(

@@ -202,6 +202,7 @@ def test_padding_slots_lie_behind_all_frames_and_are_marked():
     survivors = Survivors("borders")
     sequence = survivors.sequence()
     rows = survivors.table[survivors.kept_blocks]
+    assert sequence.window_valid is not None
     assert torch.equal(sequence.window_valid, rows >= 0)
     padding = [len(stretch) for stretch in stretches(sequence)[survivors.num_frames :]]
     assert sum(padding) == (rows < 0).sum()

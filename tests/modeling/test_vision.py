@@ -114,7 +114,7 @@ def test_both_layouts_give_the_same(image_size, ratio):
     model = tiny_model(tiny_config(image_size=image_size))
     inputs = video_inputs(model.config, [5, 1, 3])
     varlen = encode(model, inputs, ratio)
-    model.config.vision_config.packing = FFD
+    model.config.vision_config.packing = "first_fit_descending"
     bins = encode(model, inputs, ratio)
     assert torch.equal(torch.cat(varlen.keep_mask), torch.cat(bins.keep_mask))
     features, expected = torch.cat(bins.pooler_output), torch.cat(varlen.pooler_output)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.pruning_stts import VideoFeatures
 from tests.modeling.towers import (
     FFD,
     assert_gradients_close,
@@ -39,11 +40,16 @@ def test_an_untrained_selector_asks_nothing_of_the_scorer(selector):
     assert not any(gradient.any() for name, gradient in found.items() if ".scorer." in name)
 
 
+def temporal_loss_of(output: VideoFeatures) -> torch.Tensor:
+    assert output.temporal_loss is not None
+    return output.temporal_loss
+
+
 def training_gradients(model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of features and temporal loss, through `backward` as a trainer does it."""
     model.zero_grad()
     output = encode(model, inputs, 0.5)
-    (weighted(torch.cat(output.pooler_output)) + output.temporal_loss).backward()
+    (weighted(torch.cat(output.pooler_output)) + temporal_loss_of(output)).backward()
     return {name: p.grad.clone() for name, p in vision_parameters(model).items() if p.grad is not None}
 
 
@@ -76,10 +82,10 @@ def test_bfloat16_autocast_keeps_scores_in_float32(packing):
     exact = encode(model, inputs, 0.5)
     with torch.autocast("cpu", torch.bfloat16):
         output = encode(model, inputs, 0.5)
-        loss = weighted(torch.cat(output.pooler_output).float()) + output.temporal_loss
+        loss = weighted(torch.cat(output.pooler_output).float()) + temporal_loss_of(output)
     loss.backward()
     scores = torch.cat(output.token_scores)
-    assert scores.dtype == output.temporal_loss.dtype == torch.float32
+    assert scores.dtype == temporal_loss_of(output).dtype == torch.float32
     torch.testing.assert_close(scores, torch.cat(exact.token_scores), rtol=0, atol=0.1)  # 8 bits, four layers deep
     assert [mask.sum() for mask in output.keep_mask] == [mask.sum() for mask in exact.keep_mask]
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -94,7 +100,7 @@ def test_half_precision_is_finite_forward_and_backward(dtype, image_size):
     features = torch.cat(output.pooler_output)
     assert features.dtype == dtype
     assert torch.cat(output.token_scores).dtype == torch.float32
-    (weighted(features.float()) + output.temporal_loss).backward()
+    (weighted(features.float()) + temporal_loss_of(output)).backward()
     found = [p.grad for p in vision_parameters(model).values() if p.grad is not None]
     assert all(gradient.isfinite().all() for gradient in found)
     assert features.isfinite().all()

@@ -31,10 +31,11 @@ def encode_naively(
     model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor], ratio: float, num_frames: list[int]
 ) -> NaiveVisionOutput:
     config = model.config.vision_config
+    layers = model.config.adapter_config.vision_feature_layer or ()
     geometry = NaiveGeometry(
         num_heads=config.num_attention_heads,
         pruning_layer=config.pruning_layer,
-        feature_layers=[layer % config.num_hidden_layers for layer in model.config.adapter_config.vision_feature_layer],
+        feature_layers=[layer % config.num_hidden_layers for layer in layers],
         patch_grid=patch_grid(config),
     )
     given = None

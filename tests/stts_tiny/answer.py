@@ -5,6 +5,7 @@ weights write. Vision tower and connector stay as they are.
 
 import random
 from itertools import islice
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from tests.stts_tiny.text import COLOURS, QUESTIONS, SHAPES
 ANSWER = "I am a tiny model for tests. I have learnt nothing about videos."
 
 
-def fit_answer(model, processor, seed: int = 0, steps: int = 200) -> list[float]:
+def fit_answer(model: Any, processor: Any, seed: int = 0, steps: int = 200) -> list[float]:
     """Trains text layers and head in place until every question gets `ANSWER`; returns the loss of every step."""
     choose = random.Random(seed)
     side = processor.video_processor.size["height"]

@@ -4,6 +4,7 @@ drop blocks at random; a minute of this is enough for them to follow what moves.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def moving_clips(seed: int, num_frames: int, side: int) -> Iterator[np.ndarray]:
         yield clip.clip(0, 255).astype(np.uint8)
 
 
-def fit_scorer(model, video_processor, seed: int = 0, steps: int = 600, num_frames: int = 8) -> list[float]:
+def fit_scorer(model: Any, video_processor: Any, seed: int = 0, steps: int = 600, num_frames: int = 8) -> list[float]:
     """Trains the scorer's weights in place, everything else stays frozen; returns the loss of every step."""
     scorer = model.model.vision_tower.scorer
     model.requires_grad_(False)

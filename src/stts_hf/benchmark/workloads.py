@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.settings_stts import Packing
 
 CHOICES = {
     "mode": ("tower", "inference", "training"),
@@ -32,7 +33,7 @@ class Workload:
     frames: int
     ratios: tuple[float, ...] = (0.0, 0.3, 0.4, 0.5)
     batch: int = 1
-    layout: str = "varlen"
+    layout: Packing = "varlen"
     backend: str = "sdpa"
     dtype: str = "float32"
     text_tokens: int = 64

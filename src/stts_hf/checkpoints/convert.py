@@ -133,7 +133,8 @@ def convert_checkpoint(
 
     target_dtype = main_dtype(tensors) if dtype is None else DTYPES[dtype]
     try:
-        model = empty_model(config).to(target_dtype)
+        model = empty_model(config)
+        model.to(target_dtype)  # type: ignore[arg-type]  # transformers wraps the method without its `self`
     except Exception as error:  # what a setting out of range raises depends on where it is used first
         raise ValueError(
             f"{source_folder / ('config.yaml' if original else 'config.json')} describes a model that cannot be built "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
 SCORER = "model.vision_tower.scorer."
@@ -48,7 +49,7 @@ class Group:
         return self.native[0].name.startswith(SCORER)
 
 
-def empty_model(config) -> STTSForConditionalGeneration:
+def empty_model(config: STTSConfig) -> STTSForConditionalGeneration:
     """Returns the model without memory for its weights (on the meta device), for names and shapes."""
     with torch.device("meta"):
         return STTSForConditionalGeneration(config)

@@ -36,7 +36,7 @@ def load_model(run: TrainingSetup) -> Any:
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
     try:
-        loaded, found = STTSForConditionalGeneration.from_pretrained(
+        pair: Any = STTSForConditionalGeneration.from_pretrained(
             model.model_name_or_path,
             config=run.model_config,
             revision=model.model_revision,
@@ -46,6 +46,7 @@ def load_model(run: TrainingSetup) -> Any:
         )
     except (ValueError, OSError, ImportError) as error:
         raise run.config.error("model_name_or_path", f"cannot be loaded: {error}") from error
+    loaded, found = pair
     missing = sorted(name for name in found["missing_keys"] if ".scorer." not in name)
     if missing or found["mismatched_keys"]:
         names = ", ".join((missing or sorted(map(str, found["mismatched_keys"])))[:3])

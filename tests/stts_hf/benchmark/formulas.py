@@ -72,7 +72,7 @@ def connector(config: STTSConfig, blocks: int) -> int:
 def connector_linears(config: STTSConfig, blocks: int) -> int:
     adapter = config.adapter_config
     window = config.vision_config.pooling_size[0] * config.vision_config.pooling_size[1]
-    features = adapter.hidden_size * len(adapter.vision_feature_layer)
+    features = adapter.hidden_size * len(adapter.vision_feature_layer or ())
     inner = adapter.num_attention_heads * adapter.head_dim
     pooling = 2 * features * inner * (1 + 2 * window) + 2 * inner * adapter.hidden_size
     projector = 2 * adapter.intermediate_size * (2 * adapter.hidden_size + adapter.text_hidden_size)

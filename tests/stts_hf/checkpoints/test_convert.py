@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ ALL = [*MOLMO2_FORMS, *(form.name for form in FORMS)]
 
 
 def load(folder: Path) -> STTSForConditionalGeneration:
-    model, info = STTSForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = STTSForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    model, info = loaded
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 

@@ -51,7 +51,8 @@ def test_a_fresh_process_without_the_package_loads_every_auto_class_by_revision(
     # `main` holds no checkpoint: only the revision asked for can have been loaded.
     assert without_card(hub.files("user/tiny", "main")) == {}
     seen = json.loads(run_python(hub, tmp_path / "load", WITHOUT_PACKAGE + LOAD, "user/tiny", "v1", str(clip)))
-    inputs, model = prepare(clip), load_tiny()
+    inputs: Any = prepare(clip)
+    model: Any = load_tiny()
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
     assert len(tokens) == inputs["input_ids"].shape[1] + 8
     for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):

@@ -68,6 +68,7 @@ def train(clip: Path, output: Path, strategy: str, kind: str) -> dict[str, torch
         trainer.push_to_hub()
     else:
         trainer._finish_current_push()
+    assert trainer.model is not None
     return trainer.model.state_dict()
 
 

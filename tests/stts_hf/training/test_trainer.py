@@ -205,7 +205,7 @@ def test_what_cannot_be_is_refused(tmp_path, options, error, message):
 
 def test_stock_molmo2_is_refused(tmp_path):
     model = tiny_model(tiny_config())
-    model.config.model_type = "molmo2"
+    vars(model.config)["model_type"] = "molmo2"
     with pytest.raises(ValueError, match=r"of type 'molmo2'; it must be an STTS model\. `stts-hf convert` makes one"):
         trainer(tmp_path, model=model)
 
