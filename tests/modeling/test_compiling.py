@@ -14,6 +14,7 @@ from stts_hf.modeling.pruning_stts import PruningPlan
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.towers import video_inputs
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
+from tests.version_marks import since_torch_2_14
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
 
@@ -44,6 +45,7 @@ def train_step(model, seed: int, rows=ROWS, **options) -> tuple[torch.Tensor, di
     return loss.detach(), gradients(model, loss)
 
 
+@since_torch_2_14
 @pytest.mark.parametrize(
     ("overrides", "backend"), [({}, "aot_eager"), ({"image_size": [14, 20]}, "eager")], ids=["", "borders"]
 )
@@ -122,6 +124,7 @@ def test_a_prefill_compiles_once_per_frames_and_ratio():
         seen[frames, ratio] = True
 
 
+@since_torch_2_14
 @torch.no_grad()
 def test_batches_of_many_shapes_stop_compiling():
     """Sizes that change are compiled once more as unknown ones, and then no more; images take the same layers."""

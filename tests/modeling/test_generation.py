@@ -11,6 +11,7 @@ from transformers.cache_utils import StaticLayer
 from stts_hf.modeling.generation_stts import features_of_rows
 from tests.modeling.reference import Inputs, one_by_one, returned_by
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
+from tests.version_marks import since_transformers_5_23
 
 NEW_TOKENS = 8
 PROMPTS: dict[str, list[list[Part]]] = {
@@ -89,10 +90,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks_that_would_split_a_video": {"prefill_chunk_size": 7},
     "chunks_within_the_text": {"prefill_chunk_size": 31},
 }
+NEEDS = dict.fromkeys(
+    ["static_cache", "chunks_that_would_split_a_video", "chunks_within_the_text"], since_transformers_5_23
+)
 
 
 @pytest.mark.parametrize("left_out", ["nothing", "mm_token_type_ids", "attention_mask"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("way", [pytest.param(WAYS[way], marks=NEEDS.get(way, ()), id=way) for way in WAYS])
 @pytest.mark.parametrize("rows", [[[3, Video(4), 25]], [[2, Image(), Video(2), 4], [3, Video(4), 53]]], ids=["1", "2"])
 def test_every_way_of_caching_gives_the_tokens_of_recomputing(model, rows, way, left_out):
     inputs = build_inputs(rows)
@@ -238,7 +242,7 @@ def test_a_streamer_gets_the_whole_prompt_and_then_each_token(model):
 @pytest.mark.parametrize("way", ["cache_implementation", "past_key_values", "prefill_chunk_size"])
 def test_what_older_transformers_decodes_wrongly_is_refused(model, monkeypatch, way):
     """Before 5.23 native Molmo2 prepares inputs as any model does, and forgets the bidirectional block there."""
-    monkeypatch.delattr(Molmo2ForConditionalGeneration, "prepare_inputs_for_generation")
+    monkeypatch.delattr(Molmo2ForConditionalGeneration, "prepare_inputs_for_generation", raising=False)
     inputs = build_inputs(PROMPTS["one_video"])
     values = {
         "cache_implementation": "static",
@@ -250,6 +254,7 @@ def test_what_older_transformers_decodes_wrongly_is_refused(model, monkeypatch, 
     assert model.generate(**inputs, **GREEDY).shape[1] == inputs["input_ids"].shape[1] + NEW_TOKENS
 
 
+@since_transformers_5_23
 def test_a_step_of_decoding_does_not_ask_how_long_the_cache_is(model, monkeypatch):
     """A static cache knows its length on the device alone."""
     inputs = build_inputs([[3, Video(2), 5]])

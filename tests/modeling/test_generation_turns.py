@@ -9,6 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 from tests.modeling.reference import Inputs
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
+from tests.version_marks import since_transformers_5_23
 
 NEW_TOKENS = 6
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
@@ -60,7 +61,15 @@ def test_the_whole_conversation_without_a_cache_is_an_ordinary_prompt(model, row
     assert torch.equal(continued, at_once)
 
 
-@pytest.mark.parametrize("form", ["whole_prompt", "whole_prompt_alone", "new_tokens_and_whole_mask", "in_chunks"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "whole_prompt",
+        "whole_prompt_alone",
+        "new_tokens_and_whole_mask",
+        pytest.param("in_chunks", marks=since_transformers_5_23),
+    ],
+)
 @pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("rows", PROMPTS.values(), ids=PROMPTS.keys())
 def test_reusing_the_cache_equals_recomputing(model, rows, pruning_ratio, form):
@@ -112,7 +121,7 @@ def test_rows_that_ended_early_go_on_as_if_nothing_had_followed(model):
         said = expected
 
 
-@pytest.mark.parametrize("way", ["handed_in", "static", "sampled_copies"])
+@pytest.mark.parametrize("way", ["handed_in", pytest.param("static", marks=since_transformers_5_23), "sampled_copies"])
 def test_other_caches_can_be_reused_too(model, way):
     inputs = build_inputs(PROMPTS["one_video"])
     settings: dict[str, Any] = {"pruning_ratio": 0.5}

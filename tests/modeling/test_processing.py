@@ -15,6 +15,7 @@ from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from tests.clips import decode_everything, numbered_frame, write_clip
+from tests.version_marks import since_transformers_5_23
 
 SPECIAL = [
     "<pad>",
@@ -214,6 +215,7 @@ def test_two_videos_in_one_text_are_refused(processor, clips):
         processor(text="<|video|><|video|>", videos=[str(clips["short"]), str(clips["long"])])
 
 
+@since_transformers_5_23
 @pytest.mark.parametrize("text", ["no place for it", "<|video|><|video|>"], ids=["too few", "too many"])
 def test_placeholders_that_do_not_match_the_videos_are_refused(processor, clips, text):
     with pytest.raises(ValueError, match="number of"):
