@@ -97,7 +97,7 @@ def test_offloaded_model_saves_its_weights(tmp_path):
     pytest.importorskip("accelerate")
     model = load_tiny(device_map="auto", max_memory={"cpu": "1MB"}, offload_folder=tmp_path / "offload")
     model.save_pretrained(tmp_path / "saved")
-    before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    before, after = load_tiny().state_dict(), load_tiny(tmp_path / "saved").state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -223,7 +223,6 @@ def test_stock_molmo2_saved_is_an_stts_checkpoint(stock_layout, inputs, tmp_path
     assert (saved["model_type"], saved["architectures"]) == ("stts", ["STTSForConditionalGeneration"])
     assert saved["auto_map"]["AutoConfig"] == "configuration_stts.STTSConfig"
     assert torch.equal(logits_of(load_tiny(tmp_path), inputs), logits_of(model, inputs))
-    assert "untrained" in (tmp_path / "README.md").read_text()
 
 
 def test_processor_of_stock_molmo2_loads_as_ours(stock, clip, inputs):

@@ -131,7 +131,7 @@ def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_pa
 
 
 REFUSED = {
-    "layer that the model has not": ("--pruning_layer=40", "`pruning_layer` does not fit the model"),
+    "layer that the model has not": ("--pruning_layer=40", "`pruning_layer` is 40, but"),
     "module that the model has not": ("--lora_modules_to_save=skorer", "`lora_modules_to_save` names 'skorer'"),
     "nothing to adapt": ("--lora_target_modules=zzz", "`lora_target_modules` does not fit the model"),
     "nothing to train": ("--freeze language_model vision_tower connector scorer", "Nothing is left to train"),
