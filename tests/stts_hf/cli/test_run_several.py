@@ -1,11 +1,13 @@
 """`stts-hf run` with several videos, and its answers file: what comes when, what is kept, and what is refused."""
 
+import contextlib
 import json
 import os
 import re
 import resource
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -194,32 +196,33 @@ def test_interrupting_before_the_first_answer_leaves_no_file(run, here, before_a
     assert not (here / "answers.jsonl").exists()
 
 
-@pytest.fixture
-def small_disk():
-    """No file of this process grows beyond a number of bytes while it is set; a write gets as far as that."""
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size` bytes, pytest's own log included; a write gets as far as that."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_one_clear_line_and_keeps_whole_lines(tmp_path, small_disk):
+def test_a_full_disk_is_one_clear_line_and_keeps_whole_lines(tmp_path):
     path = tmp_path / "answers.jsonl"
-    small_disk(300)
-    with answers_file(path) as write:
+    with small_disk(300), answers_file(path) as write:
         write(VideoAnswer("a.mp4", QUESTION))
         with pytest.raises(CommandError, match=rf"--answers {path} cannot be written: "):
             write(VideoAnswer("b.mp4", QUESTION))
     assert [row["video"] for row in rows(path)] == ["a.mp4"]
 
 
-def test_a_disk_full_from_the_start_does_not_block_the_next_run(run, here, small_disk):
-    small_disk(10)
-    status, _, err = run("a.mp4", "b.mp4", QUESTION, "--answers", "answers.jsonl")
+def test_a_disk_full_from_the_start_does_not_block_the_next_run(run, here):
+    with small_disk(10):
+        status, _, err = run("a.mp4", "b.mp4", QUESTION, "--answers", "answers.jsonl")
     assert status == 2
     assert err.splitlines()[-1].startswith("stts-hf run: error: --answers answers.jsonl cannot be written: ")
     assert "Traceback" not in err
     assert not (here / "answers.jsonl").exists()
-    small_disk(resource.RLIM_INFINITY)
     assert run("a.mp4", "b.mp4", QUESTION, "--answers", "answers.jsonl")[0] == 0
 
 
