@@ -86,7 +86,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant, lor
     found = []
     settings: list[dict[str, Any]] = [
         {},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}},
     ]
     for options in settings:
         model: Any = tiny_model()
@@ -112,7 +112,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant, lor
 
 def test_reentrant_checkpointing_reaches_weights_whose_inputs_need_no_gradient(tmp_path):
     found = []
-    reentrant = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     settings: list[dict[str, Any]] = [{}, reentrant]
     for options in settings:
         model = tiny_model()
