@@ -107,6 +107,7 @@ def test_training_on_cuda():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_prefill_compiles_once_per_frames_and_ratio():
     """Tower and language model as one graph each, into a cache; new videos reuse it, and so do old shapes."""

@@ -41,7 +41,10 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
     print(json.dumps(pool.map(peak, jobs, chunksize=1)))
 """
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,7 @@ def test_a_clip_is_at_least_as_long_as_asked(tmp_path, monkeypatch):
     assert metadata.duration == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_new_process_reports_its_own_memory(clip):
     run = reading._in_new_process(read_once, OURS, str(clip), 4, [])
     assert run["indices"] == [0, 16, 33, 49]

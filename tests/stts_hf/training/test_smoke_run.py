@@ -98,6 +98,7 @@ def smoke_run(folder, weight: float) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_the_temporal_loss_teaches_scores_what_is_redundant(tmp_path, monkeypatch):
     run = smoke_run(tmp_path, weight=1.0)
     losses = logged(run, "temporal_loss")
