@@ -102,6 +102,11 @@ def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) 
             f"{expected[0]}, {expected[1]}): patches of a frame and values of a patch by `vision_config`."
         )
     grids = [(int(frames), int(rows), int(cols)) for frames, rows, cols in video_grids.tolist()]
+    if video_grids.is_floating_point():
+        raise TypeError(
+            f"`video_grids` is {video_grids.dtype}, but must count frames, rows and columns in whole numbers; pass "
+            "what the processor returns."
+        )
     if not grids or min(min(grid) for grid in grids) < 1:
         raise ValueError(f"`video_grids` is {grids}, but every video needs at least one frame, row and column.")
     num_frames = sum(frames for frames, _, _ in grids)

@@ -83,11 +83,12 @@ class STTSGeneration(GenerativeModel):
         if kwargs.get(model.video_inputs[0]) is None and cached is None:
             check_one_sample(kwargs.get("position_ids"), kwargs.get("attention_mask"), cache)
             return native.generate(inputs, generation_config, **kwargs)
-        if cached is not None and setting("use_cache") is False:
+        if cache is not None and setting("use_cache") is False:
             raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
         model.check_generation(cache, setting)
-        if inputs is not None:
-            kwargs["input_ids"] = inputs
+        whole_ids = cached is None or not check_assistance(kwargs, setting("prompt_lookup_num_tokens"))
+        if inputs is not None and kwargs.setdefault("input_ids", inputs) is not inputs:
+            raise ValueError("`inputs` and `input_ids` are both given; pass the prompt once.")
         whole, new = read_prompt(kwargs, cached, cache, setting("pad_token_id"), setting("eos_token_id"))
         limit = setting("max_length")
         if limit is not None and setting("max_new_tokens") is None and limit <= whole.shape[1]:
@@ -95,18 +96,18 @@ class STTSGeneration(GenerativeModel):
                 f"`max_length` is {limit}, but the prompt alone has {whole.shape[1]} tokens, dropped ones included. "
                 "Raise it, or pass `max_new_tokens`."
             )
+        prompt = whole.input_ids
         pruned = model.prune(new, model.take_vision_inputs(kwargs), cache, ratio)
-        kwargs.update(native_inputs(model, pruned))
-        length = pruned.kept_indices.shape[-1]
+        kwargs.update(native_inputs(model, pruned, whole_ids))
+        length = (kwargs["input_ids"] if prompt is not None else pruned.kept_indices).shape[1]
         limits = shorten_limits(self.generation_config, generation_config, kwargs, whole.shape[1] - length)
         chunk_size, types = setting("prefill_chunk_size"), pruned.tokens.mm_token_type_ids
         if chunk_size is not None and types is not None:
             # Vision tokens attend to each other in both directions, so no chunk may end between them.
             kwargs["prefill_chunk_size"] = max(chunk_size, *types.any(0).nonzero()[-1:, 0].add(1).tolist(), 1)
-        prompt = whole.input_ids
         if kwargs.get("streamer") is not None and prompt is not None:
             kwargs["streamer"] = WholePromptStreamer(kwargs["streamer"], prompt.cpu())
-        with CachedPrompt.set_aside(cache):
+        with CachedPrompt.set_aside(cache, pruned.cached_after):
             output = native.generate(None, limits, **kwargs)
         sequences = answer = output if isinstance(output, torch.Tensor) else output.sequences
         if prompt is not None:
@@ -145,6 +146,8 @@ def read_prompt(
         check_one_sample(positions.expand(batch_size, length), mask)
     if positions is None and mask is not None and cached is None:
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    if cached is not None:
+        cached.check_usable()
     start = count_seen(whole, mask, cached, cache)
     types = kwargs.get("mm_token_type_ids")
     if types is not None and types.shape[-1] < length:  # an earlier turn's: what came since is text
@@ -208,8 +211,27 @@ def count_seen(
     return seen
 
 
-def native_inputs(model: PruningBackbone, pruned: PrunedInputs) -> dict[str, Any]:
-    """What native `generate` gets in place of the caller's prompt: compact, with explicit mask and positions."""
+def check_assistance(kwargs: dict[str, Any], lookup: int | None) -> bool:
+    """
+    Whether a call with a cache that holds a pruned video looks candidates up in its prompt. Raises `ValueError` for
+    what transformers' assisted decoding cannot do there: positions for an assistant, and a mask that hides something.
+    """
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("assistant_model") is not None or (lookup and mask is not None and not bool(mask.bool().all())):
+        name = "assistant_model" if kwargs.get("assistant_model") is not None else "prompt_lookup_num_tokens"
+        raise ValueError(
+            f"`{name}` came with `past_key_values` that hold a pruned video"
+            f"{'' if name == 'assistant_model' else ' and an `attention_mask` that hides padding'}, where transformers "
+            "cannot decode with candidates. Leave out one of them."
+        )
+    return bool(lookup)
+
+
+def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool) -> dict[str, Any]:
+    """
+    What native `generate` gets in place of the caller's prompt: compact, with explicit mask and positions. whole_ids:
+    with the ids of cached columns before them, which processors of logits look at.
+    """
     tokens = pruned.tokens
     assert tokens.attention_mask is not None  # `prune` makes both
     assert tokens.position_ids is not None
@@ -223,9 +245,14 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs) -> dict[str, Any
         "mm_token_type_ids": torch.nn.functional.pad(types, (columns, 0)),
     }
     if tokens.input_ids is not None:
-        inputs["input_ids"] = tokens.input_ids
+        past = tokens.input_ids.new_zeros(tokens.input_ids.shape[0], columns if whole_ids else 0)
+        note = pruned.cached_after
+        if past.shape[1] and note is not None and note.token_ids is not None:
+            places = note.kept_indices[:, :columns]
+            past = note.token_ids.to(past.device).gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
+        inputs["input_ids"] = torch.cat([past, tokens.input_ids], dim=-1)
     if tokens.inputs_embeds is not None:
-        inputs["inputs_embeds"] = model.merge_features(pruned)
+        inputs["inputs_embeds"] = torch.nn.functional.pad(model.merge_features(pruned), (0, 0, columns, 0))
     elif pruned.features:
         inputs["mm_encoder_outputs"] = {"video": BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))}
     return inputs

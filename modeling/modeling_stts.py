@@ -230,13 +230,13 @@ class STTSModel(PruningBackbone, Molmo2Model):
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         tokens.check_one_source()
         shortens = self.video_inputs[0] in vision or CachedPrompt.of(past_key_values) is not None
-        one_sample = packed_rows is False
+        is_packed = packed_rows
         if packed_rows is None:
-            packed_rows = not shortens and holds_packed_rows(
+            is_packed = not shortens and holds_packed_rows(
                 tokens, past_key_values, self.config.text_config, bool(vision)
             )
-        if not shortens and not packed_rows and pruned_length in (None, tokens.shape[1]):
-            if one_sample and attention_mask is None and past_key_values is None:
+        if not shortens and not is_packed and pruned_length in (None, tokens.shape[1]):
+            if packed_rows is False and attention_mask is None and past_key_values is None:
                 # Gaps in the positions, or those of padding, would look like packed samples.
                 attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)
             outputs = super().forward(
@@ -247,6 +247,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
                 mm_token_type_ids=mm_token_type_ids,
                 inputs_embeds=inputs_embeds,
                 mm_encoder_outputs=mm_encoder_outputs,
+                return_dict=True,
                 **vision,
                 **kwargs,
             )
@@ -260,7 +261,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
                 "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
                 "arguments; packed samples are told apart by `position_ids` that start over."
             )
-        pruned = self.prune(tokens, vision, past_key_values, pruning_ratio, pruned_length, with_temporal_loss)
+        pruned = self.prune(
+            tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss
+        )
         embeds = self.merge_features(pruned)
         outputs = super().forward(
             inputs_embeds=embeds,
@@ -268,6 +271,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
             position_ids=pruned.tokens.position_ids,
             past_key_values=past_key_values,
             mm_token_type_ids=pruned.tokens.mm_token_type_ids,
+            return_dict=True,
             **kwargs,
         )
         if pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
@@ -291,6 +295,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
             # A stable sort of the flags brings the placeholders to the front. Boolean indexing, or the backward pass of
             # a masked scatter, would force a host-device sync for their number.
             places = torch.sort((~placeholders).flatten().to(torch.int8), stable=True).indices[: len(features)]
+            places = places.to(embeds.device)
             added = torch.zeros_like(embeds).flatten(0, 1).index_copy(0, places, features.to(embeds))
             embeds = embeds + added.view_as(embeds)
         return embeds
@@ -444,8 +449,9 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         loss = task_loss = None
         if targets:
             sample_ids = None
-            if position_ids is not None:
-                sample_ids = find_samples(position_ids.expand(batch_size, length), tokens.padding_mask)
+            if position_ids is not None and packed_rows is not False:
+                mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -length:]
+                sample_ids = find_samples(position_ids.expand(batch_size, length), mask)
             targets = shorten_targets(targets, kept_indices, sample_ids)
             options = {"labels": None} | targets | kwargs
             loss = task_loss = self.loss_function(logits=logits, vocab_size=self.vocab_size, **options)

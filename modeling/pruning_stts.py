@@ -69,12 +69,10 @@ class PruningPlan:
         return [frames * rows * cols for frames, rows, cols in self.grids]
 
     @property
-    def num_dropped(self) -> list[int]:
-        return [blocks - kept for blocks, kept in zip(self.num_blocks, self.num_kept, strict=True)]
-
-    @property
-    def drops(self) -> bool:
-        return any(self.num_dropped)
+    def counts(self) -> tuple[list[int], list[int], list[int]]:
+        """Blocks of each video, those that stay, and those that go."""
+        blocks, kept = self.num_blocks, self.num_kept
+        return blocks, kept, [n - k for n, k in zip(blocks, kept, strict=True)]
 
     def check_blocks(self, num_patches: int) -> None:
         """Raises `ValueError` where a video's blocks have fewer slots than its frames have patches (`N`)."""
@@ -141,8 +139,7 @@ class RowPlan:
         Raises `ValueError` for a row that is longer than `pruned_length`.
         """
         if self.rows is None or (self.drops_padding and self.num_tokens is None):
-            if pruned_length is None:
-                return int(kept_tokens.sum(-1).max())
+            assert pruned_length is not None  # otherwise `read` reads
             torch._assert_async((kept_tokens.sum(-1) <= pruned_length).all())
             return pruned_length
         before = self.num_tokens or [kept_tokens.shape[1]] * len(self.rows)
@@ -193,9 +190,14 @@ class PruningBackbone:
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Takes the arguments of videos and images that are there out of a call's."""
-        names = (*self.video_inputs, *self.image_inputs, *self.unread_inputs)
-        given = {name: kwargs.pop(name, None) for name in names}
-        return {name: value for name, value in given.items() if value is not None and name not in self.unread_inputs}
+        for name in self.unread_inputs:
+            kwargs.pop(name, None)
+        vision: dict[str, Any] = {}
+        for names in (self.video_inputs, self.image_inputs):
+            given = {name: kwargs.pop(name, None) for name in names}
+            if given[names[0]] is not None:  # without pixels the others say nothing, as in native models
+                vision |= {name: value for name, value in given.items() if value is not None}
+        return vision
 
     def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
         """Placeholders of videos and of images, (B, L) bool each."""
@@ -232,6 +234,7 @@ class PruningBackbone:
         cache: Cache | None = None,
         pruning_ratio: float | None = None,
         pruned_length: int | None = None,
+        packed_rows: bool | None = None,
         with_temporal_loss: bool = False,
     ) -> PrunedInputs:
         """
@@ -246,36 +249,38 @@ class PruningBackbone:
         past_mask, whole_mask, tokens = split_off(tokens, cached)
         if tokens.position_ids is None:
             tokens.position_ids = self.position_tokens(tokens, cached, whole_mask)
-        elif cached.seen == 0 and tokens.sample_ids is None:
+        elif cached.seen == 0 and packed_rows is not False:
             tokens.sample_ids = find_samples(tokens.position_ids, tokens.padding_mask)
         with_videos, with_images = self.video_inputs[0] in vision, self.image_inputs[0] in vision
         plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss) if with_videos else None
-        drops = (plan is not None and plan.drops) or pruned_length not in (None, length)
+        num_blocks, num_kept, num_dropped = ([], [], []) if plan is None else plan.counts
+        drops = any(num_dropped) or pruned_length not in (None, length)
         sequence = KeptSequence.whole(batch_size, length, tokens.device)
         video = dropped = features_per_row = None
         features = []
         if drops or with_videos or with_images:
             of_videos, of_images = self.find_placeholders(tokens, with_videos, with_images)
-            rows = RowPlan.read(
-                of_videos, tokens.padding_mask, [] if plan is None else plan.num_blocks, pruned_length is not None
-            )
+            rows = RowPlan(None)
+            if plan is not None or drops:
+                rows = RowPlan.read(of_videos, tokens.padding_mask, num_blocks, pruned_length is not None)
             images = self.encode_images(vision) if with_images else None
             if plan is not None:
                 video = self.encode_videos(vision[self.video_inputs[0]], plan)
             if drops:
                 keeps = torch.ones_like(of_videos)
-                if video is not None and plan is not None and plan.drops:
-                    keeps = keep_tokens(of_videos, torch.cat([mask.flatten() for mask in video.keep_mask]))
+                if video is not None and any(num_dropped):
+                    keep_mask = torch.cat([mask.flatten() for mask in video.keep_mask])
+                    keeps = keep_tokens(of_videos, keep_mask.to(of_videos.device))
                 if self.config.pruned_position_ids == "compact":
                     dropped = ~keeps  # without padding: positions close only the gaps of dropped tokens
                 if rows.drops_padding and tokens.padding_mask is not None:
                     keeps = keeps & tokens.padding_mask.bool()
-                new_length = rows.new_length([] if plan is None else plan.num_dropped, keeps, pruned_length)
+                new_length = rows.new_length(num_dropped, keeps, pruned_length)
                 sequence = gather_columns(keeps, new_length, rows.padded_right)
-            if video is not None and plan is not None:
+            if video is not None:
                 features.append((sequence.take(of_videos, False), torch.cat(video.pooler_output)))
                 if rows.rows is not None:
-                    features_per_row = [sum(plan.num_kept[v] for v in videos) for videos in rows.rows]
+                    features_per_row = [sum(num_kept[v] for v in videos) for videos in rows.rows]
             if images is not None:
                 placeholders = sequence.take(of_images, False)
                 check_image_placeholders(placeholders, len(images))
@@ -388,7 +393,7 @@ def note_after(cached: CachedPrompt, tokens: Tokens, sequence: KeptSequence, lef
     return CachedPrompt(
         torch.cat([cached.kept_indices, places], dim=-1),
         cached.seen + sequence.length,
-        torch.where(shown, left.position_ids, cached.next_position - 1).amax(-1, keepdim=True) + 1,
+        torch.cat([cached.positions, left.position_ids.masked_fill(~shown, -1)], dim=-1),
         token_ids,
     )
 

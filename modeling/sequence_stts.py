@@ -37,6 +37,13 @@ class Tokens:
         if tokens is None:
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`; both are None.")
         name, dims = ("input_ids", 2) if self.input_ids is not None else ("inputs_embeds", 3)
+        for given in (name, "attention_mask", "position_ids", "mm_token_type_ids"):
+            value = getattr(self, given)
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise TypeError(
+                    f"`{given}` is a {type(value).__name__}, but must be a torch.Tensor; call the processor with "
+                    "return_tensors='pt'."
+                )
         if tokens.dim() != dims or tokens.shape[1] == 0:
             raise ValueError(
                 f"`{name}` has shape {tuple(tokens.shape)}, but must have {dims} dimensions, (batch, length"
@@ -260,7 +267,7 @@ class CachedPrompt:
 
     kept_indices: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
-    next_position: (B, 1) RoPE position of the next token.
+    positions: (B, columns) RoPE position of every column, -1 for those that a mask hides.
     token_ids: (B, seen) those tokens, where known.
     answered: how many of them, at the end, are an answer; each took a position, also those after a row's end.
     unusable: why no prompt fits the cache, or "".
@@ -268,44 +275,55 @@ class CachedPrompt:
 
     kept_indices: torch.Tensor
     seen: int
-    next_position: torch.Tensor
+    positions: torch.Tensor
     token_ids: torch.Tensor | None = None
     answered: int = 0
     unusable: str = ""
+
+    @property
+    def next_position(self) -> torch.Tensor:
+        """(B, 1) RoPE position of the next token."""
+        if self.positions.shape[1] == 0:
+            return self.positions.new_zeros(self.positions.shape[0], 1)
+        return self.positions.amax(-1, keepdim=True) + 1
 
     @staticmethod
     def of(cache: Cache | None) -> "CachedPrompt | None":
         """The note on a cache, cropped as the cache was since; None where no token was dropped."""
         note: CachedPrompt | None = getattr(cache, "pruned_prompt", None)
-        if note is None or cache is None or note.unusable:
-            return note
-        return note.crop(min(int(cache.get_seq_length()), note.kept_indices.shape[1]))
+        if note is None or cache is None:
+            return None
+        columns = int(cache.get_seq_length())
+        if columns == 0:  # it was reset
+            return None
+        return note if note.unusable else note.crop(min(columns, note.kept_indices.shape[1]))
 
     @classmethod
     def untouched(cls, columns: int, batch_size: int, device: torch.device) -> "CachedPrompt":
         """Of a cache that lost nothing: its columns are the caller's tokens."""
         sequence = KeptSequence.whole(batch_size, columns, device)
-        return cls(sequence.kept_indices, columns, torch.full((batch_size, 1), columns, device=device))
+        return cls(sequence.kept_indices, columns, sequence.kept_indices)
 
     def attach(self, cache: Cache) -> None:
         cache.pruned_prompt = self  # type: ignore[attr-defined]  # a place of our own on transformers' object
 
     @staticmethod
     @contextlib.contextmanager
-    def set_aside(cache: Cache | None) -> Iterator[None]:
+    def set_aside(cache: Cache | None, after: "CachedPrompt | None") -> Iterator[None]:
         """
-        Takes the note off a cache while native code counts in the cache's own columns. After an error it is back;
-        otherwise the caller attaches what the cache holds now.
+        Takes the note off a cache while native code counts in the cache's own columns. After an error the old one is
+        back, or, where there was none, the note of what is held since, `after`, as one that no prompt fits. Otherwise
+        the caller attaches what the cache holds now.
         """
         note = CachedPrompt.of(cache)
-        if note is None or cache is None:
-            yield
-            return
-        del cache.pruned_prompt  # type: ignore[attr-defined]
+        if note is not None:
+            del cache.pruned_prompt  # type: ignore[union-attr]
         try:
             yield
         except BaseException:
-            note.attach(cache)
+            left = note or (after and replace(after, unusable="an error ended the call that filled it."))
+            if cache is not None and left is not None:
+                left.attach(cache)
             raise
 
     def positions_of_new(self, num_tokens: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -318,13 +336,17 @@ class CachedPrompt:
         shown = attention_mask[:, self.seen - self.answered :].bool().cumsum(-1)  # (B, answered + L)
         return self.next_position - self.answered + shown[:, self.answered :] - 1
 
+    def check_usable(self) -> None:
+        """Raises `ValueError` for a cache that no prompt fits."""
+        if self.unusable:
+            raise ValueError(f"`past_key_values` cannot be used again: {self.unusable} Call again without it.")
+
     def fitted(self, columns: int, batch_size: int) -> "CachedPrompt":
         """
         This note, where it is that of a cache of `columns` positions in `batch_size` rows. Raises `ValueError` if the
         cache was extended or reordered since.
         """
-        if self.unusable:
-            raise ValueError(f"`past_key_values` cannot be used again: {self.unusable} Call again without it.")
+        self.check_usable()
         if tuple(self.kept_indices.shape) == (batch_size, columns):
             return self
         raise ValueError(
@@ -350,7 +372,7 @@ class CachedPrompt:
             self,
             kept_indices=self.kept_indices[:, :columns],
             seen=self.seen - gone,
-            next_position=self.next_position - gone,
+            positions=self.positions[:, :columns],
             token_ids=None if self.token_ids is None else self.token_ids[:, :-gone],
             answered=max(self.answered - gone, 0),
         )
@@ -361,7 +383,7 @@ class CachedPrompt:
         return replace(
             self,
             kept_indices=self.kept_indices[rows],
-            next_position=self.next_position[rows],
+            positions=self.positions[rows],
             token_ids=None if self.token_ids is None else self.token_ids[rows.to(self.token_ids.device)],
         )
 
@@ -381,7 +403,7 @@ class CachedPrompt:
             self,
             kept_indices=torch.cat([self.kept_indices, added], dim=-1),
             seen=self.seen + num_tokens,
-            next_position=self.next_position + num_tokens,
+            positions=torch.cat([self.positions, self.next_position + steps], dim=-1),
             token_ids=known,
             answered=self.answered + num_tokens,
         )

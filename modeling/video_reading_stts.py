@@ -301,7 +301,9 @@ class VideoFile:
         """Hands each frame wanted to `keep(place, index, frame)`, from several threads where runs lie apart."""
         if self.pts is None:
             self._rewind()
-            _deliver(enumerate(self._decode(self._packets())), range(len(wanted)), wanted, keep)
+            counted = enumerate(self._decode(self._packets()))
+            whole = ((index, frame) for index, frame in counted if not frame.is_corrupt)
+            _deliver(whole, range(len(wanted)), wanted, keep)
             return
         # A run: the places among `wanted` that are decoded in one go, from the keyframe before the first.
         keyframes = self.keyframes[np.searchsorted(self.keyframes, self.pts[wanted], side="right") - 1]

@@ -62,14 +62,14 @@ def test_a_wrong_position_after_the_cache_would_be_seen(model, fault):
     cache = model(**inputs, use_cache=True).past_key_values
     note = cache.pruned_prompt
     if fault == "position_off_by_one":
-        note.next_position = note.next_position + 1
+        note.positions = note.positions + 1
     else:  # where the other rule would go on
         other = (
             inputs["input_ids"].shape[1]
             if model.config.pruned_position_ids == "compact"
             else note.kept_indices.shape[1]
         )
-        note.next_position = torch.full_like(note.next_position, other)
+        note.positions = note.positions + other - note.next_position
     wrong = model(input_ids=text, past_key_values=cache).logits
     assert (wrong - expected).abs().max() > 10 * CLOSE["atol"]
 

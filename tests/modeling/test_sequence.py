@@ -17,6 +17,7 @@ from stts_hf.modeling.sequence_stts import (
 # Two rows of 8 tokens; the first loses 3, the second 5.
 KEPT_TOKENS = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [1, 0, 0, 1, 0, 0, 0, 1]]).bool()
 LEFT = [[0, 1, 3, 6, 7], [-1, -1, 0, 3, 7]]
+POSITIONS = torch.tensor([[0, 1, 3, 6, 7], [-1, -1, 0, 1, 3]])  # the next are 8 and 4
 RIGHT = [[0, 1, 3, 6, 7], [0, 3, 7, -1, -1]]
 
 
@@ -225,7 +226,7 @@ def test_placeholders_that_are_not_whole_videos_are_refused(per_row, videos, mes
 
 
 def test_a_cached_prompt_grows_by_tokens_that_stay():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]))
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
     longer = prompt.extended(2)
     assert longer.kept_indices.tolist() == [[*LEFT[0], 8, 9], [*LEFT[1], 8, 9]]
     assert longer.seen == 10
@@ -233,14 +234,14 @@ def test_a_cached_prompt_grows_by_tokens_that_stay():
 
 
 def test_new_tokens_take_the_next_positions():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]))
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
     everything = torch.ones(2, 11, dtype=torch.int64)
     for mask in (None, everything):
         assert prompt.positions_of_new(3, mask).tolist() == [[8, 9, 10], [4, 5, 6]]
 
 
 def test_tokens_after_the_end_of_a_row_take_no_position():
-    answered = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]])).extended(3)
+    answered = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS).extended(3)
     mask = torch.ones(2, 14, dtype=torch.int64)
     mask[1, 9:12] = 0  # the second row ended after one token; the last of these is new
     positions = answered.positions_of_new(3, mask)
@@ -250,14 +251,14 @@ def test_tokens_after_the_end_of_a_row_take_no_position():
 
 @pytest.mark.parametrize(("length", "batch"), [(4, 2), (6, 2), (5, 1)])
 def test_a_cache_of_another_shape_is_refused(length, batch):
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [8]]))
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
     assert prompt.fitted(5, 2) is prompt
     with pytest.raises(ValueError, match=r"`past_key_values` holds .* recorded 5 for 2"):
         prompt.fitted(length, batch)
 
 
 def test_a_note_is_cropped_as_its_cache_was():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]), torch.arange(16).view(2, 8))
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS, torch.arange(16).view(2, 8))
     answered = prompt.extended(3, torch.arange(6).view(2, 3))
     cropped = answered.crop(6)
     assert cropped.kept_indices.tolist() == [[*LEFT[0], 8], [*LEFT[1], 8]]
@@ -270,13 +271,13 @@ def test_a_note_is_cropped_as_its_cache_was():
 
 @pytest.mark.parametrize("columns", [0, 2])
 def test_a_note_cannot_be_cropped_into_a_video(columns):
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]))
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
     with pytest.raises(ValueError, match=r"was cropped to .*, into the part where video tokens were dropped"):
         prompt.crop(columns)
 
 
 def test_a_note_is_reordered_and_repeated_as_its_cache_is():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]), torch.arange(16).view(2, 8))
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS, torch.arange(16).view(2, 8))
     swapped = prompt.reorder(torch.tensor([1, 0]))
     assert swapped.kept_indices.tolist() == LEFT[::-1]
     assert swapped.next_position.tolist() == [[4], [8]]
@@ -289,11 +290,11 @@ def test_a_note_is_reordered_and_repeated_as_its_cache_is():
 def test_a_note_that_is_set_aside_comes_back_after_an_error():
     cache = DynamicCache()
     cache.update(torch.zeros(2, 1, 5, 4), torch.zeros(2, 1, 5, 4), 0)
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, torch.tensor([[8], [4]]))
+    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
     prompt.attach(cache)
 
     def fail():
-        with CachedPrompt.set_aside(cache):
+        with CachedPrompt.set_aside(cache, None):
             assert CachedPrompt.of(cache) is None
             raise KeyError
 
