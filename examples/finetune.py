@@ -36,4 +36,4 @@ trainer = Trainer(
     optimizers=(optimizer, None),
 )
 trainer.train()  # the loss is task_loss + temporal_loss_weight * temporal_loss
-trainer.save_model()  # a complete folder: weights, code, processor, card
+trainer.save_model()  # a complete folder: weights, code, processor
