@@ -225,8 +225,6 @@ class STTSModel(PruningBackbone, Molmo2Model):
         check_settings(pruning_ratio, pruned_length)
         if vision or mm_encoder_outputs:
             check_text_attention(self.config.text_config)
-        if self.image_inputs[0] in vision:
-            check_tensors(vision, *self.image_inputs)
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         tokens.check_one_source()
         shortens = self.video_inputs[0] in vision or CachedPrompt.of(past_key_values) is not None
@@ -236,6 +234,8 @@ class STTSModel(PruningBackbone, Molmo2Model):
                 tokens, past_key_values, self.config.text_config, bool(vision)
             )
         if not shortens and not is_packed and pruned_length in (None, tokens.shape[1]):
+            if self.image_inputs[0] in vision:
+                check_tensors(vision, *self.image_inputs)
             if packed_rows is False and attention_mask is None and past_key_values is None:
                 # Gaps in the positions, or those of padding, would look like packed samples.
                 attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)

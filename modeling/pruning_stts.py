@@ -245,7 +245,8 @@ class PruningBackbone:
         text, videos, images and cache do not fit each other.
         """
         batch_size, length = tokens.shape
-        cached = take_up(cache, tokens, vision, pruned_length)
+        note = CachedPrompt.of(cache)
+        cached = take_up(note, cache, tokens, vision, pruned_length)
         past_mask, whole_mask, tokens = split_off(tokens, cached)
         if tokens.position_ids is None:
             tokens.position_ids = self.position_tokens(tokens, cached, whole_mask)
@@ -286,7 +287,7 @@ class PruningBackbone:
                 check_image_placeholders(placeholders, len(images))
                 features.append((placeholders, images))
         left = what_is_left(tokens, sequence, dropped, past_mask, getattr(self.config, "pad_token_id", None) or 0)
-        noted = drops or CachedPrompt.of(cache) is not None  # or a cache's columns are not the caller's tokens
+        noted = drops or note is not None  # or a cache's columns are not the caller's tokens
         return PrunedInputs(
             left,
             sequence.kept_indices,
@@ -297,11 +298,12 @@ class PruningBackbone:
         )
 
 
-def take_up(cache: Cache | None, tokens: Tokens, vision: dict[str, Any], pruned_length: int | None) -> CachedPrompt:
-    """What a cache holds of the caller's sequence. Raises `ValueError` where the call cannot continue it."""
+def take_up(
+    note: CachedPrompt | None, cache: Cache | None, tokens: Tokens, vision: dict[str, Any], pruned_length: int | None
+) -> CachedPrompt:
+    """What a cache with that note holds of the caller's sequence; raises `ValueError` where nothing can follow it."""
     batch_size, _ = tokens.shape
     columns = int(cache.get_seq_length()) if cache is not None else 0
-    note = CachedPrompt.of(cache)
     if note is not None and vision:
         raise ValueError(
             f"`{next(name for name in vision if name.startswith('pixel_values'))}` came with `past_key_values` that "
