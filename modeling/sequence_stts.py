@@ -230,14 +230,23 @@ def gather_columns(kept_tokens: torch.Tensor, new_length: int, fill_right: bool 
     return KeptSequence(order.masked_fill(~kept_tokens.gather(-1, order), -1), length)
 
 
+def align_labels(kept_indices: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED_LABEL) -> torch.Tensor:
+    """
+    Labels (B, L') beside the columns of a model's logits (B, L', vocabulary), from which pruned tokens are gone.
+
+    kept_indices: (B, L') the outputs' field of this name. labels: (B, L) as they were given to the model. Filler gets
+    `ignore_index`.
+    """
+    return labels.gather(-1, kept_indices.clamp_min(0)).masked_fill(kept_indices < 0, ignore_index)
+
+
 def take_labels(labels: torch.Tensor, kept_indices: torch.Tensor) -> torch.Tensor:
     """
     Labels (B, L) of the caller's sequence for the columns that are left, (B, L'). Filler is ignored (-100), and so is
     a row's first token where filler precedes it, since nothing predicts it.
     """
-    is_filler = kept_indices < 0
-    after_filler = nn.functional.pad(is_filler[:, :-1], (1, 0))
-    return labels.gather(-1, kept_indices.clamp_min(0)).masked_fill(is_filler | after_filler, IGNORED_LABEL)
+    after_filler = nn.functional.pad(kept_indices[:, :-1] < 0, (1, 0))
+    return align_labels(kept_indices, labels).masked_fill(after_filler, IGNORED_LABEL)
 
 
 def shorten_targets(
@@ -254,7 +263,7 @@ def shorten_targets(
         if kept_indices is not None and name == "labels":
             target = take_labels(target, kept_indices)
         elif kept_indices is not None:  # they lie with the token before, which keeps what it had to predict
-            target = target.gather(-1, kept_indices.clamp_min(0)).masked_fill(kept_indices < 0, IGNORED_LABEL)
+            target = align_labels(kept_indices, target)
         shortened[name] = target
     return shortened
 

@@ -7,6 +7,7 @@ import jinja2
 import torch
 
 from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.sequence_stts import align_labels as align_labels
 
 IGNORED = -100
 
@@ -139,13 +140,3 @@ def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tupl
         learned |= (starts >= start) & (ends <= end) & (ends > starts)
     learned[0] = False  # nothing predicts a sample's first token
     return input_ids.where(learned, IGNORED)
-
-
-def align_labels(kept_indices: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
-    """
-    Labels (B, L') beside the columns of a model's logits (B, L', vocabulary), from which pruned tokens are gone.
-
-    kept_indices: (B, L') the outputs' field of this name. labels: (B, L) as they were given to the model. Filler gets
-    `ignore_index`.
-    """
-    return labels.gather(-1, kept_indices.clamp_min(0)).masked_fill(kept_indices < 0, ignore_index)
