@@ -3,12 +3,9 @@
 import contextlib
 import json
 import os
-import random
 import shutil
-import signal
-import time
-import traceback
-import warnings
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,69 +14,17 @@ import torch
 
 from stts_hf import STTSForConditionalGeneration
 from stts_hf.training.checkpointing import STAGE, clear_leftovers, last_checkpoint, publish
-from tests.forked import let_go_of_shared_locks
 from tests.stts_hf.training.runs import Rows, logged, trainer
 
 EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
 
-class ChildError(Exception):
-    """The forked run ended before it was killed."""
-
-
-def save_until_killed(folder: Path, seconds: float) -> None:
-    """Forks a run that does little but save, and kills it `seconds` after its first checkpoint."""
-    child = os.fork()
-    if child == 0:
-        try:
-            let_go_of_shared_locks()
-            options: dict[str, Any] = {
-                "max_steps": 10_000,
-                "save_total_limit": 2,
-                "logging_steps": 10_000,
-                **EVERY_STEP,
-            }
-            trainer(folder, data=Rows([[4]]), **options).train()
-        except BaseException:
-            (folder / "error.txt").write_text(traceback.format_exc())
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 60
-    while not list(folder.glob("checkpoint-*")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
-        return
-    # A fork of a process with threads may fail by itself: once in many, and then it says how.
-    warnings.warn((folder / "error.txt").read_text(), stacklevel=2)
-    raise ChildError
-
-
 @pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_the_last_checkpoint_loadable(tmp_path):
-    generator = random.Random(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads do not survive a fork
-    unfinished = failed = 0
-    for attempt in range(10):
-        folder = tmp_path / str(attempt)
-        try:
-            save_until_killed(folder, 0.3 * generator.random())
-        except ChildError:
-            failed += 1
-            continue
-        unfinished += (folder / STAGE).exists()
-        steps = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
-        last = max(steps)
-        assert last_checkpoint(folder) == str(folder / f"checkpoint-{last}")
-        run = trainer(folder, data=Rows([[4]]), max_steps=last + 1)
-        run.train(resume_from_checkpoint=True)
-        assert run.state.global_step == last + 1
-        assert not (folder / STAGE).exists()
-    torch.set_num_threads(threads)
-    assert unfinished  # else the kills missed all saves
-    assert failed <= 1
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint_loadable():
+    command = [sys.executable, "-m", "tests.stts_hf.training.kill_trainings", "--unfinished", "4"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout.splitlines()[-1])["unfinished"] == 4
 
 
 @pytest.fixture
