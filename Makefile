@@ -34,7 +34,7 @@ test: lint
 test-all: test
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30 -m slow
 
-# Hours, in environments of its own; ENVIRONMENTS="torch-lowest transformers-5.21" runs some of them.
+# Half an hour, in environments of its own; ENVIRONMENTS="lowest newest" runs some of them.
 test-matrix: $(VENV)/.installed-dev
 	$(TEST_ENV) $(BIN)/python tests/matrix.py $(ENVIRONMENTS)
 
