@@ -55,7 +55,7 @@ RELIED_ON = {
         "self, output_dir, state_dict",
         f"{TRAINER}.save_model",
         r"self\._save\(output_dir, state_dict=state_dict\)",
-        "every folder with weights gets a model card",
+        "a model moves to its place when it is whole, and every folder with weights gets a model card",
     ),
     f"{TRAINER}._get_grad_norm": Native(
         "self, model, grad_norm",

@@ -1,7 +1,7 @@
-"""Checkpoints that appear whole or not at all.
+"""Checkpoints, and the model saved at the end, that appear whole or not at all.
 
-`Trainer` writes into `checkpoint-N` file by file. Here everything is written under `_saving/` in the output folder, and
-the folder moves to its place when it is whole. The next run removes what a kill leaves.
+`Trainer` writes into `checkpoint-N`, and into the output folder itself, file by file. Here everything is written under
+`_saving/` in the output folder, and moves to its place when it is whole. The next run removes what a kill leaves.
 """
 
 import json
@@ -15,7 +15,8 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
-from stts_hf.checkpoints.atomic_folder import atomic_folder, recover
+from stts_hf.checkpoints.atomic_folder import atomic_folder, flush, move_files, recover
+from stts_hf.checkpoints.card import CARD
 
 logger = logging.get_logger(__name__)
 
@@ -24,7 +25,7 @@ STATE = "trainer_state.json"
 
 
 class AtomicCheckpointMixin:
-    """Goes before `Trainer`: a kill at any moment leaves the last checkpoint loadable."""
+    """Goes before `Trainer`: a kill at any moment of a save leaves what was saved before it loadable."""
 
     _stage: Path | None = None
     _push_later = False
@@ -58,6 +59,26 @@ class AtomicCheckpointMixin:
         trainer.accelerator.wait_for_everyone()
         if self._push_later:
             self._push_from_checkpoint(str(final))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model, into a folder that may hold checkpoints and logs; last its config, without which it is none."""
+        trainer: Any = self
+        if self._stage is not None or not trainer.args.should_save:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        folder = Path(output_dir or trainer.args.output_dir)
+        clear_leftovers(folder)
+        staged = folder / STAGE / "model"
+        staged.mkdir(parents=True)
+        try:
+            if (folder / CARD).is_file():
+                shutil.copy(folder / CARD, staged)  # PEFT writes its data into the card that is there
+            super()._save(str(staged), state_dict)  # type: ignore[misc]
+            flush(staged)
+            config = "adapter_config.json" if (staged / "adapter_config.json").is_file() else "config.json"
+            move_files(staged, folder, commit_marker=config)
+        finally:
+            shutil.rmtree(staged.parent, ignore_errors=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._stage is not None:  # the upload runs on while the folder moves

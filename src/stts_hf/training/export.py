@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from stts_hf import __version__
+from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.push import refusals
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
@@ -38,9 +39,10 @@ def save(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
     if run.config.model.merge_adapter:
         merged: Any = adapted_model(run, trainer, output).merge_and_unload()
         merged = merged.to(merged.dtype)  # the scorer was trained in float32, whatever the model's
-        merged.save_pretrained(output / MERGED)
-        run.processor.save_pretrained(output / MERGED)
-        write_card(run, trainer, output / MERGED)
+        with atomic_folder(output / MERGED, overwrite=True) as folder:
+            merged.save_pretrained(folder)
+            run.processor.save_pretrained(folder)
+            write_card(run, trainer, folder)
     if trainer.args.push_to_hub:
         push(trainer, output)
 

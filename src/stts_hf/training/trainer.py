@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # what a collator may add for the trainer
 
 
-class STTSTrainer(AtomicCheckpointMixin, ModelCardTrainerMixin, Trainer):
+class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     """
     `Trainer` for an `STTSForConditionalGeneration`, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from stts_hf import STTSForConditionalGeneration
+from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.training.checkpointing import STAGE, clear_leftovers, last_checkpoint, publish
+from tests.checkpoints import TINY
 from tests.stts_hf.training.runs import Rows, logged, trainer
+from tests.tiny import tiny_model
 
 EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
@@ -132,6 +135,31 @@ def test_an_error_leaves_the_checkpoints_there_were(run_folder, monkeypatch):
         run.train(resume_from_checkpoint=True)
     assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-3")
     assert not (run_folder / "checkpoint-4").exists()
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "adapter"])
+def test_an_error_amid_the_save_at_the_end_leaves_what_was_there(tmp_path, monkeypatch, adapter):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=[r"q_proj"])) if adapter else tiny_model()
+    run = trainer(tmp_path, model=model, processing_class=STTSProcessor.from_pretrained(TINY), max_steps=1)
+    run.train()
+    run.save_model()
+    (tmp_path / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    config, weights = ("adapter_config.json", "adapter_model") if adapter else ("config.json", "model")
+    expected = {config, f"{weights}.safetensors", "processor_config.json", "training_args.bin", "README.md"}
+    assert expected <= before.keys()
+    for parameter in run.model.parameters():
+        parameter.data += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(STTSProcessor, "save_pretrained", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.save_model()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    run.save_model()
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys()
+    assert after[f"{weights}.safetensors"] != before[f"{weights}.safetensors"]
+    assert after["notes.txt"] == b"mine"
 
 
 def test_old_checkpoints_go_when_the_new_one_is_there(tmp_path):
