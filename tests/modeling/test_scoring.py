@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from stts_hf.benchmark.memory import peak_memory
+from stts_hf.benchmark.meters import peak_memory
 from stts_hf.modeling.scoring_stts import (
     SIMILARITY_CHUNK,
     TokenScorer,

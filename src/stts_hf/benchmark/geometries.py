@@ -1,4 +1,4 @@
-"""Shapes of models to measure. Weights are random: speed does not depend on them, only on how many there are."""
+"""Models to measure and their inputs, all random: speed does not depend on values, only on how many there are."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import Molmo2ForConditionalGeneration
 
-from stts_hf.benchmark.stock import PARTS, stock_twin
-from stts_hf.benchmark.workloads import Workload
+from stts_hf.benchmark.presets import Workload
+from stts_hf.benchmark.stock import stock_twin
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
@@ -101,16 +101,15 @@ def build_models(geometry: str, dtype: torch.dtype, device: torch.device) -> Mod
 def configure(models: Models, workload: Workload, backend: str) -> None:
     """Sets both models alike: layout of the packed patches (only STTS has one), attention, mode, checkpointing."""
     models[0].config.vision_config.packing = workload.layout
-    flash = backend.startswith("flash_attention")
+    # Bidirectional vision tokens need a mask in the language model, and flash attention takes none; flex attention is
+    # for masks, of which the vision tower has none.
+    of_text = "sdpa" if backend.startswith("flash_attention") else backend
+    of_vision = "sdpa" if backend == "flex_attention" else backend
     training = workload.mode == "training"
     for model in models:
-        for part in PARTS:
-            config = getattr(model.config, part) if part else model.config
-            # Bidirectional vision tokens need a mask in the language model, and flash attention takes none; flex
-            # attention is for masks, of which the vision tower has none.
-            of_text = part in ("", "text_config")
-            plain = (of_text and flash) or (not of_text and backend == "flex_attention")
-            config._attn_implementation = "sdpa" if plain else backend
+        model.config._attn_implementation = of_text  # of its parts too
+        for part in ("vision_config", "adapter_config"):
+            getattr(model.config, part)._attn_implementation = of_vision
         model.train(training)
         # transformers 5.23 renamed these.
         renamed = hasattr(model, "activation_checkpointing_enable")
@@ -119,3 +118,47 @@ def configure(models: Models, workload: Workload, backend: str) -> None:
             getattr(model, f"{name}_enable")({"use_reentrant": False})
         else:
             getattr(model, f"{name}_disable")()
+
+
+def workload_inputs(workload: Workload, config: STTSConfig, device: torch.device) -> dict[str, Any]:
+    """
+    Arguments of `model(...)`, laid out as the processor does: each row has 3 text tokens, one video, more text.
+
+    Pixels and ids are random, never zeros. Returns input_ids, attention_mask, mm_token_type_ids (B, L),
+    pixel_values_videos (F, N, pixels), video_token_pooling (G, S), video_grids (V, 3), and labels (B, L) for training:
+    the text after the video.
+    """
+    vision = config.vision_config
+    generator = torch.Generator(device).manual_seed(0)
+    patch_rows, patch_cols = (side // vision.patch_size for side in vision.image_size)
+    rows, cols = vision.block_grid
+    height, width = vision.pooling_size
+    patches = torch.arange(patch_rows * patch_cols, device=device).view(rows, height, cols, width)
+    windows = patches.transpose(1, 2).reshape(rows * cols, height * width)  # (n, S)
+    frames = workload.batch * workload.frames
+    first = torch.arange(frames, device=device) * (patch_rows * patch_cols)
+    pixels = vision.patch_size**2 * vision.num_channels
+    text = config.text_config.vocab_size
+
+    frame = [0] * workload.timestamp_tokens + [config.frame_start_token_id]
+    frame += [config.image_patch_id] * (rows * cols) + [config.frame_end_token_id]
+    answer = max(workload.text_tokens - 3, 1)
+    row = torch.tensor([0] * 3 + frame * workload.frames + [0] * answer, device=device)
+    input_ids = row.repeat(workload.batch, 1)
+    drawn = torch.randint(1, text, input_ids.shape, generator=generator, device=device)
+    input_ids = torch.where(input_ids < text, drawn, input_ids)
+    inputs = {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "mm_token_type_ids": (input_ids >= text).long(),
+        "pixel_values_videos": torch.randn(
+            frames, patch_rows * patch_cols, pixels, generator=generator, device=device
+        ).to(getattr(torch, workload.dtype)),
+        "video_token_pooling": (windows + first[:, None, None]).flatten(0, 1),
+        "video_grids": torch.tensor([[workload.frames, rows, cols]] * workload.batch),
+    }
+    if workload.mode == "training":
+        labels = torch.full_like(input_ids, -100)
+        labels[:, -answer:] = input_ids[:, -answer:]
+        inputs["labels"] = labels
+    return inputs

@@ -1,14 +1,45 @@
-"""Named sets of workloads, each one command, and how to vary them."""
+"""What is measured: workloads, presets of them, each one command, and how to vary them."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from stts_hf.benchmark.workloads import Workload
+from stts_hf.modeling.settings_stts import Packing
 
 ALL = (0.0, 0.3, 0.4, 0.5)
 PRUNED = (0.3, 0.4, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """
+    mode: "tower" (tower and connector), "inference" (pixels to logits, then `decode_tokens` tokens one by one) or
+        "training" (forward, backward, optimiser step). frames: of each video. batch: rows, each with one video.
+    ratios: pruning ratios `k`; stock Molmo2 always runs beside them. layout: `packing` of the survivors.
+    backend: `attn_implementation`. text_tokens: of a row besides the video's. timestamp_tokens: before each frame.
+    checkpointing: recompute activations in the backward pass, on both sides.
+    """
+
+    mode: str
+    geometry: str
+    frames: int
+    ratios: tuple[float, ...] = (0.0, 0.3, 0.4, 0.5)
+    batch: int = 1
+    layout: Packing = "varlen"
+    backend: str = "sdpa"
+    dtype: str = "float32"
+    text_tokens: int = 64
+    timestamp_tokens: int = 7
+    decode_tokens: int = 4
+    checkpointing: bool = False
+
+    @property
+    def title(self) -> str:
+        rows = f"{self.batch} x " if self.batch > 1 else ""
+        extra = ", gradient checkpointing" if self.checkpointing and self.mode == "training" else ""
+        how = f"{self.geometry}, {self.layout}, {self.backend}, {self.dtype}{extra}"
+        return f"{self.mode}, {rows}{self.frames} frames, {how}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,25 +54,17 @@ class Clip:
 @dataclasses.dataclass(frozen=True)
 class Preset:
     """
-    takes: what to expect, for `--list`. workloads: in the order in which they run. repeats: most rounds of each.
-    budget_minutes: what to aim at; a workload stops at 3 rounds where its share is spent. clips: files on which readers
-    are compared. needs_gpu: why this is not for a CPU, or None. Raises `ValueError` for values that cannot be.
+    takes: what to expect, for `--list`. workloads: in the order in which they run. repeats: timed rounds of each.
+    clips: files on which readers are compared. needs_gpu: why this is not for a CPU, or None.
     """
 
     name: str
     help: str
     takes: str
     workloads: tuple[Workload, ...] = ()
-    repeats: int = 7
-    budget_minutes: float = 10.0
+    repeats: int = 3
     clips: tuple[Clip, ...] = ()
     needs_gpu: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"`repeats` is {self.repeats}, but must be at least 1.")
-        if not self.budget_minutes > 0:
-            raise ValueError(f"`budget_minutes` is {self.budget_minutes}, but must be above 0.")
 
 
 _TINY = Workload("tower", "tiny", 4, (0.0, 0.5), text_tokens=16, timestamp_tokens=2, decode_tokens=2)
@@ -67,22 +90,18 @@ _PRESETS = (
             dataclasses.replace(_TINY, mode="inference", batch=2),
             dataclasses.replace(_TINY, mode="training", batch=2),
         ),
-        repeats=3,
-        budget_minutes=0.1,
     ),
     Preset(
         "tower",
         "vision tower and connector of Molmo2 (SigLIP2 So400M/14, 25 layers)",
         "11 min, 5 GB on 2 CPU cores",
         (Workload("tower", "so400m", 8, ALL), Workload("tower", "so400m", 16, (0.5,))),
-        budget_minutes=11.0,
     ),
     Preset(
         "paper",
         "Molmo2-4B with random weights at the sizes of the paper's two tables, beside the paper's speed-ups",
         "12 to 17 min worked out from FLOPs, not measured; 110 GB of GPU memory for stock Molmo2 in training",
         _PAPER,
-        repeats=3,
         needs_gpu="4.9 billion weights and 33 PFLOP a round take hours on a CPU; use --preset paper-small there",
     ),
     Preset(
@@ -90,14 +109,13 @@ _PRESETS = (
         "Molmo2-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
         "13 min, 14 GB on 2 CPU cores",
         (_SMALL, dataclasses.replace(_SMALL, mode="training")),
-        budget_minutes=11.0,
+        repeats=4,
     ),
     Preset(
         "paper-small-256",
         "the same at 256 frames: smaller still, with attention's share as in 4B at 256 frames",
         "8 min, 10 GB on 2 CPU cores",
         (_LONG, dataclasses.replace(_LONG, mode="training")),
-        repeats=3,
     ),
     Preset(
         "scaling",
@@ -109,7 +127,6 @@ _PRESETS = (
         "decode",
         "64 frames of a one-hour 480p file, and of 32 seconds, beside transformers' PyAV reader",
         "6 min, 1 GB on 2 CPU cores",
-        repeats=3,
         clips=(Clip(3600.0), Clip(32.0)),
     ),
 )
@@ -122,44 +139,29 @@ def find_preset(name: str, on_gpu: bool = False) -> Preset:
         raise ValueError(f"`preset` is {name!r}, but must be one of {', '.join(PRESETS)}.")
     preset = PRESETS[name]
     if on_gpu and name in ("tower", "scaling"):
-        workloads = [
-            dataclasses.replace(workload, geometry="so400m", dtype="bfloat16") for workload in preset.workloads
-        ]
-        preset = dataclasses.replace(preset, workloads=tuple(workloads))
+        full_size = [dataclasses.replace(it, geometry="so400m", dtype="bfloat16") for it in preset.workloads]
+        preset = dataclasses.replace(preset, workloads=tuple(full_size))
     return preset
 
 
 def vary(
-    preset: Preset,
-    repeats: int | None = None,
-    budget_minutes: float | None = None,
-    modes: Sequence[str] | None = None,
-    ratios: Sequence[float] | None = None,
-    frames: Sequence[int] | None = None,
-    **names: Sequence[Any] | None,
+    preset: Preset, modes: Sequence[str] | None = None, repeats: int | None = None, **axes: Sequence[Any] | None
 ) -> Preset:
     """
-    The same preset with other values, every combination of them. Modes choose among the preset's workloads, whose
-    fields the other axes replace: `ratios`, `frames`, `batches`, `layouts`, `backends`, `dtypes`.
+    The same preset with other values. `modes` chooses among its workloads; `axes` replaces their fields of these names,
+    every combination of the values, where there are any.
 
-    Raises `ValueError`, naming argument and remedy, for values that cannot be.
+    Raises `ValueError` where nothing is left to measure.
     """
-    if budget_minutes is not None and not preset.workloads:
-        raise ValueError(f"`budget_minutes` has no effect on preset {preset.name!r}, which runs no model.")
-    axes: dict[str, Any] = {"frames": frames, "ratios": ratios and [tuple(sorted(set(ratios)))]}
-    axes |= {name.removesuffix("es" if name == "batches" else "s"): values for name, values in names.items()}
-    chosen = {axis: values for axis, values in axes.items() if values}
-    workloads = [workload for workload in preset.workloads if modes is None or workload.mode in modes]
+    chosen = {field: values for field, values in axes.items() if values}
+    workloads = [workload for workload in preset.workloads if not modes or workload.mode in modes]
     if (chosen or modes) and not workloads:
         has = sorted({workload.mode for workload in preset.workloads})
         raise ValueError(
             f"preset {preset.name!r} measures {' and '.join(has) or 'files'}, which these options leave out."
         )
     varied: dict[Workload, Workload] = {}  # of workloads that differ in ratios alone, the first
-    for workload in workloads:
-        for values in itertools.product(*chosen.values()):
-            new = dataclasses.replace(workload, **dict(zip(chosen, values, strict=True)))
-            varied.setdefault(dataclasses.replace(new, ratios=()), new)
-    given: dict[str, Any] = {"repeats": repeats, "budget_minutes": budget_minutes}
-    given = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(preset, workloads=tuple(varied.values()), **given)
+    for workload, values in itertools.product(workloads, itertools.product(*chosen.values())):
+        new = dataclasses.replace(workload, **dict(zip(chosen, values, strict=True)))
+        varied.setdefault(dataclasses.replace(new, ratios=()), new)
+    return dataclasses.replace(preset, workloads=tuple(varied.values()), repeats=repeats or preset.repeats)

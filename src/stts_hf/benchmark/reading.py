@@ -1,7 +1,11 @@
-"""Some frames of a video file: our reader beside transformers' PyAV reader, each run in a process of its own."""
+"""Some frames of a video file: our reader beside transformers' PyAV reader, each run in a process of its own.
+
+The files are made on the spot: a short clip is drawn and encoded, longer ones repeat its packets.
+"""
 
 import hashlib
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -9,25 +13,27 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import read_video_pyav
 
-from stts_hf.benchmark.clips import write_clip
-from stts_hf.benchmark.memory import proc_bytes
+from stts_hf.benchmark.meters import proc_bytes
 from stts_hf.benchmark.presets import Clip
 from stts_hf.benchmark.stages import TOTAL
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.visualize.sample_clip import write_sample_clip
 
 PYAV, OURS, PREPROCESSED = "transformers (PyAV)", "stts_hf", "stts_hf, resized and cut into patches"
 READERS = (PYAV, OURS, PREPROCESSED)
+FPS = 25
+DRAWN_SECONDS = 30.0
 
 
-def measure_clip(
-    clip: Clip, repeats: int, on_pass: Callable[[str], None] = lambda _: None, readers: tuple[str, ...] = READERS
-) -> dict[str, Any]:
+def measure_clip(clip: Clip, repeats: int) -> dict[str, Any]:
     """
     Makes the clip and reads frames of it with every reader, `repeats` times, in turns. Returns a cell of the result.
 
@@ -36,19 +42,24 @@ def measure_clip(
     whether the frames of every run were byte for byte those that our reader gave first. transformers' reader is told
     which frames to read.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    lines, columns = clip.size
+    title = f"{clip.frames} frames of {clip.seconds:g} s of {columns}x{lines} H.264 at {FPS} frames per second"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tqdm(total=1 + repeats * len(READERS), desc=title, unit="read", leave=False, disable=None) as bar,
+    ):
         path = str(Path(folder) / "video.mp4")
         write_clip(path, clip.seconds, clip.size)
-        on_pass("video made")
         chosen = _in_new_process(read_once, OURS, path, clip.frames, [])
-        runs: dict[str, list[dict[str, Any]]] = {reader: [] for reader in readers}
+        bar.update()
+        runs: dict[str, list[dict[str, Any]]] = {reader: [] for reader in READERS}
         order = []
         for repeat in range(repeats):
-            first = repeat % len(readers)
-            order.append(list(readers[first:] + readers[:first]))
+            first = repeat % len(READERS)
+            order.append(list(READERS[first:] + READERS[:first]))
             for reader in order[-1]:
                 runs[reader].append(_in_new_process(read_once, reader, path, clip.frames, chosen["indices"]))
-                on_pass(reader)
+                bar.update()
     variants = [
         {
             "name": reader,
@@ -59,8 +70,6 @@ def measure_clip(
         }
         for reader, done in runs.items()
     ]
-    lines, columns = clip.size
-    title = f"{clip.frames} frames of {clip.seconds:g} s of {columns}x{lines} H.264 at 25 frames per second"
     return {"title": title, "status": "ok", "order": order, "variants": variants}
 
 
@@ -99,3 +108,33 @@ def _in_new_process(function: Callable[..., dict[str, Any]], *arguments: Any) ->
     """Runs a function with as many threads as here; passes on what it raises."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments, torch.get_num_threads()).result()
+
+
+def write_clip(path: str | os.PathLike, seconds: float, size: tuple[int, int]) -> None:
+    """
+    Writes an MP4 of at least `seconds` seconds, 25 frames a second; raises `ValueError` for less than one frame.
+
+    Up to 30 seconds are drawn and encoded; what is longer repeats them, packet by packet, which takes seconds where
+    encoding an hour would take most of one. A decoder cannot tell: every repetition begins with a keyframe.
+    """
+    drawn = min(seconds, DRAWN_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        piece = Path(folder) / "piece.mp4"
+        write_sample_clip(piece, seconds=drawn, fps=FPS, size=size)
+        repeat_clip(piece, path, max(1, -(-round(seconds * FPS) // round(drawn * FPS))))
+
+
+def repeat_clip(source: str | os.PathLike, destination: str | os.PathLike, times: int) -> None:
+    """Writes the video of `source` `times` times over into `destination`, without decoding it."""
+    with av.open(os.fspath(source)) as read, av.open(os.fspath(destination), "w") as written:
+        stream = read.streams.video[0]
+        copy = written.add_stream_from_template(stream)
+        copy.time_base = stream.time_base
+        start, length = stream.start_time or 0, stream.duration or 0
+        for repetition in range(times):
+            read.seek(start, stream=stream)
+            for packet in read.demux(stream):
+                if packet.size and packet.pts is not None and packet.dts is not None:
+                    packet.pts, packet.dts = packet.pts + repetition * length, packet.dts + repetition * length
+                    packet.stream = copy
+                    written.mux(packet)

@@ -1,6 +1,10 @@
-"""A result as one Markdown table and one plot; every figure is worked out from the raw samples."""
+"""A result's folder: `result.json` with the raw samples, and one table and one plot that are worked out from them."""
 
 import dataclasses
+import importlib.util
+import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +13,16 @@ from torch.utils.benchmark import Measurement, TaskSpec
 
 from stts_hf.benchmark.stages import STAGES, TOTAL
 
-# Supplement, "Detailed Throughput Tables", Molmo2-4B, 8 H100: (mode, frames in a batch) to speed-up over the paper's
-# own system without pruning. The batches per second printed beside the 1.88x in training make it 1.78x.
-PAPER_RATIOS = (0.3, 0.4, 0.5)
+SCHEMA = 2
+RESULT, UNFINISHED, PAGE, PLOT = "result.json", "unfinished.json", "README.md", "plot.png"
+
+# Supplement, "Detailed Throughput Tables", Molmo2-4B, 8 H100: (mode, frames in a batch) to speed-ups over
+# the paper's own system without pruning. The batches per second printed beside the 1.88x in training make it 1.78x.
 PAPER_SPEED_UPS = {
-    ("training", 128): (1.28, 1.44, 1.62),
-    ("training", 256): (1.48, 1.88, 2.25),
-    ("inference", 128): (1.14, 1.30, 1.61),
-    ("inference", 256): (1.45, 1.71, 2.22),
+    ("training", 128): {0.3: 1.28, 0.4: 1.44, 0.5: 1.62},
+    ("training", 256): {0.3: 1.48, 0.4: 1.88, 0.5: 2.25},
+    ("inference", 128): {0.3: 1.14, 0.4: 1.30, 0.5: 1.61},
+    ("inference", 256): {0.3: 1.45, 0.4: 1.71, 0.5: 2.22},
 }
 
 LEGEND = """\
@@ -25,6 +31,68 @@ ratio of medians), and "of" its FLOP ideal: the first column's FLOPs over this o
 (matrix products and attention; nothing for norms, activations, sorting and copying), with the share of it that was
 reached. Memory is the most that a pass holds beyond weights, inputs and the optimiser's state; of a reader, beyond what
 its process holds after its imports. [Benchmarks](../README.md) says what the stages are."""
+
+
+def check_folder(folder: Path) -> None:
+    """
+    Raises `ValueError` where a result could not be written to `folder`, which need not exist yet, or would replace
+    files that no benchmark of this version wrote.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("writing a result draws a plot, which needs matplotlib: pip install 'stts-hf[bench]'")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {folder} must be a folder that can be written, but {there} is not")
+    if any(os.path.lexists(folder / name) for name in (RESULT, UNFINISHED, PAGE, PLOT)):
+        try:
+            read_result(folder)
+        except ValueError as error:
+            raise ValueError(f"--output {folder} holds files that would be replaced; name another: {error}") from error
+
+
+def write_samples(result: Mapping[str, Any], folder: Path) -> None:
+    """Writes `result.json`, or `unfinished.json` beside any result of an earlier run, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as beside:
+        written = Path(beside, RESULT if result["finished"] else UNFINISHED)
+        written.write_text(json.dumps(result, indent=1) + "\n")
+        written.replace(folder / written.name)
+
+
+def write_result(result: Mapping[str, Any], folder: Path) -> None:
+    """
+    Writes JSON, page and picture into `folder`, each whole or not at all; with a finished result, what an unfinished
+    run left goes. Other files stay. Raises `ImportError` without matplotlib.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as beside:
+        draw(result, Path(beside, PLOT))
+        Path(beside, PAGE).write_text(page(result))
+        for name in (PLOT, PAGE):
+            Path(beside, name).replace(folder / name)
+    write_samples(result, folder)
+    if result["finished"]:
+        (folder / UNFINISHED).unlink(missing_ok=True)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """
+    The result in `folder`; without one what a run that did not finish left. Raises `ValueError` where there is neither,
+    or one of another schema.
+    """
+    path = next((folder / name for name in (RESULT, UNFINISHED) if (folder / name).exists()), folder / RESULT)
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a benchmark's result: {error}") from error
+    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has another schema than {SCHEMA}; measure again")
+    return result
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The page as it stands in a folder, with the picture."""
+    return markdown(result) + f"\n![plot]({PLOT})\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +213,10 @@ def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], total: Summary
 
 def _paper_speed_up(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> float | None:
     workload = cell.get("workload")
-    if not workload or workload["geometry"] != "molmo2-4b" or variant["pruning_ratio"] not in PAPER_RATIOS:
+    if not workload or workload["geometry"] != "molmo2-4b":
         return None
-    speed_ups = PAPER_SPEED_UPS.get((workload["mode"], workload["frames"] * workload["batch"]))
-    return speed_ups and speed_ups[PAPER_RATIOS.index(variant["pruning_ratio"])]
+    of_paper = PAPER_SPEED_UPS.get((workload["mode"], workload["frames"] * workload["batch"]), {})
+    return of_paper.get(variant["pruning_ratio"])
 
 
 def _failures(cells: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,11 +2,12 @@
 
 import contextlib
 import datetime
+import itertools
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from stts_hf import __version__
 from stts_hf.benchmark.measure import measure_workloads
 from stts_hf.benchmark.presets import Preset
-from stts_hf.benchmark.reading import READERS, measure_clip
+from stts_hf.benchmark.reading import measure_clip
+from stts_hf.benchmark.report import SCHEMA
 
-SCHEMA = 2
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
 FLASH_BACKENDS = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
@@ -45,51 +46,30 @@ def check_runnable(preset: Preset, device: torch.device, force: bool = False) ->
             raise ValueError(f"backend {workload.backend!r} needs {needs}; or use --backends sdpa")
 
 
-def run_preset(
-    preset: Preset,
-    device: torch.device,
-    command: str,
-    on_pass: Callable[[str], None] = lambda _: None,
-    on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> dict[str, Any]:
+def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[dict[str, Any]]:
     """
-    Measures everything in `preset` and returns the result.
-
-    Args:
-        command: what the user typed, to be named beside every figure.
-        on_pass: called with what was just done, `count_passes(preset)` times at most.
-        on_progress: called with the result so far, `"finished": False`, whenever a cell is complete.
+    Measures everything in `preset`; yields the result so far whenever a cell is complete, and at the end once more with
+    `"finished": True`. command: what the user typed, to be named beside every figure.
     """
-    started, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
+    clock = time.perf_counter()
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "preset": preset.name,
         "command": command,
-        "started": started.strftime("%Y-%m-%d %H:%M UTC"),
+        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
         "finished": False,
         "machine": describe_machine(device),
         "versions": describe_versions(),
         "cells": [],
     }
-
-    def add(cell: dict[str, Any]) -> None:
+    of_models = measure_workloads(preset.workloads, device, preset.repeats)
+    of_readers = (measure_clip(clip, preset.repeats) for clip in preset.clips)
+    for cell in itertools.chain(of_models, of_readers):
         result["cells"].append(cell)
         result["seconds"] = time.perf_counter() - clock
         result["machine"]["load_after"] = os.getloadavg()[0]
-        on_progress(result)
-
-    for cell in measure_workloads(preset.workloads, device, preset.repeats, 60 * preset.budget_minutes, on_pass):
-        add(cell)
-    for clip in preset.clips:
-        add(measure_clip(clip, preset.repeats, on_pass))
-    result["finished"] = True
-    return result
-
-
-def count_passes(preset: Preset) -> int:
-    """The most times that `run_preset` calls `on_pass`; fewer where the time runs out first."""
-    model = sum((1 + len(workload.ratios)) * (1 + preset.repeats) for workload in preset.workloads)
-    return model + len(preset.clips) * (1 + len(READERS) * preset.repeats)
+        yield result
+    yield result | {"finished": True}
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

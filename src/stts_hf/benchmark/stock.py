@@ -6,7 +6,7 @@ import torch
 from transformers import Molmo2Config, Molmo2ForConditionalGeneration, PreTrainedModel
 from transformers.models.molmo2.configuration_molmo2 import Molmo2VisionConfig
 
-PARTS = ("", "vision_config", "adapter_config", "text_config")
+TOKENS = ("image_start_token_id", "image_end_token_id", "image_patch_id", "low_res_image_start_token_id")
 
 
 def stock_twin(model: PreTrainedModel) -> Molmo2ForConditionalGeneration:
@@ -19,28 +19,22 @@ def stock_twin(model: PreTrainedModel) -> Molmo2ForConditionalGeneration:
     known = {field.name for field in dataclasses.fields(Molmo2VisionConfig)} - {"model_type"}
     vision = {name: value for name, value in settings["vision_config"].items() if name in known}
     config = Molmo2Config(
-        vision_config=vision, adapter_config=settings["adapter_config"], text_config=settings["text_config"]
+        vision_config=vision,
+        adapter_config=settings["adapter_config"],
+        text_config=settings["text_config"],
+        **{name: settings[name] for name in TOKENS},
     )
-    for name in ("image_start_token_id", "image_end_token_id", "image_patch_id", "low_res_image_start_token_id"):
-        setattr(config, name, settings[name])
-    for part in PARTS:
-        source = getattr(model.config, part) if part else model.config
-        target = getattr(config, part) if part else config
-        target._attn_implementation = source._attn_implementation
+    config._attn_implementation = model.config._attn_implementation
+    for part in ("vision_config", "adapter_config", "text_config"):
+        getattr(config, part)._attn_implementation = getattr(model.config, part)._attn_implementation
     with torch.device("meta"):
         stock = Molmo2ForConditionalGeneration(config)
-    expected = set(_tensors(stock))
-    ours = _tensors(model)
-    shared = {name: tensor for name, tensor in ours.items() if ".scorer." not in name}
-    if set(shared) != expected:
-        raise ValueError(f"`model` and stock Molmo2 differ in more than the scorer: {sorted(set(shared) ^ expected)}.")
+    shared = {name: tensor for name, tensor in _tensors(model).items() if ".scorer." not in name}
+    if differing := shared.keys() ^ _tensors(stock).keys():
+        raise ValueError(f"`model` and stock Molmo2 differ in more than the scorer: {sorted(differing)}.")
     for name, tensor in shared.items():
         parent, _, leaf = name.rpartition(".")
-        module = stock.get_submodule(parent)
-        if isinstance(tensor, torch.nn.Parameter):
-            module.register_parameter(leaf, tensor)
-        else:  # computed, not saved: the rotary frequencies
-            module.register_buffer(leaf, tensor, persistent=False)
+        setattr(stock.get_submodule(parent), leaf, tensor)
     return stock.train(model.training)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stts_hf.cli.devices import choose_device
 from stts_hf.cli.errors import CommandError
-from stts_hf.cli.progress import note, progress_bar
+from stts_hf.cli.progress import note
 
 HELP = "measure speed, FLOPs and memory beside stock Molmo2"
 
@@ -18,14 +18,31 @@ DEFAULT_PRESET = "tiny"
 OUTPUTS = Path("outputs", "bench")  # where every other preset writes that is told nothing else
 # Environment variables that change what is measured, and so are part of a result's command.
 TUNING = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "MKL_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
-AXES: dict[str, tuple[type, str, str]] = {
-    "modes": (str, "MODE", "tower, inference, training"),
-    "frames": (int, "T", "frames of each video"),
-    "ratios": (float, "K", "pruning ratios, 0 to 1"),
-    "batches": (int, "B", "rows, each with one video"),
-    "layouts": (str, "NAME", "varlen, first_fit_descending"),
-    "backends": (str, "NAME", "sdpa, eager, flex_attention, flash_attention_2, flash_attention_3"),
-    "dtypes": (str, "NAME", "float32, bfloat16, float16"),
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text}, but must be at least 1")
+    return int(text)
+
+
+def ratio(text: str) -> float:
+    """A share that can be dropped."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"is {text}, but must be a share from 0 (drop nothing) to 1 (drop all)")
+    return float(text)
+
+
+# Option: the field of a workload that it is for, and what it takes.
+AXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "modes": ("mode", {"choices": ("tower", "inference", "training")}),
+    "frames": ("frames", {"type": count, "metavar": "T", "help": "frames of each video"}),
+    "ratios": ("ratios", {"type": ratio, "metavar": "K", "help": "pruning ratios, 0 to 1"}),
+    "batches": ("batch", {"type": count, "metavar": "B", "help": "rows, each with one video"}),
+    "layouts": ("layout", {"choices": ("varlen", "first_fit_descending")}),
+    "backends": ("backend", {"choices": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}),
+    "dtypes": ("dtype", {"choices": ("float32", "bfloat16", "float16")}),
 }
 
 
@@ -43,12 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--render", action="store_true", help="measure nothing; redo page and plot of --output's result"
     )
     axes = parser.add_argument_group("other values than the preset's; every combination of them is measured")
-    for name, (kind, metavar, help_text) in AXES.items():
-        axes.add_argument(f"--{name}", nargs="+", type=kind, metavar=metavar, help=help_text)
-    parser.add_argument("--repeats", type=int, metavar="N", help="most timed rounds of each workload")
-    parser.add_argument("--budget-minutes", type=float, metavar="M", help="stop at 3 rounds each once these are spent")
+    for name, (_, argument) in AXES.items():
+        axes.add_argument(f"--{name}", nargs="+", **argument)
+    parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds of each workload (default: 3 or 4)")
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's own choice)")
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: PyTorch's own choice)")
     parser.add_argument("--force", action="store_true", help="run a preset for a GPU on a CPU all the same")
 
 
@@ -84,7 +100,7 @@ def list_presets() -> None:
 
 def render(folder: Path | None) -> None:
     """Writes page and plot anew from the samples in `folder`."""
-    from stts_hf.benchmark.output import check_folder, read_result, write_result
+    from stts_hf.benchmark.report import check_folder, read_result, write_result
 
     if folder is None:
         raise CommandError("--render needs --output, the folder of the result")
@@ -99,21 +115,17 @@ def measure(arguments: argparse.Namespace) -> int:
     """Checks all that can be before measuring, then measures, writes and prints. Returns the exit status."""
     import torch
 
-    from stts_hf.benchmark.output import check_folder, keep_unfinished, write_result
     from stts_hf.benchmark.presets import find_preset, vary
-    from stts_hf.benchmark.report import markdown, nothing_measured
-    from stts_hf.benchmark.run import check_runnable, count_passes, run_preset
+    from stts_hf.benchmark.report import check_folder, markdown, nothing_measured, write_result, write_samples
+    from stts_hf.benchmark.run import check_runnable, run_preset
 
-    if arguments.threads is not None and arguments.threads < 1:
-        raise CommandError(f"--threads is {arguments.threads}, but must be at least 1")
     device = choose_device(arguments.device or "auto")
+    axes = {field: getattr(arguments, name) for name, (field, _) in AXES.items()}
+    if axes["ratios"]:
+        axes["ratios"] = [tuple(sorted(set(axes["ratios"])))]  # all of them in one workload
     try:
-        preset = vary(
-            find_preset(arguments.preset or DEFAULT_PRESET, on_gpu=device.type == "cuda"),
-            repeats=arguments.repeats,
-            budget_minutes=arguments.budget_minutes,
-            **{name: getattr(arguments, name) for name in AXES},
-        )
+        preset = find_preset(arguments.preset or DEFAULT_PRESET, on_gpu=device.type == "cuda")
+        preset = vary(preset, axes.pop("mode"), arguments.repeats, **axes)
         check_runnable(preset, device, arguments.force)
         folder = arguments.output or (None if preset.name == DEFAULT_PRESET else unused(OUTPUTS / preset.name))
         if folder is not None:
@@ -126,24 +138,13 @@ def measure(arguments: argparse.Namespace) -> int:
     # SIGTERM ends the command as Ctrl-C does, so that its temporary files go with it.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with progress_bar(count_passes(preset), "pass") as bar:
-
-            def on_pass(what: str) -> None:
-                bar.set_description(what, refresh=False)
-                bar.update()
-
-            def on_progress(result: dict[str, Any]) -> None:
-                if folder is not None:
-                    keep_unfinished(result, folder)
-
-            result = run_preset(preset, device, command_line(arguments), on_pass, on_progress)
+        for result in run_preset(preset, device, command_line(arguments)):
+            if folder is not None:
+                (write_result if result["finished"] else write_samples)(result, folder)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if folder is not None:
-        write_result(result, folder)
     print(markdown(result), end="")
-    problem = nothing_measured(result)
-    if problem is not None:
+    if problem := nothing_measured(result):
         note(f"stts-hf bench: error: {problem}")
         return 1
     return 0

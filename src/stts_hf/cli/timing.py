@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from stts_hf.benchmark.clocks import clock_of
+from stts_hf.benchmark.meters import Clock
 from stts_hf.benchmark.stages import LANGUAGE_MODEL, TOTAL, VISION_TOWER, StageRecorder
 from stts_hf.benchmark.stock import stock_twin
 from stts_hf.cli.progress import progress_bar, stage
@@ -38,15 +38,9 @@ def time_prompts(variants: Variants, repeats: int) -> dict[str, list[float]]:
     ):
         for _ in range(repeats + 1):
             for name, (model, arguments) in variants.items():
-                recorder = StageRecorder(model, clock_of(model.device))
-                try:
-                    with torch.no_grad():
-                        recorder.start()
-                        model(**arguments, logits_to_keep=1, use_cache=True)
-                        recorder.mark("end")
-                finally:
-                    recorder.close()
-                stages = recorder.prompt_stages()
+                with StageRecorder(model, Clock(model.device)) as recorder, torch.no_grad():
+                    model(**arguments, logits_to_keep=1, use_cache=True)
+                stages = recorder.stages()
                 rounds[name].append([1000 * stages[column] for column in COLUMNS.values()])
                 bar.update()
     return {name: list(map(statistics.median, zip(*found[1:], strict=True))) for name, found in rounds.items()}

@@ -1,8 +1,7 @@
 """Prints what FLOPs allow in every preset, worked out and not measured: `python -m tests.stts_hf.benchmark.ideals`."""
 
 from stts_hf.benchmark.geometries import geometry_config
-from stts_hf.benchmark.presets import PRESETS
-from stts_hf.benchmark.workloads import Workload
+from stts_hf.benchmark.presets import PRESETS, Workload
 from tests.stts_hf.benchmark import formulas
 
 
@@ -60,7 +59,8 @@ def main() -> None:
             ideals = [
                 f"k = {ratio:g}: {stock / flops(workload, ratio):.3f}" for ratio in sorted({0.0, *workload.ratios})
             ]
-            what = f"{preset.name:<16}{workload.mode:<10} {workload.backend:<15}{workload.total_frames:>5} frames"
+            frames = workload.batch * workload.frames
+            what = f"{preset.name:<16}{workload.mode:<10} {workload.backend:<15}{frames:>5} frames"
             print(f"{what} {stock / 1e12:>9.3f} TFLOP  ", *ideals)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stts_hf.benchmark.workloads import Workload
+from stts_hf.benchmark.presets import Workload
 
 
 def variant(ratio: float | None, stages: dict[str, tuple[list[float], int]], memory: int = 2**20) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stts_hf.benchmark import output
+from stts_hf.benchmark import report
 
 BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
 FOLDERS = sorted(path.parent for path in BENCHMARKS.glob("*/result.json"))
@@ -16,6 +16,6 @@ def test_there_are_committed_results():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_committed_page_is_what_its_samples_say(folder):
-    expected = output.page(output.read_result(folder))
+    expected = report.page(report.read_result(folder))
     command = f"stts-hf bench --render --output docs/benchmarks/{folder.name}"
-    assert (folder / output.PAGE).read_text() == expected, f"not what the code renders; run: {command}"
+    assert (folder / report.PAGE).read_text() == expected, f"not what the code renders; run: {command}"

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from stts_hf.benchmark.clocks import FlopClock, UncountedAttention, flop_counter
-from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config
+from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config, workload_inputs
 from stts_hf.benchmark.measure import Runner
+from stts_hf.benchmark.meters import FlopClock, UncountedAttention, flop_counter
+from stts_hf.benchmark.presets import Workload
 from stts_hf.benchmark.stages import (
     BACKWARD,
     CONNECTOR,
@@ -22,7 +23,6 @@ from stts_hf.benchmark.stages import (
     TOTAL,
     VISION_TOWER,
 )
-from stts_hf.benchmark.workloads import Workload, workload_inputs
 from tests.stts_hf.benchmark import formulas, ideals
 
 FRAMES, PATCHES, BLOCKS = 4, 81, 9

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from stts_hf.benchmark import output
+from stts_hf.benchmark import report
 from stts_hf.cli.main import main
 from tests.stts_hf.benchmark.made_up import pruned_twice, result
 
@@ -41,7 +41,7 @@ def failing(cell: dict) -> dict:
 
 @pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
 def test_a_run_that_dies_keeps_what_it_measured_beside_what_was_there(tmp_path, measured, error):
-    output.write_result(result([pruned_twice()]), tmp_path)
+    report.write_result(result([pruned_twice()]), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     measured([pruned_twice()], error("late"))
     if error is KeyboardInterrupt:
@@ -66,23 +66,23 @@ def test_the_page_of_a_run_that_died_can_be_drawn(tmp_path, measured):
 
 
 def test_a_finished_run_takes_the_place_of_an_unfinished_one(tmp_path):
-    output.keep_unfinished(result([pruned_twice()], finished=False), tmp_path)
-    output.write_result(result([pruned_twice()]), tmp_path)
+    report.write_samples(result([pruned_twice()], finished=False), tmp_path)
+    report.write_result(result([pruned_twice()]), tmp_path)
     assert names(tmp_path) == WRITTEN
-    assert output.read_result(tmp_path)["finished"] is True
+    assert report.read_result(tmp_path)["finished"] is True
 
 
 def test_what_is_half_written_replaces_nothing(tmp_path, monkeypatch):
-    output.write_result(result([pruned_twice()]), tmp_path)
+    report.write_result(result([pruned_twice()]), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def fail(result, path):
         path.write_bytes(b"half a picture")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output, "draw", fail)
+    monkeypatch.setattr(report, "draw", fail)
     with pytest.raises(KeyboardInterrupt):
-        output.write_result(result([pruned_twice()], seconds=1.0), tmp_path)
+        report.write_result(result([pruned_twice()], seconds=1.0), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -150,8 +150,8 @@ def test_files_that_no_benchmark_wrote_are_not_replaced(capsys, tmp_path, name):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_folder_of_a_result_may_be_written_again(tmp_path, finished):
-    output.write_result(result([pruned_twice()], finished=finished), tmp_path)
-    output.check_folder(tmp_path)
+    report.write_result(result([pruned_twice()], finished=finished), tmp_path)
+    report.check_folder(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}'], ids=["empty", "list", "other schema"])

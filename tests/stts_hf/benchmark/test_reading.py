@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from stts_hf.benchmark import reading
-from stts_hf.benchmark.clips import repeat_clip, write_clip
 from stts_hf.benchmark.presets import Clip
-from stts_hf.benchmark.reading import OURS, PREPROCESSED, PYAV, measure_clip, read_once
+from stts_hf.benchmark.reading import OURS, PREPROCESSED, PYAV, measure_clip, read_once, repeat_clip, write_clip
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.clips import read_clip
 
@@ -40,7 +39,7 @@ def test_the_container_says_how_many_frames_there_are(clip, tmp_path):
 
 
 def test_a_clip_is_at_least_as_long_as_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr("stts_hf.benchmark.clips._DRAWN_SECONDS", 1.0)
+    monkeypatch.setattr("stts_hf.benchmark.reading.DRAWN_SECONDS", 1.0)
     write_clip(tmp_path / "clip.mp4", 2.4, SMALL)
     _, metadata = read_clip(tmp_path / "clip.mp4", lambda found: [0.0])
     assert metadata.duration == pytest.approx(3.0)

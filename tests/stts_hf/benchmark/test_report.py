@@ -111,7 +111,7 @@ def test_the_papers_speed_ups_stand_beside_ours():
 def test_the_paper_preset_has_the_papers_tokens(frames, tokens):
     from stts_hf.benchmark.geometries import geometry_config
 
-    workloads = [workload for workload in PRESETS["paper"].workloads if workload.total_frames == frames]
+    workloads = [workload for workload in PRESETS["paper"].workloads if workload.batch * workload.frames == frames]
     assert workloads
     for workload in workloads:
         rows, cols = geometry_config(workload.geometry).vision_config.block_grid

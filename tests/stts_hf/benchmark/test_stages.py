@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stts_hf.benchmark.clocks import clock_of
-from stts_hf.benchmark.geometries import build_models, configure
+from stts_hf.benchmark.geometries import build_models, configure, workload_inputs
 from stts_hf.benchmark.measure import Runner
-from stts_hf.benchmark.stages import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER, StageRecorder
-from stts_hf.benchmark.workloads import Workload, workload_inputs
+from stts_hf.benchmark.meters import Clock
+from stts_hf.benchmark.presets import Workload
+from stts_hf.benchmark.stages import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER
 
 CPU = torch.device("cpu")
 GATHER, SCATTER = torch.ops.aten.index.Tensor, torch.ops.aten.index_copy.default
@@ -81,34 +81,10 @@ def test_nothing_is_packed_where_nothing_is_kept(moves):
     assert SELECT_AND_PACK not in moves(GATHER, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("parent", "name"),
-    [("model", "multi_modal_projector"), ("model.vision_tower", "scorer")],
-    ids=["connector", "scorer"],
-)
-def test_a_module_that_is_not_there_is_named(models, monkeypatch, parent, name):
-    modules = dict(models[0].get_submodule(parent).named_children())
-    del modules[name]
-    monkeypatch.setattr(models[0].get_submodule(parent), "_modules", modules)
-    with pytest.raises(
-        AttributeError, match=f"Stages are cut at '(model.)?{name}' of .* adapt stts_hf.benchmark.stages"
-    ):
-        StageRecorder(models[0], clock_of(CPU))
-
-
-def test_a_pass_that_misses_a_module_is_an_error(models):
-    recorder = StageRecorder(models[0], clock_of(CPU))
-    recorder.start()
-    recorder.mark("end")
-    with pytest.raises(RuntimeError, match="has read tower_in, tower_out"):
-        recorder.vision_stages()
-    recorder.close()
-
-
 def test_no_hook_stays(models, run):
     def hooks():
         return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in models[0].modules())
 
     before = hooks()
-    run(0.5, clock_of(CPU))
+    run(0.5, Clock(CPU))
     assert hooks() == before
