@@ -12,25 +12,29 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from stts_hf.checkpoints.convert import convert_checkpoint
-    from stts_hf.checkpoints.push import push_checkpoint
-    from stts_hf.data.collator import STTSDataCollator
-    from stts_hf.data.labels import align_labels
-    from stts_hf.data.loading import load_rows
-    from stts_hf.data.preparing import check_rows, measure_lengths, prepare_rows
-    from stts_hf.data.rows import RowError
-    from stts_hf.data.sample_packing import PackedDataset
-    from stts_hf.inference.answering import answer_videos
-    from stts_hf.inference.prefetch import prefetch
-    from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
-    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSModel
-    from stts_hf.modeling.processing_stts import STTSProcessor
-    from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
-    from stts_hf.modeling.vision_stts import STTSVisionModel
-    from stts_hf.training.arguments import STTSTrainingArguments
-    from stts_hf.training.sft import STTSSFTTrainer
-    from stts_hf.training.trainer import STTSTrainer
-    from stts_hf.visualize.contact_sheet import contact_sheet
+    from stts_hf.checkpoints.convert import convert_checkpoint as convert_checkpoint
+    from stts_hf.checkpoints.push import push_checkpoint as push_checkpoint
+    from stts_hf.data.collator import STTSDataCollator as STTSDataCollator
+    from stts_hf.data.labels import align_labels as align_labels
+    from stts_hf.data.loading import load_rows as load_rows
+    from stts_hf.data.prefetch import prefetch as prefetch
+    from stts_hf.data.preparing import check_rows as check_rows
+    from stts_hf.data.preparing import measure_lengths as measure_lengths
+    from stts_hf.data.preparing import prepare_rows as prepare_rows
+    from stts_hf.data.rows import RowError as RowError
+    from stts_hf.data.sample_packing import PackedDataset as PackedDataset
+    from stts_hf.inference.answering import answer_videos as answer_videos
+    from stts_hf.modeling.configuration_stts import STTSConfig as STTSConfig
+    from stts_hf.modeling.configuration_stts import STTSVisionConfig as STTSVisionConfig
+    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration as STTSForConditionalGeneration
+    from stts_hf.modeling.modeling_stts import STTSModel as STTSModel
+    from stts_hf.modeling.processing_stts import STTSProcessor as STTSProcessor
+    from stts_hf.modeling.video_processing_stts import STTSVideoProcessor as STTSVideoProcessor
+    from stts_hf.modeling.vision_stts import STTSVisionModel as STTSVisionModel
+    from stts_hf.training.arguments import STTSTrainingArguments as STTSTrainingArguments
+    from stts_hf.training.sft import STTSSFTTrainer as STTSSFTTrainer
+    from stts_hf.training.trainer import STTSTrainer as STTSTrainer
+    from stts_hf.visualize.contact_sheet import contact_sheet as contact_sheet
 
 _NAMES = {
     "checkpoints.convert": ("convert_checkpoint",),
@@ -38,11 +42,11 @@ _NAMES = {
     "data.collator": ("STTSDataCollator",),
     "data.labels": ("align_labels",),
     "data.loading": ("load_rows",),
+    "data.prefetch": ("prefetch",),
     "data.preparing": ("check_rows", "measure_lengths", "prepare_rows"),
     "data.rows": ("RowError",),
     "data.sample_packing": ("PackedDataset",),
     "inference.answering": ("answer_videos",),
-    "inference.prefetch": ("prefetch",),
     "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
     "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
     "modeling.processing_stts": ("STTSProcessor",),
@@ -56,32 +60,7 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = [
-    "PackedDataset",
-    "RowError",
-    "STTSConfig",
-    "STTSDataCollator",
-    "STTSForConditionalGeneration",
-    "STTSModel",
-    "STTSProcessor",
-    "STTSSFTTrainer",
-    "STTSTrainer",
-    "STTSTrainingArguments",
-    "STTSVideoProcessor",
-    "STTSVisionConfig",
-    "STTSVisionModel",
-    "align_labels",
-    "answer_videos",
-    "check_rows",
-    "contact_sheet",
-    "convert_checkpoint",
-    "load_rows",
-    "measure_lengths",
-    "prefetch",
-    "prepare_rows",
-    "push_checkpoint",
-    "register_auto_classes",
-]
+__all__ = [*_MODULES, "register_auto_classes"]
 
 
 def register_auto_classes() -> None:

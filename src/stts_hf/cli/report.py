@@ -5,8 +5,7 @@ import errno
 import io
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +83,10 @@ def row(answer: "VideoAnswer") -> dict[str, Any]:
 
 def reason(answer: "VideoAnswer") -> str:
     """Why a video could not be read, on one line."""
-    error = answer.error
-    assert error is not None
-    cause = error.__cause__ or error
+    assert answer.error is not None
     # ValueError and OSError are what unreadable files end in; anything else says little without its kind.
-    kind = "" if isinstance(cause, ValueError | OSError) else f"{type(cause).__name__}: "
-    return kind + one_line(cause)
+    kind = "" if isinstance(answer.error, ValueError | OSError) else f"{type(answer.error).__name__}: "
+    return kind + one_line(answer.error)
 
 
 def print_answer(answer: "VideoAnswer", with_question: bool = True) -> None:
@@ -122,33 +119,11 @@ def print_heading(number: int, total: int, video: str) -> None:
     print(f"\n[{number}/{total}] {name}", flush=True)
 
 
-class Tally:
-    """Counts the videos that were answered or failed, their frames, and the seconds the model waited for them."""
-
-    def __init__(self) -> None:
-        self.answered = self.failed = self.frames = 0
-        self.waited = self.waited_first = 0.0
-        self._started = time.perf_counter()
-
-    @property
-    def done(self) -> int:
-        return self.answered + self.failed
-
-    def add(self, answer: "VideoAnswer") -> None:
-        if not self.done:
-            self.waited_first = answer.seconds_waited
-        self.waited += answer.seconds_waited
-        self.frames += answer.num_frames
-        self.answered += answer.error is None
-        self.failed += answer.error is not None
-
-    def print(self) -> None:
-        """Prints the sum on stdout."""
-        seconds = time.perf_counter() - self._started
-        print()
-        print_lines(
-            videos=f"{self.answered} answered" + (f", {self.failed} could not be read" if self.failed else ""),
-            frames=f"{self.frames} in {seconds:.1f} s ({self.frames / seconds:.1f} per second)",
-            waiting=f"the model waited {self.waited:.1f} s for decoding, {self.waited_first:.1f} s of that for the "
-            "first video",
-        )
+def print_summary(waits: Sequence[float], frames: int, failed: int, seconds: float) -> None:
+    """Prints the sum over several videos; waits: seconds that the model waited for each of them."""
+    print()
+    print_lines(
+        videos=f"{len(waits) - failed} answered" + (f", {failed} could not be read" if failed else ""),
+        frames=f"{frames} in {seconds:.1f} s ({frames / seconds:.1f} per second)",
+        waiting=f"the model waited {sum(waits):.1f} s for decoding, {waits[0]:.1f} s of that for the first video",
+    )

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from stts_hf.cli.devices import choose_device
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.pictures import check_folder, check_picture, check_pictures, draw, sheet_paths
 from stts_hf.cli.progress import TokenBar, import_libraries, note, stage
-from stts_hf.cli.report import Tally, answers_file, check_answers, print_answer, print_heading, print_lines
+from stts_hf.cli.report import answers_file, check_answers, print_answer, print_heading, print_lines, print_summary
 
 HELP = "answer a question about a video, or about each of several, and draw which video tokens were dropped"
 SELECTORS = ("scorer", "cosine", "random")
@@ -141,7 +142,6 @@ def trouble_of(video: str, allow_urls: bool) -> str | None:
 def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[], Any]) -> int:
     """Answers about one video, draws it, and times it against stock Molmo2 where that is asked for."""
     from stts_hf.inference.answering import VideoAnswer, answer_prepared, inputs_for, prepare_video
-    from stts_hf.inference.prefetch import PreparationError
 
     (video,), question, ratio = arguments.videos, arguments.question, arguments.pruning_ratio
     path = arguments.output or PICTURE
@@ -153,7 +153,7 @@ def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[],
                     processor, video, question, pruning_ratio=ratio, processing=processing(arguments)
                 )
             except (ValueError, OSError) as error:
-                write(VideoAnswer(video, question, error=PreparationError(video, video, error)))
+                write(VideoAnswer(video, question, error=error))
                 raise CommandError(one_line(error)) from error
         model = load()
         with (
@@ -183,7 +183,7 @@ def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable
     model = load()
     note(f"Answering about {total} videos with {arguments.pruning_ratio:.0%} of the video tokens dropped ...")
     print_lines(question=arguments.question)
-    tally = Tally()
+    started, waits, frames, failed = time.perf_counter(), list[float](), 0, 0
     with answers_file(arguments.answers) as write, TokenBar(arguments.max_new_tokens) as bar:
         answers = answer_videos(
             model,
@@ -199,19 +199,21 @@ def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable
             with contextlib.closing(answers):
                 for number, answer in enumerate(answers):
                     write(answer)
-                    tally.add(answer)
+                    waits.append(answer.seconds_waited)
+                    frames += answer.num_frames
+                    failed += answer.error is not None
                     print_heading(number + 1, total, videos[number])
                     print_answer(answer, with_question=False)
                     if folder is not None and answer.error is None:
                         draw(answer, sheets[number])
                         print_lines(picture=str(sheets[number]))
         except KeyboardInterrupt:
-            note(f"\n{tally.done} of {total} videos were done")
+            note(f"\n{len(waits)} of {total} videos were done")
             raise
-    tally.print()
-    if tally.failed:
-        note(f"stts-hf run: error: {tally.failed} of {total} videos could not be read")
-    return 1 if tally.failed else 0
+    print_summary(waits, frames, failed, time.perf_counter() - started)
+    if failed:
+        note(f"stts-hf run: error: {failed} of {total} videos could not be read")
+    return 1 if failed else 0
 
 
 def processing(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from stts_hf.modeling.settings_stts import check_pruning_ratio
 
 from .encoding import IMAGE_KEYS, VIDEO_KEYS, Encoded, check_length, empty_video, encode
 from .labels import IGNORED
-from .rows import RowError, check_urls, read_row
+from .rows import RowError, check_files, read_row
 
 logger = logging.get_logger(__name__)
 
@@ -135,7 +135,7 @@ class STTSDataCollator:
     def _encode(self, row: Mapping[str, Any], used: int = 0) -> tuple[Encoded, int]:
         """A sample and its length after pruning, if that fits behind `used` tokens of its row."""
         read = read_row(row)
-        check_urls(read, self.allow_urls)
+        check_files(read, self.allow_urls)
         sample = encode(self.processor, read)
         if self.max_length is None:
             return sample, 0

@@ -1,37 +1,30 @@
 """Every row looked at once before the first step: read, its files opened, its prompt rendered, its tokens counted."""
 
 import contextlib
+import io
 import json
-from collections.abc import Generator
-from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
+from PIL import ExifTags, Image
 from tqdm import tqdm
+from transformers.image_utils import load_image
 from transformers.utils import logging
 
 from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.video_reading_stts import VideoFile, is_url
 
 from .collator import check_on_error, resolve_ratio
 from .encoding import check_length, count_tokens, prompt_of
-from .headers import check_headers, in_order, read_headers
-from .rows import PROMPT, RowError, Sample, check_files, check_urls, read_row, row_errors
+from .prefetch import prefetch
+from .rows import PROMPT, RowError, Sample, check_files, read_row, row_errors
 
 logger = logging.get_logger(__name__)
 
 LENGTH = "length"
 _MAX_LISTED = 20
-
-
-@dataclass
-class Examined:
-    """What is known of a row: its sample, or what is wrong with it. length: tokens after pruning, where counted."""
-
-    sample: Sample | None = None
-    error: RowError | None = None
-    frame_times: list[list[float]] = field(default_factory=list)
-    image_sizes: list[tuple[int, int]] = field(default_factory=list)
-    length: int | None = None
+_Headers = tuple[list[list[float]], list[tuple[int, int]]]  # seconds of each video's frames, (height, width) of images
+_AHEAD = 4  # rows a thread may be ahead: a sample may hold the bytes of its video
 
 
 def prepare_rows(
@@ -53,7 +46,7 @@ def prepare_rows(
     Args:
         rows: what `load_rows` gives.
         processor: the one that the collator uses, with the same settings.
-        model_config, pruning_ratio: one of them, to count tokens after pruning, as in `measure_lengths`.
+        model_config, pruning_ratio: one of them, to count tokens after pruning.
         max_length: tokens that a row may have after pruning.
         on_error: "raise", or "skip" to leave out bad rows with a warning.
         headers: open every file, `num_threads` at a time, to see that it is a video or image. Counting does so anyway.
@@ -66,27 +59,19 @@ def prepare_rows(
     Raises:
         RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
     """
-    check_on_error(on_error)
     ratio = resolve_ratio(model_config, pruning_ratio)
-    measured = model_config is not None or pruning_ratio is not None
-    prompts: list[str | None] = []
-    lengths: list[int | None] = []
-    errors: list[RowError] = []
-    options: dict[str, Any] = {"headers": headers, "allow_urls": allow_urls, "num_threads": num_threads}
-    found = examine(rows, processor, measure=measured, ratio=ratio, max_length=max_length, **options)
-    for row in tqdm(found, total=len(rows), desc="Preparing rows", disable=not progress):
-        prompts.append(None if row.sample is None or row.error is not None else _dump_prompt(row.sample))
-        lengths.append(row.length)
-        if row.error is not None:
-            errors.append(row.error)
-    _report(errors, len(rows), on_error)
-    columns: dict[str, list[Any]] = {PROMPT: prompts} | ({LENGTH: lengths} if measured else {})
+    options: dict[str, Any] = {"on_error": on_error, "allow_urls": allow_urls, "num_threads": num_threads}
+    options |= {"max_length": max_length, "headers": headers, "progress": progress}
+    found = _examine(rows, processor, ratio, measure=ratio is not None, **options)
+    columns: dict[str, list[Any]] = {PROMPT: [row and row[0] for row in found]}
+    if ratio is not None:
+        columns[LENGTH] = [row and row[1] for row in found]
     kinds = {PROMPT: datasets.Value("string"), LENGTH: datasets.Value("int64")}
     for name, values in columns.items():
         if name in rows.column_names:
             rows = rows.remove_columns(name)
         rows = rows.add_column(name, values, feature=kinds[name])
-    return rows.select([index for index, prompt in enumerate(prompts) if prompt is not None]) if errors else rows
+    return rows.select([index for index, row in enumerate(found) if row is not None]) if None in found else rows
 
 
 def check_rows(
@@ -100,26 +85,15 @@ def check_rows(
     progress: bool = True,
 ) -> list[int]:
     """
-    Looks at every row before training, without reading a video or image: columns, kinds, placeholders, subtitles, that
-    files exist, and, with a `processor`, that the chat template takes the conversation. `headers` also opens every
-    file, `num_threads` at a time, to see that it is a video or image; what is at a URL stays there.
+    What `prepare_rows` finds wrong, and no more: columns, kinds, placeholders, subtitles, files that are missing and,
+    with a `processor`, conversations that the chat template refuses. Arguments and errors are those of `prepare_rows`.
 
     Returns:
         Which rows are good. `rows.select(check_rows(rows, on_error="skip"))` leaves out the others.
-
-    Raises:
-        RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
     """
-    check_on_error(on_error)
-    good, errors = [], []
-    found = examine(rows, processor, headers=headers, allow_urls=allow_urls, num_threads=num_threads)
-    for index, row in enumerate(tqdm(found, total=len(rows), desc="Checking rows", disable=not progress)):
-        if row.error is None:
-            good.append(index)
-        else:
-            errors.append(row.error)
-    _report(errors, len(rows), on_error)
-    return good
+    options: dict[str, Any] = {"on_error": on_error, "allow_urls": allow_urls, "num_threads": num_threads}
+    found = _examine(rows, processor, headers=headers, progress=progress, **options)
+    return [index for index, row in enumerate(found) if row is not None]
 
 
 def measure_lengths(
@@ -138,77 +112,77 @@ def measure_lengths(
     Counts the tokens that each row has after pruning, from text and headers: exactly what `STTSDataCollator` will make
     of it, unless frames of a video turn out to be damaged, which makes it shorter.
 
-    Args:
-        rows: a data set of rows.
-        processor: the one that the collator uses, with the same settings.
-        pruning_ratio, model_config: as in `STTSDataCollator`; one of them is needed where there are videos.
-        max_length: tokens that a row may have after pruning.
-        on_error: "raise", or "skip" to give None for rows that cannot be read or are too long.
-        allow_urls: whether videos and images may be fetched from http(s) URLs.
-        num_threads: files whose packets are read at the same time.
+    Arguments and errors are those of `prepare_rows`; rows without videos need neither `pruning_ratio` nor
+    `model_config`.
 
     Returns:
-        Tokens per row, in order.
-
-    Raises:
-        RowError: with on_error="raise", the first row that cannot be read or is too long.
+        Tokens per row, in order; with on_error="skip" None for rows that cannot be read or are too long.
     """
-    check_on_error(on_error)
     ratio = resolve_ratio(model_config, pruning_ratio)
-    options: dict[str, Any] = {"max_length": max_length, "allow_urls": allow_urls, "num_threads": num_threads}
-    lengths: list[int | None] = []
-    with contextlib.closing(examine(rows, processor, measure=True, ratio=ratio, **options)) as found:
-        for row in tqdm(found, total=len(rows), desc="Measuring", disable=not progress):
-            if row.error is not None:
-                if on_error == "raise":
-                    raise row.error
-                logger.warning(f"Skipped: {row.error}")
-            lengths.append(row.length)
-    return lengths
+    options: dict[str, Any] = {"on_error": on_error, "allow_urls": allow_urls, "num_threads": num_threads}
+    found = _examine(rows, processor, ratio, measure=True, max_length=max_length, progress=progress, **options)
+    return [row and row[1] for row in found]
 
 
-def examine(
+def _examine(
     rows: Any,
     processor: STTSProcessor | None,
-    *,
-    measure: bool = False,
     ratio: float | None = None,
+    *,
+    on_error: str,
+    allow_urls: bool,
+    num_threads: int,
+    progress: bool,
+    measure: bool = False,
     max_length: int | None = None,
     headers: bool = False,
-    allow_urls: bool = False,
-    num_threads: int = 8,
-) -> Generator[Examined, None, None]:
-    """The rows in order as `Examined`. Files are opened in threads, a little ahead; a generator, to be closed."""
+) -> list[tuple[str, int | None] | None]:
+    """Of each row what `read_row` needs of its prompt, and its length if measured; None for bad ones."""
+    check_on_error(on_error)
 
-    def look(index: int) -> Examined:
-        row = Examined()
+    def look(index: int) -> tuple[Sample, _Headers] | RowError:
         try:
-            row.sample = read_row(rows[index], index)
-            check_urls(row.sample, allow_urls)
-            check_files(row.sample)
+            sample = read_row(rows[index], index)
+            check_files(sample, allow_urls)
             if measure and processor is not None:
-                row.frame_times, row.image_sizes = read_headers(processor, row.sample)
-            elif headers:
-                check_headers(row.sample)
+                return sample, _read_headers(sample, processor.video_processor)
+            if headers:
+                _open_files(sample)
+            return sample, ([], [])
         except RowError as error:
-            row.error = error
-        return row
+            return error
+
+    def finish(sample: Sample, found: _Headers) -> tuple[str, int | None]:
+        length = None
+        if processor is not None:
+            with row_errors(sample.id):
+                text, _ = prompt_of(processor, sample)
+                length = count_tokens(processor, text, *found, ratio) if measure else None
+        if length is not None and max_length is not None:
+            check_length(sample.id, length, max_length)
+        return _dump_prompt(sample), length
 
     # A tokenizer is not safe to share between threads, so only the files are opened in them.
     threads = num_threads if measure or headers else 1
-    with contextlib.closing(in_order(look, len(rows), threads)) as looked:
-        for row in looked:
+    results: list[tuple[str, int | None] | None] = []
+    errors: list[RowError] = []
+    with contextlib.closing(prefetch(look, range(len(rows)), num_workers=threads, ahead=_AHEAD * threads)) as looked_at:
+        for row in tqdm(looked_at, total=len(rows), desc="Reading rows", disable=not progress):
             try:
-                if row.sample is not None and row.error is None and processor is not None:
-                    with row_errors(row.sample.id):
-                        text, _ = prompt_of(processor, row.sample)
-                        if measure:
-                            row.length = count_tokens(processor, text, row.frame_times, row.image_sizes, ratio)
-                    if row.length is not None and max_length is not None:
-                        check_length(row.sample.id, row.length, max_length)
+                if isinstance(row, RowError):
+                    raise row
+                results.append(finish(*row))
             except RowError as error:
-                row.error, row.length = error, None
-            yield row
+                results.append(None)
+                errors.append(error)
+    if errors:
+        listed = "\n".join(f"  {error}" for error in errors[:_MAX_LISTED])
+        more = f"\n  ... and {len(errors) - _MAX_LISTED} more" if len(errors) > _MAX_LISTED else ""
+        message = f"{len(errors)} of {len(rows)} rows cannot be trained on:\n{listed}{more}"
+        if on_error == "raise":
+            raise RowError(message, errors[0].row_id)
+        logger.warning(message)
+    return results
 
 
 def _dump_prompt(sample: Sample) -> str:
@@ -218,12 +192,38 @@ def _dump_prompt(sample: Sample) -> str:
     return json.dumps({"prompt": sample.prompt} | ({} if in_row else media))
 
 
-def _report(errors: list[RowError], total: int, on_error: str) -> None:
-    if not errors:
-        return
-    listed = "\n".join(f"  {error}" for error in errors[:_MAX_LISTED])
-    more = f"\n  ... and {len(errors) - _MAX_LISTED} more" if len(errors) > _MAX_LISTED else ""
-    message = f"{len(errors)} of {total} rows cannot be trained on:\n{listed}{more}"
-    if on_error == "raise":
-        raise RowError(message, errors[0].row_id)
-    logger.warning(message)
+class _Header(VideoFile):
+    """A video file that is opened, but whose packets, which tell when its frames are shown, are not read."""
+
+    def _index(self) -> None:
+        pass
+
+
+def _open_files(sample: Sample) -> None:
+    """Raises `RowError` where a video or image does not open as one. What is at a URL is not looked at."""
+    with row_errors(sample.id):
+        for video in sample.videos:
+            if not is_url(video):
+                _Header(video).close()
+        for image in sample.images:
+            if not is_url(image):
+                _image_size(image)
+
+
+def _read_headers(sample: Sample, video_processor: Any) -> _Headers:
+    """Raises `RowError` where a file does not open. Nothing is decoded."""
+    with row_errors(sample.id):
+        times = [video_processor.probe(video).frame_times for video in sample.videos]
+        return times, [_image_size(image) for image in sample.images]
+
+
+def _image_size(source: Any) -> tuple[int, int]:
+    """Height and width as shown; a picture may be stored on its side."""
+    if is_url(source):
+        source = load_image(source)
+    if not isinstance(source, Image.Image):
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return _image_size(image)
+    width, height = source.size
+    on_its_side = source.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    return (width, height) if on_its_side else (height, width)

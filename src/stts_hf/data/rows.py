@@ -5,6 +5,7 @@ A row has `messages`, or `question` with `options` and `answer` in their place; 
 placeholders of the messages in order. See docs/training_data.md.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+from stts_hf.modeling.video_reading_stts import is_url
 
 from .prompts import choice_messages, subtitle_text
 
@@ -80,42 +83,33 @@ def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
 
 
 @contextlib.contextmanager
-def row_errors(name: str, place: str = "") -> Iterator[None]:
-    """Raises as `RowError` of the row `name` whatever is raised inside, with `place` before its message."""
+def row_errors(name: str) -> Iterator[None]:
+    """Raises as `RowError` of the row `name` whatever is raised inside."""
     try:
         yield
     except (ImportError, MemoryError):  # not the row's fault
         raise
     except Exception as error:  # decoders and chat templates raise what they like
-        raise RowError(f"Row {name!r}: {place}{error}", name) from error
+        raise RowError(f"Row {name!r}: {error}", name) from error
 
 
-def check_files(sample: Sample) -> None:
-    """Raises `RowError` where a video or image file is missing or empty."""
+def check_files(sample: Sample, allow_urls: bool = False) -> None:
+    """Raises `RowError` where a video or image is missing, is empty, or would be fetched without `allow_urls`."""
     for key, sources in (("videos", sample.videos), ("images", sample.images)):
         for source in sources:
-            if not isinstance(source, str) or is_url(source):
-                continue
-            if not os.path.isfile(source) or not os.path.getsize(source):
-                problem = "is empty" if os.path.isfile(source) else "does not exist"
-                raise RowError(f"Row {sample.id!r}: {key}: the file {source!r} {problem}.", sample.id)
-
-
-def check_urls(sample: Sample, allow_urls: bool) -> None:
-    """Raises `RowError` where a video or image would be fetched, but `allow_urls` is False."""
-    for key, sources in (("videos", sample.videos), ("images", sample.images)):
-        for source in sources:
-            if isinstance(source, str) and is_url(source) and not source.startswith("data:") and not allow_urls:
-                raise RowError(
-                    f"Row {sample.id!r}: {key}: {source!r} is a URL, and nothing is fetched unasked. Download it and "
-                    "give its path, or allow URLs: allow_urls=True, in a configuration `allow_urls: true`.",
-                    sample.id,
-                )
-
-
-def is_url(source: str) -> bool:
-    """Whether a video or image is not a file: it is fetched, or spelled out in a data URL."""
-    return source.lower().startswith(("http://", "https://", "data:"))
+            problem = None
+            if is_url(source):
+                if not allow_urls:
+                    problem = (
+                        f"{source!r} is a URL, and nothing is fetched unasked. Download it and give its path, or allow "
+                        "URLs: allow_urls=True, in a configuration `allow_urls: true`."
+                    )
+            elif isinstance(source, str) and not os.path.isfile(source):
+                problem = f"the file {source!r} does not exist."
+            elif isinstance(source, str) and not os.path.getsize(source):
+                problem = f"the file {source!r} is empty."
+            if problem is not None:
+                raise RowError(f"Row {sample.id!r}: {key}: {problem}", sample.id)
 
 
 def _read(row: Any, name: str) -> Sample:
@@ -228,6 +222,8 @@ def _source(entry: Any, key: str, kind: str, root: Path | None) -> Any:
         return bytes(entry)
     if isinstance(entry, os.PathLike):
         entry = os.fspath(entry)
+    if isinstance(entry, str) and entry.lower().startswith("data:"):
+        return base64.b64decode(entry.partition(",")[2])
     if isinstance(entry, str) and entry:
         return entry if is_url(entry) else str((root or Path()) / entry.removeprefix("file://"))
     if kind == "image" and isinstance(entry, Image.Image):

@@ -6,12 +6,8 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from transformers.utils import logging
 
-from .collator import check_on_error
 from .rows import RowError, row_id
-
-logger = logging.get_logger(__name__)
 
 
 class PackedDataset(Dataset):
@@ -30,7 +26,6 @@ class PackedDataset(Dataset):
         seed: settles which rows come together.
         window: rows that are grouped at a time; more fill the groups better, fewer keep them more random.
         max_samples: most rows in a group, None for no limit.
-        on_error: "raise" or "skip" for rows that are longer than the budget.
 
     Attributes:
         groups: indices into `rows`. fill_rate: share of all groups' tokens that are used.
@@ -49,20 +44,26 @@ class PackedDataset(Dataset):
         seed: int = 0,
         window: int = 1024,
         max_samples: int | None = None,
-        on_error: str = "raise",
     ) -> None:
-        check_on_error(on_error)
         for name, value in (("budget", budget), ("window", window), ("max_samples", max_samples)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if len(lengths) != len(rows):
             raise ValueError(f"lengths has {len(lengths)} entries for {len(rows)} rows. Measure these rows.")
         self.rows, self.budget = rows, budget
-        usable = [index for index, length in enumerate(lengths) if self._fits(index, length, on_error)]
-        if not usable:
-            raise ValueError("No row is left to pack: all lengths are None or above the budget.")
-        sizes = {index: int(lengths[index] or 0) for index in usable}
-        generator = np.random.default_rng(seed)
+        sizes = {index: length for index, length in enumerate(lengths) if length is not None}
+        if not sizes:
+            raise ValueError("No row is left to pack: all lengths are None.")
+        for index, length in sizes.items():
+            if length > budget:
+                name = row_id(rows[index], index)
+                raise RowError(
+                    f"Row {name!r} has {length} tokens after pruning, but the budget is {budget}. Raise the budget or "
+                    "pruning_ratio, lower the video processor's num_frames, or give None for its length to leave it "
+                    "out.",
+                    name,
+                )
+        usable, generator = list(sizes), np.random.default_rng(seed)
         order = [usable[place] for place in generator.permutation(len(usable))]
         self.groups: list[list[int]] = []
         for start in range(0, len(order), window):
@@ -71,7 +72,7 @@ class PackedDataset(Dataset):
                 self.groups.append([groups[place][number] for number in generator.permutation(len(groups[place]))])
         self.lengths = [sum(sizes[index] for index in group) for group in self.groups]
         self.fill_rate = sum(self.lengths) / (budget * len(self.groups))
-        self.num_samples = len(usable)
+        self.num_samples = len(sizes)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -84,19 +85,6 @@ class PackedDataset(Dataset):
             f"PackedDataset({self.num_samples} of {len(self.rows)} rows in {len(self)} groups of up to {self.budget} "
             f"tokens, {self.num_samples / len(self):.2f} a group, {self.fill_rate:.1%} filled)"
         )
-
-    def _fits(self, index: int, length: int | None, on_error: str) -> bool:
-        if length is None or length <= self.budget:
-            return length is not None
-        name = row_id(self.rows[index], index)
-        message = (
-            f"Row {name!r} has {length} tokens after pruning, but the budget is {self.budget}. Raise the budget or "
-            "pruning_ratio, or lower the video processor's num_frames."
-        )
-        if on_error == "raise":
-            raise RowError(message, name)
-        logger.warning(f"Skipped: {message}")
-        return False
 
 
 def best_fit(

@@ -5,13 +5,13 @@ import dataclasses
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import BatchFeature
 
 from stts_hf.data.encoding import control_tokens
-from stts_hf.inference.prefetch import OnError, PreparationError, prefetch
+from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.configuration_stts import check_vision_config
 from stts_hf.modeling.settings_stts import check_pruning_ratio
 
@@ -33,7 +33,7 @@ class VideoAnswer:
     Attributes:
         video, question: as they were passed.
         answer: what the model wrote, without special tokens and space around it.
-        error: what went wrong with the video; its `__cause__` is the error itself. None where all went well.
+        error: what went wrong with the video, None where all went well.
         timestamps: when each of the `T` frames shown is on screen, in seconds since the first frame of the video.
         damaged_frames: how many frames that should have been shown are damaged; the whole frame before each is shown
             instead, once.
@@ -49,7 +49,7 @@ class VideoAnswer:
     video: Any
     question: str
     answer: str | None = None
-    error: PreparationError | None = None
+    error: Exception | None = None
     timestamps: tuple[float, ...] = ()
     damaged_frames: int = 0
     duration: float | None = None
@@ -89,12 +89,10 @@ def answer_videos(
     *,
     pruning_ratio: float | None = None,
     processing: Mapping[str, Any] | None = None,
-    num_workers: int = 1,
-    ahead: int = 2,
-    on_error: OnError = "raise",
+    on_error: Literal["raise", "return"] = "raise",
     **generate_options: Any,
 ) -> Generator[VideoAnswer, None, None]:
-    """Answers a question about each video, one after the other; threads decode the next ones meanwhile (`prefetch`).
+    """Answers a question about each video, one after the other; a thread decodes the next two meanwhile.
 
         for answer in answer_videos(model, processor, paths, "What happens?", max_new_tokens=64, on_error="return"):
             print(answer.video, answer.answer or answer.error)
@@ -109,9 +107,8 @@ def answer_videos(
         question: one for all videos, or one for each.
         pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
-        num_workers, ahead: threads that prepare, and how many videos they are ahead; see `prefetch`.
-        on_error: "raise" ends with a `PreparationError` at a video that cannot be read; "return" yields a
-            `VideoAnswer` with that `error` in its place and continues.
+        on_error: "raise" ends with the error at a video that cannot be read; "return" yields a `VideoAnswer` with that
+            `error` in its place and continues.
         generate_options: of `model.generate`, such as `max_new_tokens`; its first sequence is the answer.
 
     Returns:
@@ -119,43 +116,38 @@ def answer_videos(
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; there are more or fewer questions than
-            videos, which shows at the end of the shorter list.
-        PreparationError: see `on_error`. What the model itself raises comes through and ends the iteration.
+            videos, which shows at the end of the shorter list. What the model itself raises comes through and ends the
+            iteration.
     """
     if isinstance(videos, str | bytes | os.PathLike):
         raise TypeError(f"videos must be several, got one {type(videos).__name__}; pass a list, even of one video.")
     check_vision_config(model.config.vision_config)
     ratio = check_pruning_ratio(model.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio)
-    check_generate_options(generate_options)
+    if (asked := generate_options.get("num_return_sequences")) not in (None, 1):
+        raise ValueError(f"num_return_sequences is {asked}, but a video gets one answer; leave it out.")
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}.")
     if isinstance(question, str):
         pairs: Iterator[tuple[Any, str]] = ((video, question) for video in videos)
     else:
         pairs = zip(videos, question, strict=True)
 
-    def prepare(pair: tuple[Any, str]) -> PreparedVideo:
-        return prepare_video(processor, *pair, pruning_ratio=ratio, processing=processing)
-
-    prepared = prefetch(
-        prepare,
-        pairs,
-        num_workers=num_workers,
-        ahead=ahead,
-        item_id=lambda index, pair: pair[0] if isinstance(pair[0], str | os.PathLike) else index,
-        on_error=on_error,
-    )
+    def prepare(pair: tuple[Any, str]) -> PreparedVideo | VideoAnswer:
+        try:
+            return prepare_video(processor, *pair, pruning_ratio=ratio, processing=processing)
+        except Exception as error:
+            if on_error == "raise":
+                raise
+            return VideoAnswer(*pair, error=error)
 
     def answers() -> Generator[VideoAnswer, None, None]:
-        with contextlib.closing(prepared):
+        with contextlib.closing(prefetch(prepare, pairs)) as prepared:
             started = time.perf_counter()
-            for result in prepared:
+            for found in prepared:
                 waited = time.perf_counter() - started
-                if isinstance(result, PreparationError):
-                    video, asked = result.item
-                    yield VideoAnswer(video, asked, error=result, seconds_waited=waited)
-                else:
-                    answer = answer_prepared(model, processor, result, pruning_ratio=ratio, **generate_options)
-                    del result  # not held while the caller works on the answer
-                    yield dataclasses.replace(answer, seconds_waited=waited)
+                if isinstance(found, PreparedVideo):
+                    found = answer_prepared(model, processor, found, pruning_ratio=ratio, **generate_options)
+                yield dataclasses.replace(found, seconds_waited=waited)
                 started = time.perf_counter()
 
     return answers()
@@ -190,7 +182,6 @@ def answer_prepared(
     model: Any, processor: Any, prepared: PreparedVideo, *, pruning_ratio: float | None = None, **generate_options: Any
 ) -> VideoAnswer:
     """Answers the question about a prepared video in one call of `generate`; arguments as in `answer_videos`."""
-    check_generate_options(generate_options)
     started = time.perf_counter()
     inputs = inputs_for(model, prepared.inputs)
     options = {**generate_options, "pruning_ratio": pruning_ratio, "return_dict_in_generate": True}
@@ -225,12 +216,4 @@ def check_question(processor: Any, question: str) -> None:
     if found:
         raise ValueError(
             f"question holds {found[0]!r}, a token that stands for images, videos or turns. Take it out of the text."
-        )
-
-
-def check_generate_options(options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for what asks for several answers."""
-    if options.get("num_return_sequences") not in (None, 1):
-        raise ValueError(
-            f"num_return_sequences is {options['num_return_sequences']}, but a video gets one answer; leave it out."
         )

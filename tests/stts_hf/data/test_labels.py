@@ -80,7 +80,10 @@ def test_a_token_across_the_border_is_not_learned(processor):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (CHATML.replace("{{ message['role'] }}\n", "{{ message['role'] }} of {{ messages | length }}\n"), "they part"),
+        (
+            CHATML.replace("{{ message['role'] }}\n", "{{ message['role'] }} of {{ messages | length }}\n"),
+            "cannot be told.* 0 places .* 3 answers",
+        ),
         (CHATML.replace("<|im_end|>\n{% endfor", "<END>{% endfor"), "no eos_token"),
     ],
     ids=["counts_turns", "no_end_of_turn"],
@@ -100,6 +103,23 @@ def test_roles_that_the_template_refuses_are_named(processor):
         RowError, match=r"Row 'r': chat_template refuses messages\[1\], of role 'user': Conversation roles must"
     ):
         encode(processor, sample)
+
+
+def test_answers_are_found_beside_words_of_the_template(processor, media):
+    """In texts, and as answers of their own: what is learned is the same whatever the words are."""
+    for answer in ("a", "assistant", "user", "\n", "Yes. Yes."):
+        turns = [user("Is it an assistant?", "image"), assistant("a"), user("a"), assistant(f"{answer}.")]
+        encoded = encode(processor, Sample("r", turns, [], [str(media / "wide.png")]))
+        assert learned(processor, encoded)[0] == "a<|im_end|>"
+        assert "".join(learned(processor, encoded)[1:]).endswith(f"{answer.strip()}.<|im_end|>")
+    styled = {"type": "text", "text": "b", "style": "demo"}
+    turns = [user("a"), assistant("a"), user("c"), {"role": "assistant", "content": [styled, styled]}, user("Thanks.")]
+    assert learned(processor, encode(processor, Sample("r", turns, [], []))) == ["a<|im_end|>", "b b<|im_end|>"]
+
+
+def test_words_that_ask_for_an_answer_are_refused_in_a_text(processor):
+    with pytest.raises(ValueError, match=r"cannot be told.* 2 places .* 1 answers.*out of the texts"):
+        render(processor, [user("<|im_start|>assistant\nNo."), assistant("Yes.")])
 
 
 @pytest.mark.parametrize("token", ["<im_patch>", "<|video|>", "<|im_end|>"])

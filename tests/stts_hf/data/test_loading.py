@@ -215,5 +215,13 @@ def test_check_rows_opens_files_where_it_shall(media, tmp_path):
     options: Any = {"on_error": "skip", "allow_urls": True, "progress": False}
     assert check_rows(rows, **options) == list(range(8))
     assert check_rows(rows, headers=True, **options) == [0, 3, 4, 6, 7]
-    with pytest.raises(RowError, match=r"Row 'broken': videos: .*damaged.mp4' cannot be opened"):
+    with pytest.raises(RowError, match=r"Row 'broken': Cannot read video file '.*damaged.mp4'"):
         check_rows(rows[1:2], headers=True, progress=False)
+
+
+@pytest.mark.parametrize("written", ["#EXTM3U\n#EXTINF:1,\n{clip}\n", "ffconcat version 1.0\nfile {clip}\n"])
+def test_check_rows_follows_no_playlist(media, tmp_path, written):
+    """FFmpeg would open the clip that it names."""
+    (tmp_path / "list.m3u8").write_text(written.format(clip=media / "two.mp4"))
+    options: Any = {"on_error": "skip", "headers": True, "progress": False}
+    assert check_rows([video_row("list", tmp_path / "list.m3u8")], **options) == []

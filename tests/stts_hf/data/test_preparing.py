@@ -10,7 +10,6 @@ from PIL import Image
 
 from stts_hf import RowError, STTSDataCollator, check_rows, load_rows, measure_lengths, prepare_rows
 from stts_hf.data.encoding import encode
-from stts_hf.data.headers import in_order
 from stts_hf.data.rows import read_row
 from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.clips import write_clip
@@ -85,19 +84,6 @@ def test_a_ratio_is_needed_for_videos_alone(processor, rows):
     assert measure_lengths(rows[:1], processor, progress=False) == [len(encode(processor, read_row(rows[0])))]
     with pytest.raises(RowError, match="Row 'two': pruning_ratio is not known"):
         measure_lengths(rows[1:2], processor, progress=False)
-
-
-def test_few_results_are_held_at_a_time():
-    begun: list[int] = []
-
-    def begin(number: int) -> int:
-        begun.append(number)
-        return number
-
-    for index, result in enumerate(in_order(begin, 100, 2)):
-        assert result == index
-        assert len(begun) <= index + 8
-    assert sorted(begun) == list(range(100))
 
 
 @pytest.fixture

@@ -163,7 +163,11 @@ def test_missing_and_empty_files_are_named(tmp_path, problem):
 
 def test_files_that_exist_pass(media):
     check_files(read_row(video_row("r", media / "two.mp4")))
-    check_files(read_row(video_row("r", "https://example.com/a.mp4")))
+    check_files(read_row(video_row("r", "https://example.com/a.mp4")), allow_urls=True)
+
+
+def test_a_file_may_be_spelled_out_in_its_address():
+    assert read_row(image_row("r", "data:image/png;base64,aGVsbG8=")).images == [b"hello"]
 
 
 @pytest.mark.parametrize("error", [ImportError, MemoryError])

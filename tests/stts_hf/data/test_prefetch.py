@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from stts_hf.inference.prefetch import PreparationError, prefetch
+from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from tests.clips import write_clip
 
@@ -56,19 +56,13 @@ def test_no_more_than_asked_is_prepared_ahead(ahead):
     assert next(taken) == 5 + ahead
 
 
-def test_error_names_the_item_and_ends():
-    with pytest.raises(PreparationError, match="Item b could not be prepared: ZeroDivisionError") as caught:
-        list(prefetch(lambda item: 1 / len(item[1:]), ["aa", "b", "cc"], item_id=lambda index, item: item))
-    assert caught.value.item_id == "b"
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+def test_an_error_comes_at_its_items_turn_and_ends_it():
+    results = prefetch(lambda item: 1 / item, [1, 0, 2], num_workers=2)
+    assert next(results) == 1.0
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert list(results) == []
     assert not running()
-
-
-def test_error_can_be_returned_in_the_items_place():
-    results = list(prefetch(lambda item: 1 / item, [1, 0, 2], on_error="return", num_workers=2))
-    assert (results[0], results[2]) == (1.0, 0.5)
-    assert isinstance(results[1], PreparationError)
-    assert results[1].item_id == 1
 
 
 def test_error_of_the_items_themselves_comes_after_the_results_before_it():
@@ -105,7 +99,7 @@ def test_leaving_early_starts_no_more():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"num_workers": 0}, "num_workers must be"), ({"ahead": 0}, "ahead must be"), ({"on_error": "skip"}, "on_error")],
+    [({"num_workers": 0}, "num_workers must be"), ({"ahead": 0}, "ahead must be")],
     ids=str,
 )
 def test_bad_settings_are_refused(settings, message):
@@ -116,13 +110,9 @@ def test_bad_settings_are_refused(settings, message):
 def test_videos_come_out_as_they_do_one_by_one(tmp_path):
     processor = STTSVideoProcessor(size={"height": 42, "width": 42})
     clips = [str(write_clip(tmp_path / f"{number}.mp4", 30 + 10 * number)) for number in range(4)]
-    (tmp_path / "words.mp4").write_bytes(b"no video\n" * 100)
-    paths = [*clips[:2], str(tmp_path / "words.mp4"), *clips[2:]]
 
     def prepare(path):
         return processor(path, return_tensors="pt")["pixel_values_videos"]
 
-    results = list(prefetch(prepare, paths, num_workers=2, on_error="return", item_id=lambda _, path: path))
-    assert results.pop(2).item_id == paths[2]
-    for path, pixels in zip(clips, results, strict=True):
+    for path, pixels in zip(clips, prefetch(prepare, clips, num_workers=2), strict=True):
         assert torch.equal(pixels, prepare(path))

@@ -1,0 +1,60 @@
+"""Preparing the next items while the caller works on this one."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Prepared = TypeVar("Prepared")
+
+
+def prefetch(
+    prepare: Callable[[Item], Prepared], items: Iterable[Item], *, num_workers: int = 1, ahead: int = 2
+) -> Generator[Prepared, None, None]:
+    """Runs `prepare` on the next items in threads, while the caller uses the item before them.
+
+    Decoding a video and turning it into tensors releases Python's lock nearly all the time, so threads suffice:
+
+        for inputs in prefetch(lambda video: processor(text=prompt, videos=[video], return_tensors="pt"), videos):
+            model.generate(**inputs)
+
+    Args:
+        prepare: what to do with an item, in a thread; must not use the model.
+        items: taken one by one as there is room, by the calling thread; need not end.
+        num_workers: threads that prepare, at least 1.
+        ahead: how many results are ready or in the making besides the caller's, at least 1. 64 frames at 378 pixels
+            take 110 MB each.
+
+    Returns:
+        A generator of the results in the order of the items. What `prepare` raises comes when the item's turn comes,
+        what `items` itself raises after the results before it; either ends it. `close()`, which leaving the loop calls,
+        starts no more items and waits for those in the making.
+
+    Raises:
+        ValueError: `num_workers` or `ahead` is out of range.
+    """
+    for name, value in (("num_workers", num_workers), ("ahead", ahead)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+    def results() -> Generator[Prepared, None, None]:
+        remaining = iter(items)
+        pending: deque[Future[Prepared]] = deque()
+        end: Exception | None = None  # why no more items come
+        pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
+        try:
+            while pending or end is None:
+                try:
+                    while end is None and len(pending) <= ahead:
+                        pending.append(pool.submit(prepare, next(remaining)))
+                except Exception as error:
+                    end = error
+                if pending:
+                    yield pending.popleft().result()
+            if end is not None and not isinstance(end, StopIteration):
+                raise end
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    return results()
