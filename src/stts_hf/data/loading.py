@@ -1,16 +1,16 @@
 """Data sets of rows: JSONL, Parquet or the Hub, through `datasets`."""
 
 import copy
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from .json_rows import as_json, load_json
-
 _FILES = (".jsonl", ".json", ".parquet")
+_TEXTS = ("id", "media_root")  # columns that are never JSON
 
 
 def load_rows(
@@ -46,7 +46,7 @@ def load_rows(
         _check_source(one)
     given = {name: value for name, value in ({"split": split} | options).items() if value is not None}
     for name, value in given.items():
-        if not any(accepts_option(one, name) for one in sources):
+        if not accepts_option(sources, name):
             raise ValueError(f"{name}={value!r} has no use for {sources[0]!r}: it is for data sets of the Hub.")
     tables = [
         _load(one, media_root, {name: value for name, value in given.items() if accepts_option(one, name)})
@@ -87,33 +87,84 @@ def _is_saved(path: Path) -> bool:
 
 
 def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dataset:
-    if isinstance(source, datasets.DatasetDict):
-        source = _pick_split(source, options.get("split"), "source")
-    if isinstance(source, datasets.Dataset):
-        return _finish(source, "row", media_root)
-    path = Path(source)
-    if path.suffix in _FILES:
+    path = Path() if isinstance(source, dict | datasets.Dataset) else Path(source)
+    split = options.get("split") or "train"
+    if isinstance(source, datasets.Dataset | datasets.DatasetDict):
+        table, name, root = source, "row", media_root
+    elif path.suffix in _FILES:
         if not path.is_file():
             raise ValueError(f"There is no data file {str(path)!r}.")
-        root = Path(media_root) if media_root is not None else path.parent
-        if path.suffix == ".parquet":
-            table = datasets.load_dataset("parquet", data_files=str(path), split="train", **options)
-            return _finish(table, path.name, root)
-        return load_json(path, root)
-    if _is_saved(path):
-        stored = datasets.load_from_disk(str(path))
-        if isinstance(stored, datasets.DatasetDict):
-            stored = _pick_split(stored, options.get("split"), repr(str(path)))
-        return _finish(stored, path.name, media_root if media_root is not None else path)
-    if path.suffix and path.is_file():
+        root = media_root if media_root is not None else path.parent
+        if path.suffix != ".parquet":
+            return _load_json(path, root)
+        table, name = datasets.load_dataset("parquet", data_files=str(path), split="train", **options), path.name
+    elif _is_saved(path):
+        table, name = datasets.load_from_disk(str(path)), path.name
+        root = media_root if media_root is not None else path
+    elif path.suffix and path.is_file():
         raise ValueError(f"{str(path)!r} is neither JSONL nor Parquet. Convert it, or pass a datasets.Dataset.")
-    if path.is_dir() and media_root is None:
-        media_root = path
-    options = {"split": "train"} | options
-    loaded = datasets.load_dataset(os.fspath(source), **options)
-    if not isinstance(loaded, datasets.Dataset):
-        raise ValueError(f"{os.fspath(source)!r} gave a {type(loaded).__name__}; training needs rows by number.")
-    return _finish(loaded, f"{os.fspath(source)}/{options['split']}", media_root)
+    else:
+        table, name = datasets.load_dataset(os.fspath(source), **{"split": split} | options), f"{source}/{split}"
+        root = path if path.is_dir() and media_root is None else media_root
+        if not isinstance(table, datasets.Dataset):
+            raise ValueError(f"{str(source)!r} gave a {type(table).__name__}; training needs rows by number.")
+    if isinstance(table, datasets.DatasetDict):
+        if split not in table:
+            raise ValueError(f"{name!r} has the splits {sorted(map(str, table))}, not {split!r}. Pass split.")
+        table = table[split]
+    return _finish(table, name, root)
+
+
+def _load_json(path: Path, root: Any) -> datasets.Dataset:
+    """
+    A JSONL file, or a JSON file that is a list of rows, with `id` and `media_root` (that of the row, else `root`).
+
+    Not `load_dataset("json")`, which takes the text "12" for a number where a column's values are of several kinds.
+    Raises `ValueError` that names file and line.
+    """
+    rows = []
+    for number, row in _read_json(path):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number} must be an object with columns, got {type(row).__name__}.")
+        name = f"{path.name}:{number}" if row.get("id") is None else str(row["id"])
+        rows.append(row | {"id": name, "media_root": str(row.get("media_root") or Path(root).absolute())})
+    if not rows:
+        raise ValueError(f"{str(path)!r} holds no rows.")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) if name in _TEXTS else _dump(row.get(name)) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, features=_json_features({}, names))
+
+
+def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows with their numbers: of the line, or in the list."""
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        yield from enumerate(_parse(text, str(path)), 1)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, _parse(line, f"{path}:{number}")
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply.") from error
+    except ValueError as error:  # also for numbers of thousands of digits
+        raise ValueError(
+            f"{place} is not JSON: {error}. Write one row per line, or in .json a list of rows."
+        ) from error
+
+
+def _dump(value: Any) -> str | None:
+    """JSON, for texts too: `datasets.Json` would take the text "12" for a number."""
+    return None if value is None else json.dumps(value, default=str)
+
+
+def _json_features(features: Mapping[str, Any], names: list[str]) -> datasets.Features:
+    changed = {name: datasets.Value("string") if name in _TEXTS else datasets.Json() for name in names}
+    return datasets.Features({**features, **changed})
 
 
 def _alike(tables: list[datasets.Dataset]) -> list[datasets.Dataset]:
@@ -130,14 +181,22 @@ def _alike(tables: list[datasets.Dataset]) -> list[datasets.Dataset]:
                     f"The column {name!r} of source {number} is {feature}, but {kinds[name]} in one before it: they "
                     "cannot be joined, because one of them holds files. Give the column the same type in all."
                 )
-    return [as_json(table, sorted(differing & set(table.column_names))) for table in tables]
+    return [_as_json(table, sorted(differing & set(table.column_names))) for table in tables]
 
 
-def _pick_split(stored: datasets.DatasetDict, split: str | None, name: str) -> datasets.Dataset:
-    wanted = split or "train"
-    if wanted not in stored:
-        raise ValueError(f"{name} has the splits {sorted(map(str, stored))}, not {wanted!r}. Pass split.")
-    return stored[wanted]
+def _as_json(table: datasets.Dataset, names: list[str]) -> datasets.Dataset:
+    """The table with the values of the columns `names` as JSON, which takes every kind, but ids as text."""
+    for name in set(names) & set(_TEXTS):
+        table = table.cast_column(name, datasets.Value("string"))
+    names = [name for name in names if name not in _TEXTS and table.features[name] != datasets.Json()]
+    if not names:
+        return table
+
+    def encode(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {name: [_dump(value) for value in columns[name]] for name in names}
+
+    features = _json_features(table.features, names)
+    return table.map(encode, batched=True, features=features, desc="Joining data sets")
 
 
 def _finish(table: datasets.Dataset, name: str, root: Any) -> datasets.Dataset:
