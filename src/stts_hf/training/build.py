@@ -1,4 +1,4 @@
-"""Settings, processor, data and trainer from a `TrainConfig`, each checked; its weights are `models.py`'s."""
+"""Everything of a run from a `TrainConfig`, each part checked: settings, processor, data, weights, trainer."""
 
 import copy
 import re
@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import httpx
+from transformers import set_seed
+from transformers.utils import logging
 
 from stts_hf import register_auto_classes
+from stts_hf.checkpoints.convert import new_scorer_weights
+from stts_hf.checkpoints.layout import SCORER
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.loading import accepts_option, load_rows
@@ -18,11 +23,15 @@ from stts_hf.data.preparing import LENGTH, prepare_rows
 from stts_hf.data.rows import RowError
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.config import ConfigError, TrainConfig
+from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
+from stts_hf.training.parts import freeze_parts
 from stts_hf.training.trainer import STTSTrainer
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -49,18 +58,15 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
     where rows are packed. Raises `ConfigError` that names the setting, and `RowError` that names the rows.
     """
     register_auto_classes()
-    arguments = config.training
+    data, arguments = config.data, config.training
     progress = progress and arguments.process_index == 0
     model_config = load_model_config(config)
     processor = load_processor(config, model_config)
-    sources = ["train"] if not config.data.eval_data else ["train", "eval"]
     with arguments.main_process_first(desc="reading the data"):  # one process downloads, the others find it
-        opened = {name: open_rows(config, name) for name in sources}
-    made = {name: make_rows(config, name, rows, model_config, processor, progress) for name, rows in opened.items()}
-    train_rows, eval_rows = made["train"][0], made["eval"][0] if "eval" in made else None
-    check_sampling(config, arguments, train_rows)
-    skipped = {name: number for name, (_, number) in made.items()}
-    data = config.data
+        opened = {name: open_rows(config, name) for name in ("train", "eval") if getattr(data, f"{name}_data")}
+    rows = {name: make_rows(config, name, there, model_config, processor, progress) for name, there in opened.items()}
+    train_rows, eval_rows = rows["train"][0], rows["eval"][0] if "eval" in rows else None
+    check_sampling(config, train_rows)
     collator = STTSDataCollator(
         processor,
         model_config=model_config,
@@ -74,45 +80,31 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
     )
     eval_collator = copy.copy(collator)
     eval_collator.replacements = eval_rows if data.on_error == "skip" else None
+    skipped = {name: number for name, (_, number) in rows.items()}
     return TrainingSetup(config, model_config, processor, collator, eval_collator, train_rows, eval_rows, skipped)
-
-
-def check_sampling(config: TrainConfig, arguments: STTSTrainingArguments, rows: Any) -> None:
-    """Raises `ConfigError` for an order by lengths that the rows do not have: `Trainer` would look for `input_ids`."""
-    strategy, column = arguments.train_sampling_strategy, arguments.length_column_name
-    by_length = strategy in ("group_by_length", "batch_rebalance")
-    if by_length and column not in (getattr(rows, "column_names", None) or ()):
-        raise config.error(
-            "train_sampling_strategy",
-            f"is {strategy!r}, but the rows have no column {column!r}. `max_length` measures them.",
-        )
 
 
 def load_model_config(config: TrainConfig) -> STTSConfig:
     """The checkpoint's configuration with the run's settings in it. Raises `ConfigError`, for other models' too."""
     path = config.model.model_name_or_path
-    if not Path(path).exists() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise config.error(
-            "model_name_or_path", f"is {path!r}: there is no such folder, and no Hub id looks like that."
-        )
     settings = config.model.given((*PRUNING_FIELDS, *TRAINING_FIELDS))
     try:
         return STTSConfig.from_pretrained(path, revision=config.model.model_revision, **settings)
     except (ValueError, OSError, StrictDataclassError) as error:
-        raise config.error("model_name_or_path", f"cannot be trained with these settings: {error}") from error
+        name = repr(path) if Path(path).is_dir() else f"{path!r} (no folder here, so it is sought on the Hub)"
+        raise config.error("model_name_or_path", f"{name} cannot be trained with these settings: {error}") from error
 
 
 def load_processor(config: TrainConfig, model_config: STTSConfig) -> STTSProcessor:
     """The checkpoint's processor with the run's frames. Raises `ConfigError`."""
-    model, data = config.model, config.data
+    model = config.model
     try:
         processor = STTSProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     except (ValueError, OSError, TypeError) as error:
-        raise config.error(
-            "model_name_or_path", f"{model.model_name_or_path!r} has no usable processor: {error}"
-        ) from error
+        problem = f"{model.model_name_or_path!r} has no usable processor: {error}"
+        raise config.error("model_name_or_path", problem) from error
     for name in ("num_frames", "max_fps"):
-        value = getattr(data, name)
+        value = getattr(config.data, name)
         if value is not None:
             setattr(processor.video_processor, name, value)
     ratio = model_config.vision_config.pruning_ratio
@@ -124,13 +116,12 @@ def load_processor(config: TrainConfig, model_config: STTSConfig) -> STTSProcess
 def open_rows(config: TrainConfig, name: str) -> Any:
     """The rows of `train_data` or `eval_data` as they are. Raises `ConfigError` where they cannot be loaded."""
     data = config.data
-    sources, others = (data.train_data, data.eval_data) if name == "train" else (data.eval_data, data.train_data)
-    options = {} if data.data_revision is None else {"revision": data.data_revision}
-    if others and accepts_option(others, "revision") and not accepts_option(sources, "revision"):
-        options = {}  # it is the other one's
-    split = data.train_split if name == "train" else data.eval_split
+    sources, split, revision = getattr(data, f"{name}_data"), getattr(data, f"{name}_split"), data.data_revision
+    every_source = [*data.train_data, *(data.eval_data or [])]
+    if accepts_option(every_source, "revision") and not accepts_option(sources, "revision"):
+        revision = None  # it is the other one's
     try:
-        return load_rows(sources or [], split=split, media_root=data.media_root, **options)
+        return load_rows(sources, split=split, media_root=data.media_root, revision=revision)
     except RowError:
         raise
     except (ValueError, OSError) as error:
@@ -164,6 +155,112 @@ def make_rows(
         return good, skipped
     seed, most_samples = config.training.seed, data.max_samples_per_row
     return PackedDataset(good, good[LENGTH], data.pack_to, seed=seed, max_samples=most_samples), skipped
+
+
+def check_sampling(config: TrainConfig, rows: Any) -> None:
+    """Raises `ConfigError` for an order by lengths that the rows do not have: `Trainer` would look for `input_ids`."""
+    strategy, column = config.training.train_sampling_strategy, config.training.length_column_name
+    by_length = strategy in ("group_by_length", "batch_rebalance")
+    if by_length and column not in (getattr(rows, "column_names", None) or ()):
+        problem = f"is {strategy!r}, but the rows have no column {column!r}. `max_length` measures them."
+        raise config.error("train_sampling_strategy", problem)
+
+
+def make_empty_model(run: TrainingSetup) -> Any:
+    """The model without weights, with its adapter and its frozen parts, for counting."""
+    with torch.device("meta"):
+        return _adapt(run, STTSForConditionalGeneration(run.model_config))
+
+
+def load_model(run: TrainingSetup) -> Any:
+    """
+    The model with its weights, its adapter and its frozen parts. Raises `ConfigError` where weights are missing that
+    are not the scorer's, and for half precision that training cannot keep.
+
+    Beside an adapter, what is trained of a model in half precision becomes float32: steps of 1e-4 are smaller than
+    bfloat16 can tell apart.
+    """
+    model, dtype = _adapt(run, load_weights(run)), run.config.model.dtype
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    half = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
+    if half and not run.config.model.use_peft:
+        logger.warning(
+            f"`dtype` is {dtype!r}: trained weights in half precision lose small steps. Use `dtype: float32` with "
+            "`bf16: true`, or an optimizer that keeps copies of its own."
+        )
+        return model
+    if half and not (run.arguments.bf16 or run.arguments.fp16):
+        problem = "and what is trained is kept in float32, so `bf16: true` (or `fp16`) is needed."
+        raise run.config.error("dtype", f"is {dtype!r}, {problem}")
+    for parameter in half:
+        parameter.data = parameter.data.float()
+    return model
+
+
+def load_weights(run: TrainingSetup) -> Any:
+    """The checkpoint's model, with a new scorer where the run asks for one. Raises `ConfigError` as `load_model`."""
+    set_seed(run.arguments.seed)  # an adapter, and a scorer that the checkpoint lacks, are drawn from here on
+    model = run.config.model
+    try:
+        pair: Any = STTSForConditionalGeneration.from_pretrained(
+            model.model_name_or_path,
+            config=run.model_config,
+            revision=model.model_revision,
+            dtype="auto" if model.dtype == "auto" else getattr(torch, model.dtype),
+            output_loading_info=True,
+            **model.given(["attn_implementation"]),
+        )
+    except (ValueError, OSError, ImportError) as error:
+        raise run.config.error("model_name_or_path", f"cannot be loaded: {error}") from error
+    loaded, found = pair
+    missing = sorted(name for name in found["missing_keys"] if ".scorer." not in name)
+    wrong = missing or sorted(map(str, found["mismatched_keys"]))
+    if wrong:
+        problem = f"lacks weights or holds some of other shapes: {', '.join(wrong[:3])}, ..."
+        raise run.config.error("model_name_or_path", f"{model.model_name_or_path!r} {problem}")
+    if model.new_scorer:
+        with torch.device("meta"):
+            empty = STTSForConditionalGeneration(run.model_config)
+        weights = new_scorer_weights(empty, run.arguments.seed)
+        scorer = loaded.model.vision_tower.scorer
+        scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
+    return loaded
+
+
+def _adapt(run: TrainingSetup, model: Any) -> Any:
+    if run.config.model.use_peft:
+        model = add_adapter(run.config, model)
+    try:
+        freeze_parts(model, run.arguments.freeze or ())
+    except ValueError as error:
+        raise ConfigError(f"{run.config.source}: {error}") from error
+    return model
+
+
+def add_adapter(config: TrainConfig, model: Any) -> Any:
+    """A `PeftModel` around `model`. Raises `ConfigError` where nothing in it has the names that are asked for."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = config.model
+    targets = settings.lora_target_modules or [TEXT_LINEAR]
+    is_names = len(targets) > 1 or re.fullmatch(r"[\w.]+", targets[0])  # else a pattern, or `all-linear`
+    last_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    for name in settings.lora_modules_to_save or ():
+        if name.rpartition(".")[2] not in last_names:
+            raise config.error("lora_modules_to_save", f"names {name!r}, but the model has no such module.")
+    lora = LoraConfig(
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets if is_names else targets[0],
+        modules_to_save=settings.lora_modules_to_save or None,
+        use_dora=settings.use_dora,
+        use_rslora=settings.use_rslora,
+    )
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise config.error("lora_target_modules", f"does not fit the model: {error}") from error
 
 
 def make_trainer(run: TrainingSetup, model: Any) -> STTSTrainer:

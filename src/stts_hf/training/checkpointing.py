@@ -128,8 +128,26 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     return None
 
 
+def find_checkpoint(output_dir: str | os.PathLike, resume: str | bool | None) -> str | None:
+    """
+    The checkpoint to `resume` from: a named one, or with True the last whole one in `output_dir`; None for neither.
+    Raises `ValueError` where it is not whole or not there.
+    """
+    if resume is True:
+        resume = last_checkpoint(output_dir)
+        if resume is None:
+            raise ValueError(f"`output_dir` {str(output_dir)!r} holds no whole checkpoint to resume from.")
+    elif resume:
+        missing = what_is_missing(Path(resume))
+        if missing is not None:
+            raise ValueError(f"`resume_from_checkpoint` {str(resume)!r} is no whole checkpoint: {missing}.")
+    return resume or None
+
+
 def what_is_missing(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be resumed from, None if it can. `trainer_state.json` is written last."""
+    if not checkpoint.is_dir():
+        return "there is no such folder"
     try:
         TrainerState.load_from_json(str(checkpoint / STATE))
     except FileNotFoundError:

@@ -17,16 +17,11 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
-from stts_hf.modeling.settings_stts import (
-    PACKINGS,
-    POSITION_RULES,
-    SCORE_RESCALINGS,
-    SELECTORS,
-    check_pruning_ratio,
-)
+from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS, SELECTORS
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.parts import ADAPTER
 
+CONFIG_COPY = "train_config.yaml"  # in the output folder
 # The text model's linear layers alone: `q_proj` or `all-linear` would hit the vision tower and the connector too.
 TEXT_LINEAR = r".*language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
@@ -82,11 +77,6 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
             raise ValueError("`model_name_or_path` is missing: the folder or Hub id of a checkpoint.")
-        if self.pruning_ratio is not None:
-            check_pruning_ratio(self.pruning_ratio)
-        _check_range(self, "temporal_loss_weight", 0)
-        for name in ("pruning_layer", "lora_r", "lora_alpha"):
-            _check_range(self, name, 0 if name == "pruning_layer" else 1)
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"`lora_dropout` is {self.lora_dropout}, but must be from 0 up to, not including, 1.")
         if self.lora_target_modules == []:
@@ -124,8 +114,6 @@ class DataArguments:
     def __post_init__(self) -> None:
         if not self.train_data:
             raise ValueError("`train_data` is missing: at least one file or data set.")
-        for name in ("pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"):
-            _check_range(self, name, 1)
         if self.max_fps is not None and not 0 < self.max_fps < math.inf:
             raise ValueError(f"`max_fps` is {self.max_fps}, but must be a number of frames per second above 0.")
         if self.pack_to is not None and self.max_length is not None:
@@ -167,6 +155,11 @@ class TrainConfig:
 KINDS: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
 # What a run wants and `TrainingArguments` does not do by default.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
+# Settings of at least 1.
+COUNTS = {
+    *("lora_r", "lora_alpha", "pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+}
 REFUSED = {
     "resume_from_checkpoint": "Pass --resume on the command line.",
     "hub_token": "Run `hf auth login`, or set HF_TOKEN: settings are kept beside the weights and pushed with them.",
@@ -214,17 +207,14 @@ class _Parser(HfArgumentParser):
 
     def read_node(self, name: str, node: Any, loader: Any) -> Any:
         """A setting from YAML; a plain value means what it would mean on the command line."""
-        kind = self.types[name]
-        if isinstance(node, yaml.MappingNode):
-            if "dict" not in kind:
-                raise ConfigError(f"`{name}` must be a single value, not keys and values: settings are not nested.")
-            return loader.construct_object(node, deep=True)
         if isinstance(node, yaml.ScalarNode):
             return self.read_words([f"--{name}={node.value}"])[name]
-        if "list[" not in kind:
-            raise ConfigError(f"`{name}` must be a single value, not a list.")
-        values = [self.read_node(name, item, loader) for item in node.value]
-        return [item for value in values for item in (value if isinstance(value, list) else [value])]
+        if isinstance(node, yaml.MappingNode) and "dict" in self.types[name]:
+            return loader.construct_object(node, deep=True)
+        if isinstance(node, yaml.SequenceNode) and "list[" in self.types[name]:
+            values = [self.read_node(name, item, loader) for item in node.value]
+            return [item for value in values for item in (value if isinstance(value, list) else [value])]
+        raise ConfigError(f"`{name}` must be a single value, not a list or keys and values: settings are not nested.")
 
     def check_name(self, name: str) -> None:
         """Raises `ConfigError` for an unknown setting."""
@@ -298,15 +288,10 @@ def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
 
 def _check_together(config: TrainConfig) -> None:
     training = config.training
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        _check_range(training, name, 1)
+    for name, value in (vars(config.model) | vars(config.data) | vars(training)).items():
+        if name in COUNTS and value is not None and value < 1:
+            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
     if not config.model.use_peft and ADAPTER in (config.given.get("learning_rates") or {}):
         raise ValueError("`learning_rates` has a rate for LoRA weights, but `use_peft` is false.")
     if training.eval_strategy != "no" and not config.data.eval_data:
         raise ValueError(f"`eval_strategy` is {config.given['eval_strategy']!r}, but `eval_data` names no rows.")
-
-
-def _check_range(section: Any, name: str, low: float) -> None:
-    value = getattr(section, name)
-    if value is not None and not low <= value < math.inf:
-        raise ValueError(f"`{name}` is {value}, but must be at least {low} and finite.")

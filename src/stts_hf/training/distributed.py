@@ -1,4 +1,4 @@
-"""Several processes (DDP, FSDP2, ZeRO-3): what must be alike in all of them, and saving the whole model from shards.
+"""Several processes (DDP, FSDP2, ZeRO-3): what must be alike in all of them.
 
 A process waits for the others where parameters are gathered and gradients reduced. It waits forever where the others
 never come there, because their batch has no video and so leaves the vision tower alone, or has images too and goes
@@ -6,9 +6,8 @@ through the tower twice. So every batch gets a video (`always_video` of the coll
 the model's root, once a step whatever the batch holds.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,21 +109,3 @@ def name_after_own_code(model_class: type) -> None:
     if model_class.__module__.startswith("torch."):
         own = next(base for base in model_class.__mro__ if not base.__module__.startswith("torch."))
         model_class.__module__ = own.__module__
-
-
-@contextlib.contextmanager
-def whole_weights(accelerator: Any) -> Iterator[None]:
-    """In here `Trainer.save_model` writes the whole model, also where checkpoints are to be SHARDED_STATE_DICT."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None:
-        yield
-        return
-    fields = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    before = {name: getattr(plugin, name) for name in fields}
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(plugin, name, value)

@@ -6,24 +6,11 @@ loss. The counts stay on the batch's device, and nothing here forces a host-devi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stts_hf.modeling.sequence_stts import find_samples
-
-
-@dataclass
-class LossCounts:
-    """What the losses are divided by: `labels` and `blocks`, float32 scalars."""
-
-    labels: torch.Tensor
-    blocks: torch.Tensor
-
-    def at_least_one(self) -> "LossCounts":
-        """The same to divide by: a loss over none of them is 0."""
-        return LossCounts(self.labels.clamp_min(1), self.blocks.clamp_min(1))
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -52,20 +39,21 @@ def count_blocks(batch: Mapping[str, Any]) -> torch.Tensor:
     return ((grids[:, 0] - 1) * grids[:, 1] * grids[:, 2]).sum().float()
 
 
-def count(batch: Mapping[str, Any]) -> LossCounts:
-    """Counts of one batch."""
-    return LossCounts(count_labels(batch), count_blocks(batch))
+def count(batch: Mapping[str, Any]) -> torch.Tensor:
+    """What the losses of a batch are divided by: its label tokens and its blocks, (2,) float32."""
+    labels = count_labels(batch)
+    return torch.stack([labels, count_blocks(batch).to(labels.device)])
 
 
-def normalised_losses(outputs: Any, counts: LossCounts, step: LossCounts) -> tuple[torch.Tensor, torch.Tensor]:
+def normalised_losses(outputs: Any, counts: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     A batch's share of the task loss and of the temporal loss of the whole step, float32 scalars.
 
-    outputs: of a call with `num_items_in_batch=step.labels`, so that its task loss is a sum already divided. counts: of
-    the batch. step: of the step, `at_least_one`.
+    outputs: of a call with `num_items_in_batch=step[0]`, so that its task loss is a sum already divided. counts: of the
+    batch, (2,). step: of the step, (2,), at least 1 each: a loss over none of them is 0.
     """
     task = outputs.task_loss.float()
     if outputs.temporal_loss is None:
         return task, torch.zeros_like(task)
-    share = counts.blocks / step.blocks
+    share = counts[1] / step[1]
     return task, (outputs.temporal_loss * share.to(outputs.temporal_loss.device)).to(task.device)

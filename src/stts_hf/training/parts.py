@@ -1,7 +1,7 @@
 """The parts of a model that have learning rates of their own, found by parameter name, and their freezing."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -39,6 +39,11 @@ def is_adapter(name: str) -> bool:
     return any(word.startswith("lora_") for word in name.split("."))
 
 
+def rate_of(name: str, learning_rates: Mapping[str, object]) -> str:
+    """Which of `learning_rates` the parameter `name` takes: its part's, or the adapters' where they have their own."""
+    return ADAPTER if ADAPTER in learning_rates and is_adapter(name) else part_of(name)
+
+
 def check_parts(argument: str, names: Iterable[str], valid: tuple[str, ...]) -> None:
     """Raises `ValueError` that lists the `valid` parts where the `argument` names another."""
     for name in names:
@@ -73,12 +78,9 @@ def require_grads_in_tower(model: nn.Module) -> None:
     Makes the outputs of the vision tower's patch embedding require gradients where the tower has weights to train. Of
     the text embedding, `activation_checkpointing_enable` sees to it.
     """
-    trained = any(
-        parameter.requires_grad and part_of(name) == VISION_TOWER for name, parameter in model.named_parameters()
-    )
-    for name, module in model.named_modules():
-        if trained and name.endswith("vision_tower.patch_embedding"):
-            module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    if any(parameter.requires_grad and part_of(name) == VISION_TOWER for name, parameter in model.named_parameters()):
+        [embedding] = (m for name, m in model.named_modules() if name.endswith("vision_tower.patch_embedding"))
+        embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
 def split_groups(
@@ -88,10 +90,8 @@ def split_groups(
     The optimizer's parameter groups, each split by part, with the part's rate as `lr`. The language model's come first,
     so that theirs is the rate that `Trainer` logs. Raises `ValueError` for a rate for adapters that are not there.
     """
-    keys: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            keys[id(parameter)] = ADAPTER if is_adapter(name) and ADAPTER in learning_rates else part_of(name)
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    keys = {id(parameter): rate_of(name, learning_rates) for name, parameter in trained}
     if ADAPTER in learning_rates and ADAPTER not in keys.values():
         raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
     groups: list[dict[str, object]] = []

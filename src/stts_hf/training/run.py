@@ -1,4 +1,4 @@
-"""A run from its configuration to the saved checkpoint."""
+"""A run from its configuration to the saved checkpoint, its card, and all of it on the Hub."""
 
 import dataclasses
 import os
@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from huggingface_hub import HfApi
 from transformers.utils import logging
 
 from stts_hf import __version__
+from stts_hf.checkpoints.atomic_folder import atomic_folder
+from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
+from stts_hf.checkpoints.push import refusals
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
-from stts_hf.training.build import make_trainer, prepare
-from stts_hf.training.checkpointing import checkpoints_in, last_checkpoint, what_is_missing
+from stts_hf.training.build import TrainingSetup, load_model, load_weights, make_empty_model, make_trainer, prepare
+from stts_hf.training.checkpointing import checkpoints_in, find_checkpoint
 from stts_hf.training.config import (
+    CONFIG_COPY,
     KINDS,
     TRAINING_DEFAULTS,
     ConfigError,
@@ -21,33 +27,21 @@ from stts_hf.training.config import (
     TrainConfig,
     read_settings,
 )
-from stts_hf.training.export import CONFIG_COPY, save
-from stts_hf.training.models import load_model, make_empty_model, upcast_trainable
 from stts_hf.training.parts import LANGUAGE_MODEL
-from stts_hf.training.plan import check_steps, describe_run
+from stts_hf.training.plan import count_steps, describe_run, describe_training
 from stts_hf.training.trainer import STTSTrainer
 
 logger = logging.get_logger(__name__)
 
+MERGED = "merged"
+_SHOWN = ("loss", "task_loss", "temporal_loss", "eval_loss", "eval_task_loss", "eval_temporal_loss")
+
 # What a resumed run must share with the one before: what the restored optimizer and schedule would ignore, and what
 # makes the rows ahead those of the same epoch. Of model and data that is all but `_FREE`.
-_KEPT = {
-    "average_tokens_across_devices",
-    "bf16",
-    "data_seed",
-    "dataloader_drop_last",
-    "fp16",
-    "freeze",
-    "gradient_accumulation_steps",
-    "length_column_name",
-    "max_grad_norm",
-    "neftune_noise_alpha",
-    "per_device_train_batch_size",
-    "seed",
-    "train_sampling_strategy",
-    "weight_decay",
-}
-_KEPT_BEGINNINGS = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_")
+_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed")
+_ORDER = ("train_sampling_strategy", "length_column_name")
+_STEP = ("average_tokens_across_devices", "bf16", "fp16", "freeze", "max_grad_norm", "neftune_noise_alpha")
+_OPTIMIZER = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_", "weight_decay")  # beginnings of names
 _FREE = {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
 
 
@@ -57,7 +51,6 @@ def dry_run(config: TrainConfig) -> str:
     that was loaded with `need_gpu=False` may be one for GPUs.
     """
     run = prepare(config)
-    check_steps(run)
     return describe_run(run, make_empty_model(run))
 
 
@@ -70,53 +63,45 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
     `RowError` before the first step for what is known by then.
     """
     output = Path(str(config.training.output_dir))
-    check_output(config, output, resume)
-    if resume:
-        check_unchanged(config, (output if resume is True else Path(resume).absolute().parent) / CONFIG_COPY)
+    checkpoint = check_output(config, output, resume)
     run = prepare(config)
-    check_steps(run)
+    count_steps(run)
     model = load_model(run)
-    upcast_trainable(run, model)
     trainer = make_trainer(run, model)
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)
         output.mkdir(parents=True, exist_ok=True)
         write_config(config, output)
-    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.train(resume_from_checkpoint=checkpoint)
     if run.eval_rows is not None:
         trainer.evaluate()
     save(run, trainer, output)
     return trainer
 
 
-def check_output(config: TrainConfig, output: Path, resume: bool | str) -> None:
+def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str | None:
     """
-    Raises `ConfigError` for a folder that cannot be written, where there is nothing to resume from, and where a run
-    would mix with an earlier one.
+    The checkpoint that the run goes on from. Raises `ConfigError` for a folder that cannot be written, where there is
+    nothing to resume from, and where a run would mix with an earlier one.
     """
-    if output.exists() and not output.is_dir():
-        raise config.error("output_dir", f"{str(output)!r} is a file, but must be a folder.")
     there = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise config.error(
-            "output_dir",
-            f"{str(output)!r} cannot be written: {str(there)!r} {'forbids it' if there.is_dir() else 'is a file'}.",
-        )
-    if isinstance(resume, str):
-        if not Path(resume).is_dir():
-            raise ConfigError(f"--resume {resume}: there is no such checkpoint folder.")
-        missing = what_is_missing(Path(resume))
-        if missing is not None:
-            raise ConfigError(f"--resume {resume}: it is no checkpoint to resume from; {missing}.")
-    if resume is True and last_checkpoint(output) is None:
-        raise ConfigError(f"--resume: {str(output)!r} holds no whole checkpoint to resume from.")
+        problem = "forbids it" if there.is_dir() else "is a file"
+        raise config.error("output_dir", f"{str(output)!r} cannot be written: {str(there)!r} {problem}.")
+    try:
+        checkpoint = find_checkpoint(output, resume)
+    except ValueError as error:
+        raise ConfigError(f"--resume: {error}") from error
     earlier = list(checkpoints_in(output).values())
-    if resume is False and earlier:
+    if checkpoint is not None:
+        check_unchanged(config, Path(checkpoint).absolute().parent / CONFIG_COPY)
+    elif earlier:
         raise config.error(
             "output_dir",
             f"{str(output)!r} holds {earlier[-1].name} of an earlier run. Pass --resume to continue it, or name "
             "another folder.",
         )
+    return checkpoint
 
 
 def check_unchanged(config: TrainConfig, earlier: Path) -> None:
@@ -133,8 +118,8 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
         raise ConfigError(f"--resume: the configuration of the earlier run cannot be compared: {error}") from error
     new = _with_defaults(config.given)
     of_rows = {item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)} - _FREE
-    kept = [name for name in new if name in of_rows | _KEPT or name.startswith(_KEPT_BEGINNINGS)]
-    changed = [name for name in kept if new[name] != old[name]]
+    kept = {*of_rows, *_ROWS, *_ORDER, *_STEP}
+    changed = [name for name in new if new[name] != old[name] and (name in kept or name.startswith(_OPTIMIZER))]
     if changed:
         details = ", ".join(f"`{name}` is {new[name]!r} and was {old[name]!r}" for name in changed)
         raise ConfigError(
@@ -165,3 +150,75 @@ def write_config(config: TrainConfig, output: Path) -> None:
         partial.replace(output / CONFIG_COPY)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def save(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
+    """
+    Saves the trained model or adapter with its card, and the merged model, into `output`; then pushes the folder as it
+    is where `push_to_hub` says so.
+    """
+    trainer.save_model(_internal_call=True)
+    trainer.save_state()
+    if not trainer.is_world_process_zero():
+        return
+    write_card(run, trainer, output)
+    if run.config.model.merge_adapter:
+        merge(run, trainer, output)
+    if trainer.args.push_to_hub:
+        push(trainer, output)
+
+
+def merge(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
+    """
+    Saves the base with the adapter in `output` merged into it. Both are read anew: the trained model may lie in shards
+    on several processes, and stays as it is.
+    """
+    from peft import PeftModel
+
+    merged: Any = PeftModel.from_pretrained(load_weights(run), output).merge_and_unload()
+    merged = merged.to(merged.dtype)  # the scorer was trained in float32, whatever the model's
+    with atomic_folder(output / MERGED, overwrite=True) as folder:
+        merged.save_pretrained(folder)
+        run.processor.save_pretrained(folder)
+        write_card(run, trainer, folder)
+
+
+def push(trainer: STTSTrainer, output: Path) -> None:
+    """
+    Uploads `output` in one commit, with its card; `Trainer.push_to_hub` would save the model again and write a card of
+    its own. Raises `PushRefused`.
+    """
+    trainer._finish_current_push()
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    api, repo_id = HfApi(), str(trainer.hub_model_id)
+    with refusals(api, repo_id):
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=output,
+            commit_message="End of training",
+            ignore_patterns=["_*", "checkpoint-*"],  # as `Trainer` has it
+            revision=trainer.args.hub_revision,
+        )
+
+
+def write_card(run: TrainingSetup, trainer: STTSTrainer, folder: Path) -> None:
+    """The card of the checkpoint or adapter in `folder`: base, settings, data, hyperparameters and last losses."""
+    card, model = run.config.card, run.config.model
+    inherited = inherited_metadata(Path(model.model_name_or_path))
+    losses: dict[str, str] = {}
+    for entry in trainer.state.log_history:
+        losses |= {name: f"{entry[name]:.4g} (step {entry['step']})" for name in _SHOWN if name in entry}
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    details: dict[str, Any] = {
+        "base_model": card.card_base_model or base_model_of(model.model_name_or_path),
+        "name": card.card_name,
+        "license": card.card_license or inherited.get("license") or "apache-2.0",
+        "datasets": card.card_datasets or [],
+        "training": describe_training(run, trained, trainer.state.global_step),
+        "figures": losses,
+    }
+    if (folder / "adapter_config.json").is_file():
+        settings = {f"vision_config.{name}": value for name, value in model.given(PRUNING_FIELDS).items()}
+        write_adapter_card(folder, settings=settings | model.given(TRAINING_FIELDS), **details)
+    else:
+        write_model_card(folder, metadata=inherited, **details)

@@ -4,10 +4,11 @@ transformers' own `enable_jit_checkpoint` waits three seconds, saves in the midd
 were drawn, and asks no other process; a run resumed from there is another run.
 """
 
+import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,29 +23,26 @@ EXIT_CODE = 128 + signal.SIGTERM  # 143, what a shell reports for a process that
 
 class Termination(TrainerCallback):
     """
-    Within `with`, SIGTERM sets `requested` and does nothing else, however often it comes. When all processes have
+    Within `heard`, SIGTERM sets `requested` and does nothing else, however often it comes. When all processes have
     `agreed`, the step in progress ends, a checkpoint is saved and training stops.
     """
 
     def __init__(self) -> None:
-        self.requested = False
-        self.agreed = False
-        self._previous: Any = None
-        self._installed = False
-
-    def __enter__(self) -> "Termination":
         self.requested = self.agreed = False
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._handle)
-            self._installed = True
-        else:
-            logger.warning("Training runs outside the main thread, so SIGTERM ends it without saving.")
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
-            self._installed = False
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """In here the signal is taken; it starts as if none had come."""
+        self.requested = self.agreed = False
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("Training runs outside the main thread, so SIGTERM ends it without saving.")
+            yield
+            return
+        previous = signal.signal(signal.SIGTERM, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         self.requested = True  # no logging: the signal may have come in the middle of a write

@@ -1,6 +1,5 @@
 """`transformers.Trainer` with three learning rates, both losses normalised over the step, and logs of the pruning."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch.distributed.fsdp import StateDictType
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.utils import logging
@@ -15,14 +15,9 @@ from transformers.utils import logging
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.labels import align_labels
 from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, last_checkpoint, what_is_missing
-from stts_hf.training.distributed import (
-    check_batches_agree,
-    name_after_own_code,
-    prepare_for_processes,
-    whole_weights,
-)
-from stts_hf.training.losses import LossCounts, count, normalised_losses
+from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
+from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
+from stts_hf.training.losses import count, normalised_losses
 from stts_hf.training.metrics import PruningMetrics, describe
 from stts_hf.training.parts import freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
@@ -72,7 +67,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         self.add_callback(self.termination)
         self.statistics = PruningMetrics(self.args.device)
         self._eval_statistics: PruningMetrics | None = None
-        self._step_counts: LossCounts | None = None
+        self._step_counts: torch.Tensor | None = None  # (2,) of `count`, over the step
         self._stop: torch.Tensor | None = None
         self._parts_of_loss: tuple[torch.Tensor, torch.Tensor] | None = None
         self._gradient_norm: Any = None
@@ -131,19 +126,10 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         if self.args.should_save:
             clear_leftovers(Path(output_dir))
         self.accelerator.wait_for_everyone()
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(f"`output_dir` {output_dir!r} holds no whole checkpoint to resume from.")
-        elif resume_from_checkpoint:
-            missing = what_is_missing(Path(resume_from_checkpoint))
-            if missing is not None:
-                raise ValueError(
-                    f"`resume_from_checkpoint` {resume_from_checkpoint!r} is no whole checkpoint: {missing}."
-                )
+        checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
         self.statistics.reset()
-        with self.termination:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.termination.heard():
+            result = super().train(checkpoint, *args, **kwargs)
         self._step_counts = None
         if self.termination.agreed:
             self.accelerator.wait_for_everyone()
@@ -170,17 +156,15 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         """The step's micro-batches, and its label tokens over all processes."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         check_batches_agree(self, batches, device)
-        counts = [count(batch) for batch in batches]
-        totals = [sum((c.labels for c in counts), torch.zeros(())), sum((c.blocks for c in counts), torch.zeros(()))]
-        stop = torch.tensor(float(self.termination.requested))
-        step = torch.stack([torch.as_tensor(total).to(device) for total in [*totals, stop]])
+        counts = sum((count(batch).to(device) for batch in batches), torch.zeros(2, device=device))
         if self.args.world_size > 1:
-            everywhere = self.accelerator.reduce(step, reduction="sum")
+            stop = torch.tensor([float(self.termination.requested)], device=device)
+            everywhere: Any = self.accelerator.reduce(torch.cat([counts, stop]), reduction="sum")
             self._stop = everywhere[2]
-            step = everywhere if self.args.average_tokens_across_devices else step
-        self._step_counts = LossCounts(step[0], step[1]).at_least_one()
+            counts = everywhere[:2] if self.args.average_tokens_across_devices else counts
+        self._step_counts = counts.clamp_min(1)
         self.statistics.steps += 1
-        return batches, self._step_counts.labels
+        return batches, self._step_counts[0]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         ids, skipped = (inputs.pop(key, None) for key in NON_MODEL_KEYS)
@@ -212,8 +196,8 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         counts = count(inputs)
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
-            step = counts.at_least_one()
-        outputs = model(**inputs, num_items_in_batch=step.labels)
+            step = counts.clamp_min(1)
+        outputs = model(**inputs, num_items_in_batch=step[0])
         task, temporal = normalised_losses(outputs, counts, step)
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
@@ -224,11 +208,12 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         statistics = self.statistics if training else self._eval_statistics
         if statistics is not None:
             with torch.no_grad():
+                labels, blocks = counts
                 statistics.observe(outputs, inputs)
-                statistics.add("task_loss", task * (scale if training else counts.labels))
-                statistics.add("temporal_loss", temporal * (scale if training else counts.blocks))
-                statistics.add("labels", counts.labels)
-                statistics.add("blocks", counts.blocks)
+                statistics.add("task_loss", task * (scale if training else labels))
+                statistics.add("temporal_loss", temporal * (scale if training else blocks))
+                statistics.add("labels", labels)
+                statistics.add("blocks", blocks)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -300,11 +285,17 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         return self._gradient_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; outside a checkpoint the whole model, also where checkpoints are saved in shards."""
-        in_checkpoint = self._stage is not None
+        """As in `Trainer`; outside a checkpoint the whole model, also where FSDP saves checkpoints in shards."""
         name_after_own_code(type(self.accelerator.unwrap_model(self.model)))
-        with contextlib.nullcontext() if in_checkpoint else whole_weights(self.accelerator):
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or self._stage is not None:
             super().save_model(output_dir, _internal_call)
+            return
+        of_checkpoints, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            plugin.state_dict_type = of_checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         norm, self._gradient_norm = self._gradient_norm, None

@@ -17,10 +17,10 @@ from transformers import Trainer
 
 from stts_hf import STTSConfig
 from stts_hf.cli.main import main
+from stts_hf.training.build import load_model
 from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.config import load_config
-from stts_hf.training.models import load_model
 from stts_hf.training.run import check_unchanged
 from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
@@ -143,7 +143,7 @@ def test_resume_from_half_a_checkpoint_is_refused(lost, whole, tmp_path, capsys)
     shutil.copytree(whole.output / "checkpoint-1", tmp_path / "half")
     (tmp_path / "half" / lost).unlink()
     assert train(whole.config, "--resume", str(tmp_path / "half")) == 2
-    assert f"it is no checkpoint to resume from; it has no {lost}" in capsys.readouterr().err
+    assert f"is no whole checkpoint: it has no {lost}" in capsys.readouterr().err
 
 
 @pytest.fixture

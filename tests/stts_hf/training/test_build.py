@@ -36,7 +36,7 @@ def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
     open_rows(both, "train")
     open_rows(both, "eval")
     assert asked["someone/clips"]["revision"] == "v2"
-    assert "revision" not in asked[str(data)]
+    assert asked[str(data)]["revision"] is None
 
 
 def test_a_revision_of_files_is_refused(files):

@@ -22,12 +22,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from stts_hf import STTSProcessor
 from stts_hf.data.collator import STTSDataCollator
-from stts_hf.training.distributed import (
-    kinds_that_must_agree,
-    prepare_for_processes,
-    whole_weights,
-    wrap_language_model_alone,
-)
+from stts_hf.training.distributed import kinds_that_must_agree, prepare_for_processes, wrap_language_model_alone
 from tests.checkpoints import TINY, load_tiny
 from tests.conftest import REPOSITORY
 from tests.stts_hf.training.processes import Plain, main, model, write_rows
@@ -325,11 +320,3 @@ def test_fsdp_units_inside_the_vision_tower_are_refused():
         wrap_language_model_alone(plugin(transformer_cls_names_to_wrap=names), model())
     with pytest.raises(ValueError, match="not SIZE_BASED_WRAP"):
         wrap_language_model_alone(plugin(auto_wrap_policy=size_based_auto_wrap_policy), model())
-
-
-def test_whole_weights_give_the_plugin_back_as_it_was():
-    chosen = plugin(state_dict_type="SHARDED_STATE_DICT")
-    before = dict(vars(chosen))
-    with whole_weights(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=chosen))):
-        assert chosen.state_dict_type.name == "FULL_STATE_DICT"
-    assert vars(chosen) == before

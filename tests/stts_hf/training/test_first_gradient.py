@@ -8,9 +8,8 @@ from transformers import TrainerCallback
 
 from stts_hf import STTSProcessor
 from stts_hf.data import preparing, rows
-from stts_hf.training.build import make_trainer, prepare
+from stts_hf.training.build import load_model, make_trainer, prepare
 from stts_hf.training.config import load_config
-from stts_hf.training.models import load_model
 from tests.stts_hf.training.runs import KeepGradients
 from tests.training_files import row, write_config, write_rows
 
