@@ -27,7 +27,7 @@ from transformers.utils import logging
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
 from .settings_stts import check_pruning_ratio
-from .video_reading_stts import STTSVideoMetadata, VideoFile, resize
+from .video_reading_stts import STTSVideoMetadata, VideoFile, download, is_url, resize
 
 logger = logging.get_logger(__name__)
 
@@ -47,9 +47,9 @@ class STTSVideoProcessorKwargs(Molmo2VideoProcessorKwargs, total=False):
         Share of the video's tokens that the model will drop, which `test_time_scaling` makes up for. It prunes nothing
         here, so that a call may give it only with `test_time_scaling`.
     max_download_bytes (`int`, *optional*):
-        Largest video, in bytes, that is downloaded from a URL.
+        Largest file, in bytes, that is downloaded from a URL.
     max_download_seconds (`float`, *optional*):
-        Longest time that the download of one video may take.
+        Longest time that the download of one file may take.
     """
 
     max_fps: int | float | None  # type: ignore[misc]
@@ -206,7 +206,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                 return file.read(indices, target, interpolation)
         layout = options["input_data_format"]
         if isinstance(video, list | tuple):  # paths or URLs of images
-            pictures = [load_image(picture).convert("RGB") for picture in video]
+            pictures = [_load_picture(picture, options) for picture in video]
             _check_sizes({(picture.height, picture.width) for picture in pictures})
             video, layout = np.stack([np.asarray(picture) for picture in pictures]), ChannelDimension.LAST
         frames = _frames_tensor(video, index, layout)
@@ -311,6 +311,13 @@ def normalize_videos(videos: Any, name: str = "videos") -> Any:
 
 def _open(source: Any, options: dict[str, Any]) -> VideoFile:
     return VideoFile(source, options["max_download_bytes"], options["max_download_seconds"])
+
+
+def _load_picture(source: Any, options: dict[str, Any]) -> Image.Image:
+    if not is_url(source):
+        return load_image(source).convert("RGB")
+    with download(source, options["max_download_bytes"], options["max_download_seconds"]) as file:
+        return load_image(Image.open(file)).convert("RGB")
 
 
 def _check_sizes(sizes: set[tuple[int, ...]]) -> None:

@@ -12,7 +12,6 @@ import copy
 import io
 import itertools
 import os
-import queue
 import struct
 import tempfile
 import threading
@@ -103,14 +102,8 @@ class VideoFile:
     def __init__(self, source: Any, max_bytes: int = 2**31, max_seconds: float = 600.0):
         if av is None:
             raise ImportError("Decoding video files needs PyAV: `pip install av`.")
-        is_download = is_url(source)
-        if is_download:
-            url = _held(source)
-            source = download(url, max_bytes, max_seconds)
-        self.name, self._source = _checked_source(source)
-        if is_download:
-            self.name = f"the video downloaded from {url!r}"
-        self._bytes = _ByteStream(self._source, is_download)
+        self.name, self._source = _checked_source(source, max_bytes, max_seconds)
+        self._bytes = _ByteStream(self._source, keep_open=hasattr(source, "read"))
         self._container: Any = None
         self.pts: np.ndarray | None = None
         try:
@@ -300,10 +293,7 @@ class VideoFile:
     def _decode_all(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
         """Hands each frame wanted to `keep(place, index, frame)`, from several threads where runs lie apart."""
         if self.pts is None:
-            self._rewind()
-            counted = enumerate(self._decode(self._packets()))
-            whole = ((index, frame) for index, frame in counted if not frame.is_corrupt)
-            _deliver(whole, range(len(wanted)), wanted, keep)
+            _deliver(self._count_frames(), range(len(wanted)), wanted, keep)
             return
         # A run: the places among `wanted` that are decoded in one go, from the keyframe before the first.
         keyframes = self.keyframes[np.searchsorted(self.keyframes, self.pts[wanted], side="right") - 1]
@@ -317,49 +307,61 @@ class VideoFile:
         # Only what can be opened again is read at several places at once.
         workers = min(torch.get_num_threads(), MAX_THREADS, len(runs)) if isinstance(self._source, str | bytes) else 1
         workers = max(1, min(workers, MAX_DECODED_PIXELS // max(1, self._codec.width * self._codec.height)))
+
+        def decode(worker: int) -> None:
+            for keyframe, places in runs[worker::workers]:
+                frames = files[worker]._frames_from(keyframe, [wanted[place] for place in places])
+                _deliver(frames, places, wanted, keep)
+
         with ExitStack() as opened:
-            # Each thread takes a handle, decodes one run with it and gives it back.
-            handles: queue.SimpleQueue[VideoFile] = queue.SimpleQueue()
-            handles.put(self)
+            files = [self]
             for _ in range(workers - 1):
-                other = copy.copy(self)
-                other._container, other._bytes = None, _ByteStream(self._source)
-                handles.put(opened.enter_context(other))
-                other._rewind()
-
-            def decode(run: tuple[int, list[int]]) -> None:
-                keyframe, places = run
-                handle = handles.get()
-                try:
-                    _deliver(handle._frames_from(keyframe, [wanted[place] for place in places]), places, wanted, keep)
-                finally:
-                    handles.put(handle)
-
+                files.append(copy.copy(self))
+                files[-1]._container, files[-1]._bytes = None, _ByteStream(self._source)
+                opened.enter_context(files[-1])._rewind()
             if workers == 1:
-                deque(map(decode, runs), maxlen=0)
+                decode(0)
                 return
             pool = opened.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="read_video"))
-            deque(pool.map(decode, runs), maxlen=0)  # raises what a thread raised
+            deque(pool.map(decode, range(workers)), maxlen=0)  # raises what a thread raised
+
+    def _count_frames(self) -> Iterator[tuple[int, Any]]:
+        """Whole frames of a stream without times, each after its place, which it keeps where others are lost.
+
+        Where frames are reordered (by 16 places at most), a loss that the decoder does not report may be missed.
+        """
+        self._rewind()
+        place = -1
+        for frame in self._decode(self._packets()):
+            ahead = 16 if self._codec.has_b_frames else 0
+            place = place + 1 if frame is None else max(place + 1, (frame.pts or 0) - ahead)
+            if frame is not None and not frame.is_corrupt:
+                yield place, frame
 
     def _frames_from(self, keyframe: int, indices: list[int]) -> Iterator[tuple[int, Any]]:
         """Whole frames from a keyframe on, each after its index; those not in `indices` may be left out."""
         pts: Any = self.pts
         for frame in self._decode(self._packets_from(keyframe), set(pts[indices].tolist())):
             # What is shown before the keyframe refers to frames that were skipped.
-            if frame.pts is not None and frame.pts >= keyframe and not frame.is_corrupt:
+            if frame is not None and frame.pts is not None and frame.pts >= keyframe and not frame.is_corrupt:
                 index = int(np.searchsorted(pts, frame.pts, side="right")) - 1
                 if pts[index] == frame.pts:
                     yield index, frame
 
     def _decode(self, packets: Iterator[Any], wanted: set[int] | None = None) -> Iterator[Any]:
-        """Frames in the order of showing. Given `wanted` (pts), leaves out others that no frame refers to."""
-        for packet in itertools.chain(packets, [None]):
+        """Frames in the order of showing, `None` for one that cannot be decoded.
+
+        Given `wanted` (pts), leaves out others that no frame refers to.
+        """
+        for number, packet in enumerate(itertools.chain(packets, [None])):
+            if self.pts is None and packet is not None:
+                packet.pts = number  # the frame has it too
             skip = wanted is not None and packet is not None and packet.pts not in wanted
             self._codec.skip_frame = "NONREF" if skip else "DEFAULT"
             try:
                 yield from self._codec.decode(packet)
             except (av.error.FFmpegError, EOFError):  # damaged: what comes after may be whole
-                continue
+                yield None
 
 
 def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rate: float | None) -> list[int]:
@@ -459,7 +461,7 @@ def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
     if problems:
         file.close()
         raise ValueError(
-            f"Cannot download the video {url!r}: {problems[0]}. Check the address, raise the limit, or pass a file."
+            f"Cannot download {url!r}: {problems[0]}. Check the address, raise the limit, or pass a file."
         ) from problems[0]
     return file
 
@@ -474,9 +476,11 @@ def _held(source: Any) -> Any:
     return held
 
 
-def _checked_source(source: Any) -> tuple[str, Any]:
+def _checked_source(source: Any, max_bytes: int, max_seconds: float) -> tuple[str, Any]:
     """What to call the source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
     source = _held(source)
+    if is_url(source):
+        return f"the video downloaded from {source!r}", download(source, max_bytes, max_seconds)
     if hasattr(source, "read"):
         if not isinstance(source.read(0), bytes):
             raise ValueError("The video file is open as text. Open it in binary mode, 'rb'.")
@@ -500,12 +504,11 @@ def _checked_source(source: Any) -> tuple[str, Any]:
 class _ByteStream:
     """What FFmpeg sees of a source: bytes without a name. PyAV would take a file's name from its attribute `name`."""
 
-    def __init__(self, source: Any, is_own: bool = False):
-        is_closed = isinstance(source, str | bytes)
-        if is_closed:
+    def __init__(self, source: Any, keep_open: bool = False):
+        if isinstance(source, str | bytes):
             source = open(source, "rb") if isinstance(source, str) else io.BytesIO(source)  # noqa: SIM115
         self.read, self.seek, self.tell = source.read, source.seek, source.tell
-        self.close: Callable[[], None] = source.close if is_closed or is_own else lambda: None
+        self.close: Callable[[], None] = (lambda: None) if keep_open else source.close
 
 
 def _upright(frame: Any) -> np.ndarray:

@@ -111,6 +111,29 @@ def test_raw_stream_has_the_frame_rate_it_says(tmp_path):
     assert metadata.frame_times == [0, 1, 2.9]
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "header"),
+    [
+        ("h264", {}, b"\0\0\1\x41"),
+        ("h264", {"max_b_frames": 2}, b"\0\0\1\x41"),
+        ("hevc", {"codec": "libx265", "codec_options": {"x265-params": "log-level=none"}}, b"\0\0\1\x02\x01"),
+    ],
+    ids=["h264", "h264 reordered", "hevc"],
+)
+def test_frames_of_a_raw_stream_that_are_lost_keep_their_places(tmp_path, kind, options, header):
+    path = write_clip(tmp_path / f"a.{kind}", 50, container_format=kind, **options)
+    parts = path.read_bytes().split(header)
+    parts[13] = b"\x98\x10" + parts[13][2:]  # refers to parameters that are not there
+    path.write_bytes(header.join(parts))
+    with pytest.warns(UserWarning, match="are damaged"):
+        frames, metadata = read_clip(path)
+    shown = dict(zip(metadata.frames_indices or [], map(frame_number, frames), strict=True))
+    assert len(shown) == 50 - metadata.num_damaged < 50
+    # What refers to the lost frame, up to the next keyframe, may show anything.
+    assert all(number == index for index, number in shown.items() if index < 12 or index >= 30)
+    assert {0, 30, 49} <= set(shown)
+
+
 def test_recording_that_starts_over_is_counted(tmp_path):
     part = write_clip(tmp_path / "a.ts", 50).read_bytes()
     (tmp_path / "joined.ts").write_bytes(part + part)

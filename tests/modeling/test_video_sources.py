@@ -204,7 +204,8 @@ def test_row_with_a_url_is_downloaded(processor, clip):
     assert outputs["video_metadata"][0].total_num_frames == 60
 
 
-def test_endless_download_ends_at_the_limit_of_size(processor):
+@pytest.mark.parametrize("videos", [lambda url: url, lambda url: [[url, url]]], ids=["video", "images"])
+def test_endless_download_ends_at_the_limit_of_size(processor, videos):
     def endless(handler: Any) -> None:
         with suppress(OSError):  # the reader has left
             send(handler)
@@ -212,7 +213,16 @@ def test_endless_download_ends_at_the_limit_of_size(processor):
                 handler.wfile.write(bytes(2**16))
 
     with serving(endless) as url, pytest.raises(ValueError, match="larger than max_download_bytes=1000000"):
-        processor(url, max_download_bytes=1_000_000)
+        processor(videos(url), max_download_bytes=1_000_000)
+
+
+def test_images_at_urls_are_the_frames_of_a_video(processor):
+    image = io.BytesIO()
+    Image.fromarray(numbered_frame(5)).save(image, "PNG")
+    with serving(lambda handler: send(handler, image.getvalue())) as url:
+        outputs = processor([[url, url]])
+    expected = processor(np.stack([numbered_frame(5)] * 2))
+    assert np.array_equal(outputs["pixel_values_videos"], expected["pixel_values_videos"])
 
 
 @pytest.mark.parametrize("headers", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["in its headers", "in its body"])
