@@ -11,11 +11,10 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .json_files import read_json
+from .files import read_json
 
 try:
     import fcntl
@@ -24,26 +23,10 @@ except ImportError:  # Windows
 
 _NEW, _OLD = ".stts-new", ".stts-old"
 # What saving, downloading or converting a checkpoint leaves in a folder; anything else is someone's own.
-_CHECKPOINT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*processor_config.json",
-    "chat_template.*",
-    "additional_chat_templates",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*_stts.py",
-    "*_molmo2.py",
-    "README.md",
-    "LICENSE*",
-    ".gitattributes",
-    ".cache",
-    "__pycache__",
+_CHECKPOINT_FILES = re.compile(
+    r"((generation_|.*processor_)?config|tokenizer.*|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"|chat_template\..*|additional_chat_templates|.*\.safetensors(\.index\.json)?|.*_(stts|molmo2)\.py"
+    r"|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__"
 )
 
 
@@ -186,47 +169,38 @@ def stale_weights(present: list[str], saved: list[str]) -> list[str]:
     return sorted(name for name in present if name not in saved and variant(name) in variants)
 
 
-def check_destination(destination: Path, overwrite: bool) -> None:
-    """Raises `ValueError`, with a remedy, where `destination` cannot or must not be written."""
+def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[str, Path] | None = None) -> None:
+    """Raises `ValueError`, with a remedy, where `destination` cannot or must not be written.
+
+    What is there may be replaced only with `overwrite`, and only if it is a checkpoint and nothing else. `apart_from`:
+    folders that must not change, by what they are; `destination` may neither be one, nor hold one, nor lie in one.
+    """
     if destination.is_symlink():
         raise ValueError(
             f"`destination` {destination} is a link: name the folder it leads to, {destination.resolve()}."
         )
+    for what, folder in (apart_from or {}).items():
+        ours, other = destination.resolve(), folder.resolve()
+        if ours == other:
+            raise ValueError(f"`destination` {ours} is the {what} itself: name another folder.")
+        if ours.is_relative_to(other):
+            raise ValueError(f"`destination` {ours} lies inside the {what} {other}: name a folder outside it.")
+        if other.is_relative_to(ours):
+            raise ValueError(f"`destination` {ours} holds the {what} {other}: name a folder outside it.")
     if not destination.exists():
         return
     if not destination.is_dir():
         raise ValueError(f"`destination` {destination} is a file: name a folder that does not exist yet.")
     if not overwrite:
         raise ValueError(f"`destination` {destination} exists: pass --overwrite to replace it, or name another folder.")
-    names = sorted(entry.name for entry in destination.iterdir())
-    if names and not _holds_checkpoint(destination):
-        raise ValueError(
-            f"`destination` {destination} holds files but no config.json of a Molmo2 or STTS model, so it is not a "
-            "checkpoint, and --overwrite would delete them: name another folder."
-        )
-    foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in _CHECKPOINT_FILES)]
+    foreign = sorted(path.name for path in destination.iterdir())
+    with contextlib.suppress(OSError, ValueError):
+        if read_json(destination / "config.json").get("model_type") in ("stts", "molmo2"):
+            foreign = [name for name in foreign if not _CHECKPOINT_FILES.fullmatch(name)]
     if foreign:
         more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
         raise ValueError(
-            f"`destination` {destination} holds more than a checkpoint ({', '.join(foreign[:4])}{more}), which "
-            "--overwrite would delete: move that elsewhere, or name another folder."
+            f"`destination` {destination} holds what is no part of an STTS or Molmo2 checkpoint ("
+            f"{', '.join(foreign[:4])}{more}), and --overwrite would delete it: move that elsewhere, or name another "
+            "folder."
         )
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    try:
-        config = read_json(folder / "config.json")
-    except (OSError, ValueError):
-        return False
-    return config.get("model_type") in ("stts", "molmo2")
-
-
-def check_apart(destination: Path, other: Path, what: str) -> None:
-    """Raises `ValueError` where `destination` is, holds, or lies in the folder `other`, which must not change."""
-    destination, other = destination.resolve(), other.resolve()
-    if destination == other:
-        raise ValueError(f"`destination` {destination} is the {what} itself: name another folder.")
-    if other in destination.parents:
-        raise ValueError(f"`destination` {destination} lies inside the {what} {other}: name a folder outside it.")
-    if destination in other.parents:
-        raise ValueError(f"`destination` {destination} holds the {what} {other}: name a folder outside it.")

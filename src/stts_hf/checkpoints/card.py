@@ -8,7 +8,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData
 
-from .json_files import read_json
+from .files import read_json
 
 CARD = "README.md"
 # Stands for the repository in the usage section until it is known; `stts-hf push` puts its name there.
@@ -17,75 +17,9 @@ TAGS = ("stts", "molmo2", "video", "token-pruning", "custom_code")
 # A sentence of the card that transformers writes where a repository has none.
 STOCK_SENTENCE = "This model card has been automatically generated."
 
-METHOD = """
-[STTS](https://arxiv.org/abs/2603.18004) (Spatio-Temporal Token Scoring) rates the blocks of a video's frames inside the
-vision tower and drops the least of them from the remaining ViT layers, the connector and the language model. Images
-are never touched.
-"""
-UNTRAINED = """
-**The scorer of this checkpoint is untrained**: what it drops means nothing. Train it, load the model with
-`selector="cosine"` in the vision config (it needs no training), or pass `pruning_ratio=0`.
-"""
-USAGE = """
-## Use
-
-```python
-from transformers import AutoModelForMultimodalLM, AutoProcessor
-
-checkpoint = "{checkpoint}"
-processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)
-model = AutoModelForMultimodalLM.from_pretrained(
-    checkpoint, trust_remote_code=True, dtype="auto", device_map="auto"  # device_map needs `pip install accelerate`
-)
-content = [{{"type": "video", "video": "clip.mp4"}}, {{"type": "text", "text": "What happens?"}}]
-inputs = processor.apply_chat_template(
-    [{{"role": "user", "content": content}}],
-    add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-).to(model.device, model.dtype)
-output = model.generate(**inputs, max_new_tokens=64)  # pruning_ratio=... for another share in this call
-print(processor.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
-```
-
-Needs transformers 5.20 or newer, and PyAV (`pip install av`) to read video files.
-"""
-CITATION = """
-## Citation
-
-```bibtex
-@article{zhang2026unified,
-  title={Unified Spatio-Temporal Token Scoring for Efficient Video VLMs},
-  author={Zhang, Jianrui and Yang, Yue and Tripathi, Rohun and Han, Winson and Krishna, Ranjay and Clark, Christopher
-    and Lee, Yong Jae and Lee, Sangho},
-  journal={arXiv preprint arXiv:2603.18004},
-  year={2026}
-}
-```
-"""
+_TEMPLATE = str(Path(__file__).with_suffix(".md"))
 NO_BASE = "path/to/the/base/model"
 NO_ADAPTER = "path/to/this/adapter"
-
-RELOAD = """
-## Use
-
-The folder holds no weights of the base model. Load that first (`AutoPeftModel` cannot load custom code):
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForMultimodalLM, AutoProcessor
-
-base, adapter = "{base}", "{adapter}"
-model = AutoModelForMultimodalLM.from_pretrained(base, trust_remote_code=True, dtype="auto")
-{settings}model = PeftModel.from_pretrained(model, adapter).eval()
-processor = AutoProcessor.from_pretrained({processor}, trust_remote_code=True)
-
-# One checkpoint of its own, which needs neither PEFT nor the base any more:
-model.merge_and_unload().save_pretrained("merged")
-processor.save_pretrained("merged")
-```
-
-Where the base is a stock Molmo2 checkpoint, load it with
-`stts_hf.STTSForConditionalGeneration.from_pretrained(base)` and `stts_hf.STTSProcessor.from_pretrained(base)`.
-"""
 
 
 def model_card(
@@ -126,20 +60,20 @@ def model_card(
     )
     for key, value in (metadata or {}).items():
         if data.get(key) is None:
-            data[key] = value
-    name = name or (f"STTS on {base_model.split('/')[-1]}" if base_model else "STTS")
-    made_from = f"Made from [{base_model}](https://huggingface.co/{base_model}).\n" if base_model else ""
-    settings = _settings(config, read_json(folder / "processor_config.json").get("video_processor") or {})
-    parts = [
-        METHOD,
-        made_from,
-        UNTRAINED if scorer_trained is False else "",
-        _table("Pruning settings", ("setting", "value"), settings),
-        USAGE.format(checkpoint=repo_id or UNNAMED),
-        *_training_sections(training, datasets, figures),
-        CITATION,
-    ]
-    return _assemble(data, name, parts)
+            data[key] = [value] if key == "datasets" and isinstance(value, str) else value
+    made_from = data.base_model if isinstance(data.base_model, str) else None
+    return ModelCard.from_template(
+        data,
+        template_path=_TEMPLATE,
+        name=name or (f"STTS on {made_from.split('/')[-1]}" if made_from else "STTS"),
+        checkpoint=repo_id or UNNAMED,
+        vision=config["vision_config"],
+        pruned_position_ids=config["pruned_position_ids"],
+        video=read_json(folder / "processor_config.json").get("video_processor") or {},
+        scorer_trained=scorer_trained,
+        training=training,
+        figures=figures,
+    )
 
 
 def write_model_card(folder: str | Path, **details: Any) -> None:
@@ -182,22 +116,19 @@ def write_adapter_card(
         datasets=list(datasets) or None,
         tags=[*(tag for tag in TAGS if tag != "custom_code"), method.lower()],
     )
-    base = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
-    modules = ", ".join(f"`{module}`" for module in sorted(adapter.get("modules_to_save") or []))
-    in_full = f"; trained in full and saved with it: {modules}" if modules else ""
-    parts = [
-        METHOD,
-        f"A {method} adapter (rank {adapter['r']}, alpha {adapter['lora_alpha']}){base}{in_full}.\n",
-        RELOAD.format(
-            base=base_model or NO_BASE,
-            adapter=repo_id or NO_ADAPTER,
-            settings="".join(f"model.config.{path} = {value!r}\n" for path, value in (settings or {}).items()),
-            processor="adapter" if (folder / "processor_config.json").is_file() else "base",
-        ),
-        *_training_sections(training, datasets, figures),
-        CITATION,
-    ]
-    _assemble(data, name or f"{method} adapter for STTS", parts).save(folder / CARD)
+    ModelCard.from_template(
+        data,
+        template_path=_TEMPLATE,
+        name=name or f"{method} adapter for STTS",
+        method=method,
+        adapter=adapter,
+        base=base_model or NO_BASE,
+        name_or_path=repo_id or NO_ADAPTER,
+        settings=settings or {},
+        processor="adapter" if (folder / "processor_config.json").is_file() else "base",
+        training=training,
+        figures=figures,
+    ).save(folder / CARD)
 
 
 def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
@@ -248,41 +179,3 @@ def _metadata(folder: Path) -> dict[str, Any]:
         return ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, OSError, yaml.YAMLError):  # no card, or someone's README without readable metadata
         return {}
-
-
-def _assemble(data: ModelCardData, name: str, parts: Sequence[str]) -> ModelCard:
-    head = f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n"
-    return ModelCard(head + "\n".join(part.lstrip("\n") for part in parts if part))
-
-
-def _training_sections(training: str | None, datasets: Sequence[str], figures: Mapping[str, Any] | None) -> list[str]:
-    """The sections about training and measured results, each where there is something to say."""
-    listed = [f"- [{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets]
-    sections = []
-    if training or listed:
-        sections.append("## Training\n\n" + "\n".join([*([training, ""] if training else []), *listed]).strip() + "\n")
-    if figures:
-        sections.append(_table("Measured", ("what", "result"), figures))
-    return sections
-
-
-def _settings(config: Mapping[str, Any], video_processor: Mapping[str, Any]) -> dict[str, str]:
-    vision = config["vision_config"]
-    layer = vision["pruning_layer"]
-    settings = {
-        "`pruning_ratio`": f"{vision['pruning_ratio']:g}, the share of blocks dropped; each call may override it",
-        "`pruning_layer`": f"{layer} (zero-based: layers 0 to {layer} see every patch)",
-        "`selector`": f"`{vision['selector']}`",
-        "`score_rescaling`": f"`{vision['score_rescaling']}`",
-        "`packing`": f"`{vision['packing']}`" + (" with refill" if vision["refill_single_frame_bins"] else ""),
-        "`pruned_position_ids`": f"`{config['pruned_position_ids']}`",
-    }
-    if number := video_processor.get("num_frames"):
-        rate = video_processor.get("max_fps")
-        settings["frames"] = f"{rate:g} per second, at most {number}" if rate else f"{number} over the whole video"
-    return settings
-
-
-def _table(title: str, head: tuple[str, str], rows: Mapping[str, Any]) -> str:
-    lines = [f"## {title}\n", f"| {head[0]} | {head[1]} |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {key} | {value} |" for key, value in rows.items())]) + "\n"

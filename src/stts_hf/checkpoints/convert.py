@@ -1,45 +1,36 @@
 """`convert_checkpoint`: a Molmo2 folder or an original training checkpoint becomes an STTS checkpoint folder."""
 
 import errno
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
-from transformers.utils import logging
+from huggingface_hub import snapshot_download
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from stts_hf.checkpoints.card import inherited_metadata, write_model_card
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
 
-from .atomic_folder import atomic_folder, check_apart, check_destination
-from .checks import check_processor, check_sizes, check_vocabulary
-from .layout import SCORER, Group, byte_size, empty_model, saved_layout
-from .links import dangling_links, raise_findings
-from .safetensors_files import INDEX_FILE, WEIGHTS_FILE, write_safetensors
+from .atomic_folder import atomic_folder, check_destination
+from .card import inherited_metadata, write_model_card
+from .checks import check_processor, check_sizes, check_vocabulary, check_weights
+from .files import dangling_links, raise_findings
+from .layout import SCORER, byte_size, empty_model, saved_layout, write_weights
+from .original_weights import is_original, open_original
 from .settings import (
     config_of_hugging_face,
     config_of_original,
     generation_config_of,
     load_processor,
     override,
+    usable,
 )
-from .sources import (
-    HuggingFaceSource,
-    MemorySource,
-    OriginalSource,
-    TensorSource,
-    check_weights,
-    is_original,
-    main_dtype,
-    read_rows,
-)
+from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SHARD_SIZE = "50GB"  # as in `save_pretrained`, so that loading and saving again writes the same files
@@ -96,10 +87,8 @@ def convert_checkpoint(
     Raises `ValueError`, before anything is written, where source, base or settings do not fit, and for a full disk.
     """
     target = Path(destination).expanduser().absolute()
-    for what, name in (("source", source), ("base", base)):
-        if name is not None and Path(name).expanduser().is_dir() and not target.is_symlink():
-            check_apart(target, Path(name).expanduser(), what)
-    check_destination(target, overwrite)
+    given = {"source": Path(source).expanduser(), "base": Path(base or source).expanduser()}
+    check_destination(target, overwrite, {what: folder for what, folder in given.items() if folder.is_dir()})
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
     check_options(source, revision, max_shard_size, seed)
@@ -111,53 +100,45 @@ def convert_checkpoint(
             "folder or repository that gives tokenizer, processor and chat template."
         )
     base_folder = source_folder if base is None else find_folder(base, "base")
-    check_apart(target, source_folder, "source")
-    check_apart(target, base_folder, "base")
 
     processor = load_processor(base_folder)
     if processor.chat_template is None:
         raise ValueError(f"{base_folder} has no chat template: pass --base with a Molmo2 folder that has one.")
-    read_config = config_of_original if original else config_of_hugging_face
+    read_config, open_tensors = (
+        (config_of_original, open_original) if original else (config_of_hugging_face, open_safetensors)
+    )
     config, declared_layers = read_config(source_folder, processor)
-    tensors: TensorSource = OriginalSource(source_folder) if original else HuggingFaceSource(source_folder)
-    raise_findings(f"The configuration of {source_folder} cannot be", check_sizes(config, tensors.shapes))
+    tensors = open_tensors(source_folder)
+    raise_findings(f"The configuration of {source_folder} cannot be used", check_sizes(config, tensors))
     override(config, processor, packing, pruning_ratio, selector)
     raise_findings(
         f"The tokenizer of {base_folder} does not fit {source_folder}",
         check_vocabulary(processor.tokenizer.get_vocab(), config),
     )
-    raise_findings(
-        f"The processor of {base_folder} does not fit {source_folder}",
-        check_processor(processor.image_processor.to_dict(), processor.video_processor.to_dict(), config),
-    )
+    raise_findings(f"The processor of {base_folder} does not fit {source_folder}", check_processor(processor, config))
 
-    target_dtype = main_dtype(tensors) if dtype is None else DTYPES[dtype]
-    try:
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    target_dtype = main_dtype(tensors)
+    if dtype is not None:
+        target_dtype = DTYPES[dtype]
+    subject = f"{source_folder / ('config.yaml' if original else 'config.json')} describes a model that cannot be built"
+    with usable(subject, "correct it, or copy it again"):  # what raises depends on where a setting is used first
         model = empty_model(config)
         model.to(target_dtype)  # type: ignore[arg-type]  # transformers wraps the method without its `self`
-    except Exception as error:  # what a setting out of range raises depends on where it is used first
-        raise ValueError(
-            f"{source_folder / ('config.yaml' if original else 'config.json')} describes a model that cannot be built "
-            f"({type(error).__name__}: {error}): correct it, or copy it again."
-        ) from error
     layout = saved_layout(model)
-    problems = check_weights(tensors, layout, declared_layers, config.vision_config.num_hidden_layers)
-    scorer_names = {part.name for group in layout if group.is_scorer for part in group.saved}
-    new_scorer = scorer_names <= set(problems.missing)
+    new_scorer = not any(".scorer." in name for name in tensors)
     if new_scorer:
-        problems.missing = [name for name in problems.missing if name not in scorer_names]
-    if problems:
-        raise ValueError(f"{source_folder} does not hold the weights of this model: {problems}.")
-    scorer: TensorSource = MemorySource(new_scorer_weights(model, seed)) if new_scorer else tensors
-    trained = not new_scorer and is_trained(tensors, layout)
+        tensors |= {name: in_memory(weight) for name, weight in new_scorer_weights(model, seed).items()}
+    kept_layers = config.vision_config.num_hidden_layers
+    raise_findings(f"{source_folder} cannot be converted", check_weights(tensors, layout, declared_layers, kept_layers))
+    trained = not new_scorer and is_trained(tensors)
 
     num_bytes = byte_size(layout, target_dtype)
     check_space(target, num_bytes)
     model.generation_config = generation_config_of(base_folder, processor.tokenizer)
     result = Conversion(target, num_bytes, str(target_dtype).removeprefix("torch."), trained, config)
-    mixed = sorted({str(kind).removeprefix("torch.") for kind in tensors.dtypes.values()})
-    if len(mixed) > 1:
-        result.notes.append(f"The source's weights are {' and '.join(mixed)}; all are {result.dtype} now.")
+    if len(dtypes) > 1:
+        result.notes.append(f"The source's weights are {' and '.join(sorted(dtypes))}; all are {result.dtype} now.")
     if not trained and config.vision_config.selector == "scorer":
         result.notes.append(
             "The scorer is untrained, so what it drops means nothing: train it, or convert with --selector cosine, "
@@ -166,22 +147,15 @@ def convert_checkpoint(
     try:
         with atomic_folder(target, overwrite=overwrite) as folder:
             write_settings(model, processor, folder)
-            write_weights(
-                folder, model, layout, {True: scorer, False: tensors}, target_dtype, max_shard_size, on_progress
-            )
-            repositories = [name for name in (source, base) if name and not Path(name).expanduser().is_dir()]
-            base_model = next(map(str, repositories), None)
-            inherited = inherited_metadata(source_folder, base_folder)
-            if base_model is None and isinstance(inherited.get("base_model"), str):
-                base_model = inherited.pop("base_model")
-            datasets = inherited.pop("datasets", ())
+            write_weights(folder, layout, tensors, target_dtype, max_shard_size, on_progress)
             write_model_card(
                 folder,
-                base_model=base_model,
-                license=inherited.pop("license", None),  # none is claimed where none is known
-                datasets=[datasets] if isinstance(datasets, str) else datasets,
+                base_model=next(
+                    (str(name) for name in (source, base) if name and not Path(name).expanduser().is_dir()), None
+                ),
+                license=None,  # none is claimed where none is known
                 scorer_trained=trained,
-                metadata=inherited,
+                metadata=inherited_metadata(source_folder, base_folder),
             )
             check_destination(target, overwrite)  # another process may have come first
     except Exception as error:
@@ -246,12 +220,10 @@ def new_scorer_weights(model: STTSForConditionalGeneration, seed: int) -> dict[s
     return {SCORER + name: tensor for name, tensor in scorer.state_dict().items()}
 
 
-def is_trained(source: TensorSource, layout: list[Group]) -> bool:
+def is_trained(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether the scorer's last layer, which starts at zero, holds anything else."""
-    for group in layout:
-        if group.native[0].name == f"{SCORER}score_layer.weight":
-            return any(bool(rows.any()) for rows in read_rows(source, source.parts(group), 0, group.rows))
-    return False
+    last = next(tensor for name, tensor in tensors.items() if name.endswith(".scorer.score_layer.weight"))
+    return any(bool(rows.any()) for rows in last.blocks(0, last.shape[0]))
 
 
 def check_space(destination: Path, num_bytes: int) -> None:
@@ -267,56 +239,7 @@ def check_space(destination: Path, num_bytes: int) -> None:
 
 def write_settings(model: STTSForConditionalGeneration, processor: STTSProcessor, folder: Path) -> None:
     """Writes everything but weights and card, as `save_pretrained` of model and processor does."""
-    had_progress_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        processor.save_pretrained(folder)
-        model.save_pretrained(folder, state_dict={})
-    finally:
-        if had_progress_bar:
-            logging.enable_progress_bar()
-    for path in [*folder.glob("*.safetensors"), folder / INDEX_FILE]:  # that of no weights
+    processor.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict={})
+    for path in [*folder.glob("*.safetensors"), folder / SAFE_WEIGHTS_INDEX_NAME]:  # that of no weights
         path.unlink(missing_ok=True)
-
-
-def write_weights(
-    folder: Path,
-    model: STTSForConditionalGeneration,
-    layout: list[Group],
-    sources: dict[bool, TensorSource],
-    dtype: torch.dtype,
-    max_shard_size: int | str,
-    on_progress: Callable[[int, int], None],
-) -> None:
-    """Writes the files of weights and their index. `sources`: of the scorer's weights (True) and of all others."""
-    places = {}  # saved name to its group and its rows there
-    for group in layout:
-        first = 0
-        for part in group.saved:
-            places[part.name] = (group, first, first + part.rows)
-            first += part.rows
-
-    def rows(name: str) -> Iterator[torch.Tensor]:
-        group, first, last = places[name]
-        source = sources[group.is_scorer]
-        return read_rows(source, source.parts(group), first, last)
-
-    shapes = {part.name: part.shape for group in layout for part in group.saved}
-    # In `save_pretrained` the parts of a weight share its memory, which keeps them in one file.
-    split = split_state_dict_into_shards_factory(
-        {name: group for name, (group, _, _) in places.items()},
-        get_storage_size=lambda group: byte_size([group], dtype),
-        get_storage_id=lambda group: group,
-        filename_pattern=WEIGHTS_FILE.replace(".safetensors", "{suffix}.safetensors"),
-        max_shard_size=max_shard_size,
-    )
-    written, total = 0, byte_size(layout, dtype)
-    for file, names in split.filename_to_tensors.items():
-        for count in write_safetensors(folder / file, {name: shapes[name] for name in names}, dtype, rows):
-            written += count
-            on_progress(written, total)
-    if split.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / INDEX_FILE).write_text(text, encoding="utf-8")

@@ -1,19 +1,11 @@
-"""Original training checkpoints of Molmo2 and STTS: their weights and their settings, in transformers' terms."""
+"""The settings of original training checkpoints of Molmo2 and STTS, in transformers' terms."""
 
 import math
-import pickle
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml  # type: ignore[import-untyped]
-
-from .sharded import METADATA_FILE, ShardedStateDict
-
-UNSHARDED_FILE = "model.pt"
-SHARDED_FOLDER = "model_and_optim"
 
 # The model config's fields for special tokens, and the tokens the original tokenizer has for them.
 SPECIAL_TOKENS = {
@@ -27,132 +19,48 @@ SPECIAL_TOKENS = {
 
 SELECTORS = {"scorer": "scorer", "easy": "cosine", "random": "random"}
 
-# Settings of the original code that native Molmo2 cannot express otherwise: (section, key) -> the only value it has.
-_FIXED_SETTINGS: dict[tuple[str, ...], Any] = {
-    ("llm", "block_type"): "sequential",
-    ("llm", "layer_norm_type"): "rms",
-    ("llm", "activation_type"): "swiglu",
-    ("llm", "attention_layer_norm"): True,
-    ("llm", "rope"): True,
-    ("llm", "include_bias"): False,
-    ("llm", "scale_logits"): False,
-    ("llm", "normalize_input_embeds"): False,
-    ("llm", "clip_qkv"): None,
-    ("vision_backbone", "vit", "image_model_type"): "siglip",
-    ("vision_backbone", "image_pooling_2d"): "attention_meanq",
-    ("vision_backbone", "image_projector"): "mlp",
-    ("vision_backbone", "image_padding_embed"): None,
-    ("vision_backbone", "pooling_attention_mask"): True,
-    ("vision_backbone", "use_deepstack"): False,
-    ("bi_directional_attn",): "image_tokens",
+# Settings of the original code that native Molmo2 cannot express otherwise, with the only value it has.
+_FIXED_SETTINGS: dict[str, Any] = {
+    "llm.block_type": "sequential",
+    "llm.layer_norm_type": "rms",
+    "llm.activation_type": "swiglu",
+    "llm.attention_layer_norm": True,
+    "llm.rope": True,
+    "llm.include_bias": False,
+    "llm.scale_logits": False,
+    "llm.normalize_input_embeds": False,
+    "llm.clip_qkv": None,
+    "vision_backbone.vit.image_model_type": "siglip",
+    "vision_backbone.image_pooling_2d": "attention_meanq",
+    "vision_backbone.image_projector": "mlp",
+    "vision_backbone.image_padding_embed": None,
+    "vision_backbone.pooling_attention_mask": True,
+    "vision_backbone.use_deepstack": False,
+    "bi_directional_attn": "image_tokens",
 }
 # The same for the pruning settings, which count only where pruning is on.
-_FIXED_PRUNING_SETTINGS: dict[tuple[str, ...], Any] = {
-    ("vision_backbone", "vit", "merge"): False,
-    ("vision_backbone", "vit", "prune_from_frame"): 0,
-    ("vision_backbone", "vit", "pruning_in_scorer"): True,
-    ("vision_backbone", "vit", "rescale_bias_min"): math.exp(-2),
+_FIXED_PRUNING_SETTINGS: dict[str, Any] = {
+    "vision_backbone.vit.merge": False,
+    "vision_backbone.vit.prune_from_frame": 0,
+    "vision_backbone.vit.pruning_in_scorer": True,
+    "vision_backbone.vit.rescale_bias_min": math.exp(-2),
 }
-
-_KINDS: dict[tuple[str, ...], tuple[type, ...]] = {
-    ("llm",): (dict,),
-    ("llm", "d_model"): (int,),
-    ("llm", "n_heads"): (int,),
-    ("llm", "n_layers"): (int,),
-    ("llm", "rope_theta"): (float, int),
-    ("vision_backbone",): (dict,),
-    ("vision_backbone", "vit_layers"): (list,),
-    ("vision_backbone", "vit"): (dict,),
-    ("vision_backbone", "vit", "image_num_layers"): (int,),
-    ("vision_backbone", "vit", "image_default_input_size"): (list, tuple),
-    ("mm_preprocessor",): (dict,),
-    ("mm_preprocessor", "video"): (dict,),
+# What the settings that are reckoned with below must be.
+_KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "llm": ("a section", dict),
+    "llm.d_model": ("a whole number", int),
+    "llm.n_heads": ("a whole number", int),
+    "llm.n_layers": ("a whole number", int),
+    "llm.rope_theta": ("a number", (float, int)),
+    "vision_backbone": ("a section", dict),
+    "vision_backbone.vit_layers": ("a list", list),
+    "vision_backbone.vit": ("a section", dict),
+    "vision_backbone.vit.image_num_layers": ("a whole number", int),
+    "vision_backbone.vit.image_default_input_size": ("a list", (list, tuple)),
+    "mm_preprocessor": ("a section", dict),
+    "mm_preprocessor.video": ("a section", dict),
 }
-_KIND_NAMES = {dict: "a section", int: "a whole number", float: "a number", list: "a list", tuple: "a list"}
-
-_VIT_LAYER = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention_norm": "layer_norm1",
-    "ffn_norm": "layer_norm2",
-    "feed_forward.w1": "mlp.fc1",
-    "feed_forward.w2": "mlp.fc2",
-}
-_TEXT_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ff_norm": "post_attention_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "attn_out": "self_attn.o_proj",
-    "ff_out": "mlp.down_proj",
-}
-_ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-_EXTRA_EMBEDDING = "transformer.wte.new_embedding"
-_ORIGINAL_SCORER = "vision_backbone.image_vit.transformer.temporal_token_scorer"
-_MODULES = {
-    "transformer.ln_f": "model.language_model.norm",
-    "transformer.ff_out": "lm_head",
-    "vision_backbone.image_vit.patch_embedding": "model.vision_tower.patch_embedding",
-    "vision_backbone.image_projector.w1": "model.multi_modal_projector.image_projector.gate_proj",
-    "vision_backbone.image_projector.w2": "model.multi_modal_projector.image_projector.down_proj",
-    "vision_backbone.image_projector.w3": "model.multi_modal_projector.image_projector.up_proj",
-    f"{_ORIGINAL_SCORER}.mlp.w1": "model.vision_tower.scorer.input_layer",
-    f"{_ORIGINAL_SCORER}.mlp.w2": "model.vision_tower.scorer.hidden_layer",
-    f"{_ORIGINAL_SCORER}.mlp.w3": "model.vision_tower.scorer.score_layer",
-}
-for _old, _new in _ATTENTION.items():
-    _MODULES[f"vision_backbone.image_pooling_2d.{_old}"] = f"model.multi_modal_projector.image_pooling_2d.{_new}"
-    _MODULES[f"{_ORIGINAL_SCORER}.patch_token_pooler.{_old}"] = f"model.vision_tower.scorer.token_pooler.{_new}"
-
-_NUMBERED = {
-    re.compile(r"vision_backbone\.image_vit\.transformer\.resblocks\.(\d+)\.(.+)"): (
-        "model.vision_tower.layers",
-        _VIT_LAYER,
-    ),
-    re.compile(r"transformer\.blocks\.(\d+)\.(.+)"): ("model.language_model.layers", _TEXT_LAYER),
-}
-
-
-def open_original_state_dict(folder: Path | str) -> Mapping[str, torch.Tensor]:
-    """The model's tensors under their original names, from either form, each in memory only while it is used.
-
-    Args:
-        folder: holds `model.pt` (unsharded), or `model_and_optim/` in torch.distributed.checkpoint format.
-
-    Raises `ValueError` where neither is there, or where either holds anything but tensors: no code is ever unpickled.
-    """
-    folder = Path(folder)
-    if (folder / SHARDED_FOLDER / METADATA_FILE).is_file():
-        return ShardedStateDict(folder / SHARDED_FOLDER, prefix="model.")
-    path = folder / UNSHARDED_FILE
-    if not path.is_file():
-        raise ValueError(
-            f"`folder` is {str(folder)!r}, which holds neither {UNSHARDED_FILE} nor {SHARDED_FOLDER}/{METADATA_FILE}: "
-            "name the folder of an original training checkpoint."
-        )
-    try:
-        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        # torch's own text advises to load it with code and all.
-        found = re.search(r"GLOBAL:? (\S+)", str(error))
-        reason = f"refers to `{found[1]}`" if found else "holds more than tensors"
-        raise ValueError(
-            f"{path} was refused: it {reason}, and only tensors are ever unpickled. Save it again as a plain dict of "
-            "tensors, if you trust where it came from."
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path} was refused: it is cut off, or not of torch.save's zip format. Copy it again."
-        ) from error
-    if not isinstance(state_dict, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state_dict.items()
-    ):
-        raise ValueError(
-            f"{path} must hold a dict of names and tensors, the model's state dict alone: save it as that."
-        )
-    return state_dict
+_MISSING = object()  # reported elsewhere
 
 
 def load_original_config(folder: Path | str) -> dict:
@@ -168,26 +76,6 @@ def load_original_config(folder: Path | str) -> dict:
     if not isinstance(model, dict):
         raise ValueError(f"{path} has no `model` section: it is not the config of a training checkpoint.")
     return model
-
-
-def original_parts(names: Iterable[str]) -> dict[str, list[str]]:
-    """What the weights are made of: native name to the original tensors whose rows, joined, are that weight's.
-
-    A fused tensor stands under the first weight it holds (`q_proj`, `up_proj`), and is followed by the others.
-    Raises `ValueError` naming every key that is not known.
-    """
-    parts: dict[str, list[str]] = {}
-    for name, target in _targets(names).items():
-        if target == "embedding":
-            parts["model.language_model.embed_tokens.weight"] = [name]
-            parts.setdefault("lm_head.weight", [name])  # tied in training, unless it has a head of its own
-        elif target == "lm_head.weight":
-            parts[target] = [name]
-        elif target != "extra embedding":
-            parts[target.replace(".att_proj", ".q_proj").replace(".ff_proj", ".up_proj")] = [name]
-    if _EXTRA_EMBEDDING in names:
-        parts["model.language_model.embed_tokens.weight"].append(_EXTRA_EMBEDDING)
-    return parts
 
 
 def convert_original_config(config: Mapping[str, Any], special_token_ids: Mapping[str, int]) -> dict[str, Any]:
@@ -209,7 +97,7 @@ def convert_original_config(config: Mapping[str, Any], special_token_ids: Mappin
     _check_kinds(config)
     try:
         vit = config["vision_backbone"]["vit"]
-        _check_settings(config, _FIXED_SETTINGS | (_FIXED_PRUNING_SETTINGS if vit.get("prune") else {}))
+        _check_fixed(config, _FIXED_SETTINGS | (_FIXED_PRUNING_SETTINGS if vit.get("prune") else {}))
         return {
             "text_config": _text_config(config["llm"]),
             "vision_config": _vision_config(config),
@@ -222,70 +110,28 @@ def convert_original_config(config: Mapping[str, Any], special_token_ids: Mappin
         raise ValueError(f"it lacks {error} in its `model` section") from error
 
 
-def _targets(names: Iterable[str]) -> dict[str, str]:
-    """`_target` of every name; raises `ValueError` where some are not known."""
-    targets, unexpected = {}, []
-    for name in names:
-        target = _target(name)
-        if target is None:
-            unexpected.append(name)
-        else:
-            targets[name] = target
-    if _EXTRA_EMBEDDING in targets and "transformer.wte.embedding" not in targets:
-        unexpected.append(_EXTRA_EMBEDDING)
-    if unexpected:
-        raise ValueError(f"The checkpoint has {len(unexpected)} unexpected keys: {', '.join(sorted(unexpected))}.")
-    return targets
-
-
-def _target(name: str) -> str | None:
-    """Native name of one original tensor, the name of a rule for the fused ones, None for an unknown key."""
-    if name == "transformer.wte.embedding":
-        return "embedding"
-    if name == _EXTRA_EMBEDDING:
-        return "extra embedding"
-    if name == "vision_backbone.image_vit.positional_embedding":
-        return "model.vision_tower.positional_embedding"
-    module, _, kind = name.rpartition(".")
-    if kind not in ("weight", "bias"):
-        return None
-    if module in _MODULES:
-        return f"{_MODULES[module]}.{kind}"
-    for pattern, (layers, names) in _NUMBERED.items():
-        if match := pattern.fullmatch(module):
-            index, part = match.groups()
-            if names is _TEXT_LAYER and part == "att_proj":
-                return f"{layers}.{index}.self_attn.att_proj.{kind}"
-            if names is _TEXT_LAYER and part == "ff_proj" and kind == "weight":
-                return f"{layers}.{index}.mlp.ff_proj.weight"
-            return f"{layers}.{index}.{names[part]}.{kind}" if part in names else None
-    return None
-
-
 def _check_kinds(config: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for settings of a wrong kind among those that are reckoned with below."""
-    for path, kinds in _KINDS.items():
-        value: Any = config
-        for key in path:
-            value = value.get(key) if key in value else NotImplemented
-            if value is NotImplemented:  # missing, which is another error
-                break
-        else:
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise ValueError(f"`{'.'.join(path)}` is {value!r}, but must be {_KIND_NAMES[kinds[0]]}")
+    for path, (kind, types) in _KINDS.items():
+        value = _setting(config, path, _MISSING)
+        if value is not _MISSING and (not isinstance(value, types) or isinstance(value, bool)):
+            raise ValueError(f"`{path}` is {value!r}, but must be {kind}")
 
 
-def _check_settings(config: Mapping[str, Any], fixed: Mapping[tuple[str, ...], Any]) -> None:
+def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     wrong = []
     for path, expected in fixed.items():
-        value: Any = config
-        for key in path:
-            value = value.get(key, expected) if isinstance(value, Mapping) else expected
+        value = _setting(config, path, expected)
         same = math.isclose(value, expected) if isinstance(expected, float) else value == expected
         if not same:
-            wrong.append(f"`{'.'.join(path)}` is {value!r}, but must be {expected!r}")
+            wrong.append(f"`{path}` is {value!r}, but must be {expected!r}")
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def _setting(config: Any, path: str, default: Any) -> Any:
+    for key in path.split("."):
+        config = config.get(key, default) if isinstance(config, Mapping) else default
+    return config
 
 
 def _text_config(llm: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,27 +1,19 @@
 """Pushes a checkpoint folder to the Hub: everything in one commit, or nothing."""
 
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import httpx
 
-from stts_hf.checkpoints.atomic_folder import stale_weights
-from stts_hf.checkpoints.card import checkpoint_card
-from stts_hf.checkpoints.doctor import examine
-from stts_hf.checkpoints.json_files import read_json
-from stts_hf.checkpoints.links import LEFT_OUT
+from .atomic_folder import stale_weights
+from .card import checkpoint_card
+from .doctor import examine
+from .files import checkpoint_files, read_json
 
 
 class PushRefused(ValueError):
@@ -62,7 +54,7 @@ def push_checkpoint(
     """
     folder = Path(folder)
     check_folder(folder)
-    files, left_out = collect_files(folder)
+    files, left_out = checkpoint_files(folder)
     api = HfApi(endpoint=endpoint, token=token)
     with refusals(api, repo_id):
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
@@ -97,34 +89,16 @@ def check_folder(folder: Path) -> None:
         raise PushRefused(f"{folder} would not load: {' '.join(wrong[0].what.split())}; {wrong[0].remedy}{more}")
 
 
-def collect_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Returns path in the repository to file (links followed), and the names of what stays here."""
-    files: dict[str, Path] = {}
-    left_out = []
-    for entry in sorted(folder.iterdir()):
-        if any(fnmatch(entry.name, pattern) for pattern in LEFT_OUT):
-            left_out.append(entry.name)
-        elif entry.is_dir():
-            below, skipped = collect_files(entry)
-            files |= {f"{entry.name}/{name}": path for name, path in below.items()}
-            left_out += [f"{entry.name}/{name}" for name in skipped]
-        else:
-            files[entry.name] = entry
-    return files, left_out
-
-
 def check_repository(api: HfApi, repo_id: str, revision: str | None, present: list[str]) -> None:
     """Raises `PushRefused` for a repository that holds something other than an STTS checkpoint."""
     if set(present) <= {".gitattributes", "README.md", ".gitignore", "LICENSE"}:
         return
     model_type = None
     if "config.json" in present:
-        with tempfile.TemporaryDirectory() as temporary:
-            try:
-                file = api.hf_hub_download(repo_id, "config.json", revision=revision, local_dir=temporary)
-                model_type = read_json(Path(file)).get("model_type")
-            except (EntryNotFoundError, ValueError):
-                pass
+        with suppress(ValueError):
+            model_type = read_json(Path(api.hf_hub_download(repo_id, "config.json", revision=revision))).get(
+                "model_type"
+            )
     if model_type != "stts" and not set(present) & {"processing_stts.py", "modeling_stts.py"}:
         holds = f"a {model_type!r} model" if model_type else "other files"
         raise PushRefused(f"{repo_id} exists and holds {holds}; choose another name, or replace it with --overwrite")

@@ -1,23 +1,19 @@
 """Configuration and processor of a converted checkpoint: the source's settings, in STTS's terms."""
 
-import inspect
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedConfig, PreTrainedTokenizerFast
-from transformers.models.molmo2.configuration_molmo2 import (
-    Molmo2AdapterConfig,
-    Molmo2Config,
-    Molmo2TextConfig,
-)
+from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 
-from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig, as_stts
+from stts_hf.modeling.configuration_stts import STTSConfig, as_stts
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
-from .json_files import read_json
+from .files import read_json
 from .original import SPECIAL_TOKENS, convert_original_config, load_original_config
 
 _PROCESSOR_SETTINGS = (
@@ -27,11 +23,18 @@ _PROCESSOR_SETTINGS = (
     "video_use_col_tokens",
     "use_frame_special_tokens",
 )
-_SUB_CONFIGS: dict[str, type[PreTrainedConfig]] = {
-    "vision_config": STTSVisionConfig,
-    "adapter_config": Molmo2AdapterConfig,
-    "text_config": Molmo2TextConfig,
-}
+
+
+@contextlib.contextmanager
+def usable(subject: str, remedy: str) -> Iterator[None]:
+    """Turns whatever reading settings raises, which has errors of many kinds, into one `ValueError`."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        if not isinstance(error, OSError | ValueError | StrictDataclassError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{subject} ({reason}): {remedy}.") from error
 
 
 def load_processor(folder: Path) -> STTSProcessor:
@@ -46,30 +49,22 @@ def load_processor(folder: Path) -> STTSProcessor:
     for kind in ("processor", "preprocessor", "video_preprocessor", "tokenizer"):
         read_json(folder / f"{kind}_config.json")  # says which file is damaged
     read_json(folder / "tokenizer.json")
-    try:
+    remedy = "copy its files again, or pass --base with another Molmo2 folder"
+    with usable(f"The tokenizer or processor in {folder} cannot be used", remedy):
         settings = STTSProcessor.get_processor_dict(str(folder))[0]
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         image = Molmo2ImageProcessor.from_pretrained(folder).to_dict()
         video = STTSVideoProcessor.from_pretrained(folder).to_dict()
         for name in ("auto_map", "is_local", "local_files_only"):  # of the source and of this machine
             tokenizer.init_kwargs.pop(name, None)
-        chat_template = settings.get("chat_template") or tokenizer.chat_template
         # Built from known settings alone: the rest of a source, its `auto_map` above all, would be saved again.
         return STTSProcessor(
             image_processor=Molmo2ImageProcessor(**_known(image, Molmo2ImageProcessor)),
             video_processor=STTSVideoProcessor(**_known(video, STTSVideoProcessor)),
             tokenizer=tokenizer,
-            chat_template=chat_template,
+            chat_template=settings.get("chat_template") or tokenizer.chat_template,
             **{name: settings[name] for name in _PROCESSOR_SETTINGS if name in settings},
         )
-    except Exception as error:  # tokenizers and image processors have no errors of their own for bad files
-        reason = (
-            f"{error}".rstrip(".") if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-        )
-        raise ValueError(
-            f"The tokenizer or processor in {folder} cannot be used ({reason}): copy its files again, or pass "
-            "--base with another Molmo2 folder."
-        ) from error
 
 
 def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
@@ -95,13 +90,8 @@ def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTS
             )
         raw = as_stts(raw)
         raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}
-    try:
-        config = STTSConfig.from_dict(raw)
-        return drop_unknown_fields(config), declared
-    except Exception as error:  # strict configs raise errors of their own for wrong types
-        raise ValueError(
-            f"{folder / 'config.json'} cannot be used ({str(error).rstrip('.')}): correct it, or copy it again."
-        ) from error
+    with usable(f"{folder / 'config.json'} cannot be used", "correct it, or copy it again"):
+        return drop_unknown_fields(STTSConfig.from_dict(raw)), declared
 
 
 def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
@@ -109,13 +99,9 @@ def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConf
     original = load_original_config(folder)
     vocabulary = processor.tokenizer.get_vocab()
     ids = {token: vocabulary[token] for token in SPECIAL_TOKENS.values() if token in vocabulary}
-    try:
+    with usable(f"{folder / 'config.yaml'} cannot be used", "correct it, or copy it again"):
         config = STTSConfig(**convert_original_config(original, ids))
         _set_frames(processor, config, original["mm_preprocessor"]["video"])
-    except Exception as error:  # strict configs raise errors of their own for wrong types
-        raise ValueError(
-            f"{folder / 'config.yaml'} cannot be used ({str(error).rstrip('.')}): correct it, or copy it again."
-        ) from error
     return config, original["vision_backbone"]["vit"]["image_num_layers"]
 
 
@@ -145,19 +131,12 @@ def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Ge
     eos = tokenizer.eos_token_id
     bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     tokens = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
-    if (folder / "generation_config.json").is_file():
-        settings = read_json(folder / "generation_config.json")
-        try:
-            named = {key: value for key, value in settings.items() if not key.startswith("_") and value is not None}
-            config = GenerationConfig.from_dict(tokens | named)
-            config.validate(strict=True)  # as saving it does
-            return config
-        except (ValueError, TypeError, RecursionError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(
-                f"{folder / 'generation_config.json'} cannot be used ({reason}): correct it, or delete it."
-            ) from error
-    return GenerationConfig(**tokens)
+    path = folder / "generation_config.json"
+    named = {key: value for key, value in read_json(path).items() if not key.startswith("_") and value is not None}
+    with usable(f"{path} cannot be used", "correct it, or delete it"):
+        config = GenerationConfig.from_dict(tokens | named)
+        config.validate(strict=True)  # as saving it does
+    return config
 
 
 def _set_frames(processor: STTSProcessor, config: STTSConfig, video: Mapping[str, Any]) -> None:
@@ -182,23 +161,15 @@ def _set_frames(processor: STTSProcessor, config: STTSConfig, video: Mapping[str
 
 
 def _known(settings: Mapping[str, Any], processor: Any) -> dict[str, Any]:
-    known = {name for kind in processor.valid_kwargs.__mro__ for name in getattr(kind, "__annotations__", ())}
-    known |= set(getattr(processor.valid_kwargs, "__annotations__", ()))
-    return {name: value for name, value in settings.items() if name in known}
+    return {name: value for name, value in settings.items() if name in processor.valid_kwargs.__annotations__}
 
 
 def drop_unknown_fields(config: STTSConfig) -> STTSConfig:
     """The same settings without fields that no config class knows: those of remote code, and notes of a saved file."""
-    settings: dict[str, Any] = {}
-    for name, kind in _SUB_CONFIGS.items():
-        values = getattr(config, name).to_dict()
-        settings[name] = {field: values[field] for field in _own_fields(kind) if field in values}
-    values = config.to_dict()
-    return STTSConfig(**{field: values[field] for field in _own_fields(STTSConfig) if field in values} | settings)
 
+    def own_fields(part: PreTrainedConfig) -> dict[str, Any]:
+        names = type(part).__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
+        return {name: value for name, value in part.to_dict().items() if name in names}
 
-def _own_fields(kind: type[PreTrainedConfig]) -> list[str]:
-    """Fields that a config class and its bases declare beside those of every config, pruning fields among them."""
-    bases = [base for base in kind.__mro__ if base not in PreTrainedConfig.__mro__]
-    annotated = dict.fromkeys(name for base in bases for name in inspect.get_annotations(base))
-    return [name for name in annotated if name in kind.__dataclass_fields__]
+    sections = ("vision_config", "adapter_config", "text_config")
+    return STTSConfig(**own_fields(config) | {name: own_fields(getattr(config, name)) for name in sections})

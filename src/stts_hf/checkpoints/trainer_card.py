@@ -2,16 +2,25 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 
 from .card import CARD, base_model_of, write_adapter_card, write_model_card
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    class _Trainer(Trainer):
+        args: Any
+        model: Any
+else:
+    _Trainer = object
+
 RECORD = "### Training hyperparameters"
 
 
-class ModelCardTrainerMixin:
+class ModelCardTrainerMixin(_Trainer):
     """
     Goes before `Trainer` in a trainer's bases. `push_to_hub` and `create_model_card` then write the card of an STTS
     checkpoint, or of an adapter's folder, in place of the trainer's draft, whose metadata lack `pipeline_tag`, and take
@@ -20,24 +29,24 @@ class ModelCardTrainerMixin:
     """
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
-        folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
         has_model = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
-        if self.args.should_save and has_model and not (folder / CARD).exists():  # type: ignore[attr-defined]
+        if self.args.should_save and has_model and not (folder / CARD).exists():
             write_model_card(folder, base_model=self._base_model())
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        card, pushed = Path(checkpoint_folder) / CARD, Path(self.args.output_dir) / CARD  # type: ignore[attr-defined]
-        if self.is_world_process_zero() and card.is_file() and not pushed.exists():  # type: ignore[attr-defined]
+        card, pushed = Path(checkpoint_folder) / CARD, Path(self.args.output_dir) / CARD
+        if self.is_world_process_zero() and card.is_file() and not pushed.exists():
             shutil.copy(card, pushed)
-        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`; writes `README.md` into the output folder, on the main process only."""
-        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
-        if not self.is_world_process_zero():  # type: ignore[attr-defined]
+        super().create_model_card(*args, **kwargs)
+        if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
+        folder = Path(self.args.output_dir)
         draft = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
         record = draft.text[draft.text.index(RECORD) :] if RECORD in draft.text else None
         datasets = draft.data.get("datasets") or []
@@ -48,10 +57,10 @@ class ModelCardTrainerMixin:
             "datasets": [datasets] if isinstance(datasets, str) else datasets,
             "training": record,
         }
-        if hasattr(self.accelerator.unwrap_model(self.model), "peft_config"):  # type: ignore[attr-defined]
+        if hasattr(self.accelerator.unwrap_model(self.model), "peft_config"):
             write_adapter_card(folder, **known)
         else:
             write_model_card(folder, tags=draft.data.get("tags") or (), **known)
 
     def _base_model(self) -> str | None:
-        return base_model_of(getattr(self.model.config, "_name_or_path", None))  # type: ignore[attr-defined]
+        return base_model_of(getattr(self.model.config, "_name_or_path", None))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stts_hf.checkpoints.links import dangling_links
+from stts_hf.checkpoints.files import dangling_links
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.progress import note
 

@@ -42,9 +42,11 @@ def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` for what the user got wrong."""
     print("Reading the source ...", file=sys.stderr, flush=True)
     from tqdm import tqdm
+    from transformers.utils import logging
 
     from stts_hf.checkpoints.convert import convert_checkpoint
 
+    logging.disable_progress_bar()  # that of files without weights
     with tqdm(unit="B", unit_scale=True, unit_divisor=1000, desc="Writing", file=sys.stderr, delay=0.5) as bar:
 
         def show(written: int, total: int) -> None:
@@ -52,20 +54,8 @@ def execute(arguments: argparse.Namespace) -> None:
             bar.update(written - bar.n)
 
         try:
-            result = convert_checkpoint(
-                arguments.source,
-                arguments.destination,
-                base=arguments.base,
-                revision=arguments.revision,
-                packing=arguments.packing,
-                pruning_ratio=arguments.pruning_ratio,
-                selector=arguments.selector,
-                dtype=arguments.dtype,
-                max_shard_size=arguments.max_shard_size,
-                overwrite=arguments.overwrite,
-                seed=arguments.seed,
-                on_progress=show,
-            )
+            options = {name: value for name, value in vars(arguments).items() if name != "command"}
+            result = convert_checkpoint(**options, on_progress=show)
         except (ValueError, OSError) as error:
             bar.leave = False
             raise CommandError(one_line(error, limit=1000)) from error

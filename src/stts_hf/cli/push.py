@@ -11,7 +11,7 @@ HELP = "push a checkpoint folder to the Hugging Face Hub, in one commit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", help="folder of an STTS checkpoint")
-    parser.add_argument("repository", metavar="USER/NAME", help="model repository, created if it does not exist")
+    parser.add_argument("repo_id", metavar="USER/NAME", help="model repository, created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create it as private")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to push to (default: main)")
     parser.add_argument("--message", default="Upload STTS checkpoint", help="message of the commit")
@@ -23,17 +23,9 @@ def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` when folder, token, rights, repository or network do not allow it."""
     from stts_hf.checkpoints.push import PushRefused, push_checkpoint
 
-    print(f"Pushing {arguments.folder} to {arguments.repository}", file=sys.stderr, flush=True)
+    print(f"Pushing {arguments.folder} to {arguments.repo_id}", file=sys.stderr, flush=True)
     try:
-        pushed = push_checkpoint(
-            arguments.folder,
-            arguments.repository,
-            private=arguments.private,
-            revision=arguments.revision,
-            message=arguments.message,
-            token=arguments.token,
-            overwrite=arguments.overwrite,
-        )
+        pushed = push_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
     except PushRefused as refused:
         raise CommandError(str(refused)) from refused
     if pushed.left_out:

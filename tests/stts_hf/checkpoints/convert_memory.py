@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import yaml  # type: ignore[import-untyped]
 
 from stts_hf.checkpoints.layout import empty_model, saved_layout
-from stts_hf.checkpoints.safetensors_files import INDEX_FILE, row_blocks, write_safetensors
+from stts_hf.checkpoints.tensors import write_safetensors
 from stts_hf.modeling.configuration_stts import STTSConfig
 from tests.fixture_files import checkpoint_fixtures
 from tests.stts_hf.checkpoints.convert_files import write_base
@@ -44,10 +44,8 @@ print(json.dumps({"bytes": result.num_bytes, "peak": peak(), "imports_alone": be
 
 
 def random_rows(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    rows = shape[0] if shape else 1
-    width = int(torch.Size(shape[1:]).numel())
-    for first, last in row_blocks(rows, 4 * width):
-        yield torch.randn(last - first, *shape[1:])
+    for rows in torch.empty(shape[0]).split(4096):
+        yield torch.randn(len(rows), *shape[1:])
 
 
 def write_shards(folder: Path, layers: int) -> None:
@@ -64,7 +62,7 @@ def write_shards(folder: Path, layers: int) -> None:
     settings = tiny_config(text_overrides=text).to_dict()
     settings["adapter_config"]["text_hidden_size"] = WIDTH
     layout = saved_layout(empty_model(STTSConfig.from_dict(settings)))
-    shapes = {part.name: part.shape for group in layout if not group.is_scorer for part in group.saved}
+    shapes = {name: shape for group in layout for name, shape in group.saved.items() if ".scorer." not in name}
     settings["model_type"] = "molmo2"
     settings["vision_config"] = {
         name: value
@@ -82,7 +80,7 @@ def write_shards(folder: Path, layers: int) -> None:
             folder / file, {name: shapes[name] for name in names}, torch.float32, lambda name: random_rows(shapes[name])
         ):
             pass
-    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_training_checkpoint(folder: Path, layers: int, sharded: bool) -> None:

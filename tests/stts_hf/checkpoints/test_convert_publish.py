@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stts_hf.checkpoints import atomic_folder, convert
+from stts_hf.checkpoints import atomic_folder, convert, layout
 from stts_hf.checkpoints.convert import convert_checkpoint
 from tests.conftest import REPOSITORY
 from tests.stts_hf.checkpoints.convert_files import contents, write_base, write_molmo2
@@ -71,7 +71,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_are_no
 def test_files_that_are_no_checkpoint_are_never_overwritten(source, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="not a checkpoint"):
+    with pytest.raises(ValueError, match="no part of an STTS or Molmo2 checkpoint"):
         convert_checkpoint(source, tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "letter.txt").read_text() == "dear"
 
@@ -80,7 +80,7 @@ def test_files_that_are_no_checkpoint_are_never_overwritten(source, tmp_path):
 def test_a_folder_with_another_config_json_is_never_overwritten(source, tmp_path, config):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "config.json").write_text(config)
-    with pytest.raises(ValueError, match="not a checkpoint"):
+    with pytest.raises(ValueError, match="no part of an STTS or Molmo2 checkpoint"):
         convert_checkpoint(source, tmp_path / "app", overwrite=True)
     assert (tmp_path / "app" / "config.json").read_text() == config
 
@@ -165,7 +165,7 @@ def test_a_disk_that_fills_up_keeps_the_old_checkpoint(source, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = old_checkpoint(tmp_path / "new")
-    monkeypatch.setattr(convert, "write_safetensors", write)
+    monkeypatch.setattr(layout, "write_safetensors", write)
     with pytest.raises(ValueError, match="Make room"):
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
     assert contents(tmp_path / "new") == before

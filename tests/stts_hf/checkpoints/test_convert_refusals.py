@@ -158,6 +158,12 @@ def test_quantised_weights(folders, tmp_path):
     refuse(source, "quantised")
 
 
+def test_quantised_weights_are_not_made_another_dtype(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "source")
+    edit_weights(source, lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].to(torch.int8)}))
+    refuse(source, "quantised", dtype="bfloat16")
+
+
 def test_a_pickle_is_never_opened(folders, tmp_path):
     source = copy(folders / "one_file", tmp_path / "source")
     (source / "model.safetensors").unlink()
@@ -194,6 +200,13 @@ def test_a_truncated_shard_of_a_training_checkpoint(folders, tmp_path):
     source = copy(SHARDED, tmp_path / "source")
     os.truncate(source / "model_and_optim" / "__0_0.distcp", 100_000)
     refuse(source, "ends before the data", base=folders / "base")
+
+
+def test_a_tensor_of_another_model_in_a_training_checkpoint_is_named(folders, tmp_path):
+    source = copy(UNSHARDED, tmp_path / "source")
+    weights = torch.load(source / "model.pt", weights_only=True)
+    torch.save(weights | {"transformer.blocks.0.router.weight": torch.zeros(2)}, source / "model.pt")
+    refuse(source, r"1 tensors are unexpected: .*transformer\.blocks\.0\.router\.weight", base=folders / "base")
 
 
 def test_a_missing_shard_of_a_training_checkpoint(folders, tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from stts_hf.checkpoints.convert import convert_checkpoint
 from stts_hf.checkpoints.doctor import examine
-from stts_hf.checkpoints.links import Finding
+from stts_hf.checkpoints.files import Finding
 from stts_hf.cli.main import main
 from tests.stts_hf.checkpoints.convert_files import CODE_THAT_MUST_NOT_RUN, copy, write_base, write_molmo2
 
@@ -86,7 +86,7 @@ FATAL: list[tuple[str, Damage, str]] = [
     ("configuration", truncate("config.json", 40), "not valid JSON"),
     ("configuration", edit("config.json", lambda config: config.update(model_type="molmo2")), "'molmo2' model"),
     ("configuration", edit("config.json", lambda config: config["vision_config"].update(pruning_ratio=2)), "ratio"),
-    ("configuration", edit("config.json", lambda config: config["auto_map"].pop("AutoModel")), "AutoModel"),
+    ("code", edit("config.json", lambda config: config["auto_map"].pop("AutoModel")), "None for AutoModel"),
     ("code", remove("layout_stts.py"), "layout_stts.py is missing, and processing_stts.py needs it"),
     ("code", lambda folder: dangle(folder / "scoring_stts.py"), "lead nowhere (scoring_stts.py)"),
     ("code", write("modeling_stts.py", "def broken("), "not valid Python"),
@@ -147,8 +147,8 @@ WARNINGS: list[tuple[str, Damage, str]] = [
     ("weights", write("model-00001-of-00002.safetensors", ""), "model-00001-of-00002.safetensors is not read"),
     ("weights", write("pytorch_model.bin", ""), "may hold code"),
     ("weights", edit("config.json", lambda config: config.update(dtype="bfloat16")), "the weights are float32"),
-    ("weights", edit_weight("lm_head.weight", lambda weight: weight.bfloat16()), "several dtypes"),
-    ("tokenizer", edit("generation_config.json", lambda settings: settings.pop("eos_token_id")), "no `eos_token_id`"),
+    ("weights", edit_weight("lm_head.weight", lambda weight: weight.bfloat16()), "are bfloat16 and float32"),
+    ("tokenizer", edit("generation_config.json", lambda settings: settings.pop("eos_token_id")), "maximum length"),
     ("configuration", remove("README.md"), "missing"),
     ("configuration", write("README.md", "# A model\n"), "no metadata"),
 ]
@@ -299,29 +299,70 @@ def test_what_only_shows_at_loading_is_found(sound, tmp_path, name):
     assert all(finding.fatal and finding.remedy for finding in found)
 
 
-MALFORMED: dict[str, Damage] = {
-    "auto_map_list": settings_of("config.json", "auto_map", value=["a"]),
-    "auto_map_value_int": settings_of("config.json", "auto_map", "AutoModel", value=3),
-    "vision_config_string": settings_of("config.json", "vision_config", value="big"),
-    "video_processor_string": settings_of("processor_config.json", "video_processor", value="video"),
-    "processor_auto_map_string": settings_of("processor_config.json", "auto_map", value="processing_stts"),
-    "video_auto_map_list": settings_of("processor_config.json", "video_processor", "auto_map", value=[1]),
-    "size_int": settings_of("processor_config.json", "video_processor", "size", value=378),
-    "pooling_int": settings_of("processor_config.json", "video_processor", "pooling_size", value=3),
-    "eos_list": settings_of("tokenizer_config.json", "eos_token", value=["<|im_end|>"]),
-    "tokenizer_auto_map_int": settings_of("tokenizer_config.json", "auto_map", value=1),
-    "weight_map_list": settings_of("model.safetensors.index.json", "weight_map", value=[]),
-    "config_list": write("config.json", "[]"),
-    "generation_list": write("generation_config.json", "[]"),
+MALFORMED: dict[str, tuple[str, Damage, str]] = {
+    "auto_map_list": ("code", settings_of("config.json", "auto_map", value=["a"]), "`auto_map` in config.json must be"),
+    "auto_map_value_int": ("code", settings_of("config.json", "auto_map", "AutoModel", value=3), "has 3 for AutoModel"),
+    "vision_config_string": (
+        "configuration",
+        settings_of("config.json", "vision_config", value="big"),
+        "`vision_config` in config.json must be a JSON object, but is 'big'",
+    ),
+    "video_processor_string": (
+        "code",
+        settings_of("processor_config.json", "video_processor", value="video"),
+        "`video_processor` in processor_config.json must be a JSON object, but is 'video'",
+    ),
+    "processor_auto_map_string": (
+        "code",
+        settings_of("processor_config.json", "auto_map", value="processing_stts"),
+        "`auto_map` in processor_config.json must be a JSON object",
+    ),
+    "video_auto_map_list": (
+        "code",
+        settings_of("processor_config.json", "video_processor", "auto_map", value=[1]),
+        "`video_processor.auto_map` in processor_config.json must be a JSON object, but is [1]",
+    ),
+    "size_int": (
+        "tokenizer",
+        settings_of("processor_config.json", "video_processor", "size", value=378),
+        "`size` of the video_processor is",
+    ),
+    "pooling_int": (
+        "tokenizer",
+        settings_of("processor_config.json", "video_processor", "pooling_size", value=3),
+        "`pooling_size` of the video_processor is 3, but the vision config has [3, 3]",
+    ),
+    "eos_list": (
+        "tokenizer",
+        settings_of("tokenizer_config.json", "eos_token", value=["<|im_end|>"]),
+        "Special token eos_token has to be either str or AddedToken",
+    ),
+    "tokenizer_auto_map_int": (
+        "code",
+        settings_of("tokenizer_config.json", "auto_map", value=1),
+        "`auto_map` in tokenizer_config.json must be a JSON object, but is 1",
+    ),
+    "weight_map_list": (
+        "weights",
+        settings_of("model.safetensors.index.json", "weight_map", value=[]),
+        "model.safetensors.index.json is not the index of a checkpoint",
+    ),
+    "config_list": ("configuration", write("config.json", "[]"), "config.json must hold a JSON object, but is []"),
+    "generation_list": (
+        "tokenizer",
+        write("generation_config.json", "[]"),
+        "generation_config.json must hold a JSON object, but is []",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_settings_of_a_wrong_kind_are_findings(sound, tmp_path, name):
     folder = copy(sound, tmp_path / "checkpoint")
-    MALFORMED[name](folder)
+    check, damage, message = MALFORMED[name]
+    damage(folder)
     found = listed(folder)
-    assert any(finding.fatal for _, finding in found)
+    assert any(finding.fatal and where == check and message in finding.what for where, finding in found), found
     assert all(finding.what and finding.remedy for _, finding in found)
 
 

@@ -1,0 +1,297 @@
+"""The weights of original training checkpoints of Molmo2 and STTS, read without trusting them.
+
+They come as `model.pt`, opened with `weights_only=True`, or as a torch.distributed.checkpoint folder. torch's own
+reader unpickles the latter's `.metadata` as it comes, so that a checkpoint could run code. Here every class the
+metadata needs is replaced by an inert record, and anything else is refused. The classes are known by name alone: the
+training code of these models writes some of them from modules of its own.
+"""
+
+import io
+import math
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .tensors import StoredTensor
+
+UNSHARDED_FILE = "model.pt"
+SHARDED_FOLDER = "model_and_optim"
+METADATA_FILE = ".metadata"
+_RECORD_NAMES = frozenset(
+    {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_StorageInfo",
+        "_MEM_FORMAT_ENCODING",
+        "MEM_FORMAT_ENCODING",
+        "_get_layout",
+        "PosixPath",
+        "PurePosixPath",
+        "WindowsPath",
+        "PureWindowsPath",
+    }
+)
+_REOPEN_BYTES = 256 * 2**20
+
+# Original names become those of released checkpoints by these rules, applied one after another.
+_RENAMES = (
+    (r"^transformer\.ff_out\.", "lm_head."),
+    (r"^(transformer|vision_backbone)\.", r"model.\1."),
+    (r"(\.blocks\.\d+)\.(att_proj|attn_out|q_norm|k_norm)\.", r"\1.self_attn.\2."),
+    (r"(\.blocks\.\d+)\.(ff_proj|ff_out)\.", r"\1.mlp.\2."),
+    (r"\.transformer\.temporal_token_scorer\.", ".scorer."),
+    (r"\.scorer\.patch_token_pooler\.w([qkvo])\.", r".scorer.token_pooler.\1_proj."),
+    (r"\.scorer\.mlp\.w1\.", ".scorer.input_layer."),
+    (r"\.scorer\.mlp\.w2\.", ".scorer.hidden_layer."),
+    (r"\.scorer\.mlp\.w3\.", ".scorer.score_layer."),
+)
+_EMBEDDING = "model.transformer.wte.embedding"
+
+
+def is_original(folder: Path) -> bool:
+    """Whether a folder is an original training checkpoint (rather than a Hugging Face folder).
+
+    Raises `ValueError` where it is neither.
+    """
+    if (folder / "config.json").is_file():
+        return False
+    if not any((folder / name).is_file() for name in (UNSHARDED_FILE, f"{SHARDED_FOLDER}/{METADATA_FILE}")):
+        raise ValueError(
+            f"{folder} is no checkpoint: it holds neither config.json (a Hugging Face folder) nor config.yaml with "
+            f"{UNSHARDED_FILE} or {SHARDED_FOLDER}/ (an original training checkpoint)."
+        )
+    return True
+
+
+def open_original(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of an original training checkpoint, of either form, under the names of released checkpoints.
+
+    Raises `ValueError` where it holds anything but tensors: no code is ever unpickled.
+    """
+    if (folder / SHARDED_FOLDER / METADATA_FILE).is_file():
+        originals = open_sharded(folder / SHARDED_FOLDER, prefix="model.")
+    else:
+        originals = _MappedFile(folder / UNSHARDED_FILE).stored()
+    tensors = {released_name(name): tensor for name, tensor in originals.items()}
+    if _EMBEDDING in tensors:
+        tensors.setdefault("lm_head.weight", tensors[_EMBEDDING])  # tied in training, unless it has a head of its own
+    return tensors
+
+
+def released_name(name: str) -> str:
+    """Returns what a released checkpoint calls a tensor of an original one."""
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+class _MappedFile:
+    """`model.pt`, mapped into memory; mapped anew after a while, since pages that were read count as memory in use."""
+
+    def __init__(self, path: Path):
+        self._path, self._tensors, self._bytes_read = path, load_unsharded(path), 0
+
+    def stored(self) -> dict[str, StoredTensor]:
+        return {
+            name: StoredTensor(tuple(tensor.shape), tensor.dtype, partial(self._read, name))
+            for name, tensor in self._tensors.items()
+        }
+
+    def _read(self, name: str, first: int, last: int) -> torch.Tensor:
+        if self._bytes_read > _REOPEN_BYTES:
+            self._tensors, self._bytes_read = {}, 0
+            self._tensors = load_unsharded(self._path)
+        rows = self._tensors[name][first:last].clone()
+        self._bytes_read += rows.nbytes
+        return rows
+
+
+def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
+    """Maps the tensors of `model.pt` into memory. Raises `ValueError` where it holds anything else."""
+    try:
+        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        # torch's own text advises to load it with code and all.
+        found = re.search(r"GLOBAL:? (\S+)", str(error))
+        reason = f"refers to `{found[1]}`" if found else "holds more than tensors"
+        raise ValueError(
+            f"{path} was refused: it {reason}, and only tensors are ever unpickled. Save it again as a plain dict of "
+            "tensors, if you trust where it came from."
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} was refused: it is cut off, or not of torch.save's zip format. Copy it again."
+        ) from error
+    if not isinstance(state_dict, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state_dict.items()
+    ):
+        raise ValueError(
+            f"{path} must hold a dict of names and tensors, the model's state dict alone: save it as that."
+        )
+    return state_dict
+
+
+class _Record:
+    """Stands in for a class of the metadata: keeps the pickled state, does nothing else."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _enum_member(record: Any, name: str) -> _Record:
+    """In place of `getattr`, by which early releases of Python 3.11 pickle a member of an enum."""
+    if not (isinstance(record, type) and issubclass(record, _Record)):
+        raise pickle.UnpicklingError(f"it takes `{name}` of {record!r}, which no checkpoint metadata needs")
+    return record()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the records above, tensor sizes and dtypes, and plain containers; refuses all other globals."""
+
+    def __init__(self, file: io.BufferedIOBase):
+        super().__init__(file)
+        # Fresh classes for each file: a pickle may set attributes on them.
+        self._records = {name: type(name, (_Record,), {}) for name in _RECORD_NAMES}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name == "Size":
+            return torch.Size
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if module == "collections" and name == "OrderedDict":
+            return OrderedDict
+        if name in self._records:
+            return self._records[name]
+        if module == "builtins" and name == "getattr":
+            return _enum_member
+        raise pickle.UnpicklingError(f"it refers to `{module}.{name}`, which no checkpoint metadata needs")
+
+
+def open_sharded(folder: Path, prefix: str = "") -> dict[str, StoredTensor]:
+    """Returns the tensors of a torch.distributed.checkpoint folder, without reading them. One is read whole, at once.
+
+    Args:
+        folder: holds `.metadata` and the `.distcp` files.
+        prefix: only names that start with it are listed, without it ("model." leaves out the optimizer).
+
+    Raises `ValueError`, naming the file, where metadata or, once they are read, data are missing, damaged, or not what
+    a checkpoint of plain tensors holds. Nothing in the folder is ever executed.
+    """
+    metadata = _read_metadata(folder / METADATA_FILE)
+    reader, tensors = _ChunkReader(folder), {}
+    try:
+        for index, info in metadata["storage_data"].items():
+            reader.chunks.setdefault(index.state["fqn"], []).append((index.state.get("offset"), info.state))
+        for name, record in metadata["state_dict_metadata"].items():
+            if name.startswith(prefix) and record.state and "chunks" in record.state:
+                size, properties = tuple(record.state["size"]), record.state["properties"].state
+                dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+                tensors[name.removeprefix(prefix)] = StoredTensor(size, dtype, partial(reader.read, name, size))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / METADATA_FILE} is not the metadata of a checkpoint: {error!r}") from error
+    return tensors
+
+
+class _ChunkReader:
+    """Joins tensors of their chunks."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        # By name: where in the tensor each chunk lies, None for its beginning, and how it is stored.
+        self.chunks: dict[str, list[tuple[Sequence[int] | None, dict]]] = {}
+        self._last: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str, size: tuple[int, ...], first: int, last: int) -> torch.Tensor:
+        if name not in self._last:
+            self._last = {}  # before the next is read
+            self._last = {name: self._read_whole(name, size)}
+        return self._last[name][first:last]
+
+    def _read_whole(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
+        chunks = [(offsets, self._read_chunk(name, info)) for offsets, info in self.chunks.get(name, ())]
+        if sum(chunk.numel() for _, chunk in chunks) != math.prod(size):
+            raise ValueError(f"{self.folder} holds {len(chunks)} chunks of `{name}`, which do not add up to {size}.")
+        if len(chunks) == 1:
+            return chunks[0][1].reshape(size)
+        tensor = torch.empty(size, dtype=chunks[0][1].dtype)
+        for offsets, chunk in chunks:
+            starts = offsets or (0,) * len(size)
+            tensor[tuple(slice(start, start + side) for start, side in zip(starts, chunk.shape, strict=True))] = chunk
+        return tensor
+
+    def _read_chunk(self, name: str, info: dict) -> torch.Tensor:
+        path = self.folder / info["relative_path"]
+        if path.resolve().parent != self.folder.resolve():
+            raise ValueError(f"`{name}` points to {info['relative_path']!r}, which lies outside {self.folder}.")
+        if info.get("transform_descriptors"):
+            raise ValueError(f"`{name}` is stored as {info['transform_descriptors']}: save it without compression.")
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, and `{name}` is stored there: copy the checkpoint again.")
+        if path.stat().st_size < info["offset"] + info["length"]:
+            raise ValueError(f"{path} ends before the data of `{name}`: copy the checkpoint again.")
+        try:
+            with path.open("rb") as file:
+                chunk = _FileSlice(file, info["offset"], info["length"])
+                tensor = torch.load(chunk, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            if not isinstance(tensor, torch.Tensor):
+                raise pickle.UnpicklingError(f"it is a {type(tensor).__name__}")
+            return tensor
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            raise ValueError(f"{path} does not hold a plain tensor for `{name}`: {error}") from error
+
+
+class _FileSlice(io.RawIOBase):
+    """A stretch of an open file as a file of its own, so that a tensor is not in memory twice while it is read."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int):
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = max(0, offset + (0, self._position, self._length)[whence])
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view)
+        self._position += count
+        return count
+
+
+def _read_metadata(path: Path) -> dict:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: this is not a torch.distributed.checkpoint folder.")
+    with path.open("rb") as file:
+        try:
+            metadata = _MetadataUnpickler(file).load()
+        except Exception as error:  # a damaged pickle raises almost anything
+            raise ValueError(f"{path} was refused: {error}. Use a checkpoint whose source you trust.") from error
+    state = getattr(metadata, "state", None)
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is not the metadata of a checkpoint.")
+    return state

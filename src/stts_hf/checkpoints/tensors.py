@@ -1,0 +1,162 @@
+"""Tensors of safetensors files, read and written a few rows at a time; the library writes whole tensors only.
+
+Files are byte for byte those of the library.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from .files import read_json
+
+BLOCK_BYTES = 32 * 2**20
+_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: `read(first, last)` gives its rows from `first` up to `last`, not included.
+
+    A dtype that no checkpoint of ours has is given by its name.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    read: Callable[[int, int], torch.Tensor]
+
+    def blocks(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        """Yields rows `first` up to `last` in blocks of at most `BLOCK_BYTES`, at least one row each."""
+        assert isinstance(self.dtype, torch.dtype)  # `main_dtype` has refused all others
+        step = max(1, BLOCK_BYTES // max(1, self.dtype.itemsize * math.prod(self.shape[1:])))
+        for start in range(first, last, step):
+            yield self.read(start, min(start + step, last))
+
+
+def in_memory(tensor: torch.Tensor) -> StoredTensor:
+    """The same of a tensor that was made here."""
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, lambda first, last: tensor[first:last])
+
+
+def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Returns the floating dtype that most of the numbers have. Raises `ValueError` where there are none."""
+    counts: dict[torch.dtype, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES:
+            raise ValueError(
+                f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}, but weights must be float32, bfloat16 or "
+                "float16: convert a checkpoint that is not quantised."
+            )
+        assert isinstance(tensor.dtype, torch.dtype)
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    if not counts:
+        raise ValueError("`source` holds no tensors: name the folder of a whole checkpoint.")
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a folder's safetensors by name, without reading them.
+
+    Raises `ValueError` where there are none, a shard is missing or damaged, or index and shards contradict.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for path, promised in weight_files(folder).items():
+        try:
+            with safe_open(path, "pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                for name, part in slices.items():
+                    code = part.get_dtype()
+                    read = partial(_read_rows, path, name)
+                    tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES.get(code, code), read)
+        except SafetensorError as error:
+            reason = f"{error}".removeprefix("Error while deserializing header: ")
+            raise ValueError(
+                f"{path} is cut off, too long, or no safetensors file ({reason}): copy it again."
+            ) from error
+        if promised is not None and (odd := sorted(slices.keys() ^ promised)):
+            raise ValueError(
+                f"{path} and {SAFE_WEIGHTS_INDEX_NAME} disagree on {len(odd)} tensors ({', '.join(odd[:3])}): "
+                "they are of different checkpoints; copy both again."
+            )
+    return tensors
+
+
+def _read_rows(path: Path, name: str, first: int, last: int) -> torch.Tensor:
+    # Pages of a mapped file count as memory in use until it is closed.
+    with safe_open(path, "pt") as file:
+        return file.get_slice(name)[first:last]
+
+
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Returns the files of weights in a folder with the tensors that an index promises; None without an index.
+
+    Raises `ValueError` where there are none, where one is missing, or where the index is none.
+    """
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        remedy = "copy the weights there"
+        if pickled:
+            remedy = f"{pickled[0]} is a pickle, which may hold code and is never opened; save it as safetensors"
+        raise ValueError(f"{folder} holds neither {single.name} nor {index.name}: {remedy}.")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index} is not the index of a checkpoint (its `weight_map` is none): copy it again.")
+    files: dict[Path, set[str] | None] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise ValueError(f"{index} names {shard!r}, but shards must lie beside it.")
+        if not (folder / shard).is_file():
+            raise ValueError(f"{folder / shard} is missing, and {index.name} names it: copy the checkpoint again.")
+        files[folder / shard] = {name for name, file in weight_map.items() if file == shard}
+    return files
+
+
+def write_safetensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, rows: Callable[[str], Iterable[torch.Tensor]]
+) -> Iterator[int]:
+    """Writes one file, and yields the bytes of tensor data after each block written, for progress.
+
+    Args:
+        shapes: of every tensor, all of which are of `dtype`.
+        rows: `rows(name)` yields the tensor in blocks of rows.
+
+    Raises `OSError` where the disk is full, `ValueError` where `dtype` cannot hold a number.
+    """
+    ordered = sorted(shapes, key=lambda name: name.encode())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in ordered:
+        begin, end = end, end + math.prod(shapes[name]) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shapes[name]), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            for block in rows(name):
+                yield file.write(_cast(name, block, dtype).contiguous().flatten().view(torch.uint8).numpy().data)
+        if file.tell() != 8 + len(text) + end:
+            raise ValueError(f"{path.name} came out with {file.tell()} bytes, which do not make the shapes in it.")
+
+
+def _cast(name: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = block.to(dtype)
+    if dtype != block.dtype and bool((block.isfinite() & ~cast.isfinite()).any()):
+        kind = str(dtype).removeprefix("torch.")
+        wider = "bfloat16" if dtype == torch.float16 else "float32"
+        raise ValueError(
+            f"`{name}` holds numbers beyond {torch.finfo(dtype).max:g}, which {kind} would turn into infinity: pass "
+            f"--dtype {wider}."
+        )
+    return cast
