@@ -1,5 +1,6 @@
 """What must agree in a checkpoint: configuration, weights, tokenizer, processor."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,27 +10,16 @@ from .layout import Group
 from .original import SPECIAL_TOKENS
 from .tensors import StoredTensor
 
-_SIZES = (
-    "vocab_size",
-    "additional_vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "text_hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_position_embeddings",
-)
 _OTHER_TOKENIZER = "take the tokenizer that the model was trained with"
 
 
 def check_sizes(config: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[Finding]:
     """Compares the sizes in an `STTSConfig` with those of tensors, before a model of such sizes is built."""
     largest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
-    limits = {"num_hidden_layers": len(tensors), **dict.fromkeys(_SIZES, 4 * largest)}
     for section in ("text_config", "vision_config", "adapter_config"):
-        for name, limit in limits.items():
-            value = getattr(getattr(config, section), name, None)
+        for name, value in getattr(config, section).to_dict().items():
+            is_side = name.endswith(("_size", "_heads", "head_dim", "num_position_embeddings"))
+            limit = len(tensors) if name == "num_hidden_layers" else 4 * largest if is_side else math.inf
             if isinstance(value, int) and value > limit:
                 yield Finding(
                     f"`{section}.{name}` is {value}, which is far more than the weights have ({len(tensors)} tensors, "

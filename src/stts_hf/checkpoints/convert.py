@@ -118,9 +118,8 @@ def convert_checkpoint(
     raise_findings(f"The processor of {base_folder} does not fit {source_folder}", check_processor(processor, config))
 
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    target_dtype = main_dtype(tensors)
-    if dtype is not None:
-        target_dtype = DTYPES[dtype]
+    source_dtype = main_dtype(tensors)
+    target_dtype = source_dtype if dtype is None else DTYPES[dtype]
     subject = f"{source_folder / ('config.yaml' if original else 'config.json')} describes a model that cannot be built"
     with usable(subject, "correct it, or copy it again"):  # what raises depends on where a setting is used first
         model = empty_model(config)
@@ -150,9 +149,7 @@ def convert_checkpoint(
             write_weights(folder, layout, tensors, target_dtype, max_shard_size, on_progress)
             write_model_card(
                 folder,
-                base_model=next(
-                    (str(name) for name in (source, base) if name and not Path(name).expanduser().is_dir()), None
-                ),
+                base_model=next((str(given[what]) for what in given if not given[what].is_dir()), None),
                 license=None,  # none is claimed where none is known
                 scorer_trained=trained,
                 metadata=inherited_metadata(source_folder, base_folder),
@@ -200,13 +197,9 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.exists():
         problem = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"`{what}` {name} {problem}: pass a folder, or a repository as user/name.")
-    try:
+    subject = f"`{what}` {name} is no folder here, and could not be downloaded as a repository"
+    with usable(subject, "check its name and the network, and log in where it is private"):
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=_SETTING_FILES + (weights or [])))
-    except Exception as error:  # the Hub client has errors of many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"`{what}` {name} is no folder here, and could not be downloaded as a repository: {reason}"
-        ) from error
 
 
 def new_scorer_weights(model: STTSForConditionalGeneration, seed: int) -> dict[str, torch.Tensor]:

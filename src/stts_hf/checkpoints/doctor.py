@@ -190,15 +190,7 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
     if (config := read_config(folder)) is not None:
         yield from check_vocabulary(vocabulary, config)
         yield from check_processor(processor, config)
-    special = {key: getattr(processor.tokenizer, key) for key in ("bos_token", "eos_token", "pad_token")}
-    unknown = {key: text for key, text in special.items() if text is not None and text not in vocabulary}
-    for key, text in unknown.items():
-        yield Finding(
-            f"`{key}` in tokenizer_config.json is {text!r}, which the tokenizer does not have",
-            "copy tokenizer_config.json of the base model",
-        )
-    if not unknown:
-        yield from _tokenizer_class(folder, vocabulary)
+    yield from _tokenizer_class(folder, vocabulary)
     eos = read_settings(folder, "generation_config.json").get("eos_token_id")
     expected = processor.tokenizer.eos_token_id
     if expected is not None and expected not in (eos if isinstance(eos, list) else [eos]):
@@ -226,7 +218,8 @@ def _tokenizer_class(folder: Path, vocabulary: dict[str, int]) -> Iterator[Findi
     logging.set_verbosity(logging.CRITICAL)  # its own warnings are no findings
     try:
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        problem = None if loaded.get_vocab() == vocabulary else "it has other tokens than tokenizer.json"
+        odd = sorted(loaded.get_vocab().items() ^ vocabulary.items())
+        problem = f"it differs from tokenizer.json in {', '.join(token for token, _ in odd[:3])}" if odd else None
     except Exception as error:  # every tokenizer class has errors of its own
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     finally:
@@ -234,7 +227,7 @@ def _tokenizer_class(folder: Path, vocabulary: dict[str, int]) -> Iterator[Findi
     if problem:
         yield Finding(
             f"the tokenizer cannot be loaded as a {settings.get('tokenizer_class')} ({problem})",
-            'set `tokenizer_class` in tokenizer_config.json to "TokenizersBackend"',
+            'copy tokenizer_config.json of the base model, or set `tokenizer_class` in it to "TokenizersBackend"',
         )
 
 

@@ -5,6 +5,7 @@ Files are byte for byte those of the library.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ def in_memory(tensor: torch.Tensor) -> StoredTensor:
 
 def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
     """Returns the floating dtype that most of the numbers have. Raises `ValueError` where there are none."""
-    counts: dict[torch.dtype, int] = {}
+    counts: Counter[torch.dtype] = Counter()
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
             raise ValueError(
@@ -56,10 +57,10 @@ def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
                 "float16: convert a checkpoint that is not quantised."
             )
         assert isinstance(tensor.dtype, torch.dtype)
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
+        counts[tensor.dtype] += math.prod(tensor.shape)
     if not counts:
         raise ValueError("`source` holds no tensors: name the folder of a whole checkpoint.")
-    return max(counts, key=lambda dtype: counts[dtype])
+    return counts.most_common(1)[0][0]
 
 
 def open_safetensors(folder: Path) -> dict[str, StoredTensor]:

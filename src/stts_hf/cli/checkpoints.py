@@ -20,20 +20,19 @@ def find_checkpoint(checkpoint: str | None) -> str:
     if checkpoint is not None:
         looks_like_a_path = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
         path = Path(checkpoint).expanduser()
-        if path.is_dir():
-            if dangling := dangling_links(path):
-                raise CommandError(
-                    f"--checkpoint {checkpoint} has links that lead nowhere ({', '.join(dangling[:3])}, ...): copy the "
-                    "folder again with cp -rL"
-                )
-            if not (path / "config.json").is_file():
-                raise CommandError(f"--checkpoint {checkpoint} holds no config.json, so it is not a checkpoint")
-            if not any(path.glob("*.safetensors")):
-                raise CommandError(f"--checkpoint {checkpoint} holds no weights (*.safetensors)")
-            return str(path)
-        if looks_like_a_path or path.exists():
-            raise CommandError(f"--checkpoint {checkpoint} is not a folder; pass a checkpoint's folder or user/name")
-        return checkpoint
+        problem = None
+        if not path.is_dir():
+            if looks_like_a_path or path.exists():
+                problem = "is not a folder; pass a checkpoint's folder or user/name"
+        elif dangling := dangling_links(path):
+            problem = f"has links that lead nowhere ({', '.join(dangling[:3])}, ...): copy the folder again with cp -rL"
+        elif not (path / "config.json").is_file():
+            problem = "holds no config.json, so it is not a checkpoint"
+        elif not any(path.glob("*.safetensors")):
+            problem = "holds no weights (*.safetensors)"
+        if problem is not None:
+            raise CommandError(f"--checkpoint {checkpoint} {problem}")
+        return str(path) if path.is_dir() else checkpoint
     for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
         if (root / TINY / "config.json").is_file():
             folder = root / TINY

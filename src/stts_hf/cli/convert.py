@@ -61,12 +61,8 @@ def execute(arguments: argparse.Namespace) -> None:
             raise CommandError(one_line(error, limit=1000)) from error
     vision = result.config.vision_config
     layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")
-    lines = [
-        ("checkpoint", f"{result.folder} ({result.num_bytes / 1e9:.2f} GB, {result.dtype})"),
-        ("scorer", "trained" if result.scorer_trained else "new, untrained"),
-        ("pruning", f"{vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, {layout}"),
-    ]
-    for label, value in lines:
-        print(f"{label + ':':<12}{value}")
+    print(f"checkpoint: {result.folder} ({result.num_bytes / 1e9:.2f} GB, {result.dtype})")
+    print(f"scorer:     {'trained' if result.scorer_trained else 'new, untrained'}")
+    print(f"pruning:    {vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, {layout}")
     for sentence in result.notes:
         print(f"note: {sentence}", file=sys.stderr)

@@ -282,7 +282,7 @@ UNLOADABLE: dict[str, tuple[str, Damage, str]] = {
     "unknown_eos_token": (
         "tokenizer",
         settings_of("tokenizer_config.json", "eos_token", value="<|gone|>"),
-        "`eos_token` in tokenizer_config.json is '<|gone|>'",
+        "differs from tokenizer.json in <|gone|>",
     ),
     "unknown_filter": ("tokenizer", write("chat_template.jinja", "{{ messages | shout }}"), "shout"),
     "adapter": ("weights", write("adapter_config.json", "{}"), "adapter_config.json"),
