@@ -43,19 +43,10 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clip:
-    """A video of `seconds` seconds, made for the purpose, of which `frames` frames are read. size: lines, columns."""
-
-    seconds: float
-    frames: int = 64
-    size: tuple[int, int] = (480, 854)
-
-
-@dataclasses.dataclass(frozen=True)
 class Preset:
     """
     takes: what to expect, for `--list`. workloads: in the order in which they run. repeats: timed rounds of each.
-    clips: files on which readers are compared. needs_gpu: why this is not for a CPU, or None.
+    clips: seconds of the files on which readers are compared. needs_gpu: why this is not for a CPU, or None.
     """
 
     name: str
@@ -63,7 +54,7 @@ class Preset:
     takes: str
     workloads: tuple[Workload, ...] = ()
     repeats: int = 3
-    clips: tuple[Clip, ...] = ()
+    clips: tuple[float, ...] = ()
     needs_gpu: str | None = None
 
 
@@ -127,7 +118,7 @@ _PRESETS = (
         "decode",
         "64 frames of a one-hour 480p file, and of 32 seconds, beside transformers' PyAV reader",
         "6 min, 1 GB on 2 CPU cores",
-        clips=(Clip(3600.0), Clip(32.0)),
+        clips=(3600.0, 32.0),
     ),
 )
 PRESETS = {preset.name: preset for preset in _PRESETS}

@@ -21,7 +21,6 @@ from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import read_video_pyav
 
 from stts_hf.benchmark.meters import proc_bytes
-from stts_hf.benchmark.presets import Clip
 from stts_hf.benchmark.stages import TOTAL
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile
@@ -33,24 +32,24 @@ FPS = 25
 DRAWN_SECONDS = 30.0
 
 
-def measure_clip(clip: Clip, repeats: int) -> dict[str, Any]:
+def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int, int] = (480, 854)) -> dict[str, Any]:
     """
-    Makes the clip and reads frames of it with every reader, `repeats` times, in turns. Returns a cell of the result.
+    Makes a clip of this size (lines, columns) and reads frames of it with every reader, `repeats` times, in turns.
+    Returns a cell of the result.
 
     Every run is a new process, so that its peak memory is its own; the file lies in the page cache for all. A variant
     is a reader: seconds of every run, the highest peak in bytes above what the process held after its imports, and
     whether the frames of every run were byte for byte those that our reader gave first. transformers' reader is told
     which frames to read.
     """
-    lines, columns = clip.size
-    title = f"{clip.frames} frames of {clip.seconds:g} s of {columns}x{lines} H.264 at {FPS} frames per second"
+    title = f"{frames} frames of {seconds:g} s of {size[1]}x{size[0]} H.264 at {FPS} frames per second"
     with (
         tempfile.TemporaryDirectory() as folder,
         tqdm(total=1 + repeats * len(READERS), desc=title, unit="read", leave=False, disable=None) as bar,
     ):
         path = str(Path(folder) / "video.mp4")
-        write_clip(path, clip.seconds, clip.size)
-        chosen = _in_new_process(read_once, OURS, path, clip.frames, [])
+        write_clip(path, seconds, size)
+        chosen = _in_new_process(read_once, OURS, path, frames, [])
         bar.update()
         runs: dict[str, list[dict[str, Any]]] = {reader: [] for reader in READERS}
         order = []
@@ -58,7 +57,7 @@ def measure_clip(clip: Clip, repeats: int) -> dict[str, Any]:
             first = repeat % len(READERS)
             order.append(list(READERS[first:] + READERS[:first]))
             for reader in order[-1]:
-                runs[reader].append(_in_new_process(read_once, reader, path, clip.frames, chosen["indices"]))
+                runs[reader].append(_in_new_process(read_once, reader, path, frames, chosen["indices"]))
                 bar.update()
     variants = [
         {

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from stts_hf.benchmark import reading
-from stts_hf.benchmark.presets import Clip
 from stts_hf.benchmark.reading import OURS, PREPROCESSED, PYAV, measure_clip, read_once, repeat_clip, write_clip
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.clips import read_clip
@@ -72,7 +71,7 @@ def test_readers_take_turns_and_are_compared_frame_by_frame(monkeypatch):
         return {"seconds": 1.0, "peak_memory": len(order), "indices": [0], "hash": "other" if other else "same"}
 
     monkeypatch.setattr(reading, "_in_new_process", run)
-    cell = measure_clip(Clip(1.0, 1, SMALL), 2)
+    cell = measure_clip(1.0, 2, frames=1, size=SMALL)
     assert order == [OURS, PYAV, OURS, PREPROCESSED, OURS, PREPROCESSED, PYAV]  # the first tells the indices
     assert [variant["name"] for variant in cell["variants"]] == [PYAV, OURS, PREPROCESSED]
     assert [variant["same_frames"] for variant in cell["variants"]] == [False, True, None]  # once of two runs
