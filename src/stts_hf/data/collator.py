@@ -1,5 +1,7 @@
 """Rows to a batch: decoding in the data loader's workers, padding, and several samples in one row."""
 
+import functools
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,26 +91,23 @@ class STTSDataCollator:
         self.return_ids = return_ids
         self.always_video = always_video
         self.allow_urls = allow_urls
-        self._empty_video: Encoded | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         packed = any(not isinstance(row, Mapping) for row in rows)
         skipped: list[str] = []
-        batch = []
-        for row in rows:
-            samples = self._encode_row([row] if isinstance(row, Mapping) else row, skipped)
-            if samples:
-                batch.append(samples)
+        encoded = [self._encode_row([row] if isinstance(row, Mapping) else row, skipped) for row in rows]
+        batch = [row for row in encoded if row]
         if not batch:
             raise RowError(
                 f"Nothing is left of a batch: all of its rows were skipped: {', '.join(map(repr, skipped))}. Take them "
                 "out of the data, or pass `replacements` to draw others in their place."
             )
-        ids = [sample.id for samples in batch for sample in samples]
-        has_video = any(sample.grids for samples in batch for sample in samples)
-        if self.always_video and not has_video:
+        samples = [sample for row in batch for sample in row]
+        ids = [sample.id for sample in samples]
+        if self.always_video and not any(sample.grids for sample in samples):
             self._add_empty_video(batch, packed)
-        features = self._pad(batch, packed) | _join_vision([sample for samples in batch for sample in samples])
+            samples.append(self._empty_video)
+        features = self._pad(batch, packed) | _join_vision(samples)
         if self.return_ids:
             features |= {"sample_ids": ids, "skipped_ids": skipped}
         return features
@@ -157,49 +156,41 @@ class STTSDataCollator:
                     logger.warning(f"Not taken as a replacement: {error}")
         raise RowError(
             f"Row {skipped[-1]!r} was skipped and {_REPLACEMENT_TRIES} rows in its place could not be used either. "
-            "Check the data with check_rows."
+            "Leave bad rows out with prepare_rows."
         )
 
+    @functools.cached_property
+    def _empty_video(self) -> Encoded:
+        return empty_video(self.processor)
+
     def _add_empty_video(self, batch: list[list[Encoded]], packed: bool) -> None:
-        if self._empty_video is None:
-            self._empty_video = empty_video(self.processor)
-        extra = self._empty_video
-        shortest = min(batch, key=lambda samples: sum(len(sample) for sample in samples))
-        room = self.max_length is None or sum(len(sample) for sample in shortest) + len(extra) <= self.max_length
+        lengths = [sum(map(len, samples)) for samples in batch]
+        room = self.max_length is None or min(lengths) + len(self._empty_video) <= self.max_length
         if packed and room:
-            shortest.append(extra)
+            batch[lengths.index(min(lengths))].append(self._empty_video)
         else:
-            batch.append([extra])
+            batch.append([self._empty_video])
 
     def _pad(self, batch: list[list[Encoded]], packed: bool) -> dict[str, Any]:
         """Text of the rows, each of them its samples one after another, padded to one length."""
-        pad_id = self.processor.tokenizer.pad_token_id or 0
-        lengths = [sum(len(sample) for sample in samples) for samples in batch]
+        lengths = [sum(map(len, samples)) for samples in batch]
         width = max(lengths)
         if self.pad_to is not None:
             # So long that every row has `pad_to` tokens once its video tokens are gone.
             width = max(self.pad_to + sum(s.dropped(self.pruning_ratio) for s in samples) for samples in batch)
-        features = {
-            "input_ids": [[s.input_ids for s in samples] for samples in batch],
-            "attention_mask": [[torch.ones_like(s.input_ids) for s in samples] for samples in batch],
-            "mm_token_type_ids": [[s.mm_token_type_ids for s in samples] for samples in batch],
-            "labels": [[s.labels for s in samples] for samples in batch],
-        }
-        if packed:
-            features["position_ids"] = [[torch.arange(len(s)) for s in samples] for samples in batch]
-        fillers = {"input_ids": pad_id, "labels": IGNORED}
-        padded: dict[str, Any] = {
-            name: torch.stack([self._fill(torch.cat(row), width, fillers.get(name, 0)) for row in rows])
-            for name, rows in features.items()
-        }
+        fillers = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORED}
+        names = ("input_ids", "attention_mask", "mm_token_type_ids", "labels", *(["position_ids"] if packed else []))
+        padded: dict[str, Any] = {name: torch.full((len(batch), width), fillers.get(name, 0)) for name in names}
+        for row, (samples, length) in enumerate(zip(batch, lengths, strict=True)):
+            place = slice(width - length, width) if self.padding_side == "left" else slice(length)
+            padded["attention_mask"][row, place] = 1
+            for name in ("input_ids", "mm_token_type_ids", "labels"):
+                padded[name][row, place] = torch.cat([getattr(sample, name) for sample in samples])
+            if packed:
+                padded["position_ids"][row, place] = torch.cat([torch.arange(len(sample)) for sample in samples])
         if self.pad_to is not None:
             padded["pruned_length"] = self.pad_to
         return padded
-
-    def _fill(self, row: torch.Tensor, width: int, filler: int) -> torch.Tensor:
-        missing = width - len(row)
-        sides = (missing, 0) if self.padding_side == "left" else (0, missing)
-        return torch.nn.functional.pad(row, sides, value=filler)
 
 
 def check_on_error(on_error: str) -> None:
@@ -225,7 +216,7 @@ def _join_vision(samples: list[Encoded]) -> dict[str, torch.Tensor]:
         parts = [vision[key] for vision in holders]
         if key in _POOLING:
             patches = [vision[_POOLING[key]].shape[0] * vision[_POOLING[key]].shape[1] for vision in holders]
-            starts = [sum(patches[:number]) for number in range(len(patches))]
+            starts = itertools.accumulate(patches[:-1], initial=0)
             parts = [torch.where(p >= 0, p + start, p) for p, start in zip(parts, starts, strict=True)]
         joined[key] = torch.cat(parts)
     return joined

@@ -106,24 +106,23 @@ def prompt_of(processor: STTSProcessor, sample: Sample) -> tuple[str, list[tuple
     return sample.prompt
 
 
-def control_tokens(processor: STTSProcessor) -> list[str]:
-    """What may not stand in a text: tokens that stand for images, videos or turns."""
+def find_control_token(processor: STTSProcessor, *texts: str) -> str | None:
+    """A token in the texts that stands for images, videos or turns, which none may hold; None where there is none."""
     tokenizer = processor.tokenizer
     tokens = {processor.image_token, processor.video_token, tokenizer.bos_token, tokenizer.eos_token}
     tokens |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
-    return sorted(token for token in tokens if token)
+    return next((token for token in sorted(filter(None, tokens)) if any(token in text for text in texts)), None)
 
 
 def check_text(processor: STTSProcessor, sample: Sample) -> None:
     """Raises `ValueError` where a text holds tokens that stand for images, videos or turns."""
-    reserved = control_tokens(processor)
     for number, message in enumerate(sample.messages):
         content = message["content"]
         texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
-        found = [token for token in reserved if any(token in text for text in texts)]
-        if found:
+        found = find_control_token(processor, *texts)
+        if found is not None:
             raise ValueError(
-                f"messages[{number}] holds {found[0]!r}, a control token of the model. Take it out of the text."
+                f"messages[{number}] holds {found!r}, a control token of the model. Take it out of the text."
             )
 
 

@@ -60,9 +60,18 @@ def prepare_rows(
         RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
     """
     ratio = resolve_ratio(model_config, pruning_ratio)
-    options: dict[str, Any] = {"on_error": on_error, "allow_urls": allow_urls, "num_threads": num_threads}
-    options |= {"max_length": max_length, "headers": headers, "progress": progress}
-    found = _examine(rows, processor, ratio, measure=ratio is not None, **options)
+    found = _examine(
+        rows,
+        processor,
+        ratio,
+        measure=ratio is not None,
+        max_length=max_length,
+        headers=headers,
+        on_error=on_error,
+        allow_urls=allow_urls,
+        num_threads=num_threads,
+        progress=progress,
+    )
     columns: dict[str, list[Any]] = {PROMPT: [row and row[0] for row in found]}
     if ratio is not None:
         columns[LENGTH] = [row and row[1] for row in found]
@@ -75,24 +84,17 @@ def prepare_rows(
 
 
 def check_rows(
-    rows: Any,
-    processor: STTSProcessor | None = None,
-    *,
-    on_error: str = "raise",
-    headers: bool = False,
-    allow_urls: bool = False,
-    num_threads: int = 8,
-    progress: bool = True,
+    rows: Any, processor: STTSProcessor | None = None, *, headers: bool = False, **options: Any
 ) -> list[int]:
     """
     What `prepare_rows` finds wrong, and no more: columns, kinds, placeholders, subtitles, files that are missing and,
-    with a `processor`, conversations that the chat template refuses. Arguments and errors are those of `prepare_rows`.
+    with a `processor`, conversations that the chat template refuses. Errors and `options` are those of `prepare_rows`:
+    `on_error`, `allow_urls`, `num_threads`, `progress`.
 
     Returns:
         Which rows are good. `rows.select(check_rows(rows, on_error="skip"))` leaves out the others.
     """
-    options: dict[str, Any] = {"on_error": on_error, "allow_urls": allow_urls, "num_threads": num_threads}
-    found = _examine(rows, processor, headers=headers, progress=progress, **options)
+    found = _examine(rows, processor, headers=headers, **options)
     return [index for index, row in enumerate(found) if row is not None]
 
 
@@ -103,24 +105,20 @@ def measure_lengths(
     *,
     model_config: Any = None,
     max_length: int | None = None,
-    on_error: str = "raise",
-    allow_urls: bool = False,
-    num_threads: int = 8,
-    progress: bool = True,
+    **options: Any,
 ) -> list[int | None]:
     """
     Counts the tokens that each row has after pruning, from text and headers: exactly what `STTSDataCollator` will make
     of it, unless frames of a video turn out to be damaged, which makes it shorter.
 
-    Arguments and errors are those of `prepare_rows`; rows without videos need neither `pruning_ratio` nor
-    `model_config`.
+    Arguments and errors are those of `prepare_rows`, `options` too: `on_error`, `allow_urls`, `num_threads`,
+    `progress`. Rows without videos need neither `pruning_ratio` nor `model_config`.
 
     Returns:
         Tokens per row, in order; with on_error="skip" None for rows that cannot be read or are too long.
     """
     ratio = resolve_ratio(model_config, pruning_ratio)
-    options: dict[str, Any] = {"on_error": on_error, "allow_urls": allow_urls, "num_threads": num_threads}
-    found = _examine(rows, processor, ratio, measure=True, max_length=max_length, progress=progress, **options)
+    found = _examine(rows, processor, ratio, measure=True, max_length=max_length, **options)
     return [row and row[1] for row in found]
 
 
@@ -129,13 +127,13 @@ def _examine(
     processor: STTSProcessor | None,
     ratio: float | None = None,
     *,
-    on_error: str,
-    allow_urls: bool,
-    num_threads: int,
-    progress: bool,
     measure: bool = False,
     max_length: int | None = None,
     headers: bool = False,
+    on_error: str = "raise",
+    allow_urls: bool = False,
+    num_threads: int = 8,
+    progress: bool = True,
 ) -> list[tuple[str, int | None] | None]:
     """Of each row what `read_row` needs of its prompt, and its length if measured; None for bad ones."""
     check_on_error(on_error)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import BatchFeature
 
-from stts_hf.data.encoding import control_tokens
+from stts_hf.data.encoding import find_control_token
 from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.configuration_stts import check_vision_config
 from stts_hf.modeling.settings_stts import check_pruning_ratio
@@ -212,8 +212,8 @@ def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torc
 
 def check_question(processor: Any, question: str) -> None:
     """Raises `ValueError` where a question holds a token that stands for images, videos or turns."""
-    found = [token for token in control_tokens(processor) if token in question]
-    if found:
+    found = find_control_token(processor, question)
+    if found is not None:
         raise ValueError(
-            f"question holds {found[0]!r}, a token that stands for images, videos or turns. Take it out of the text."
+            f"question holds {found!r}, a token that stands for images, videos or turns. Take it out of the text."
         )

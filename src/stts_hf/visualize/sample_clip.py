@@ -36,7 +36,8 @@ def write_sample_clip(
         raise ValueError(f"seconds and fps must give at least one frame, got seconds={seconds} and fps={fps}.")
     scene = _background(height, width)
     with av.open(os.fspath(path), "w") as container:
-        stream: Any = container.add_stream(_codec(), rate=Fraction(fps).limit_denominator(1001))
+        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.bit_rate = 8 * height * width
         stream.thread_type = "FRAME"  # one slice a frame, as files usually have, whatever the number of cores
@@ -44,10 +45,6 @@ def write_sample_clip(
             picture = _draw(scene, number / max(num_frames - 1, 1), number / fps)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode(None))
-
-
-def _codec() -> str:
-    return "libx264" if "libx264" in av.codecs_available else "mpeg4"
 
 
 def _background(height: int, width: int) -> np.ndarray:
