@@ -72,12 +72,8 @@ def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
     kept: dict[str, Any] = json.loads(row[PROMPT]) if isinstance(row, Mapping) and row.get(PROMPT) else {}
     if "videos" in kept:
         return Sample(name, [], **kept)
-    try:
+    with row_errors(name):
         sample = _read(row, name)
-    except RecursionError as error:
-        raise RowError(f"Row {name!r}: its values are nested too deeply.", name) from error
-    except (ValueError, TypeError) as error:
-        raise RowError(f"Row {name!r}: {error}", name) from error
     sample.prompt = kept.get("prompt")
     return sample
 
@@ -97,19 +93,20 @@ def check_files(sample: Sample, allow_urls: bool = False) -> None:
     """Raises `RowError` where a video or image is missing, is empty, or would be fetched without `allow_urls`."""
     for key, sources in (("videos", sample.videos), ("images", sample.images)):
         for source in sources:
-            problem = None
+            if not isinstance(source, str) or (is_url(source) and allow_urls):
+                continue
             if is_url(source):
-                if not allow_urls:
-                    problem = (
-                        f"{source!r} is a URL, and nothing is fetched unasked. Download it and give its path, or allow "
-                        "URLs: allow_urls=True, in a configuration `allow_urls: true`."
-                    )
-            elif isinstance(source, str) and not os.path.isfile(source):
+                problem = (
+                    f"{source!r} is a URL, and nothing is fetched unasked. Download it and give its path, or allow "
+                    "URLs: allow_urls=True, in a configuration `allow_urls: true`."
+                )
+            elif not os.path.isfile(source):
                 problem = f"the file {source!r} does not exist."
-            elif isinstance(source, str) and not os.path.getsize(source):
+            elif not os.path.getsize(source):
                 problem = f"the file {source!r} is empty."
-            if problem is not None:
-                raise RowError(f"Row {sample.id!r}: {key}: {problem}", sample.id)
+            else:
+                continue
+            raise RowError(f"Row {sample.id!r}: {key}: {problem}", sample.id)
 
 
 def _read(row: Any, name: str) -> Sample:
