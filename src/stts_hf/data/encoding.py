@@ -12,6 +12,7 @@ from transformers.image_utils import load_image
 
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.scoring_stts import num_kept_blocks
+from stts_hf.modeling.video_reading_stts import download, is_url
 
 from .labels import IGNORED, make_labels, render
 from .rows import RowError, Sample, row_errors
@@ -80,7 +81,7 @@ def encode(processor: STTSProcessor, sample: Sample) -> Encoded:
         inputs = processor(
             text=[text],
             videos=sample.videos or None,
-            images=[open_image(image) for image in sample.images] or None,
+            images=[load_image(open_image(image, processor)) for image in sample.images] or None,
             return_tensors="pt",
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
@@ -126,9 +127,15 @@ def check_text(processor: STTSProcessor, sample: Sample) -> None:
             )
 
 
-def open_image(image: Any) -> Image.Image:
-    """A path, URL, bytes or PIL image as RGB, upright."""
-    return load_image(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
+def open_image(source: Any, processor: STTSProcessor | None = None) -> Image.Image:
+    """A path, bytes, PIL image or, with a `processor`, a URL, not yet decoded. Downloads keep to the limits of videos."""
+    if processor is not None and is_url(source):
+        limits: Any = processor.video_processor
+        with download(source, limits.max_download_bytes, limits.max_download_seconds) as file:
+            source = file.read()
+    if isinstance(source, Image.Image):
+        return source
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
 def count_tokens(

@@ -1,21 +1,19 @@
 """Every row looked at once before the first step: read, its files opened, its prompt rendered, its tokens counted."""
 
 import contextlib
-import io
 import json
 from typing import Any
 
 import datasets
 from PIL import ExifTags, Image
 from tqdm import tqdm
-from transformers.image_utils import load_image
 from transformers.utils import logging
 
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile, is_url
 
 from .collator import check_on_error, resolve_ratio
-from .encoding import check_length, count_tokens, prompt_of
+from .encoding import check_length, count_tokens, open_image, prompt_of
 from .prefetch import prefetch
 from .rows import PROMPT, RowError, Sample, check_files, read_row, row_errors
 
@@ -143,7 +141,7 @@ def _examine(
             sample = read_row(rows[index], index)
             check_files(sample, allow_urls)
             if measure and processor is not None:
-                return sample, _read_headers(sample, processor.video_processor)
+                return sample, _read_headers(sample, processor)
             if headers:
                 _open_files(sample)
             return sample, ([], [])
@@ -205,23 +203,19 @@ def _open_files(sample: Sample) -> None:
                 _Header(video).close()
         for image in sample.images:
             if not is_url(image):
-                _image_size(image)
+                open_image(image)
 
 
-def _read_headers(sample: Sample, video_processor: Any) -> _Headers:
+def _read_headers(sample: Sample, processor: STTSProcessor) -> _Headers:
     """Raises `RowError` where a file does not open. Nothing is decoded."""
+    probe: Any = processor.video_processor.probe
     with row_errors(sample.id):
-        times = [video_processor.probe(video).frame_times for video in sample.videos]
-        return times, [_image_size(image) for image in sample.images]
+        times = [probe(video).frame_times for video in sample.videos]
+        return times, [_image_size(open_image(image, processor)) for image in sample.images]
 
 
-def _image_size(source: Any) -> tuple[int, int]:
+def _image_size(image: Image.Image) -> tuple[int, int]:
     """Height and width as shown; a picture may be stored on its side."""
-    if is_url(source):
-        source = load_image(source)
-    if not isinstance(source, Image.Image):
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            return _image_size(image)
-    width, height = source.size
-    on_its_side = source.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    width, height = image.size
+    on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
     return (width, height) if on_its_side else (height, width)

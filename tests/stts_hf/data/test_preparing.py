@@ -140,12 +140,18 @@ def test_nothing_is_fetched_unasked(processor, url, monkeypatch):
 
 
 def test_urls_are_fetched_where_they_are_allowed(processor, monkeypatch):
-    fetched: list[str] = []
+    limits = (processor.video_processor.max_download_bytes, processor.video_processor.max_download_seconds)
+    fetched: list[Any] = []
 
-    def fetch(url: str) -> Image.Image:
-        fetched.append(url)
-        return Image.new("RGB", (40, 30))
+    def fetch(*arguments: Any) -> io.BytesIO:
+        fetched.append(arguments)
+        file = io.BytesIO()
+        Image.new("RGB", (40, 30)).save(file, "png")
+        file.seek(0)
+        return file
 
-    monkeypatch.setattr("stts_hf.data.encoding.load_image", fetch)
-    STTSDataCollator(processor, allow_urls=True)([image_row("near", "https://example.com/a.png")])
-    assert fetched == ["https://example.com/a.png"]
+    monkeypatch.setattr("stts_hf.data.encoding.download", fetch)
+    row = image_row("near", "https://example.com/a.png")
+    collated = STTSDataCollator(processor, allow_urls=True)([row])
+    assert measure_lengths([row], processor, allow_urls=True, progress=False) == [collated["input_ids"].shape[1]]
+    assert fetched == [("https://example.com/a.png", *limits)] * 2
