@@ -128,7 +128,7 @@ def check_text(processor: STTSProcessor, sample: Sample) -> None:
 
 
 def open_image(source: Any, processor: STTSProcessor | None = None) -> Image.Image:
-    """A path, bytes, PIL image or, with a `processor`, a URL, not yet decoded. Downloads keep to the limits of videos."""
+    """A path, bytes, PIL image or, with `processor`, a URL; not decoded. Downloads keep to the limits of videos."""
     if processor is not None and is_url(source):
         limits: Any = processor.video_processor
         with download(source, limits.max_download_bytes, limits.max_download_seconds) as file:
