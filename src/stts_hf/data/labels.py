@@ -44,13 +44,21 @@ def render(processor: STTSProcessor, messages: list[dict[str, Any]]) -> tuple[st
     spans = []
     for number, (start, following) in zip(answers, itertools.pairwise([*starts, len(text)]), strict=True):
         end = text.find(eos, start, following)
-        if end < 0 or not text[start:end].rstrip().endswith(messages[number]["content"][-1]["text"].rstrip()):
+        words = r"\s*".join(["", *map(_shown, messages[number]["content"]), ""])
+        if end < 0 or not re.fullmatch(words, text[start:end]):
             raise ValueError(
-                f"chat_template: no eos_token {eos!r} ends the assistant's turn in messages[{number}], "
-                f"{text[start : start + 40]!r}. Set the tokenizer's eos_token to the token that does."
+                f"chat_template: no eos_token {eos!r} ends the assistant's turn in messages[{number}], or it is not "
+                f"shown as it was written: {text[start : start + 40]!r}. Set the tokenizer's eos_token to the token "
+                "that ends a turn, and use a template that keeps the words."
             )
         spans.append((start, end + len(eos)))
     return text, spans
+
+
+def _shown(part: dict[str, Any]) -> str:
+    """A pattern for a part of an answer; a template may trim it, and may write its style in front."""
+    style = rf"(?:{re.escape(str(part['style']))}\W*)?" if "style" in part else ""
+    return style + re.escape(part["text"].strip())
 
 
 def _find_request(text: str, last: dict[str, Any], eos: str) -> str | None:

@@ -85,8 +85,9 @@ def test_a_token_across_the_border_is_not_learned(processor):
             "cannot be told.* 0 places .* 3 answers",
         ),
         (CHATML.replace("<|im_end|>\n{% endfor", "<END>{% endfor"), "no eos_token"),
+        (CHATML.replace("<|im_end|>", "{{ '<|im_end|>' if message['role'] == 'user' else '' }}"), "no eos_token"),
     ],
-    ids=["counts_turns", "no_end_of_turn"],
+    ids=["counts_turns", "no_end_of_turn", "only_questions_end"],
 )
 def test_templates_that_hide_the_turns_are_refused(processor, conversation, template, said):
     changed = with_template(processor, template)
@@ -112,6 +113,9 @@ def test_answers_are_found_beside_words_of_the_template(processor, media):
         encoded = encode(processor, Sample("r", turns, [], [str(media / "wide.png")]))
         assert learned(processor, encoded)[0] == "a<|im_end|>"
         assert "".join(learned(processor, encoded)[1:]).endswith(f"{answer.strip()}.<|im_end|>")
+    trimming = with_template(processor, CHATML.replace("part['text'] }}", "part['text'] | trim }}"))
+    turns = [user("a"), assistant(" a\n"), user("c"), assistant("\nb ")]
+    assert learned(trimming, encode(trimming, Sample("r", turns, [], []))) == ["a<|im_end|>", "b<|im_end|>"]
     styled = {"type": "text", "text": "b", "style": "demo"}
     turns = [user("a"), assistant("a"), user("c"), {"role": "assistant", "content": [styled, styled]}, user("Thanks.")]
     assert learned(processor, encode(processor, Sample("r", turns, [], []))) == ["a<|im_end|>", "b b<|im_end|>"]
