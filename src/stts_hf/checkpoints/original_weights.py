@@ -121,17 +121,12 @@ def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
     """Maps the tensors of `model.pt` into memory. Raises `ValueError` where it holds anything else."""
     try:
         state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        # torch's own text advises to load it with code and all.
-        found = re.search(r"GLOBAL:? (\S+)", str(error))
-        reason = f"refers to `{found[1]}`" if found else "holds more than tensors"
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        found = re.search(r"GLOBAL:? (\S+)", str(error))  # torch's own text advises to load it with code and all
+        reason = f"refers to `{found[1]}`" if found else "is cut off, not of torch.save's zip format, or holds more"
         raise ValueError(
-            f"{path} was refused: it {reason}, and only tensors are ever unpickled. Save it again as a plain dict of "
-            "tensors, if you trust where it came from."
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path} was refused: it is cut off, or not of torch.save's zip format. Copy it again."
+            f"{path} was refused: it {reason}, and only tensors are ever unpickled. Copy it again, or save it as a "
+            "plain dict of tensors, if you trust where it came from."
         ) from error
     if not isinstance(state_dict, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state_dict.items()
