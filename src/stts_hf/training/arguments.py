@@ -77,17 +77,17 @@ class STTSTrainingArguments(TrainingArguments):
 
     def _complete(self, given: Any) -> dict[str, float]:
         """The given rates, checked, and the paper's for all other parts."""
-        given = {} if given is None else given
+        given = given or {}
         if not isinstance(given, dict):
             raise ValueError(f"`learning_rates` must map parts to rates, such as {{'scorer': 1e-4}}, not {given!r}.")
         check_parts("learning_rates", given, (*PARTS, ADAPTER))
         for part, rate in given.items():
             if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < float("inf"):
                 raise ValueError(f"`learning_rates` gives {part!r} the rate {rate!r}; it must be a number >= 0.")
-        default = PAPER_LEARNING_RATES[LANGUAGE_MODEL]
-        if self.learning_rate not in (default, given.get(LANGUAGE_MODEL, self.learning_rate)):
+        rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: self.learning_rate} | given
+        if self.learning_rate not in (PAPER_LEARNING_RATES[LANGUAGE_MODEL], rates[LANGUAGE_MODEL]):
             raise ValueError(
                 f"`learning_rate` is {self.learning_rate}, but `learning_rates` gives the language model "
-                f"{given[LANGUAGE_MODEL]}. Give one of the two."
+                f"{rates[LANGUAGE_MODEL]}. Give one of the two."
             )
-        return PAPER_LEARNING_RATES | {LANGUAGE_MODEL: self.learning_rate} | given
+        return rates

@@ -156,22 +156,16 @@ def what_is_missing(checkpoint: Path) -> str | None:
         return f"its {STATE} cannot be read ({error})"
     for index in checkpoint.glob("*.index.json"):
         try:
-            shards = set(json.loads(index.read_text())["weight_map"].values())
+            shards = json.loads(index.read_text())["weight_map"].values()
         except (ValueError, KeyError) as error:
             return f"its {index.name} cannot be read ({error})"
-        absent = sorted(shard for shard in shards if not (checkpoint / shard).is_file())
-        if absent:
-            return f"it lacks {absent[0]}"
-    return _what_is_missing_of_optimizer(checkpoint)
-
-
-def _what_is_missing_of_optimizer(checkpoint: Path) -> str | None:
-    """`Trainer` silently continues with a fresh optimizer where none is saved."""
-    names = {path.name for path in checkpoint.iterdir()}
-    if any(name.startswith("global_step") for name in names):  # DeepSpeed's, with the scheduler in it or beside it
-        return None
-    optimizer = any(re.fullmatch(r"optimizer\.(pt|bin)|optimizer_\d+", name) for name in names)  # a folder is FSDP's
-    for name, there in (("optimizer.pt", optimizer), ("scheduler.pt", "scheduler.pt" in names)):
-        if not there:
+        for shard in shards:
+            if not (checkpoint / shard).is_file():
+                return f"it lacks {shard}"
+    # `Trainer` silently continues with a fresh optimizer where none is saved. FSDP's is `optimizer.bin` or a folder
+    # `optimizer_0`; DeepSpeed's, a folder `global_step3`, has the scheduler in it or beside it.
+    kinds = {"optimizer.pt": "optimizer.pt optimizer.bin optimizer_[0-9]*", "scheduler.pt": "scheduler.pt"}
+    for name, patterns in kinds.items():
+        if not any(any(checkpoint.glob(pattern)) for pattern in ("global_step*", *patterns.split())):
             return f"it has no {name}, which a run needs to continue unchanged (`save_only_model` leaves it out)"
     return None

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.utils.data import IterableDataset
 
 VISION = ("vision_tower", "multi_modal_projector")
-KINDS = {"video": "video_grids", "image": "image_grids"}
 REMEDIES = {
     "video": "Take an `STTSDataCollator`, which gives every batch one.",
     "image": "ZeRO-3 and `pruning_ratio=1` need images in every batch or in none.",
@@ -25,11 +25,18 @@ REMEDIES = {
 def prepare_for_processes(trainer: Any) -> None:
     """
     With more than one process: turns on the collator's `always_video`, where it has it, and has FSDP shard the language
-    model's layers each by itself if no layers are named. Raises `ValueError` where parts of the vision tower would be.
-    Under FSDP2 in bf16, the losses stay float32.
+    model's layers each by itself if no layers are named. Raises `ValueError` where parts of the vision tower would be,
+    and where one process would cut batches for the others. Under FSDP2 in bf16, the losses stay float32.
     """
     if trainer.args.world_size == 1:
         return
+    settings = trainer.args.accelerator_config
+    streams = isinstance(trainer.train_dataset, IterableDataset) and settings.dispatch_batches is None
+    if settings.split_batches or settings.dispatch_batches or streams:
+        raise ValueError(  # a batch holds all videos' frames in one tensor, not one video an entry
+            "`accelerator_config` has one process read batches and cut them for the others, which would tear videos "
+            "apart. Set `accelerator_config={'split_batches': False, 'dispatch_batches': False}`."
+        )
     if hasattr(trainer.data_collator, "always_video"):
         trainer.data_collator.always_video = True
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -87,18 +94,17 @@ def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.devi
     kinds = kinds_that_must_agree(trainer)
     if not kinds:
         return
-    present = torch.zeros(len(kinds), trainer.args.gradient_accumulation_steps, device=device)
+    present = torch.zeros(len(kinds), trainer.args.gradient_accumulation_steps)
     for number, batch in enumerate(batches):
-        for row, kind in enumerate(kinds):
-            present[row, number] = batch.get(KINDS[kind]) is not None
-    for kind, counts in zip(kinds, trainer.accelerator.reduce(present, reduction="sum").tolist(), strict=True):
-        uneven = [int(count) for count in counts if count not in (0, trainer.args.world_size)]
-        if not uneven:
-            continue
-        raise ValueError(
-            f"{uneven[0]} of {trainer.args.world_size} processes have a {kind} in their batch at step "
-            f"{trainer.state.global_step + 1}, and the others would wait for them forever. {REMEDIES[kind]}"
-        )
+        present[:, number] = torch.tensor([batch.get(f"{kind}_grids") is not None for kind in kinds])
+    everywhere = trainer.accelerator.reduce(present.to(device), reduction="sum").tolist()
+    for kind, counts in zip(kinds, everywhere, strict=True):
+        for count in counts:
+            if count not in (0, trainer.args.world_size):
+                raise ValueError(
+                    f"{count:g} of {trainer.args.world_size} processes have a {kind} in their batch at step "
+                    f"{trainer.state.global_step + 1}, and the others would wait for them forever. {REMEDIES[kind]}"
+                )
 
 
 def name_after_own_code(model_class: type) -> None:

@@ -7,18 +7,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.nn.utils.rnn import pad_sequence
 
-SUMS = (
-    "task_loss",
-    "temporal_loss",
-    "labels",
-    "blocks",
-    "scores",
-    "llm_tokens",
-    "video_tokens",
-    "kept_tokens",
-    "skipped_rows",
-)
+LOSSES = ("task_loss", "temporal_loss", "labels", "blocks")
+SUMS = (*LOSSES, "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
 
 
 class PruningMetrics:
@@ -31,8 +23,7 @@ class PruningMetrics:
     def reset(self) -> None:
         """Forgets all, and starts the clock."""
         self.sums = dict.fromkeys(SUMS, torch.zeros((), device=self.device))
-        self.kept = torch.zeros(0, device=self.device)  # (T,) blocks kept at each frame position
-        self.seen = torch.zeros(0, device=self.device)  # (T,) blocks there were
+        self.frames = torch.zeros(0, 2, device=self.device)  # (T, 2) blocks kept at each frame position, and all
         self.steps = 0
         self.started = time.perf_counter()
 
@@ -61,14 +52,14 @@ class PruningMetrics:
             self.add("video_tokens", keep_mask.numel())
             self.add("kept_tokens", kept.sum())
             self.add("llm_tokens", kept.sum() - keep_mask.numel())
-            self.kept = _add_at_front(self.kept, kept.float())
-            self.seen = _add_at_front(self.seen, torch.full_like(kept, keep_mask.shape[1], dtype=torch.float32))
+            frames = torch.stack([kept, torch.full_like(kept, keep_mask.shape[1])], dim=1).float()  # (T, 2)
+            self.frames = pad_sequence([self.frames, frames]).sum(dim=1)
 
     def read(self, accelerator: Accelerator) -> tuple[dict[str, float], list[float]]:
         """The sums over all processes, with `seconds` as their mean; and the share kept at each frame position."""
         seconds = torch.tensor(time.perf_counter() - self.started, device=self.device)
         sums = torch.stack([torch.as_tensor(self.sums[name], device=self.device) for name in SUMS])
-        frames = torch.stack([self.kept, self.seen], dim=1)  # (T, 2)
+        frames = self.frames
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, reduction="sum")
             seconds = accelerator.reduce(seconds, reduction="mean")
@@ -84,10 +75,3 @@ def describe(sums: Mapping[str, float]) -> dict[str, float]:
     if not tokens:
         return {}
     return {"mean_score": sums["scores"] / tokens, "kept_share": sums["kept_tokens"] / tokens}
-
-
-def _add_at_front(longer: torch.Tensor, shorter: torch.Tensor) -> torch.Tensor:
-    """Sum of two vectors of different lengths, the shorter filled up with zeros."""
-    if len(longer) < len(shorter):
-        longer, shorter = shorter, longer
-    return longer + torch.nn.functional.pad(shorter, (0, len(longer) - len(shorter)))

@@ -17,25 +17,13 @@ from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 
 _AS_THEY_ARE = {"skip_prepare_dataset": True}
-_OWN_LENGTH = "Give an `STTSDataCollator(..., max_length=)`, which counts tokens after pruning, as `data_collator`."
-_OWN_LABELS = "It learns what the assistant says, and nothing else."
-_OWN_TEXT = "Set it in the processor."
-_OWN_ROWS = "Prepare the data set before."
-# Options of TRL that would do nothing here, and what does.
+# Options of TRL that know nothing of dropped tokens, or would do nothing here; and why.
 _NOT_USED = {
-    "max_length": _OWN_LENGTH,
-    "truncation_mode": "Nothing is ever cut off.",
-    "pad_to_multiple_of": "With STTSTrainer, a collator's `pad_to` gives all rows one length.",
-    "assistant_only_loss": _OWN_LABELS,
-    "completion_only_loss": _OWN_LABELS,
-    "eos_token": _OWN_TEXT,
-    "pad_token": _OWN_TEXT,
-    "chat_template_path": _OWN_TEXT,
-    "dataset_text_field": "docs/training_data.md says what rows hold.",
-    "dataset_num_proc": _OWN_ROWS,
-    "shuffle_dataset": "The sampler shuffles.",
-    "packing_strategy": "To pack samples, use STTSTrainer with a PackedDataset.",
-    "eval_packing": "To pack samples, use STTSTrainer with a PackedDataset.",
+    ("packing", "padding_free", "packing_strategy", "eval_packing"): "to pack, use STTSTrainer with a PackedDataset",
+    ("loss_type", "assistant_only_loss", "completion_only_loss"): "the model itself computes the losses of the answers",
+    ("max_length", "truncation_mode", "pad_to_multiple_of"): "an STTSDataCollator's `max_length` is after pruning",
+    ("eos_token", "pad_token", "chat_template_path"): "it is the processor's",
+    ("dataset_text_field", "dataset_num_proc", "shuffle_dataset"): "rows go to the collator as they are",
 }
 
 
@@ -54,20 +42,12 @@ class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refused = {"packing": False, "padding_free": False, "loss_type": "nll"}
-        for name, needed in refused.items():
-            if getattr(self, name) != needed:
-                raise ValueError(
-                    f"`{name}` must be {needed!r}, not {getattr(self, name)!r}: TRL's knows nothing of dropped tokens. "
-                    "To pack samples, use STTSTrainer with a PackedDataset."
-                )
         defaults = {field.name: field.default for field in fields(SFTConfig)}
-        for name, instead in _NOT_USED.items():
-            if getattr(self, name) not in (defaults[name], None):
-                raise ValueError(
-                    f"`{name}` must be left at {defaults[name]!r}, not {getattr(self, name)!r}: rows go to the "
-                    f"collator as they are. {instead}"
-                )
+        for names, reason in _NOT_USED.items():
+            for name in names:
+                value, default = getattr(self, name), defaults[name]
+                if value not in (default, None):
+                    raise ValueError(f"`{name}` must be left at {default!r}, not {value!r}: {reason}.")
         if self.dataset_kwargs not in (None, {}, _AS_THEY_ARE):
             raise ValueError(f"`dataset_kwargs` must be {_AS_THEY_ARE}, or left out, not {self.dataset_kwargs!r}.")
         self.dataset_kwargs = dict(_AS_THEY_ARE)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch.distributed.fsdp import StateDictType
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.utils import logging
 
@@ -18,7 +18,7 @@ from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
 from stts_hf.training.losses import count, normalised_losses
-from stts_hf.training.metrics import PruningMetrics, describe
+from stts_hf.training.metrics import LOSSES, PruningMetrics, describe
 from stts_hf.training.parts import freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
 
@@ -39,6 +39,8 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     finite, and `SystemExit(143)` when it has saved after SIGTERM.
     """
 
+    args: STTSTrainingArguments
+    model: Any
     # Both of `Trainer`'s ways to know that `compute_loss` has normalised over the accumulated micro-batches.
     loss_is_scaled_for_ga = True
 
@@ -53,14 +55,12 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         self.eval_collator = eval_collator
         self.termination = Termination()
         super().__init__(model, args, **kwargs)
-        self.args: STTSTrainingArguments
         self.model_accepts_loss_kwargs = True
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{self.args.n_gpu} GPUs in one process would be used through DataParallel, which cannot split a batch "
                 "of videos. Start one process per GPU with `accelerate launch`, or show one with CUDA_VISIBLE_DEVICES."
             )
-        self._check_loader()
         prepare_for_processes(self)
         if self.model_init is None:
             self._prepare_model(self.model)
@@ -69,7 +69,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         self._eval_statistics: PruningMetrics | None = None
         self._step_counts: torch.Tensor | None = None  # (2,) of `count`, over the step
         self._stop: torch.Tensor | None = None
-        self._parts_of_loss: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._parts_of_loss: tuple[torch.Tensor, ...] = ()
         self._gradient_norm: Any = None
 
     def _prepare_model(self, model: Any) -> None:
@@ -84,23 +84,6 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             # It gives no gradient where no input needs one: with LoRA, or with frozen parts.
             require_grads_in_tower(model)
-
-    def _check_loader(self) -> None:
-        """Batches hold all videos' frames in one tensor, which no process may cut along its first dimension."""
-        settings: Any = self.args.accelerator_config
-        dispatch = settings.dispatch_batches
-        streams = isinstance(self.train_dataset, IterableDataset) and dispatch is None
-        if self.args.world_size > 1 and (settings.split_batches or dispatch or streams):
-            raise ValueError(
-                "`accelerator_config` has one process read batches and cut them for the others, which would tear "
-                "videos apart. Set `accelerator_config={'split_batches': False, 'dispatch_batches': False}`."
-            )
-
-    @property
-    def temporal_loss_weight(self) -> float:
-        """The config's: the loss is `task_loss + temporal_loss_weight * temporal_loss`."""
-        model: Any = self.model
-        return model.config.temporal_loss_weight
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
@@ -174,19 +157,15 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         # One host-device sync a micro-batch, where `logging_nan_inf_filter` would force two.
         flags = [finite.item()] if self._stop is None else torch.stack([finite.float(), self._stop]).tolist()
         if not flags[0]:
-            self._refuse(ids)
+            task, temporal = (part.item() for part in self._parts_of_loss)
+            rows = ", ".join(map(str, ids)) if ids is not None else "unknown (the collator adds no `sample_ids`)"
+            raise FloatingPointError(
+                f"The loss of step {self.state.global_step + 1} is not finite on process {self.args.process_index}: "
+                f"task loss {task:g}, temporal loss {temporal:g}. Rows of the batch: {rows}. The optimizer has not "
+                "taken the step."
+            )
         self.termination.agreed = self.termination.agreed or any(flags[1:])
         return loss
-
-    def _refuse(self, ids: Any) -> None:
-        names = ("task loss", "temporal loss")
-        parts = self._parts_of_loss or ()
-        values = ", ".join(f"{name} {part.item():g}" for name, part in zip(names, parts, strict=False))
-        rows = ", ".join(map(str, ids)) if ids is not None else "unknown (the collator adds no `sample_ids`)"
-        raise FloatingPointError(
-            f"The loss of step {self.state.global_step + 1} is not finite on process {self.args.process_index}: "
-            f"{values}. Rows of the batch: {rows}. The optimizer has not taken the step."
-        )
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -201,7 +180,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         task, temporal = normalised_losses(outputs, counts, step)
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
-        loss = scale * (task + self.temporal_loss_weight * temporal)
+        loss = scale * (task + self.model.config.temporal_loss_weight * temporal)
         if training and not loss.requires_grad:  # text alone, while only the scorer is trained: nothing to learn
             loss = loss + 0 * next(p for p in model.parameters() if p.requires_grad).sum()
         self._parts_of_loss = task.detach(), temporal.detach()
@@ -210,10 +189,9 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
             with torch.no_grad():
                 labels, blocks = counts
                 statistics.observe(outputs, inputs)
-                statistics.add("task_loss", task * (scale if training else labels))
-                statistics.add("temporal_loss", temporal * (scale if training else blocks))
-                statistics.add("labels", labels)
-                statistics.add("blocks", blocks)
+                losses = (task * scale, temporal * scale) if training else (task * labels, temporal * blocks)
+                for name, value in zip(LOSSES, (*losses, labels, blocks), strict=True):
+                    statistics.add(name, value)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -273,7 +251,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         sums, _ = statistics.read(self.accelerator)
         if sums["labels"]:
             task, temporal = sums["task_loss"] / sums["labels"], sums["temporal_loss"] / max(sums["blocks"], 1)
-            total = task + self.temporal_loss_weight * temporal
+            total = task + self.model.config.temporal_loss_weight * temporal
             found = {"loss": total, "task_loss": task, "temporal_loss": temporal} | describe(sums)
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         if sums["skipped_rows"]:

@@ -257,8 +257,9 @@ def test_what_would_hang_is_refused_in_every_process(launched, engine):
 
 def fake_trainer(processes: int, collator: Any) -> Any:
     accelerator = SimpleNamespace(state=SimpleNamespace())
-    args = SimpleNamespace(world_size=processes)
-    return SimpleNamespace(args=args, data_collator=collator, accelerator=accelerator, model=None)
+    uncut = SimpleNamespace(split_batches=False, dispatch_batches=None)
+    args = SimpleNamespace(world_size=processes, accelerator_config=uncut)
+    return SimpleNamespace(args=args, data_collator=collator, accelerator=accelerator, model=None, train_dataset=None)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
