@@ -1,14 +1,12 @@
-"""What a run will do, in words and numbers, before it does it; what its card says afterwards."""
+"""What a run does, in words and numbers: shown before it begins, and in its card."""
 
 import math
 from collections import Counter
 from typing import Any
 
-from stts_hf import __version__
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import TrainingSetup
-from stts_hf.training.config import CONFIG_COPY
 from stts_hf.training.parts import ADAPTER, PARTS, rate_of
 
 
@@ -52,10 +50,19 @@ def count_steps(run: TrainingSetup) -> tuple[int, int]:
 
 
 def describe_run(run: TrainingSetup, model: Any) -> str:
-    """A table of model, parts, data and steps, for reading. model: with weights or without."""
-    config, arguments, vision = run.config, run.arguments, run.model_config.vision_config
+    """A table of what the run does and where, for reading. model: with weights or without."""
+    lines = {"model": run.config.model.model_name_or_path} | describe_training(run, model)
+    lines["output"] = str(run.arguments.output_dir)
+    width = max(map(len, lines)) + 2
+    return "\n".join(f"{name + ':':<{width}}{text}" for name, text in lines.items())
+
+
+def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
+    """Precision, pruning, parts, data and steps, in words; no folder of this machine is among them."""
+    arguments, vision = run.arguments, run.model_config.vision_config
+    autocast = ", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""
     lines = {
-        "model": f"{config.model.model_name_or_path} ({config.model.dtype})",
+        "precision": f"{run.config.model.dtype} weights{autocast}",
         "pruning": f"{vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, "
         f"{vision.packing}; temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
@@ -80,30 +87,9 @@ def describe_run(run: TrainingSetup, model: Any) -> str:
         f"({arguments.per_device_train_batch_size} a process x {arguments.world_size} x "
         f"{arguments.gradient_accumulation_steps} accumulated), {steps / epoch:.3g} epochs"
     )
-    lines["schedule"] = _describe_schedule(run)
-    lines["output"] = str(arguments.output_dir)
-    width = max(map(len, lines)) + 2
-    return "\n".join(f"{name + ':':<{width}}{text}" for name, text in lines.items())
-
-
-def describe_training(run: TrainingSetup, model: Any, steps: int) -> str:
-    """What the card of a `model` that was trained for `steps` says of that, in Markdown."""
-    config, arguments = run.config, run.arguments
-    rates: Any = arguments.learning_rates
-    trained = [part for part, (_, number) in count_parameters(model, rates).items() if number]
-    autocast = ", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""
-    lines = [
-        f"Trained with `stts-hf train` ({__version__}); `{CONFIG_COPY}` holds the whole configuration.\n",
-        f"- {steps} steps of {rows_of_batch(arguments) * arguments.gradient_accumulation_steps} rows; "
-        f"{_describe_rows(run.train_rows)}",
-        f"- peak learning rates: {', '.join(f'{part} at {rates[part]:g}' for part in trained)}; schedule: "
-        f"{_describe_schedule(run)}",
-        f"- loss: task + {run.model_config.temporal_loss_weight:g} x temporal",
-        f"- precision: {config.model.dtype} weights{autocast}",
-    ]
-    if config.card.card_text:
-        lines.insert(0, config.card.card_text.strip() + "\n")
-    return "\n".join(lines)
+    scheduler = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
+    lines["schedule"] = f"{scheduler}, {arguments.get_warmup_steps(steps)} steps of warm-up"
+    return lines
 
 
 def _describe_rows(rows: Any) -> str:
@@ -113,9 +99,3 @@ def _describe_rows(rows: Any) -> str:
             f"({rows.num_samples / len(rows):.2f} a row, {rows.fill_rate:.1%} filled)"
         )
     return f"{len(rows)} samples"
-
-
-def _describe_schedule(run: TrainingSetup) -> str:
-    scheduler: Any = run.arguments.lr_scheduler_type
-    warmup = run.arguments.get_warmup_steps(count_steps(run)[0])
-    return f"{getattr(scheduler, 'value', scheduler)}, {warmup} steps of warm-up"

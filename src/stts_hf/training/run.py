@@ -208,13 +208,16 @@ def write_card(run: TrainingSetup, trainer: STTSTrainer, folder: Path) -> None:
     losses: dict[str, str] = {}
     for entry in trainer.state.log_history:
         losses |= {name: f"{entry[name]:.4g} (step {entry['step']})" for name in _SHOWN if name in entry}
-    trained = trainer.accelerator.unwrap_model(trainer.model)
+    plan = describe_training(run, trainer.accelerator.unwrap_model(trainer.model))
+    training = [f"Trained with `stts-hf train` ({__version__}); `{CONFIG_COPY}` holds the whole configuration.", ""]
+    if card.card_text:
+        training = [card.card_text.strip(), "", *training]
     details: dict[str, Any] = {
         "base_model": card.card_base_model or base_model_of(model.model_name_or_path),
         "name": card.card_name,
         "license": card.card_license or inherited.get("license") or "apache-2.0",
         "datasets": card.card_datasets or [],
-        "training": describe_training(run, trained, trainer.state.global_step),
+        "training": "\n".join([*training, *(f"- {name}: {text}" for name, text in plan.items())]),
         "figures": losses,
     }
     if (folder / "adapter_config.json").is_file():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,8 +92,10 @@ def test_card_knows_data_settings_and_losses(whole):
     card = ModelCard.load(whole.output / "README.md")
     assert (card.data.base_model, card.data.datasets) == ("allenai/Molmo2-4B", ["someone/clips"])
     assert card.data.pipeline_tag == "video-text-to-text"
-    for words in ("Trained on moving numbers.", "1 steps of 2 rows; 3 samples", "scorer at 0.001", "| eval_loss |"):
+    for words in ("Trained on moving numbers.", "- steps: 1 of 2 rows", "- train: 3 samples", "| eval_loss |"):
         assert words in card.text
+    assert re.search(r"^- scorer: .* trained at 0.001$", card.text, re.MULTILINE)
+    assert str(TINY) not in card.text
 
 
 def test_earlier_run_is_not_mixed_with_a_new_one(whole, capsys):
