@@ -64,16 +64,13 @@ class STTSTrainingArguments(TrainingArguments):
         check_parts("freeze", self.freeze, PARTS)
         if self.log_frame_positions < 0:
             raise ValueError(f"`log_frame_positions` must be 0 or more, not {self.log_frame_positions}.")
-        if self.enable_jit_checkpoint:
-            raise ValueError(
-                "`enable_jit_checkpoint` must be False: STTSTrainer itself saves and ends on SIGTERM, without the wait "
-                "and with a checkpoint from which the run resumes exactly."
-            )
-        if self.label_smoothing_factor:
-            raise ValueError(
-                f"`label_smoothing_factor` must be 0, not {self.label_smoothing_factor}: the model computes its losses "
-                "itself, on the shortened sequence."
-            )
+        off = {
+            "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
+            "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",
+        }
+        for name, reason in off.items():
+            if getattr(self, name):
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be left out: {reason}.")
 
     def _complete(self, given: Any) -> dict[str, float]:
         """The given rates, checked, and the paper's for all other parts."""

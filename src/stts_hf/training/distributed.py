@@ -55,20 +55,17 @@ def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
     """Completes and checks the `transformer_cls_names_to_wrap` of accelerate's FSDP plugin for an STTS `model`."""
     if plugin.auto_wrap_policy is None:  # everything is gathered with the root
         return
-    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-        raise ValueError(
-            "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP, not SIZE_BASED_WRAP, which shards parts of the "
-            "vision tower by themselves: processes with and without images in their batch would wait for each other."
-        )
     modules = {name.rsplit(".", 1)[-1]: module for name, module in model.named_modules()}
-    if plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = sorted(modules["language_model"]._no_split_modules)
+    layers = sorted(modules["language_model"]._no_split_modules)
+    named = plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or layers
     classes = {type(part).__name__ for name in VISION for part in modules[name].modules()}
-    if wrong := sorted(classes & set(plugin.transformer_cls_names_to_wrap)):
+    by_size = plugin.auto_wrap_policy is size_based_auto_wrap_policy
+    if by_size or classes & set(named):
+        found = "SIZE_BASED_WRAP" if by_size else ", ".join(named)
         raise ValueError(
-            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(wrong)} of the vision tower: processes with and "
-            "without images in their batch would wait for each other. Name "
-            f"{', '.join(sorted(modules['language_model']._no_split_modules))} alone; the tower is gathered as a whole."
+            "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP and `fsdp_transformer_layer_cls_to_wrap` "
+            f"{', '.join(layers)} alone, not {found}: where parts of the vision tower are gathered by themselves, "
+            "processes with and without images in their batch would wait for each other."
         )
 
 

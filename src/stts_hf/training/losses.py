@@ -1,16 +1,24 @@
-"""How the two losses are normalised: by what one optimiser step holds, over micro-batches and processes.
+"""Both losses over an optimizer step, and what a run logs beside them.
 
 A mean of micro-batches' means would weigh a label more the fewer labels share its micro-batch. So both losses are sums
-over the step divided by its counts: of label tokens for the task loss, of blocks in frames `t >= 1` for the temporal
-loss. The counts stay on the batch's device, and nothing here forces a host-device sync.
+over the step, its micro-batches and processes, divided by its counts: of label tokens for the task loss, of blocks in
+frames `t >= 1` for the temporal loss. Counts and logged sums stay on the device and force no host-device sync, until a
+log reads the sums, once, over all processes.
 """
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from torch.nn.utils.rnn import pad_sequence
 
 from stts_hf.modeling.sequence_stts import find_samples
+
+LOSSES = ("task_loss", "temporal_loss", "labels", "blocks")
+SUMS = (*LOSSES, "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -57,3 +65,67 @@ def normalised_losses(outputs: Any, counts: torch.Tensor, step: torch.Tensor) ->
         return task, torch.zeros_like(task)
     share = counts[1] / step[1]
     return task, (outputs.temporal_loss * share.to(outputs.temporal_loss.device)).to(task.device)
+
+
+class PruningMetrics:
+    """Sums since the last `reset`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all, and starts the clock."""
+        self.sums = dict.fromkeys(SUMS, torch.zeros((), device=self.device))
+        self.frames = torch.zeros(0, 2, device=self.device)  # (T, 2) blocks kept at each frame position, and all
+        self.steps = 0
+        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock: for evaluations and saves, which are no part of the tokens per second."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.started += time.perf_counter() - begun
+
+    def add(self, name: str, value: torch.Tensor | float) -> None:
+        value = value.detach().float().to(self.device) if isinstance(value, torch.Tensor) else value
+        self.sums[name] = self.sums[name] + value
+
+    def observe(self, outputs: Any, batch: Mapping[str, Any]) -> None:
+        """Counts tokens, scores and kept blocks of one call of the model."""
+        tokens = batch["input_ids"]
+        attention_mask = batch.get("attention_mask")
+        shown = attention_mask.sum() if attention_mask is not None and attention_mask.dim() == 2 else tokens.numel()
+        self.add("llm_tokens", shown)
+        for scores, keep_mask in zip(outputs.token_scores or (), outputs.keep_mask or (), strict=True):
+            kept = keep_mask.sum(dim=1).to(self.device)  # (T,)
+            self.add("scores", scores.sum())
+            self.add("video_tokens", keep_mask.numel())
+            self.add("kept_tokens", kept.sum())
+            self.add("llm_tokens", kept.sum() - keep_mask.numel())
+            frames = torch.stack([kept, torch.full_like(kept, keep_mask.shape[1])], dim=1).float()  # (T, 2)
+            self.frames = pad_sequence([self.frames, frames]).sum(dim=1)
+
+    def read(self, accelerator: Accelerator) -> tuple[dict[str, float], list[float]]:
+        """The sums over all processes, with `seconds` as their mean; and the share kept at each frame position."""
+        seconds = torch.tensor(time.perf_counter() - self.started, device=self.device)
+        sums = torch.stack([torch.as_tensor(self.sums[name], device=self.device) for name in SUMS])
+        frames = self.frames
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums, reduction="sum")
+            seconds = accelerator.reduce(seconds, reduction="mean")
+            frames = accelerator.pad_across_processes(frames[None], dim=1)
+            frames = accelerator.gather(frames).sum(0)
+        values = dict(zip(SUMS, sums.tolist(), strict=True)) | {"seconds": seconds.item()}
+        return values, [kept / max(seen, 1) for kept, seen in frames.tolist()]
+
+
+def describe(sums: Mapping[str, float]) -> dict[str, float]:
+    """Of the videos among `sums`: mean score and share of blocks kept. Empty where there were none."""
+    tokens = sums["video_tokens"]
+    if not tokens:
+        return {}
+    return {"mean_score": sums["scores"] / tokens, "kept_share": sums["kept_tokens"] / tokens}

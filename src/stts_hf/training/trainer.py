@@ -17,8 +17,7 @@ from stts_hf.data.labels import align_labels
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
-from stts_hf.training.losses import count, normalised_losses
-from stts_hf.training.metrics import LOSSES, PruningMetrics, describe
+from stts_hf.training.losses import LOSSES, PruningMetrics, count, describe, normalised_losses
 from stts_hf.training.parts import freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
 

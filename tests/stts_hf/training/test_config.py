@@ -104,7 +104,11 @@ MISTAKES = {
     "nothing to merge": ("merge_adapter: true\n", "`merge_adapter` needs an adapter", "use_peft"),
     "another model's config": ("model_type: qwen2_5_vl\n", "run.yaml:4: `model_type`", "of a model"),
     "evaluation without rows": ("eval_strategy: epoch\n", "`eval_strategy` is 'epoch'", "`eval_data` names no rows"),
-    "smoothing": ("label_smoothing_factor: 0.1\n", "`label_smoothing_factor` must be 0", "computes its losses itself"),
+    "smoothing": (
+        "label_smoothing_factor: 0.1\n",
+        "`label_smoothing_factor` is 0.1, but must be left out",
+        "computes its losses itself",
+    ),
     "nested too deeply": (f"fsdp_config: {'[' * 3000}\n", "run.yaml", "is not YAML"),
     "no budget": ("pack_to: 0\n", "`pack_to` is 0", "at least 1"),
     "two limits": ("pack_to: 9\nmax_length: 8\n", "`max_length` is for unpacked rows", ""),

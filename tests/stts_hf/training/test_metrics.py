@@ -11,8 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
-from stts_hf.training.losses import count, normalised_losses
-from stts_hf.training.metrics import PruningMetrics
+from stts_hf.training.losses import PruningMetrics, count, normalised_losses
 from tests.stts_hf.training.runs import Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 

@@ -164,7 +164,7 @@ def test_a_rate_for_adapters_that_are_not_there_is_refused(tmp_path):
         ({"freeze": "scorer"}, r"such as \['scorer'\], not a string"),
         ({"log_frame_positions": -1}, "`log_frame_positions` must be 0 or more"),
         ({"enable_jit_checkpoint": True}, "STTSTrainer itself saves and ends on SIGTERM"),
-        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` is 0.1, but must be left out"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "_".join(value),
 )

@@ -102,5 +102,5 @@ def test_smoothing_of_everything_is_refused(model):
 
 
 def test_the_own_trainer_refuses_smoothing_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"`label_smoothing_factor` must be 0, not 0\.1"):
+    with pytest.raises(ValueError, match=r"`label_smoothing_factor` is 0\.1, but must be left out"):
         trainer(tmp_path, label_smoothing_factor=0.1)
