@@ -65,15 +65,15 @@ class Termination(TrainerCallback):
         return control
 
 
-def keep_workers_alive(dataloader: Any) -> None:
+def keep_workers_alive(dataloader: DataLoader) -> DataLoader:
     """
-    Lets the workers of `dataloader` outlive a SIGTERM that is sent to the whole process group, as Slurm does: without
-    them the step in progress could not end. They still end with their parent.
+    Returns `dataloader`, whose workers outlive a SIGTERM that is sent to the whole process group, as Slurm does:
+    without them the step in progress could not end. They still end with their parent.
     """
     loader: DataLoader = getattr(dataloader, "base_dataloader", dataloader)
-    if getattr(loader.worker_init_fn, "func", None) is _ignore_sigterm:
-        return  # kept from an earlier evaluation
-    loader.worker_init_fn = functools.partial(_ignore_sigterm, loader.worker_init_fn)
+    if getattr(loader.worker_init_fn, "func", None) is not _ignore_sigterm:  # else kept from an earlier evaluation
+        loader.worker_init_fn = functools.partial(_ignore_sigterm, loader.worker_init_fn)
+    return dataloader
 
 
 def _ignore_sigterm(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:

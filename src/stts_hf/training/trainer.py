@@ -120,19 +120,15 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         return result
 
     def get_train_dataloader(self) -> DataLoader:
-        loader = super().get_train_dataloader()
-        keep_workers_alive(loader)
-        return loader
+        return keep_workers_alive(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         of_training = self.data_collator
         self.data_collator = self.eval_collator or of_training
         try:
-            loader = super().get_eval_dataloader(*args, **kwargs)
+            return keep_workers_alive(super().get_eval_dataloader(*args, **kwargs))
         finally:
             self.data_collator = of_training
-        keep_workers_alive(loader)
-        return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The step's micro-batches, and its label tokens over all processes."""
@@ -217,11 +213,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
                     writer.add_scalar(f"kept_share/frame_{frame:03d}", share, self.state.global_step)
 
     def prediction_step(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """As in `Trainer`; logits and labels are those of the shortened sequence, (B, L', vocabulary) and (B, L')."""
         if self._eval_statistics is not None:
