@@ -105,14 +105,11 @@ def clear_leftovers(run: Path) -> None:
     shutil.rmtree(stage, ignore_errors=True)
 
 
-def checkpoints_in(run: Path) -> dict[int, Path]:
-    """Checkpoints in the folder `run`, whole or not, by their step, in order; none where there is no such folder."""
-    steps = {}
-    for path in run.iterdir() if run.is_dir() else ():
-        found = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
-        if found and path.is_dir():
-            steps[int(found[1])] = path
-    return dict(sorted(steps.items()))
+def checkpoints_in(run: Path) -> list[Path]:
+    """Checkpoints in the folder `run`, whole or not, by their step; none where there is no such folder."""
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
+    found = [path for path in run.glob("*") if pattern.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
@@ -120,7 +117,7 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     Path of the latest whole checkpoint in `output_dir`, None where there is none. One that was cut off, as plain
     `Trainer` may leave it, is passed over with a warning.
     """
-    for folder in reversed(checkpoints_in(Path(output_dir)).values()):
+    for folder in reversed(checkpoints_in(Path(output_dir))):
         missing = what_is_missing(folder)
         if missing is None:
             return str(folder)

@@ -92,7 +92,7 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
         checkpoint = find_checkpoint(output, resume)
     except ValueError as error:
         raise ConfigError(f"--resume: {error}") from error
-    earlier = list(checkpoints_in(output).values())
+    earlier = checkpoints_in(output)
     if checkpoint is not None:
         check_unchanged(config, Path(checkpoint).absolute().parent / CONFIG_COPY)
     elif earlier:
