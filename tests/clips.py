@@ -100,7 +100,7 @@ def write_audio(path: Path | str, cover: bool = False) -> Path:
         if cover:
             picture: Any = container.add_stream("mjpeg", rate=1)
             picture.height, picture.width, picture.pix_fmt = 96, 128, "yuvj420p"
-            picture.disposition = av.stream.Disposition.attached_pic
+            picture.disposition = av.stream.Disposition.attached_pic.value
             container.mux(picture.encode(av.VideoFrame.from_ndarray(numbered_frame(0), format="rgb24")))
             container.mux(picture.encode(None))
         for second in range(2):

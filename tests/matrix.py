@@ -59,7 +59,7 @@ def build(folder: Path, pins: dict[str, str]) -> Path:
 
 def run_suite(python: Path, arguments: list[str]) -> dict[str, int]:
     """Number of tests of each outcome."""
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     last = ""

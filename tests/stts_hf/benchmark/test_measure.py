@@ -255,7 +255,7 @@ def test_allocations_fail_before_the_machine_runs_out(monkeypatch):
     sizes = {"MemAvailable": 20_000_000, "VmData": proc_bytes("/proc/self/status", "VmData")}
     monkeypatch.setattr("stts_hf.benchmark.meters.proc_bytes", lambda path, field: sizes[field])
     with limited_to_free_memory(CPU), pytest.raises(RuntimeError) as caught:
-        torch.ones(30_000_000)
+        torch.empty(1_000_000_000)  # more than an allocator keeps for later, and never touched
     assert measuring._failure(caught.value)["status"] == "out of memory"
     assert torch.ones(30_000_000).sum() == 30_000_000  # and the limit is gone
 

@@ -145,7 +145,7 @@ REFUSED = {
     ),
     "no epoch": ("--max_steps=-1 --num_train_epochs=0", "`num_train_epochs` is 0"),
     "missing folder": ("--model_name_or_path=/nowhere/model", "`model_name_or_path` '/nowhere/model' (no folder here"),
-    "what TrainingArguments refuses": ("--warmup_steps=-1", "run.yaml: Got warmup_steps = -1"),
+    "what TrainingArguments refuses": ("--logging_steps=0", "run.yaml: logging strategy"),
 }
 
 

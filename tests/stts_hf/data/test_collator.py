@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers.image_utils import load_image
 
 from stts_hf import RowError, STTSConfig, STTSDataCollator
 from stts_hf.data.encoding import encode
@@ -56,7 +57,7 @@ def test_batches_equal_the_processors_own(processor, rows, names, side):
     expected = processor(
         text=turns,
         videos=[video for sample in samples for video in sample.videos] or None,
-        images=[image for sample in samples for image in sample.images] or None,
+        images=[load_image(image) for sample in samples for image in sample.images] or None,
         padding=True,
         padding_side=side,
         return_tensors="pt",
