@@ -13,8 +13,8 @@ from .settings_stts import check_pruning_ratio
 MASKED_TEXT_ATTENTION = ("eager", "sdpa", "flex_attention")
 
 
-def check_settings(pruning_ratio: Any, pruned_length: Any) -> None:
-    """Raises `ValueError` for a ratio outside [0, 1] and a length that is no positive int."""
+def check_settings(pruning_ratio: Any, pruned_length: Any = None) -> None:
+    """Raises `ValueError` for a ratio outside [0, 1] and a length that is no positive int. None is left out."""
     if pruning_ratio is not None:
         check_pruning_ratio(pruning_ratio)
     if pruned_length is None:

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerateOutput, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .pruning_stts import PrunedInputs, PruningBackbone
-from .sequence_stts import CachedPrompt, Tokens, any_row_is_packed
+from .sequence_stts import CachedPrompt, KeptSequence, Tokens, any_row_is_packed
 from .settings_stts import check_pruning_ratio
 
 
@@ -63,8 +63,8 @@ class STTSGeneration(GenerativeModel):
         tokens. `pruning_ratio` replaces the config's for this call (a `generation_config` may hold it too);
         `max_length` and `min_length` count the whole prompt. `past_key_values` of an earlier call may be reused with a
         longer prompt: leave out the videos that it has already seen. With `return_dict_in_generate=True` the result
-        also has `keep_mask` and `token_scores` (per video (T, n)) and `kept_indices` (B, L') of the prompt. Raises
-        `ValueError` where cache and prompt do not belong together.
+        also has `keep_mask` and `token_scores` (per video (T, n), None without) and `kept_indices` (B, L') of the
+        prompt. Raises `ValueError` where cache and prompt do not belong together.
         """
 
         native: Any = super()
@@ -82,7 +82,9 @@ class STTSGeneration(GenerativeModel):
         cached = CachedPrompt.of(cache)
         if kwargs.get(model.video_inputs[0]) is None and cached is None:
             check_one_sample(kwargs.get("position_ids"), kwargs.get("attention_mask"), cache)
-            return native.generate(inputs, generation_config, **kwargs)
+            prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            output = native.generate(inputs, generation_config, **kwargs)
+            return with_what_was_kept(output, None, next((prompt for prompt in prompts if prompt is not None), None))
         if cache is not None and setting("use_cache") is False:
             raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
         model.check_generation(cache, setting)
@@ -121,10 +123,17 @@ class STTSGeneration(GenerativeModel):
         if isinstance(output, torch.Tensor):
             return cast(torch.LongTensor, sequences)
         output.sequences = sequences
-        output["kept_indices"] = pruned.kept_indices
+        return with_what_was_kept(output, pruned)
+
+
+def with_what_was_kept(output: Any, pruned: PrunedInputs | None, whole: torch.Tensor | None = None) -> Any:
+    """The output with the fields of pruning, where it has fields. whole: (B, L, ...) a prompt that lost nothing."""
+    if not isinstance(output, torch.Tensor):
+        kept = None if whole is None else KeptSequence.whole(*whole.shape[:2], whole.device).kept_indices
+        output["kept_indices"] = kept if pruned is None else pruned.kept_indices
         for name in ("keep_mask", "token_scores"):
-            output[name] = getattr(pruned.video, name, None)
-        return output
+            output[name] = None if pruned is None else getattr(pruned.video, name, None)
+    return output
 
 
 def read_prompt(

@@ -42,7 +42,6 @@ from .sequence_stts import (
     placeholders_of_videos,
     shorten_targets,
 )
-from .settings_stts import check_pruning_ratio
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         return PruningPlan(
             vision["video_token_pooling"].to(vision["pixel_values_videos"].device).long(),
             grids,
-            check_pruning_ratio(self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio),
+            self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio,
             [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
             with_temporal_loss,
             self.config.detach_temporal_target,
@@ -195,6 +194,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         **kwargs: Any,
     ) -> tuple | VideoFeatures:
         """Features of the kept blocks of each video; arguments as in `plan_videos`."""
+        check_settings(pruning_ratio)
         vision = dict(zip(self.video_inputs, (pixel_values_videos, video_token_pooling, video_grids), strict=True))
         plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
         return self.encode_videos(pixel_values_videos, plan, **kwargs)

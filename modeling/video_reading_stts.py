@@ -51,6 +51,7 @@ _FALLBACK_FPS = Fraction(25)
 MAX_GAP = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
 MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which another thread continues
 MAX_THREADS = 8
+REORDER_DEPTH = 16  # frames: H.264 and HEVC show none further from its place in the file
 # A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
 MAX_DECODED_PIXELS = 2**23
 
@@ -308,8 +309,12 @@ class VideoFile:
         workers = min(torch.get_num_threads(), MAX_THREADS, len(runs)) if isinstance(self._source, str | bytes) else 1
         workers = max(1, min(workers, MAX_DECODED_PIXELS // max(1, self._codec.width * self._codec.height)))
 
+        ended = threading.Event()
+
         def decode(worker: int) -> None:
             for keyframe, places in runs[worker::workers]:
+                if ended.is_set():
+                    return
                 frames = files[worker]._frames_from(keyframe, [wanted[place] for place in places])
                 _deliver(frames, places, wanted, keep)
 
@@ -323,17 +328,18 @@ class VideoFile:
                 decode(0)
                 return
             pool = opened.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="read_video"))
+            opened.callback(ended.set)  # on an error or Ctrl-C too, before the pool waits for its threads
             deque(pool.map(decode, range(workers)), maxlen=0)  # raises what a thread raised
 
     def _count_frames(self) -> Iterator[tuple[int, Any]]:
         """Whole frames of a stream without times, each after its place, which it keeps where others are lost.
 
-        Where frames are reordered (by 16 places at most), a loss that the decoder does not report may be missed.
+        Where frames are reordered, a loss that the decoder does not report may be missed.
         """
         self._rewind()
         place = -1
         for frame in self._decode(self._packets()):
-            ahead = 16 if self._codec.has_b_frames else 0
+            ahead = REORDER_DEPTH if self._codec.has_b_frames else 0
             place = place + 1 if frame is None else max(place + 1, (frame.pts or 0) - ahead)
             if frame is not None and not frame.is_corrupt:
                 yield place, frame
@@ -353,9 +359,11 @@ class VideoFile:
 
         Given `wanted` (pts), leaves out others that no frame refers to.
         """
-        for number, packet in enumerate(itertools.chain(packets, [None])):
+        place = 0
+        for packet in itertools.chain(packets, [None]):
             if self.pts is None and packet is not None:
-                packet.pts = number  # the frame has it too
+                packet.pts = place  # the frame has it too
+                place += not packet.is_discard  # no frame comes of those
             skip = wanted is not None and packet is not None and packet.pts not in wanted
             self._codec.skip_frame = "NONREF" if skip else "DEFAULT"
             try:
@@ -429,7 +437,7 @@ def is_url(source: Any) -> bool:
 
 
 def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
-    """Downloads a file into a temporary one, which is deleted when it is closed.
+    """Downloads a file into a temporary one, open at its beginning, which is deleted when it is closed.
 
     Raises:
         ValueError: the address cannot be read, or the file is larger or takes longer than the limits allow.
@@ -463,6 +471,7 @@ def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
         raise ValueError(
             f"Cannot download {url!r}: {problems[0]}. Check the address, raise the limit, or pass a file."
         ) from problems[0]
+    file.seek(0)
     return file
 
 

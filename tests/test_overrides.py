@@ -94,7 +94,7 @@ def overridden() -> dict[str, str]:
         for place, owner in enumerate(ours.__mro__):
             if owner.__module__.startswith("stts_hf."):
                 for name, value in vars(owner).items():
-                    if re.match("_[^_]", name) and callable(value):
+                    if re.match("_[^_]", name) and (callable(value) or isinstance(value, classmethod | property)):
                         above = (base for base in ours.__mro__[place + 1 :] if name in vars(base))
                         native = next((base for base in above if base.__module__.startswith("transformers.")), None)
                         if native is not None:

@@ -1,8 +1,13 @@
 """What `forward` returns beside logits: losses, scores, masks, and the way back to the caller's sequence."""
 
+import inspect
+
 import pytest
 import torch
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 
+from stts_hf import STTSForConditionalGeneration
 from tests.tiny import PATCH, Part, Video, build_inputs, tiny_config, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 3, Video(3), 9], [8]]
@@ -145,3 +150,9 @@ def test_shifted_labels_of_the_callers_length_give_the_same_loss(model, inputs):
     assert torch.equal(outputs.task_loss, expected.task_loss)
     assert torch.equal(outputs.loss, expected.loss)
     assert not torch.equal(model(**(inputs | {"labels": labels.roll(1)})).task_loss, expected.task_loss)
+
+
+def test_forward_declares_the_arguments_it_hands_on():
+    """transformers' common tests compare eager with sdpa only for models that do."""
+    parameters = inspect.signature(STTSForConditionalGeneration.forward).parameters
+    assert parameters["kwargs"].annotation == Unpack[TransformersKwargs]

@@ -51,6 +51,14 @@ def test_what_was_kept_comes_with_the_sequences(model, settings):
             assert torch.equal(found, video)
 
 
+def test_without_videos_all_was_kept(model):
+    inputs = build_inputs([[3], [5]])
+    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(output.kept_indices, torch.arange(inputs["input_ids"].shape[1]).expand(2, -1))
+    assert output.keep_mask is None
+    assert output.token_scores is None
+
+
 @pytest.mark.parametrize("rows", [ROWS, [[2, Video(3), 4]]], ids=["batch", "one"])
 def test_embeddings_beside_ids_give_what_the_ids_give(model, rows):
     """As stock Molmo2 takes them: the embeddings are read, the ids returned."""

@@ -158,6 +158,15 @@ def test_beginning_hidden_by_an_edit_list_stays_hidden(tmp_path):
     assert metadata.total_num_frames == 35
 
 
+def test_hidden_frames_take_no_place_where_frames_are_counted(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", 40)
+    hide_beginning(path, 5 / 25)
+    with VideoFile(path) as file:
+        file.pts = None  # as of a file whose times start over
+        frames, _ = file.read([0, 10, 34])
+    assert [frame_number(frame.permute(1, 2, 0).numpy()) for frame in frames] == [5, 15, 39]
+
+
 def test_leaves_out_what_lies_between(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", 600, gop=20)
     packets = []

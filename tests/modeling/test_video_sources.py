@@ -198,6 +198,11 @@ def send(handler: Any, *chunks: bytes) -> None:
         handler.wfile.write(chunk)
 
 
+def test_a_download_is_read_from_its_beginning():
+    with serving(lambda handler: send(handler, b"ab", b"c")) as url, download(url, 100, 30.0) as file:
+        assert file.read() == b"abc"
+
+
 def test_row_with_a_url_is_downloaded(processor, clip):
     with serving(lambda handler: send(handler, clip.read_bytes())) as url:
         outputs = processor({"bytes": None, "path": url}, return_metadata=True)

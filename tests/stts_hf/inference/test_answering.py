@@ -74,18 +74,24 @@ def test_next_video_is_prepared_while_the_model_answers(pretend):
     assert [found.video for found in answer_videos(model, None, range(4), QUESTION)] == [0, 1, 2, 3]
 
 
-def test_waiting_is_what_preparing_takes_beyond_answering(pretend):
-    go_on = threading.Event()
+def test_waiting_is_what_preparing_takes_beyond_answering(pretend, monkeypatch):
+    now, readings, waits = [0.0], [], threading.Event()
+
+    def read_clock():
+        readings.append(now[0])
+        if len(readings) == 3:  # the first video took two
+            waits.set()
+        return readings[-1]
 
     def prepare(video):
-        assert video == 0 or go_on.wait(PATIENCE)
+        if video == 1:
+            assert waits.wait(PATIENCE)
+            now[0] = 5.0
 
-    first, second = range(2)
-    answers = answer_videos(pretend(prepare), None, [first, second], QUESTION)
+    answers = answer_videos(pretend(prepare), None, range(2), QUESTION)
+    monkeypatch.setattr(answering, "time", SimpleNamespace(perf_counter=read_clock))
     next(answers)
-    threading.Timer(0.2, go_on.set).start()
-    # 0.2 s less what starting the timer took
-    assert next(answers).seconds_waited > 0.1
+    assert next(answers).seconds_waited == 5.0
 
 
 @torch.no_grad()
