@@ -12,7 +12,7 @@ from tests.fixture_files import checkpoint_forms
 from tests.hub_server import LoopbackHub
 from tests.stts_hf.checkpoints.convert_files import REFERENCE_LOGITS, write_base
 
-LOGIT_TOLERANCE = 1e-4  # the issue's; 1.4e-6 was measured
+LOGIT_TOLERANCE = 1e-4  # what the project promises; 1.4e-6 was measured
 
 
 def run(environment: dict[str, str], *command: str, cwd) -> str:

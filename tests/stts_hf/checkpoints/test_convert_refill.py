@@ -20,7 +20,7 @@ from tests.stts_hf.checkpoints.convert_files import write_base
 from tests.stts_hf.checkpoints.original_weights import native_weights, read_original
 from tests.stts_hf.checkpoints.test_convert_original import stock_config
 
-LOGIT_TOLERANCE = 1e-4  # the issue's; 2e-6 was measured
+LOGIT_TOLERANCE = 1e-4  # what the project promises; 2e-6 was measured
 FORMS = checkpoint_forms()
 
 

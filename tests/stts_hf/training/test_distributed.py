@@ -34,7 +34,7 @@ SCENARIOS = {
     "fsdp2": ("full", "checkpointed", "lora", "bf16", "resumed", "uneven", "refused", "resumed_from_shards", "command"),
 }
 ENGINES = list(SCENARIOS)
-TOLERANCE = 1e-4  # the issue's; losses differ by 1e-6 and weights by 1e-5
+TOLERANCE = 1e-4  # what the project promises; losses differ by 1e-6 and weights by 1e-5
 
 LOAD = """
 import json, sys, torch
