@@ -18,8 +18,6 @@ if _typing.TYPE_CHECKING:
     from stts_hf.data.labels import align_labels as align_labels
     from stts_hf.data.loading import load_rows as load_rows
     from stts_hf.data.prefetch import prefetch as prefetch
-    from stts_hf.data.preparing import check_rows as check_rows
-    from stts_hf.data.preparing import measure_lengths as measure_lengths
     from stts_hf.data.preparing import prepare_rows as prepare_rows
     from stts_hf.data.rows import RowError as RowError
     from stts_hf.data.sample_packing import PackedDataset as PackedDataset
@@ -43,7 +41,7 @@ _NAMES = {
     "data.labels": ("align_labels",),
     "data.loading": ("load_rows",),
     "data.prefetch": ("prefetch",),
-    "data.preparing": ("check_rows", "measure_lengths", "prepare_rows"),
+    "data.preparing": ("prepare_rows",),
     "data.rows": ("RowError",),
     "data.sample_packing": ("PackedDataset",),
     "inference.answering": ("answer_videos",),

@@ -52,95 +52,20 @@ def prepare_rows(
 
     Returns:
         The good rows with the column `stts_prompt`, which spares the collator the template, and, where tokens are
-        counted, `length`.
+        counted, `length`: exactly what `STTSDataCollator` will make of it, unless frames of a video turn out to be
+        damaged, which makes it shorter.
 
     Raises:
         RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
     """
-    ratio = resolve_ratio(model_config, pruning_ratio)
-    found = _examine(
-        rows,
-        processor,
-        ratio,
-        measure=ratio is not None,
-        max_length=max_length,
-        headers=headers,
-        on_error=on_error,
-        allow_urls=allow_urls,
-        num_threads=num_threads,
-        progress=progress,
-    )
-    columns: dict[str, list[Any]] = {PROMPT: [row and row[0] for row in found]}
-    if ratio is not None:
-        columns[LENGTH] = [row and row[1] for row in found]
-    kinds = {PROMPT: datasets.Value("string"), LENGTH: datasets.Value("int64")}
-    for name, values in columns.items():
-        if name in rows.column_names:
-            rows = rows.remove_columns(name)
-        rows = rows.add_column(name, values, feature=kinds[name])
-    return rows.select([index for index, row in enumerate(found) if row is not None]) if None in found else rows
-
-
-def check_rows(
-    rows: Any, processor: STTSProcessor | None = None, *, headers: bool = False, **options: Any
-) -> list[int]:
-    """
-    What `prepare_rows` finds wrong, and no more: columns, kinds, placeholders, subtitles, files that are missing and,
-    with a `processor`, conversations that the chat template refuses. Errors and `options` are those of `prepare_rows`:
-    `on_error`, `allow_urls`, `num_threads`, `progress`.
-
-    Returns:
-        Which rows are good. `rows.select(check_rows(rows, on_error="skip"))` leaves out the others.
-    """
-    found = _examine(rows, processor, headers=headers, **options)
-    return [index for index, row in enumerate(found) if row is not None]
-
-
-def measure_lengths(
-    rows: Any,
-    processor: STTSProcessor,
-    pruning_ratio: float | None = None,
-    *,
-    model_config: Any = None,
-    max_length: int | None = None,
-    **options: Any,
-) -> list[int | None]:
-    """
-    Counts the tokens that each row has after pruning, from text and headers: exactly what `STTSDataCollator` will make
-    of it, unless frames of a video turn out to be damaged, which makes it shorter.
-
-    Arguments and errors are those of `prepare_rows`, `options` too: `on_error`, `allow_urls`, `num_threads`,
-    `progress`. Rows without videos need neither `pruning_ratio` nor `model_config`.
-
-    Returns:
-        Tokens per row, in order; with on_error="skip" None for rows that cannot be read or are too long.
-    """
-    ratio = resolve_ratio(model_config, pruning_ratio)
-    found = _examine(rows, processor, ratio, measure=True, max_length=max_length, **options)
-    return [row and row[1] for row in found]
-
-
-def _examine(
-    rows: Any,
-    processor: STTSProcessor | None,
-    ratio: float | None = None,
-    *,
-    measure: bool = False,
-    max_length: int | None = None,
-    headers: bool = False,
-    on_error: str = "raise",
-    allow_urls: bool = False,
-    num_threads: int = 8,
-    progress: bool = True,
-) -> list[tuple[str, int | None] | None]:
-    """Of each row what `read_row` needs of its prompt, and its length if measured; None for bad ones."""
     check_on_error(on_error)
+    ratio = resolve_ratio(model_config, pruning_ratio)
 
     def look(index: int) -> tuple[Sample, _Headers] | RowError:
         try:
             sample = read_row(rows[index], index)
             check_files(sample, allow_urls)
-            if measure and processor is not None:
+            if ratio is not None:
                 return sample, _read_headers(sample, processor)
             if headers:
                 _open_files(sample)
@@ -148,26 +73,14 @@ def _examine(
         except RowError as error:
             return error
 
-    def finish(sample: Sample, found: _Headers) -> tuple[str, int | None]:
-        length = None
-        if processor is not None:
-            with row_errors(sample.id):
-                text, _ = prompt_of(processor, sample)
-                length = count_tokens(processor, text, *found, ratio) if measure else None
-        if length is not None and max_length is not None:
-            check_length(sample.id, length, max_length)
-        return _dump_prompt(sample), length
-
     # A tokenizer is not safe to share between threads, so only the files are opened in them.
-    threads = num_threads if measure or headers else 1
-    results: list[tuple[str, int | None] | None] = []
+    threads = num_threads if ratio is not None or headers else 1
+    results: list[tuple[str, int | None] | None] = []  # None for bad rows
     errors: list[RowError] = []
     with contextlib.closing(prefetch(look, range(len(rows)), num_workers=threads, ahead=_AHEAD * threads)) as looked_at:
-        for row in tqdm(looked_at, total=len(rows), desc="Reading rows", disable=not progress):
+        for found in tqdm(looked_at, total=len(rows), desc="Reading rows", disable=not progress):
             try:
-                if isinstance(row, RowError):
-                    raise row
-                results.append(finish(*row))
+                results.append(_finish(found, processor, ratio, max_length))
             except RowError as error:
                 results.append(None)
                 errors.append(error)
@@ -178,7 +91,31 @@ def _examine(
         if on_error == "raise":
             raise RowError(message, errors[0].row_id)
         logger.warning(message)
-    return results
+    prepared = _with_column(rows, PROMPT, [row and row[0] for row in results], "string")
+    if ratio is not None:
+        prepared = _with_column(prepared, LENGTH, [row and row[1] for row in results], "int64")
+    return prepared.select([index for index, row in enumerate(results) if row is not None]) if errors else prepared
+
+
+def _finish(
+    found: tuple[Sample, _Headers] | RowError, processor: STTSProcessor, ratio: float | None, max_length: int | None
+) -> tuple[str, int | None]:
+    """What `read_row` needs of a row's prompt, and the row's length where a ratio is known. Raises `RowError`."""
+    if isinstance(found, RowError):
+        raise found
+    sample, headers = found
+    with row_errors(sample.id):
+        text, _ = prompt_of(processor, sample)
+        length = None if ratio is None else count_tokens(processor, text, *headers, ratio)
+    if length is not None and max_length is not None:
+        check_length(sample.id, length, max_length)
+    return _dump_prompt(sample), length
+
+
+def _with_column(rows: datasets.Dataset, name: str, values: list[Any], kind: str) -> datasets.Dataset:
+    if name in rows.column_names:
+        rows = rows.remove_columns(name)
+    return rows.add_column(name, values, feature=datasets.Value(kind))
 
 
 def _dump_prompt(sample: Sample) -> str:

@@ -21,7 +21,7 @@ class PackedDataset(Dataset):
 
     Args:
         rows: map-style data set.
-        lengths: tokens of each row after pruning (`measure_lengths`), None for rows to leave out.
+        lengths: tokens of each row after pruning (`prepare_rows` counts them), None for rows to leave out.
         budget: tokens that a group may have after pruning; the collator's `pad_to` or `max_length`.
         seed: settles which rows come together.
         window: rows that are grouped at a time; more fill the groups better, fewer keep them more random.

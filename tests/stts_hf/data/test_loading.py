@@ -9,9 +9,9 @@ import datasets
 import pytest
 from PIL import Image
 
-from stts_hf import RowError, check_rows, load_rows
+from stts_hf import RowError, load_rows, prepare_rows
 from stts_hf.data.rows import read_row
-from tests.stts_hf.training.samples import assistant, image_row, text_row, user, video_row
+from tests.stts_hf.training.samples import assistant, image_row, prepare_each, text_row, user, video_row
 
 MIXED = [
     video_row("first", "two.mp4"),
@@ -176,7 +176,7 @@ def test_options_without_use_are_refused(tmp_path, name):
     assert load_rows(path, split=None, revision=None)["id"] == ["a"]
 
 
-def test_check_rows_finds_all_bad_rows_without_reading_media(processor, media, monkeypatch):
+def test_all_bad_rows_are_found_without_reading_media(processor, media, monkeypatch):
     monkeypatch.setattr(type(processor.video_processor), "preprocess", None)
     rows = [
         video_row("good", media / "two.mp4"),
@@ -186,16 +186,18 @@ def test_check_rows_finds_all_bad_rows_without_reading_media(processor, media, m
         text_row("turns") | {"messages": [user("a"), user("b"), assistant("c")]},
         image_row("picture", media / "wide.png"),
     ]
+    table = load_rows(datasets.Dataset.from_list(rows))
+    options: Any = {"headers": False, "progress": False}
     with pytest.raises(RowError) as caught:
-        check_rows(rows, processor, progress=False)
+        prepare_rows(table, processor, **options)
     for said in ("3 of 6 rows", "Row 'gone': videos: the file", "Row 'no columns': one of", "Row 'turns': .*alternate"):
         assert re.search(said, str(caught.value))
-    assert check_rows(rows, processor, on_error="skip", progress=False) == [0, 2, 5]
+    assert prepare_rows(table, processor, on_error="skip", **options)["id"] == ["good", "unread", "picture"]
     with pytest.raises(ValueError, match="on_error must be"):
-        check_rows(rows, on_error="ignore")
+        prepare_rows(table, processor, on_error="ignore")
 
 
-def test_check_rows_opens_files_where_it_shall(media, tmp_path):
+def test_files_are_opened_where_they_shall_be(processor, media, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no picture" * 9)
     rows = [
         video_row("good", media / "two.mp4"),
@@ -207,16 +209,16 @@ def test_check_rows_opens_files_where_it_shall(media, tmp_path):
         video_row("second", media / "five.mkv"),
         text_row("text"),
     ]
-    options: Any = {"on_error": "skip", "allow_urls": True, "progress": False}
-    assert check_rows(rows, **options) == list(range(8))
-    assert check_rows(rows, headers=True, **options) == [0, 3, 4, 6, 7]
+    options: Any = {"on_error": "skip", "allow_urls": True}
+    assert list(map(len, prepare_each(rows, processor, headers=False, **options))) == [1] * 8
+    assert list(map(len, prepare_each(rows, processor, **options))) == [1, 0, 0, 1, 1, 0, 1, 1]
     with pytest.raises(RowError, match=r"Row 'broken': Cannot read video file '.*damaged.mp4'"):
-        check_rows(rows[1:2], headers=True, progress=False)
+        prepare_each(rows[1:2], processor)
 
 
 @pytest.mark.parametrize("written", ["#EXTM3U\n#EXTINF:1,\n{clip}\n", "ffconcat version 1.0\nfile {clip}\n"])
-def test_check_rows_follows_no_playlist(media, tmp_path, written):
+def test_no_playlist_is_followed(processor, media, tmp_path, written):
     """FFmpeg would open the clip that it names."""
     (tmp_path / "list.m3u8").write_text(written.format(clip=media / "two.mp4"))
-    options: Any = {"on_error": "skip", "headers": True, "progress": False}
-    assert check_rows([video_row("list", tmp_path / "list.m3u8")], **options) == []
+    [table] = prepare_each([video_row("list", tmp_path / "list.m3u8")], processor, on_error="skip")
+    assert len(table) == 0

@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from stts_hf import RowError, STTSDataCollator, check_rows, load_rows, measure_lengths, prepare_rows
+from stts_hf import RowError, STTSDataCollator, load_rows, prepare_rows
 from stts_hf.data.encoding import encode
 from stts_hf.data.rows import read_row
 from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.clips import write_clip
-from tests.stts_hf.training.samples import image_row, text_row, user, video_row
+from tests.stts_hf.training.samples import image_row, lengths, prepare_each, text_row, user, video_row
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_lengths_are_those_of_the_encoded_samples(processor, rows, pruning_ratio
     chosen = rows if pruning_ratio == 0.3 else rows[:5]
     encoded = [encode(processor, read_row(row)) for row in chosen]
     expected = [len(one) - one.dropped(pruning_ratio) for one in encoded]
-    assert measure_lengths(chosen, processor, pruning_ratio, progress=False) == expected
+    assert lengths(chosen, processor, pruning_ratio) == expected
     assert max(one.grids[0][0] for one in encoded if one.grids) == 40
 
 
@@ -54,14 +54,14 @@ def test_nothing_is_decoded(processor, rows, monkeypatch):
 
     monkeypatch.setattr(VideoFile, "read", refuse)
     monkeypatch.setattr(Image.Image, "convert", refuse)
-    measure_lengths(rows, processor, 0.5, progress=False)
+    lengths(rows, processor, 0.5)
 
 
 def test_settings_of_the_video_processor_count(processor, rows):
     before = processor.video_processor.num_frames
     processor.video_processor.num_frames = 4
     try:
-        [length] = measure_lengths(rows[3:4], processor, 0.5, progress=False)
+        [length] = lengths(rows[3:4], processor, 0.5)
         encoded = encode(processor, read_row(rows[3]))
         assert encoded.grids[0][0] == 4
         assert length == len(encoded) - encoded.dropped(0.5)
@@ -71,19 +71,17 @@ def test_settings_of_the_video_processor_count(processor, rows):
 
 def test_rows_that_cannot_be_read_or_are_too_long(processor, rows, media):
     bad = [rows[0], video_row("damaged", media / "damaged.mp4"), rows[3], rows[1], {"id": "none"}]
-    options: Any = {"progress": False, "max_length": 300}
-    lengths = measure_lengths(bad, processor, 0.5, on_error="skip", **options)
-    assert [length is None for length in lengths] == [False, True, True, False, True]
+    options: Any = {"pruning_ratio": 0.5, "max_length": 300}
+    assert list(map(len, prepare_each(bad, processor, on_error="skip", **options))) == [1, 0, 0, 1, 0]
     with pytest.raises(RowError, match="Row 'damaged': Cannot read"):
-        measure_lengths(bad, processor, 0.5, **options)
+        prepare_each(bad, processor, **options)
     with pytest.raises(RowError, match=r"Row 'long' has .* tokens after pruning, but max_length is 300"):
-        measure_lengths(rows, processor, 0.5, **options)
+        prepare_each(rows[3:4], processor, **options)
 
 
-def test_a_ratio_is_needed_for_videos_alone(processor, rows):
-    assert measure_lengths(rows[:1], processor, progress=False) == [len(encode(processor, read_row(rows[0])))]
-    with pytest.raises(RowError, match="Row 'two': pruning_ratio is not known"):
-        measure_lengths(rows[1:2], processor, progress=False)
+def test_nothing_is_counted_where_no_ratio_is_known(processor, rows):
+    [table] = prepare_each(rows[1:2], processor)
+    assert "length" not in table.column_names
 
 
 @pytest.fixture
@@ -103,9 +101,11 @@ def table(media):
 def test_prepared_rows_make_the_batches_of_the_rows_themselves(processor, table):
     prepared = prepare_rows(table, processor, pruning_ratio=0.5, on_error="skip", progress=False)
     assert prepared["id"] == ["file", "text"]
-    assert prepared["length"] == measure_lengths(table.select([0, 2]), processor, 0.5, progress=False)
+    good = table.select([0, 2])
+    encoded = [encode(processor, read_row(row)) for row in good]
+    assert prepared["length"] == [len(one) - one.dropped(0.5) for one in encoded]
     collator = STTSDataCollator(processor)
-    found, expected = (collator([rows[0], rows[1]]) for rows in (prepared, table.select([0, 2])))
+    found, expected = (collator([rows[0], rows[1]]) for rows in (prepared, good))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -128,12 +128,12 @@ def test_all_bad_rows_are_named_at_once(processor, table):
 
 @pytest.mark.parametrize("url", ["https://example.com/a.mp4", "HTTP://example.com/a.mp4"])
 def test_nothing_is_fetched_unasked(processor, url, monkeypatch):
-    """Neither a video nor an image, by none of the functions that look at rows, and not by the collator."""
+    """Neither a video nor an image, neither to count its tokens nor to open it, and not by the collator."""
     rows: Any = [video_row("far", url), image_row("near", url)]
-    for function in (check_rows, lambda rows, processor: measure_lengths(rows, processor, 0.5)):
+    for ratio in (None, 0.5):
         for row in rows:
             with pytest.raises(RowError, match=rf"Row '{row['id']}': \w+: '{url}' is a URL.*allow_urls"):
-                function([row], processor)
+                prepare_each([row], processor, pruning_ratio=ratio)
     for row in rows:
         with pytest.raises(RowError, match="nothing is fetched unasked"):
             STTSDataCollator(processor)([row])
@@ -153,5 +153,5 @@ def test_urls_are_fetched_where_they_are_allowed(processor, monkeypatch):
     monkeypatch.setattr("stts_hf.data.encoding.download", fetch)
     row = image_row("near", "https://example.com/a.png")
     collated = STTSDataCollator(processor, allow_urls=True)([row])
-    assert measure_lengths([row], processor, allow_urls=True, progress=False) == [collated["input_ids"].shape[1]]
+    assert lengths([row], processor, 0.5, allow_urls=True) == [collated["input_ids"].shape[1]]
     assert fetched == [("https://example.com/a.png", *limits)] * 2

@@ -3,9 +3,8 @@
 import pytest
 from PIL import Image
 
-from stts_hf import check_rows, measure_lengths
 from stts_hf.data.rows import RowError, check_files, read_row
-from tests.stts_hf.training.samples import assistant, image_row, text_row, user, video_row
+from tests.stts_hf.training.samples import assistant, image_row, prepare_each, text_row, user, video_row
 
 ANSWER = assistant("Yes.")
 
@@ -171,11 +170,11 @@ def test_a_file_may_be_spelled_out_in_its_address():
 
 
 @pytest.mark.parametrize("error", [ImportError, MemoryError])
-@pytest.mark.parametrize("function", [check_rows, measure_lengths])
-def test_what_is_not_the_rows_fault_skips_none(function, error, processor, monkeypatch):
+@pytest.mark.parametrize("pruning_ratio", [None, 0.5])
+def test_what_is_not_the_rows_fault_skips_none(pruning_ratio, error, processor, monkeypatch):
     def fail(*_):
         raise error("jinja2 is missing")
 
     monkeypatch.setattr("stts_hf.data.encoding.render", fail)
     with pytest.raises(error, match="jinja2 is missing"):
-        function([text_row("a")], processor, on_error="skip", progress=False)
+        prepare_each([text_row("a")], processor, pruning_ratio=pruning_ratio, on_error="skip")

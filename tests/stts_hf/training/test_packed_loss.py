@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf import PackedDataset, STTSDataCollator, measure_lengths
+from stts_hf import PackedDataset, STTSDataCollator
 from tests.checkpoints import load_tiny
-from tests.stts_hf.training.samples import image_row, text_row, video_row
+from tests.stts_hf.training.samples import image_row, lengths, text_row, video_row
 
 BUDGET = 1000
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 0.0}
@@ -64,8 +64,8 @@ def unpacked(model, processor, rows):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad_to", [None, BUDGET], ids=["", "pad_to"])
 def test_packed_rows_give_the_losses_and_gradients_of_unpacked_ones(model, processor, rows, unpacked, side, pad_to):
-    lengths = measure_lengths(rows, processor, model_config=model.config, progress=False)
-    packed = PackedDataset(rows, lengths, BUDGET)
+    ratio = model.config.vision_config.pruning_ratio
+    packed = PackedDataset(rows, lengths(rows, processor, ratio), BUDGET)
     assert 1 < len(packed) < len(rows)
     collator = STTSDataCollator(
         processor, model_config=model.config, max_length=BUDGET, pad_to=pad_to, padding_side=side
