@@ -21,7 +21,7 @@ class PackedDataset(Dataset):
 
     Args:
         rows: map-style data set.
-        lengths: tokens of each row after pruning (`prepare_rows` counts them), None for rows to leave out.
+        lengths: tokens of each row after pruning, the column `length` of `prepare_rows`.
         budget: tokens that a group may have after pruning; the collator's `pad_to` or `max_length`.
         seed: settles which rows come together.
         window: rows that are grouped at a time; more fill the groups better, fewer keep them more random.
@@ -32,13 +32,13 @@ class PackedDataset(Dataset):
 
     Raises:
         RowError: a row is longer than the budget.
-        ValueError: an argument is out of range, or nothing is left to train on.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
         self,
         rows: Any,
-        lengths: Sequence[int | None],
+        lengths: Sequence[int],
         budget: int,
         *,
         seed: int = 0,
@@ -50,21 +50,20 @@ class PackedDataset(Dataset):
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if len(lengths) != len(rows):
             raise ValueError(f"lengths has {len(lengths)} entries for {len(rows)} rows. Measure these rows.")
+        if not len(rows):
+            raise ValueError("rows is empty: there is nothing to pack.")
         self.rows, self.budget = rows, budget
-        sizes = {index: length for index, length in enumerate(lengths) if length is not None}
-        if not sizes:
-            raise ValueError("No row is left to pack: all lengths are None.")
+        sizes = dict(enumerate(lengths))
         for index, length in sizes.items():
             if length > budget:
                 name = row_id(rows[index], index)
                 raise RowError(
                     f"Row {name!r} has {length} tokens after pruning, but the budget is {budget}. Raise the budget or "
-                    "pruning_ratio, lower the video processor's num_frames, or give None for its length to leave it "
-                    "out.",
+                    "pruning_ratio, lower the video processor's num_frames, or leave the row out.",
                     name,
                 )
-        usable, generator = list(sizes), np.random.default_rng(seed)
-        order = [usable[place] for place in generator.permutation(len(usable))]
+        generator = np.random.default_rng(seed)
+        order = generator.permutation(len(rows)).tolist()
         self.groups: list[list[int]] = []
         for start in range(0, len(order), window):
             groups = best_fit(order[start : start + window], sizes, budget, max_samples)
@@ -72,7 +71,6 @@ class PackedDataset(Dataset):
                 self.groups.append([groups[place][number] for number in generator.permutation(len(groups[place]))])
         self.lengths = [sum(sizes[index] for index in group) for group in self.groups]
         self.fill_rate = sum(self.lengths) / (budget * len(self.groups))
-        self.num_samples = len(sizes)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -80,10 +78,10 @@ class PackedDataset(Dataset):
     def __getitem__(self, index: int) -> list[Any]:
         return [self.rows[row] for row in self.groups[index]]
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return (
-            f"PackedDataset({self.num_samples} of {len(self.rows)} rows in {len(self)} groups of up to {self.budget} "
-            f"tokens, {self.num_samples / len(self):.2f} a group, {self.fill_rate:.1%} filled)"
+            f"{len(self.rows)} samples in {len(self)} rows of up to {self.budget} tokens after pruning "
+            f"({len(self.rows) / len(self):.2f} a row, {self.fill_rate:.1%} filled)"
         )
 
 

@@ -93,9 +93,4 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
 
 
 def _describe_rows(rows: Any) -> str:
-    if isinstance(rows, PackedDataset):
-        return (
-            f"{rows.num_samples} samples in {len(rows)} rows of up to {rows.budget} tokens after pruning "
-            f"({rows.num_samples / len(rows):.2f} a row, {rows.fill_rate:.1%} filled)"
-        )
-    return f"{len(rows)} samples"
+    return str(rows) if isinstance(rows, PackedDataset) else f"{len(rows)} samples"

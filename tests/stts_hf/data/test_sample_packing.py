@@ -27,7 +27,7 @@ def test_groups_are_nearly_as_few_as_can_be():
     packed = PackedDataset(ROWS, LENGTHS, 1000)
     assert len(packed) <= 1.05 * -(-sum(LENGTHS) // 1000)
     assert packed.fill_rate == pytest.approx(sum(LENGTHS) / (1000 * len(packed)))
-    assert repr(packed).startswith(f"PackedDataset(500 of 500 rows in {len(packed)} groups of up to 1000 tokens")
+    assert str(packed).startswith(f"500 samples in {len(packed)} rows of up to 1000 tokens")
 
 
 def test_the_seed_settles_everything():
@@ -59,11 +59,6 @@ def test_best_fit_leaves_the_least_room():
     assert best_fit(list(sizes), sizes, 100, max_samples=1) == [[0], [1], [3], [2], [4], [5]]
 
 
-def test_rows_without_a_length_are_left_out():
-    packed = PackedDataset(ROWS[:4], [10, None, 10, None], 25)
-    assert [sorted(group) for group in packed.groups] == [[0, 2]]
-
-
 def test_a_row_longer_than_the_budget_is_named():
     with pytest.raises(RowError, match="Row 'row-1' has 30 tokens after pruning, but the budget is 25"):
         PackedDataset(ROWS[:3], [10, 30, 10], 25)
@@ -75,7 +70,6 @@ def test_a_row_longer_than_the_budget_is_named():
         ([1, 2], {}, "lengths has 2 entries for 3 rows"),
         ([1, 2, 3], {"budget": 0}, "budget must be at least 1"),
         ([1, 2, 3], {"window": 0}, "window must be at least 1"),
-        ([None] * 3, {}, "No row is left to pack"),
     ],
 )
 def test_bad_options_are_refused(lengths, options, said):
