@@ -114,11 +114,7 @@ def _read(row: Any, name: str) -> Sample:
         raise TypeError(f"a row must be a dict of columns, got {type(row).__name__}.")
     root = Path(row["media_root"]) if row.get("media_root") else None
     messages = _read_messages(row)
-    _check_roles(messages)
-    media: dict[str, list[Any]] = {}
-    for kind, key in MEDIA.items():
-        given = _read_media(row, kind, root)
-        media[key] = _fill(messages, kind, given, root)
+    media = {key: _fill(messages, kind, _read_media(row, kind, root), root) for kind, key in MEDIA.items()}
     if len(media["videos"]) > 1:
         raise ValueError(
             f"videos: a Molmo2 sample holds at most one video, this one has {len(media['videos'])}. Make a row of each."
@@ -146,22 +142,22 @@ def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     for number, message in enumerate(given):
         if not isinstance(message, Mapping) or message.get("role") is None or message.get("content") is None:
             raise ValueError(f"messages[{number}] must have role and content, got {message!r}.")
-        role = str(message["role"]).lower()
-        parts = _read_content(message["content"], number)
+        role, content = str(message["role"]).lower(), message["content"]
+        if role not in ("user", "assistant", "system") and (role, number) != ("subtitle", 0):
+            raise ValueError(f"messages[{number}] has role {role!r}; user and assistant are known, and subtitle first.")
+        parts = [_read_part(part, number) for part in (content if isinstance(content, list | tuple) else [content])]
         if role == "subtitle":
             messages.append({"role": role, "content": "\n".join(part.get("text", "") for part in parts)})
-        else:
-            messages.append({"role": role, "content": [piece for part in parts for piece in _split(part)]})
+            continue
+        parts = [piece for part in parts for piece in _split(part)]
+        if role == "assistant" and any(part["type"] != "text" for part in parts):
+            raise ValueError(f"messages[{number}]: an answer cannot hold a video or image.")
+        if role == "assistant" and not "".join(part["text"] for part in parts).strip():
+            raise ValueError(f"messages[{number}]: the answer is empty.")
+        messages.append({"role": role, "content": parts})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("messages: there is no assistant message, so nothing to learn: all labels would be masked.")
     return messages
-
-
-def _read_content(content: Any, number: int) -> list[dict[str, Any]]:
-    """The content of `messages[number]` as parts."""
-    if isinstance(content, str | Mapping):
-        content = [content]
-    if not isinstance(content, list | tuple):
-        raise TypeError(f"messages[{number}]: content must be a text or a list of parts, got {content!r}.")
-    return [_read_part(part, number) for part in content]
 
 
 def _split(part: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,7 +179,7 @@ def _read_part(part: Any, number: int) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise TypeError(f"messages[{number}]: a part must be a dict with a type, got {part!r}.")
+        raise TypeError(f"messages[{number}]: content must be a text or a list of parts with a type, got {part!r}.")
     # Tables fill the keys that other parts have with None, and the chat template asks which keys there are.
     kept = {key: value for key, value in part.items() if value is not None}
     kind = kept.get("type") or next((name for name in ("text", *MEDIA) if name in kept), None)
@@ -259,17 +255,3 @@ def _fill(messages: list[dict[str, Any]], kind: str, given: list[Any], root: Pat
         _source(part.pop("source"), f"messages: {kind}", kind, root) if "source" in part else next(remaining)
         for part in parts
     ]
-
-
-def _check_roles(messages: list[dict[str, Any]]) -> None:
-    for number, message in enumerate(messages):
-        role, content = message["role"], message["content"]
-        if role not in ("user", "assistant", "system") and (role, number) != ("subtitle", 0):
-            raise ValueError(f"messages[{number}] has role {role!r}; user and assistant are known, and subtitle first.")
-        if role == "assistant":
-            if any(part["type"] != "text" for part in content):
-                raise ValueError(f"messages[{number}]: an answer cannot hold a video or image.")
-            if not "".join(part["text"] for part in content).strip():
-                raise ValueError(f"messages[{number}]: the answer is empty.")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("messages: there is no assistant message, so nothing to learn: all labels would be masked.")
