@@ -37,12 +37,14 @@ MERGED = "merged"
 _SHOWN = ("loss", "task_loss", "temporal_loss", "eval_loss", "eval_task_loss", "eval_temporal_loss")
 
 # What a resumed run must share with the one before: what the restored optimizer and schedule would ignore, and what
-# makes the rows ahead those of the same epoch. Of model and data that is all but `_FREE`.
-_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed")
-_ORDER = ("train_sampling_strategy", "length_column_name")
-_STEP = ("average_tokens_across_devices", "bf16", "fp16", "freeze", "max_grad_norm", "neftune_noise_alpha")
+# makes the rows ahead those of the same epoch. Of model and data that is nearly all.
+_KEPT = {
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed"),
+    *("train_sampling_strategy", "length_column_name", "average_tokens_across_devices", "bf16", "fp16", "freeze"),
+    *("max_grad_norm", "neftune_noise_alpha"),
+    *(item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)),
+} - {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
 _OPTIMIZER = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_", "weight_decay")  # beginnings of names
-_FREE = {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
 
 
 def dry_run(config: TrainConfig) -> str:
@@ -117,9 +119,7 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"--resume: the configuration of the earlier run cannot be compared: {error}") from error
     new = _with_defaults(config.given)
-    of_rows = {item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)} - _FREE
-    kept = {*of_rows, *_ROWS, *_ORDER, *_STEP}
-    changed = [name for name in new if new[name] != old[name] and (name in kept or name.startswith(_OPTIMIZER))]
+    changed = [name for name in new if new[name] != old[name] and (name in _KEPT or name.startswith(_OPTIMIZER))]
     if changed:
         details = ", ".join(f"`{name}` is {new[name]!r} and was {old[name]!r}" for name in changed)
         raise ConfigError(
@@ -130,15 +130,10 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """Every setting, so that one that is spelled out equals one that is left out."""
-    defaults: dict[str, Any] = {
-        item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init
-    }
+    defaults = {item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init}
     settings = defaults | TRAINING_DEFAULTS | given
-    rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]}
-    return settings | {
-        "learning_rates": rates | (settings["learning_rates"] or {}),
-        "freeze": sorted(settings["freeze"] or ()),
-    }
+    rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]} | (settings["learning_rates"] or {})
+    return settings | {"learning_rates": rates, "freeze": sorted(settings["freeze"] or ())}
 
 
 def write_config(config: TrainConfig, output: Path) -> None:
