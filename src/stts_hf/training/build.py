@@ -15,12 +15,11 @@ from transformers.utils import logging
 
 from stts_hf import register_auto_classes
 from stts_hf.checkpoints.convert import new_scorer_weights
-from stts_hf.checkpoints.layout import SCORER
+from stts_hf.checkpoints.layout import SCORER, empty_model
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.loading import accepts_option, load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows
-from stts_hf.data.rows import RowError
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
@@ -122,8 +121,6 @@ def open_rows(config: TrainConfig, name: str) -> Any:
         revision = None  # it is the other one's
     try:
         return load_rows(sources, split=split, media_root=data.media_root, revision=revision)
-    except RowError:
-        raise
     except (ValueError, OSError) as error:
         raise config.error(f"{name}_data", f"cannot be loaded: {error}") from error
 
@@ -169,7 +166,7 @@ def check_sampling(config: TrainConfig, rows: Any) -> None:
 def make_empty_model(run: TrainingSetup) -> Any:
     """The model without weights, with its adapter and its frozen parts, for counting."""
     with torch.device("meta"):
-        return _adapt(run, STTSForConditionalGeneration(run.model_config))
+        return _adapt(run, empty_model(run.model_config))
 
 
 def load_model(run: TrainingSetup) -> Any:
@@ -219,9 +216,7 @@ def load_weights(run: TrainingSetup) -> Any:
         problem = f"lacks weights or holds some of other shapes: {', '.join(wrong[:3])}, ..."
         raise run.config.error("model_name_or_path", f"{model.model_name_or_path!r} {problem}")
     if model.new_scorer:
-        with torch.device("meta"):
-            empty = STTSForConditionalGeneration(run.model_config)
-        weights = new_scorer_weights(empty, run.arguments.seed)
+        weights = new_scorer_weights(empty_model(run.model_config), run.arguments.seed)
         scorer = loaded.model.vision_tower.scorer
         scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
     return loaded

@@ -28,7 +28,6 @@ class AtomicCheckpointMixin:
     """Goes before `Trainer`: a kill at any moment of a save leaves what was saved before it loadable."""
 
     _stage: Path | None = None
-    _push_later = False
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
@@ -41,7 +40,7 @@ class AtomicCheckpointMixin:
         if trainer.args.should_save:
             clear_leftovers(run)
         trainer.accelerator.wait_for_everyone()
-        self._stage, self._push_later = run / STAGE, False
+        self._stage = run / STAGE
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
@@ -57,7 +56,7 @@ class AtomicCheckpointMixin:
             best = trainer.state.best_model_checkpoint
             rotate_checkpoints(str(run), trainer.args.save_total_limit, best, use_mtime=True)
         trainer.accelerator.wait_for_everyone()
-        if self._push_later:
+        if trainer.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -81,9 +80,7 @@ class AtomicCheckpointMixin:
             shutil.rmtree(staged.parent, ignore_errors=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._stage is not None:  # the upload runs on while the folder moves
-            self._push_later = True
-        else:
+        if self._stage is None:  # else the upload would run on while the folder moves
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
 

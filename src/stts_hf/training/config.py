@@ -147,6 +147,15 @@ class TrainConfig:
     given: dict[str, Any]
     source: str
 
+    def __post_init__(self) -> None:
+        for name, value in (vars(self.model) | vars(self.data) | vars(self.training)).items():
+            if name in COUNTS and value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+        if not self.model.use_peft and ADAPTER in (self.given.get("learning_rates") or {}):
+            raise ValueError("`learning_rates` has a rate for LoRA weights, but `use_peft` is false.")
+        if self.training.eval_strategy != "no" and not self.data.eval_data:
+            raise ValueError(f"`eval_strategy` is {self.given['eval_strategy']!r}, but `eval_data` names no rows.")
+
     def error(self, name: str, problem: object) -> ConfigError:
         """A `ConfigError` about a setting."""
         return ConfigError(f"{self.source}: `{name}` {problem}")
@@ -244,11 +253,9 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bo
         if not given.get("output_dir"):
             raise ValueError("`output_dir` is missing: the folder that the run is saved in.")
         model, data, card, training = HfArgumentParser(KINDS).parse_dict(settings)
-        config = TrainConfig(model, data, card, training, given, str(file))
-        _check_together(config)
+        return TrainConfig(model, data, card, training, given, str(file))
     except (ValueError, TypeError, ImportError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{file}: {error}") from error
-    return config
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -284,14 +291,3 @@ def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
         earlier = given.get(name)
         given[name] = earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
     return given
-
-
-def _check_together(config: TrainConfig) -> None:
-    training = config.training
-    for name, value in (vars(config.model) | vars(config.data) | vars(training)).items():
-        if name in COUNTS and value is not None and value < 1:
-            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
-    if not config.model.use_peft and ADAPTER in (config.given.get("learning_rates") or {}):
-        raise ValueError("`learning_rates` has a rate for LoRA weights, but `use_peft` is false.")
-    if training.eval_strategy != "no" and not config.data.eval_data:
-        raise ValueError(f"`eval_strategy` is {config.given['eval_strategy']!r}, but `eval_data` names no rows.")
