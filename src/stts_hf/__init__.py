@@ -15,7 +15,7 @@ if _typing.TYPE_CHECKING:
     from stts_hf.checkpoints.convert import convert_checkpoint as convert_checkpoint
     from stts_hf.checkpoints.push import push_checkpoint as push_checkpoint
     from stts_hf.data.collator import STTSDataCollator as STTSDataCollator
-    from stts_hf.data.labels import align_labels as align_labels
+    from stts_hf.data.encoding import align_labels as align_labels
     from stts_hf.data.loading import load_rows as load_rows
     from stts_hf.data.prefetch import prefetch as prefetch
     from stts_hf.data.preparing import prepare_rows as prepare_rows
@@ -38,7 +38,7 @@ _NAMES = {
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.push": ("push_checkpoint",),
     "data.collator": ("STTSDataCollator",),
-    "data.labels": ("align_labels",),
+    "data.encoding": ("align_labels",),
     "data.loading": ("load_rows",),
     "data.prefetch": ("prefetch",),
     "data.preparing": ("prepare_rows",),

@@ -13,8 +13,7 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import check_pruning_ratio
 
-from .encoding import IMAGE_KEYS, VIDEO_KEYS, Encoded, check_length, empty_video, encode
-from .labels import IGNORED
+from .encoding import IGNORED, IMAGE_KEYS, VIDEO_KEYS, Encoded, check_length, empty_video, encode
 from .rows import RowError, check_files, read_row
 
 logger = logging.get_logger(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PreTrainedModel
 
-from stts_hf.data.labels import IGNORED, align_labels
+from stts_hf.data.encoding import IGNORED, align_labels
 from stts_hf.modeling.configuration_stts import STTSConfig
 
 IGNORE_KEYS = [name for name in STTSConfig.keys_to_ignore_at_inference if name != "kept_indices"]

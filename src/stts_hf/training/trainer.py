@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
-from stts_hf.data.labels import align_labels
+from stts_hf.data.encoding import align_labels
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes

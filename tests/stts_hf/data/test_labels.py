@@ -4,8 +4,7 @@ import copy
 
 import pytest
 
-from stts_hf.data.encoding import encode
-from stts_hf.data.labels import IGNORED, render
+from stts_hf.data.encoding import IGNORED, encode, render
 from stts_hf.data.rows import RowError, Sample, read_row
 from tests.stts_hf.training.samples import assistant, image_row, text_row, user, video_row
 
