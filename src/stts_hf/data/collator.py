@@ -4,6 +4,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ _REPLACEMENT_TRIES = 16
 _POOLING = {"video_token_pooling": "pixel_values_videos", "image_token_pooling": "pixel_values"}
 
 
+@dataclass(eq=False, repr=False)
 class STTSDataCollator:
     """
     Makes batches for training. A row is a dict (see docs/training_data.md), or a list of dicts that share one row of
@@ -55,41 +57,33 @@ class STTSDataCollator:
         ValueError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        processor: STTSProcessor,
-        *,
-        model_config: STTSConfig | None = None,
-        pruning_ratio: float | None = None,
-        on_error: str = "raise",
-        replacements: Sequence[Any] | None = None,
-        max_length: int | None = None,
-        pad_to: int | None = None,
-        return_ids: bool = False,
-        always_video: bool = False,
-        padding_side: str | None = None,
-        allow_urls: bool = False,
-    ) -> None:
-        check_on_error(on_error)
-        for name, value in (("max_length", max_length), ("pad_to", pad_to)):
+    processor: STTSProcessor
+    _: KW_ONLY
+    model_config: InitVar[STTSConfig | None] = None
+    pruning_ratio: float | None = None
+    on_error: str = "raise"
+    replacements: Sequence[Any] | None = None
+    max_length: int | None = None
+    pad_to: int | None = None
+    return_ids: bool = False
+    always_video: bool = False
+    padding_side: str | None = None
+    allow_urls: bool = False
+
+    def __post_init__(self, model_config: STTSConfig | None) -> None:
+        check_on_error(self.on_error)
+        for name, value in (("max_length", self.max_length), ("pad_to", self.pad_to)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of tokens of at least 1, got {value!r}.")
-        if pad_to is not None and max_length is not None and max_length > pad_to:
-            raise ValueError(f"max_length={max_length} is more than pad_to={pad_to}. Leave max_length out.")
-        self.processor = processor
-        self.pruning_ratio = resolve_ratio(model_config, pruning_ratio)
-        self.max_length = max_length if max_length is not None else pad_to
+        if self.pad_to is not None and self.max_length is not None and self.max_length > self.pad_to:
+            raise ValueError(f"max_length={self.max_length} is more than pad_to={self.pad_to}. Leave max_length out.")
+        self.pruning_ratio = resolve_ratio(model_config, self.pruning_ratio)
+        self.max_length = self.max_length or self.pad_to
         if self.max_length is not None and self.pruning_ratio is None:
             raise ValueError("max_length and pad_to count tokens after pruning: pass model_config or pruning_ratio.")
-        self.padding_side = padding_side or processor.tokenizer.padding_side
+        self.padding_side = self.padding_side or self.processor.tokenizer.padding_side
         if self.padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
-        self.on_error = on_error
-        self.replacements = replacements
-        self.pad_to = pad_to
-        self.return_ids = return_ids
-        self.always_video = always_video
-        self.allow_urls = allow_urls
+            raise ValueError(f"padding_side must be 'left' or 'right', got {self.padding_side!r}.")
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         packed = any(not isinstance(row, Mapping) for row in rows)
