@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
-from stts_hf.training.parts import part_of
+from stts_hf.training.arguments import part_of
 
 RATES = {"language_model": 1e-5, "vision_tower": 5e-6, "connector": 5e-6, "scorer": 1e-4}  # the paper's
 

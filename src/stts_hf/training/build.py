@@ -19,15 +19,13 @@ from stts_hf.checkpoints.layout import SCORER, empty_model
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.loading import accepts_option, load_rows
-from stts_hf.data.preparing import LENGTH, prepare_rows
-from stts_hf.data.sample_packing import PackedDataset
+from stts_hf.data.preparing import LENGTH, PackedDataset, prepare_rows
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
-from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts
 from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
-from stts_hf.training.parts import freeze_parts
 from stts_hf.training.trainer import STTSTrainer
 
 logger = logging.get_logger(__name__)

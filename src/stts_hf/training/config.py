@@ -18,8 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
 from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS, SELECTORS
-from stts_hf.training.arguments import STTSTrainingArguments
-from stts_hf.training.parts import ADAPTER
+from stts_hf.training.arguments import ADAPTER, STTSTrainingArguments
 
 CONFIG_COPY = "train_config.yaml"  # in the output folder
 # The text model's linear layers alone: `q_proj` or `all-linear` would hit the vision tower and the connector too.

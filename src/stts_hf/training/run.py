@@ -15,9 +15,9 @@ from stts_hf import __version__
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.push import refusals
-from stts_hf.data.sample_packing import PackedDataset
+from stts_hf.data.preparing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
-from stts_hf.training.arguments import PAPER_LEARNING_RATES
+from stts_hf.training.arguments import ADAPTER, LANGUAGE_MODEL, PAPER_LEARNING_RATES, PARTS, rate_of
 from stts_hf.training.build import TrainingSetup, load_model, load_weights, make_empty_model, make_trainer, prepare
 from stts_hf.training.checkpointing import checkpoints_in, find_checkpoint
 from stts_hf.training.config import (
@@ -30,7 +30,6 @@ from stts_hf.training.config import (
     TrainConfig,
     read_settings,
 )
-from stts_hf.training.parts import ADAPTER, LANGUAGE_MODEL, PARTS, rate_of
 from stts_hf.training.trainer import STTSTrainer
 
 logger = logging.get_logger(__name__)

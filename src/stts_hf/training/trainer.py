@@ -14,11 +14,10 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
-from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
 from stts_hf.training.losses import LOSSES, PruningMetrics, count, describe, normalised_losses
-from stts_hf.training.parts import freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
 
 logger = logging.get_logger(__name__)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from stts_hf.training.arguments import PAPER_LEARNING_RATES
-from stts_hf.training.parts import PARTS, freeze_parts, is_adapter, part_of
+from stts_hf.training.arguments import PAPER_LEARNING_RATES, PARTS, freeze_parts, is_adapter, part_of
 from tests.stts_hf.training.runs import arguments, logged, trainer
 from tests.tiny import tiny_config, tiny_model
 
