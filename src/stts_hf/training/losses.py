@@ -21,12 +21,13 @@ LOSSES = ("task_loss", "temporal_loss", "labels", "blocks")
 SUMS = (*LOSSES, "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
 
 
-def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:
+def count(batch: Mapping[str, Any]) -> torch.Tensor:
     """
-    Label tokens of a batch that something predicts: not a row's first, nor the first of a packed sample. Raises
-    `ValueError` where there are no labels.
+    What the losses of a batch are divided by, (2,) float32: its label tokens that something predicts, so not a row's
+    first, nor the first of a packed sample; and the blocks in frames `t >= 1` of its videos. Raises `ValueError` where
+    there are no labels.
     """
-    labels = batch.get("labels")
+    labels, grids = batch.get("labels"), batch.get("video_grids")
     if labels is None:
         raise ValueError("A batch has no `labels`: the collator must add them, -100 where no loss is wanted.")
     counted = labels != -100
@@ -36,21 +37,8 @@ def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:
         padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         samples = find_samples(position_ids.expand(labels.shape), padding_mask)
         counted = counted & (samples.diff(dim=-1, prepend=samples[:, :1]) == 0)
-    return counted[:, 1:].sum().float()
-
-
-def count_blocks(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Blocks in frames `t >= 1` of a batch's videos, over which its temporal loss is a mean."""
-    grids = batch.get("video_grids")
-    if grids is None:
-        return torch.zeros((), device=batch["labels"].device)
-    return ((grids[:, 0] - 1) * grids[:, 1] * grids[:, 2]).sum().float()
-
-
-def count(batch: Mapping[str, Any]) -> torch.Tensor:
-    """What the losses of a batch are divided by: its label tokens and its blocks, (2,) float32."""
-    labels = count_labels(batch)
-    return torch.stack([labels, count_blocks(batch).to(labels.device)])
+    blocks = labels.new_zeros(()) if grids is None else ((grids[:, 0] - 1) * grids[:, 1] * grids[:, 2]).sum()
+    return torch.stack([counted[:, 1:].sum(), blocks.to(labels.device)]).float()
 
 
 def normalised_losses(outputs: Any, counts: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

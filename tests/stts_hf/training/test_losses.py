@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from stts_hf.training.losses import count_blocks, count_labels
+from stts_hf.training.losses import count
 from tests.modeling.reference import assert_gradients_equal
 from tests.stts_hf.training.runs import KeepGradients, Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_model
@@ -94,15 +94,15 @@ def test_the_model_s_own_loss_is_a_batch_divided_by_its_own_counts(tmp_path):
 def test_labels_that_nothing_predicts_are_not_counted():
     inputs = build_inputs([[4, Video(2), 3, 5]], labels=True)
     labels = inputs["labels"]
-    assert count_labels(inputs) == (labels[:, 1:] != -100).sum()
+    assert count(inputs)[0] == (labels[:, 1:] != -100).sum()
     length = labels.shape[1]
     packed = torch.cat([torch.arange(length - 5), torch.arange(5)])[None]  # a sample of 5 text tokens at the end
-    assert count_labels(inputs | {"position_ids": packed}) == (labels[:, 1:] != -100).sum() - 1
+    assert count(inputs | {"position_ids": packed})[0] == (labels[:, 1:] != -100).sum() - 1
 
 
 @pytest.mark.parametrize(("frames", "blocks"), [((1,), 0), ((4,), 27), ((2, 5), 45)], ids=str)
 def test_blocks_of_first_frames_are_not_counted(frames, blocks):
-    assert count_blocks(build_inputs([[2, Video(count), 2] for count in frames], labels=True)) == blocks
+    assert count(build_inputs([[2, Video(number), 2] for number in frames], labels=True))[1] == blocks
 
 
 def test_batches_without_labels_are_refused(tmp_path):
