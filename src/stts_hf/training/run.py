@@ -1,15 +1,12 @@
 """A run from its configuration to the saved checkpoint, its plan, its card, and all of it on the Hub."""
 
-import dataclasses
 import math
 import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from huggingface_hub import HfApi
-from transformers.utils import logging
 
 from stts_hf import __version__
 from stts_hf.checkpoints.atomic_folder import atomic_folder
@@ -17,35 +14,14 @@ from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_ad
 from stts_hf.checkpoints.push import refusals
 from stts_hf.data.preparing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
-from stts_hf.training.arguments import ADAPTER, LANGUAGE_MODEL, PAPER_LEARNING_RATES, PARTS, rate_of
+from stts_hf.training.arguments import ADAPTER, PARTS, rate_of
 from stts_hf.training.build import TrainingSetup, load_model, load_weights, make_empty_model, make_trainer, prepare
 from stts_hf.training.checkpointing import checkpoints_in, find_checkpoint
-from stts_hf.training.config import (
-    CONFIG_COPY,
-    KINDS,
-    TRAINING_DEFAULTS,
-    ConfigError,
-    DataArguments,
-    ModelArguments,
-    TrainConfig,
-    read_settings,
-)
+from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check_unchanged, write_config
 from stts_hf.training.trainer import STTSTrainer
-
-logger = logging.get_logger(__name__)
 
 MERGED = "merged"
 _SHOWN = ("loss", "task_loss", "temporal_loss", "eval_loss", "eval_task_loss", "eval_temporal_loss")
-
-# What a resumed run must share with the one before: what the restored optimizer and schedule would ignore, and what
-# makes the rows ahead those of the same epoch. Of model and data that is nearly all.
-_KEPT = {
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed"),
-    *("train_sampling_strategy", "length_column_name", "average_tokens_across_devices", "bf16", "fp16", "freeze"),
-    *("max_grad_norm", "neftune_noise_alpha"),
-    *(item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)),
-} - {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
-_OPTIMIZER = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_", "weight_decay")  # beginnings of names
 
 
 def dry_run(config: TrainConfig) -> str:
@@ -105,47 +81,6 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
             "another folder.",
         )
     return checkpoint
-
-
-def check_unchanged(config: TrainConfig, earlier: Path) -> None:
-    """
-    Raises `ConfigError` that names the settings of model, data, optimizer and schedule in which `config` differs from
-    the run that wrote the file `earlier`. Warns where there is no such file.
-    """
-    if not earlier.is_file() or not earlier.stat().st_size:  # a full disk leaves an empty one
-        logger.warning(f"{earlier} is missing: whether the run is resumed with its own configuration is not known.")
-        return
-    try:
-        old = _with_defaults(read_settings(earlier))
-    except ConfigError as error:
-        raise ConfigError(f"--resume: the configuration of the earlier run cannot be compared: {error}") from error
-    new = _with_defaults(config.given)
-    changed = [name for name in new if new[name] != old[name] and (name in _KEPT or name.startswith(_OPTIMIZER))]
-    if changed:
-        details = ", ".join(f"`{name}` is {new[name]!r} and was {old[name]!r}" for name in changed)
-        raise ConfigError(
-            f"{config.source}: {details}, but a resumed run keeps the settings it began with ({earlier}). Put that "
-            "back, or begin a new run in another output_dir."
-        )
-
-
-def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Every setting, so that one that is spelled out equals one that is left out."""
-    defaults = {item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init}
-    settings = defaults | TRAINING_DEFAULTS | given
-    rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]} | (settings["learning_rates"] or {})
-    return settings | {"learning_rates": rates, "freeze": sorted(settings["freeze"] or ())}
-
-
-def write_config(config: TrainConfig, output: Path) -> None:
-    """The settings that were used, overrides included, into the output folder: whole, or not at all."""
-    text = yaml.safe_dump(config.given, sort_keys=False, allow_unicode=True)
-    partial = output / f"_{CONFIG_COPY}"  # `Trainer` pushes nothing that begins with an underscore
-    try:
-        partial.write_text(f"# stts-hf {__version__}, of {config.source}\n{text}", encoding="utf-8")
-        partial.replace(output / CONFIG_COPY)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def count_steps(run: TrainingSetup) -> tuple[int, int]:

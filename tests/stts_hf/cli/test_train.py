@@ -21,8 +21,7 @@ from stts_hf.cli.main import main
 from stts_hf.training.build import load_model
 from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
-from stts_hf.training.config import load_config
-from stts_hf.training.run import check_unchanged
+from stts_hf.training.config import check_unchanged, load_config
 from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
 from tests.training_files import row, train, write_config, write_rows
