@@ -121,7 +121,7 @@ class STTSDataCollator:
             samples.append(sample)
             used += length
         if rows and not samples and self.replacements is not None:
-            samples = [self._replace(skipped)]
+            samples = [self._replacement(self.replacements, skipped[-1])]
         return samples
 
     def _encode(self, row: Mapping[str, Any], used: int = 0) -> tuple[Encoded, int]:
@@ -135,20 +135,18 @@ class STTSDataCollator:
         check_length(sample.id, length, self.max_length, used)
         return sample, length
 
-    def _replace(self, skipped: list[str]) -> Encoded:
-        """A sample in place of the one that was skipped last: the first good one from a place its id points to."""
-        assert self.replacements is not None
-        start = zlib.crc32(skipped[-1].encode())
+    def _replacement(self, rows: Sequence[Any], skipped: str) -> Encoded:
+        """A sample in place of the one that was skipped: the first good one from a place its id points to."""
+        start = zlib.crc32(skipped.encode())
         for step in range(_REPLACEMENT_TRIES):
-            row = self.replacements[(start + step) % len(self.replacements)]
-            candidates = [row] if isinstance(row, Mapping) else row
-            for candidate in candidates:
+            row = rows[(start + step) % len(rows)]
+            for candidate in [row] if isinstance(row, Mapping) else row:
                 try:
                     return self._encode(candidate)[0]
                 except RowError as error:
                     logger.warning(f"Not taken as a replacement: {error}")
         raise RowError(
-            f"Row {skipped[-1]!r} was skipped and {_REPLACEMENT_TRIES} rows in its place could not be used either. "
+            f"Row {skipped!r} was skipped and {_REPLACEMENT_TRIES} rows in its place could not be used either. "
             "Leave bad rows out with prepare_rows."
         )
 

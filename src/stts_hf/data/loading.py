@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,14 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
     Not `load_dataset("json")`, which takes the text "12" for a number where a column's values are of several kinds.
     Raises `ValueError` that names file and line.
     """
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        numbered: Iterable[tuple[int, Any]] = enumerate(_parse(text, str(path)), 1)
+    else:
+        lines = enumerate(text.split("\n"), 1)
+        numbered = ((number, _parse(line, f"{path}:{number}")) for number, line in lines if line.strip())
     rows = []
-    for number, row in _read_json(path):
+    for number, row in numbered:
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number} must be an object with columns, got {type(row).__name__}.")
         name = f"{path.name}:{number}" if row.get("id") is None else str(row["id"])
@@ -133,17 +139,6 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) if name in _TEXTS else _dump(row.get(name)) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, features=_json_features({}, names))
-
-
-def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows with their numbers: of the line, or in the list."""
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        yield from enumerate(_parse(text, str(path)), 1)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, _parse(line, f"{path}:{number}")
 
 
 def _parse(text: str, place: str) -> Any:

@@ -86,17 +86,13 @@ def kinds_that_must_agree(trainer: Any) -> tuple[str, ...]:
 def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.device) -> None:
     """
     Raises `ValueError` on all processes where some of them have a video in a micro-batch of the step and others do not,
-    and the engine would wait forever. Costs one small reduction a step, and only where a collator does not ensure it.
+    and the engine would wait forever. Costs a small reduction a step, and only where a collator does not ensure it.
     """
-    kinds = kinds_that_must_agree(trainer)
-    if not kinds:
-        return
-    present = torch.zeros(len(kinds), trainer.args.gradient_accumulation_steps)
-    for number, batch in enumerate(batches):
-        present[:, number] = torch.tensor([batch.get(f"{kind}_grids") is not None for kind in kinds])
-    everywhere = trainer.accelerator.reduce(present.to(device), reduction="sum").tolist()
-    for kind, counts in zip(kinds, everywhere, strict=True):
-        for count in counts:
+    for kind in kinds_that_must_agree(trainer):
+        present = torch.zeros(trainer.args.gradient_accumulation_steps, device=device)
+        for number, batch in enumerate(batches):
+            present[number] = batch.get(f"{kind}_grids") is not None
+        for count in trainer.accelerator.reduce(present, reduction="sum").tolist():
             if count not in (0, trainer.args.world_size):
                 raise ValueError(
                     f"{count:g} of {trainer.args.world_size} processes have a {kind} in their batch at step "
