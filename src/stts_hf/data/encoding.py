@@ -105,11 +105,18 @@ def encode(processor: STTSProcessor, sample: Sample) -> Encoded:
 
 def prompt_of(processor: STTSProcessor, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
     """
-    What `render` makes of the sample, on first use: it is kept there. Raises `ValueError` where the template or
-    `check_text` refuses it.
+    What `render` makes of the sample, on first use: it is kept there. Raises `ValueError` where the template refuses
+    it, and where a text holds tokens that stand for images, videos or turns.
     """
     if sample.prompt is None:
-        check_text(processor, sample)
+        for number, message in enumerate(sample.messages):
+            content = message["content"]
+            texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+            found = find_control_token(processor, *texts)
+            if found is not None:
+                raise ValueError(
+                    f"messages[{number}] holds {found!r}, a control token of the model. Take it out of the text."
+                )
         sample.prompt = render(processor, sample.messages)
     return sample.prompt
 
@@ -201,18 +208,6 @@ def find_control_token(processor: STTSProcessor, *texts: str) -> str | None:
     tokens = {processor.image_token, processor.video_token, tokenizer.bos_token, tokenizer.eos_token}
     tokens |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
     return next((token for token in sorted(filter(None, tokens)) if any(token in text for text in texts)), None)
-
-
-def check_text(processor: STTSProcessor, sample: Sample) -> None:
-    """Raises `ValueError` where a text holds tokens that stand for images, videos or turns."""
-    for number, message in enumerate(sample.messages):
-        content = message["content"]
-        texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
-        found = find_control_token(processor, *texts)
-        if found is not None:
-            raise ValueError(
-                f"messages[{number}] holds {found!r}, a control token of the model. Take it out of the text."
-            )
 
 
 def open_image(source: Any, processor: STTSProcessor | None = None) -> Image.Image:

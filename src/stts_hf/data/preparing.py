@@ -107,7 +107,7 @@ def prepare_rows(
 def _finish(
     found: tuple[Sample, _Headers] | RowError, processor: STTSProcessor, ratio: float | None, max_length: int | None
 ) -> tuple[str, int | None]:
-    """What `read_row` needs of a row's prompt, and the row's length where a ratio is known. Raises `RowError`."""
+    """What `read_row` takes the row's prompt from, and the row's length where a ratio is known. Raises `RowError`."""
     if isinstance(found, RowError):
         raise found
     sample, headers = found
@@ -116,20 +116,16 @@ def _finish(
         length = None if ratio is None else count_tokens(processor, text, *headers, ratio)
     if length is not None and max_length is not None:
         check_length(sample.id, length, max_length)
-    return _dump_prompt(sample), length
+    media = {"videos": sample.videos, "images": sample.images}
+    # Files that lie in the row itself as bytes stay there, and are looked up again.
+    in_row = not all(isinstance(source, str) for sources in media.values() for source in sources)
+    return json.dumps({"prompt": sample.prompt} | ({} if in_row else media)), length
 
 
 def _with_column(rows: datasets.Dataset, name: str, values: list[Any], kind: str) -> datasets.Dataset:
     if name in rows.column_names:
         rows = rows.remove_columns(name)
     return rows.add_column(name, values, feature=datasets.Value(kind))
-
-
-def _dump_prompt(sample: Sample) -> str:
-    """The prompt for `read_row`. Files that lie in the row itself as bytes stay there, and are looked up again."""
-    media = {"videos": sample.videos, "images": sample.images}
-    in_row = not all(isinstance(source, str) for sources in media.values() for source in sources)
-    return json.dumps({"prompt": sample.prompt} | ({} if in_row else media))
 
 
 class _Header(VideoFile):
