@@ -65,13 +65,16 @@ def count_dropped(grids: Sequence[tuple[int, int, int]], pruning_ratio: float | 
     return sum(t * n - num_kept_blocks(t, n, pruning_ratio) for t, n in blocks)
 
 
-def check_length(name: str, length: int, max_length: int, used: int = 0) -> None:
-    """Raises `RowError` where `length` tokens of the row `name` do not fit behind `used` tokens of other samples."""
-    if used + length > max_length:
+def check_length(name: str, length: int, limit: int, used: int = 0, *, argument: str = "max_length") -> None:
+    """
+    Raises `RowError` where `length` tokens of the row `name` do not fit behind `used` tokens of other samples. limit:
+    what `argument` says.
+    """
+    if used + length > limit:
         before = f" and the samples before it in its row {used}" if used else ""
         raise RowError(
-            f"Row {name!r} has {length} tokens after pruning{before}, but max_length is {max_length}. Raise max_length "
-            "or pruning_ratio, or lower the video processor's num_frames.",
+            f"Row {name!r} has {length} tokens after pruning{before}, but {argument} is {limit}. Raise {argument} or "
+            "pruning_ratio, or lower the video processor's num_frames.",
             name,
         )
 

@@ -207,12 +207,7 @@ class PackedDataset(Dataset):
         sizes = dict(enumerate(lengths))
         for index, length in sizes.items():
             if length > budget:
-                name = row_id(rows[index], index)
-                raise RowError(
-                    f"Row {name!r} has {length} tokens after pruning, but the budget is {budget}. Raise the budget or "
-                    "pruning_ratio, lower the video processor's num_frames, or leave the row out.",
-                    name,
-                )
+                check_length(row_id(rows[index], index), length, budget, argument="budget")
         generator = np.random.default_rng(seed)
         order = generator.permutation(len(rows)).tolist()
         self.groups: list[list[int]] = []

@@ -60,7 +60,7 @@ def test_best_fit_leaves_the_least_room():
 
 
 def test_a_row_longer_than_the_budget_is_named():
-    with pytest.raises(RowError, match="Row 'row-1' has 30 tokens after pruning, but the budget is 25"):
+    with pytest.raises(RowError, match="Row 'row-1' has 30 tokens after pruning, but budget is 25"):
         PackedDataset(ROWS[:3], [10, 30, 10], 25)
 
 
