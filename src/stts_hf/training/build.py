@@ -176,8 +176,7 @@ def load_model(run: TrainingSetup) -> Any:
     bfloat16 can tell apart.
     """
     model, dtype = _adapt(run, load_weights(run)), run.config.model.dtype
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    half = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
+    half = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
     if half and not run.config.model.use_peft:
         logger.warning(
             f"`dtype` is {dtype!r}: trained weights in half precision lose small steps. Use `dtype: float32` with "
