@@ -176,7 +176,7 @@ def test_options_without_use_are_refused(tmp_path, name):
     assert load_rows(path, split=None, revision=None)["id"] == ["a"]
 
 
-def test_all_bad_rows_are_found_without_reading_media(processor, media, monkeypatch):
+def test_all_bad_rows_are_found_without_reading_media(processor, media, tmp_path, monkeypatch):
     monkeypatch.setattr(type(processor.video_processor), "preprocess", None)
     rows = [
         video_row("good", media / "two.mp4"),
@@ -186,7 +186,7 @@ def test_all_bad_rows_are_found_without_reading_media(processor, media, monkeypa
         text_row("turns") | {"messages": [user("a"), user("b"), assistant("c")]},
         image_row("picture", media / "wide.png"),
     ]
-    table = load_rows(datasets.Dataset.from_list(rows))
+    table = load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))
     options: Any = {"headers": False, "progress": False}
     with pytest.raises(RowError) as caught:
         prepare_rows(table, processor, **options)
