@@ -36,10 +36,7 @@ class STTSTrainingArguments(TrainingArguments):
     without accelerator: they are one run then. Raises `ValueError` for unknown parts and rates below 0.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "learning_rates",
-    ]
+    _VALID_DICT_FIELDS: ClassVar = [*TrainingArguments._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]
 
     learning_rate: float = field(
         default=PAPER_LEARNING_RATES[LANGUAGE_MODEL], metadata={"help": "The language model's peak learning rate."}

@@ -35,10 +35,7 @@ class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
     for options of its tokenizing, which is left to the collator and the processor.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
-        *SFTConfig._VALID_DICT_FIELDS,
-        "learning_rates",
-    ]
+    _VALID_DICT_FIELDS: ClassVar = [*SFTConfig._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
