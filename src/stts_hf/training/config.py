@@ -332,7 +332,7 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """Every setting, so that one that is spelled out equals one that is left out."""
     defaults = {item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init}
-    settings = defaults | TRAINING_DEFAULTS | given
+    settings: dict[str, Any] = defaults | TRAINING_DEFAULTS | given
     rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]} | (settings["learning_rates"] or {})
     return settings | {"learning_rates": rates, "freeze": sorted(settings["freeze"] or ())}
 
