@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, Molmo2ForConditionalGeneration
 
-from stts_hf.benchmark.stock import stock_twin
+from stts_hf.benchmark.models import stock_twin
 from tests.modeling.reference import returned_by
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_model
 

@@ -1,30 +1,121 @@
-"""Measures workloads: one warm-up pass that counts FLOPs and memory, then timed passes of stock and STTS in turns."""
+"""A preset from beginning to end: checks, measurements, and the result as one dictionary that `json` can write.
+
+Of each workload one warm-up pass counts FLOPs and memory; then stock and STTS are timed in turns.
+"""
 
 import contextlib
 import dataclasses
+import datetime
 import gc
+import itertools
+import os
+import platform
+import subprocess
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.optim import Optimizer
 from tqdm import tqdm
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from stts_hf.benchmark.geometries import Models, build_models, configure, workload_inputs
-from stts_hf.benchmark.meters import (
-    Clock,
-    FlopClock,
-    UncountedAttention,
-    flop_counter,
-    limited_to_free_memory,
-    peak_memory,
-)
-from stts_hf.benchmark.presets import Workload
-from stts_hf.benchmark.stages import BACKWARD, DECODE_TOKEN, FORWARD, OPTIMISER, TOTAL, StageRecorder
+from stts_hf import __version__
+from stts_hf.benchmark import meters
+from stts_hf.benchmark.meters import Clock, StageRecorder
+from stts_hf.benchmark.models import Models, build_models, configure, workload_inputs
+from stts_hf.benchmark.presets import Preset, Workload
+from stts_hf.benchmark.reading import measure_clip
+from stts_hf.benchmark.report import SCHEMA
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 
+PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
+FLASH_BACKENDS = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 # Compiled code and the kernels of other packages have no formulas in PyTorch's counter.
-COUNTED_WITH_SDPA = ("flex_attention", "flash_attention_2", "flash_attention_3")
+COUNTED_WITH_SDPA = ("flex_attention", *FLASH_BACKENDS)
+
+
+def check_runnable(preset: Preset, device: torch.device) -> None:
+    """Raises `ValueError` where a preset cannot or should not run on `device`, before anything slow happens."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device} cannot be timed; cpu and cuda can")
+    if preset.needs_gpu and device.type == "cpu":
+        raise ValueError(f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}")
+    for workload in preset.workloads:
+        needs = ""
+        if workload.backend == "flex_attention" and device.type == "cpu":
+            needs = "a GPU: on a CPU PyTorch 2.15 has no backward pass for it"
+        if workload.backend in FLASH_BACKENDS:
+            bins, installed = workload.layout == "first_fit_descending", FLASH_BACKENDS[workload.backend]()
+            if bins or not installed or device.type == "cpu" or workload.dtype == "float32":
+                needs = "its package, a CUDA device, --dtypes bfloat16 or float16, and --layouts varlen"
+        if needs:
+            raise ValueError(f"backend {workload.backend!r} needs {needs}; or use --backends sdpa")
+
+
+def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[dict[str, Any]]:
+    """
+    Measures everything in `preset`; yields the result so far whenever a cell is complete, and at the end once more with
+    `"finished": True`. command: what the user typed, to be named beside every figure.
+    """
+    clock = time.perf_counter()
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "preset": preset.name,
+        "command": command,
+        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
+        "finished": False,
+        "machine": describe_machine(device),
+        "versions": describe_versions(),
+        "cells": [],
+    }
+    of_models = measure_workloads(preset.workloads, device, preset.repeats)
+    of_readers = (measure_clip(clip, preset.repeats) for clip in preset.clips)
+    for cell in itertools.chain(of_models, of_readers):
+        result["cells"].append(cell)
+        result["seconds"] = time.perf_counter() - clock
+        result["machine"]["load_after"] = os.getloadavg()[0]
+        yield result
+    yield result | {"finished": True}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Processor, cores and threads in use, memory in bytes, GPU, and how busy the machine is before measuring."""
+    about = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = (line.partition(":")[2].strip() for line in about if line.startswith("model name"))
+    machine: dict[str, Any] = {
+        "cpu": next(names, platform.machine()),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "device": str(device),
+        "load_before": os.getloadavg()[0],
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine |= {"gpu": properties.name, "gpu_memory": properties.total_memory, "cuda": torch.version.cuda}
+    return machine
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of what took part; the commit where the package runs from a checkout, with "+" if that was changed."""
+    versions = {"stts_hf": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    root = Path(__file__).resolve().parents[3]
+    git = ["git", "-C", str(root)]
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
+            changed = subprocess.call([*git, "diff", "--quiet", "HEAD", "--", "modeling", "src"])
+            versions["commit"] = commit + ("+" if changed else "")
+    return versions
 
 
 class Runner:
@@ -34,7 +125,7 @@ class Runner:
         self.workload = workload
         self.model, self.stock = models
         self.inputs = inputs
-        self.optimiser: torch.optim.Optimizer | None = None
+        self.optimiser: Optimizer | None = None
         if workload.mode == "training":
             # Trainer's own choice. A step of size zero costs what any step costs, and keeps the weights.
             self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
@@ -68,11 +159,9 @@ class Runner:
             model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True)
         end = clock.read()
         clock.synchronize()
-        return {DECODE_TOKEN: clock.between(start, end) / count}
+        return {meters.DECODE_TOKEN: clock.between(start, end) / count}
 
-    def _train(
-        self, model: Any, call: dict[str, float], clock: Clock, optimiser: torch.optim.Optimizer
-    ) -> dict[str, float]:
+    def _train(self, model: Any, call: dict[str, float], clock: Clock, optimiser: Optimizer) -> dict[str, float]:
         clock.synchronize()
         readings = [clock.read()]
         try:
@@ -86,7 +175,8 @@ class Runner:
         finally:
             optimiser.zero_grad(set_to_none=True)
         forward, backward, step = map(clock.between, readings, readings[1:])
-        return {FORWARD: forward, BACKWARD: backward, OPTIMISER: step, TOTAL: clock.between(readings[0], readings[-1])}
+        total = clock.between(readings[0], readings[-1])
+        return {meters.FORWARD: forward, meters.BACKWARD: backward, meters.OPTIMISER: step, meters.TOTAL: total}
 
 
 def measure_workloads(workloads: Sequence[Workload], device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
@@ -99,17 +189,14 @@ def measure_workloads(workloads: Sequence[Workload], device: torch.device, repea
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # allocates cuBLAS's working space, which is no pass's
         torch.ones(16, 16, device=device, dtype=dtype).mm(torch.ones(16, 16, device=device, dtype=dtype))
     for workload in workloads:
-        cell: dict[str, Any] = {"workload": dataclasses.asdict(workload), "title": workload.title}
-        with _prepared(workload, device):
-            try:
-                if models is None or built_for != (workload.geometry, workload.dtype):
-                    models = None
-                    _clear_away(device, cache=True)
-                    models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
-                    built_for = (workload.geometry, workload.dtype)
-                cell |= measure(workload, models, device, repeats)
-            except Exception as error:
-                cell |= {**_failure(error), "variants": []}
+        cell: dict[str, Any] = {"workload": dataclasses.asdict(workload), "title": workload.title, "variants": []}
+        with _prepared(workload, device), _noting_failure(cell, device):
+            if models is None or built_for != (workload.geometry, workload.dtype):
+                models = None
+                _clear_away(device, cache=True)
+                models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
+                built_for = (workload.geometry, workload.dtype)
+            cell |= measure(workload, models, device, repeats)
         _clear_away(device, cache=True)
         yield cell
 
@@ -140,18 +227,16 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
                 variants[ratio] |= _warm_up(runner, ratio, device)
             bar.update()
         for number in range(repeats):
-            able = [ratio for ratio, variant in variants.items() if variant["status"] == "ok"]
-            if not able:
-                break
-            first = number % len(able)
-            turn = able[first:] + able[:first]
+            turn = deque(ratio for ratio, variant in variants.items() if variant["status"] == "ok")
+            turn.rotate(-number)
             for ratio in turn:
                 _clear_away(device)
                 with _noting_failure(variants[ratio], device):
                     for stage, taken in runner.run(ratio, Clock(device)).items():
                         variants[ratio]["stages"][stage]["seconds"].append(taken)
                 bar.update()
-            order.append([variants[ratio]["name"] for ratio in turn])
+            if turn:
+                order.append([variants[ratio]["name"] for ratio in turn])
     return {"status": "ok", "order": order, "variants": list(variants.values())}
 
 
@@ -161,12 +246,13 @@ def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[
     models, workload = (runner.model, runner.stock), runner.workload
     with_sdpa = workload.backend in COUNTED_WITH_SDPA
     configure(models, workload, "sdpa" if with_sdpa else workload.backend)
-    with flop_counter() as counter, UncountedAttention() as uncounted:
-        flops, peak = peak_memory(lambda: runner.run(ratio, FlopClock(counter)), device)
+    clock = meters.FlopClock()
+    with clock.counter, meters.UncountedAttention() as uncounted:
+        flops, peak = meters.peak_memory(lambda: runner.run(ratio, clock), device)
     if with_sdpa:
         configure(models, workload, workload.backend)
         _clear_away(device)
-        _, peak = peak_memory(lambda: runner.run(ratio, Clock(device)), device)
+        _, peak = meters.peak_memory(lambda: runner.run(ratio, Clock(device)), device)
     names = ", ".join(sorted(uncounted.names))
     stages: dict[str, Any] = {
         stage: {"flops": None if names else count, "seconds": []} for stage, count in flops.items()
@@ -192,7 +278,7 @@ def _prepared(workload: Workload, device: torch.device) -> Iterator[None]:
     here 64 are allowed, and more fail.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(limited_to_free_memory(device))
+        stack.enter_context(meters.limited_to_free_memory(device))
         if workload.backend == "flex_attention":
             torch.compiler.reset()
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True))
@@ -203,13 +289,13 @@ def _prepared(workload: Workload, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting_failure(variant: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """A pass that does not fit, or compile, or run on this device, is noted in its variant; the others go on."""
+def _noting_failure(found: dict[str, Any], device: torch.device) -> Iterator[None]:
+    """What does not fit, or compile, or run on this device, is noted in its variant or cell; the others go on."""
     try:
         yield
         return
     except Exception as error:
-        variant |= _failure(error)
+        found |= _failure(error)
     _clear_away(device, cache=True)  # after the exception is gone, which refers to the pass's tensors
 
 

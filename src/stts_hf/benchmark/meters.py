@@ -1,4 +1,4 @@
-"""What a pass is measured in: seconds, FLOPs of matrix products and attention, and the most bytes that it holds.
+"""What a pass and its stages are measured in: seconds, FLOPs of matrix products and attention, and most bytes held.
 
 Peak memory is what a pass needs beyond what is allocated before it: activations, gradients, caches and working space,
 not weights, inputs and the optimiser's state. On a CPU it is the running sum of the allocations and releases that
@@ -7,6 +7,7 @@ packed weights).
 """
 
 import contextlib
+import functools
 import os
 import resource
 import time
@@ -15,9 +16,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+VISION_TOWER, SCORE, SELECT_AND_PACK, CONNECTOR = "vision_tower", "score", "select_and_pack", "connector"
+SEQUENCE, LANGUAGE_MODEL, DECODE_TOKEN = "sequence", "language_model", "decode_per_token"
+FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser_step"
+TOTAL = "total"
+ENCODING = (VISION_TOWER, SCORE, SELECT_AND_PACK, CONNECTOR)
+STAGES = (*ENCODING, SEQUENCE, LANGUAGE_MODEL, FORWARD, BACKWARD, OPTIMISER, TOTAL, DECODE_TOKEN)  # as in tables
 
 Result = TypeVar("Result")
 Shape = torch.Size
@@ -66,17 +75,12 @@ CPU_ATTENTION = {
 }
 
 
-def flop_counter() -> FlopCounterMode:
-    """PyTorch's counter, with formulas for the attention kernel of a CPU."""
-    return FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
-
-
 class FlopClock(Clock):
-    """Reads FLOPs."""
+    """Reads FLOPs, while its `counter` is entered."""
 
-    def __init__(self, counter: FlopCounterMode) -> None:
+    def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.counter = counter
+        self.counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
 
     def read(self) -> int:
         return self.counter.get_total_flops()
@@ -95,6 +99,80 @@ class UncountedAttention(TorchDispatchMode):
         if ("attn" in name or "attention" in name) and not known:
             self.names.add(name)
         return func(*args, **(kwargs or {}))
+
+
+class StageRecorder:
+    """
+    Reads `clock` wherever a pass of `model` (stock or STTS, with head) in its `with` block crosses the border of a
+    stage, by hooks on modules. No other class hooks the model. Gradient checkpointing runs hooks a second time, so this
+    is for inference only.
+
+        start | ... | tower: layers 0..l | score, select, pack | layers l + 1.. | connector | ... | LLM and head | end
+
+    Stock Molmo2 and STTS have the same borders. "sequence" is what the dots stand for: embedding, dropping
+    placeholders, merging features, the mask. "select and pack" includes the gathers of survivors inside layer `l + 1`,
+    before and after its attention, and the packing of bins after it.
+    """
+
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
+        self.clock = clock
+        self.readings: dict[str, Any] = {}
+        self._gathers: list[tuple[str, str]] = []  # parts of layer l + 1, and after it, that select and pack
+        tower = model.get_submodule("model.vision_tower")
+        modules: dict[str, nn.Module] = {
+            "tower": tower,
+            "connector": model.get_submodule("model.multi_modal_projector"),
+            "language_model": model.get_submodule("model.language_model"),
+        }
+        pruning_layer = getattr(tower.config, "pruning_layer", None)
+        if pruning_layer is not None:  # not stock Molmo2
+            dense, pruned, *later = list(tower.get_submodule("layers").children())[pruning_layer : pruning_layer + 3]
+            modules |= {"dense": dense, "pruned": pruned, "scorer": tower.get_submodule("scorer")}
+            modules |= {name: pruned.get_submodule(name) for name in ("layer_norm1", "self_attn", "layer_norm2")}
+            # The queries' gather, and the residual's, which cannot be told apart from its addition.
+            self._gathers += [("layer_norm1_out", "self_attn_in"), ("self_attn_out", "layer_norm2_in")]
+            if later and getattr(tower.config, "packing", None) == "first_fit_descending":
+                modules["after_pruned"] = later[0]
+                self._gathers.append(("pruned_out", "after_pruned_in"))
+        self._hooks: list[Any] = []
+        for name, module in modules.items():
+            self._hooks.append(module.register_forward_pre_hook(functools.partial(self._read, f"{name}_in")))
+            self._hooks.append(module.register_forward_hook(functools.partial(self._read, f"{name}_out")))
+
+    def _read(self, name: str, *_: Any) -> None:
+        self.readings.setdefault(name, self.clock.read())
+
+    def __enter__(self) -> "StageRecorder":
+        self.clock.synchronize()
+        self._read("start")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._read("end")
+        for hook in self._hooks:
+            hook.remove()
+
+    def stages(self) -> dict[str, float]:
+        """What the clock says of each stage, after the block; without a language model's stages where none ran."""
+        self.clock.synchronize()
+        stages = {
+            VISION_TOWER: self._between("tower_in", "tower_out"),
+            CONNECTOR: self._between("tower_out", "connector_out"),
+            TOTAL: self._between("start", "end"),
+        }
+        if "pruned_in" in self.readings:  # not at k = 1, where no later layer runs
+            stages[SELECT_AND_PACK] = self._between("dense_out", "pruned_in")
+            stages[SELECT_AND_PACK] += sum(self._between(*gather) for gather in self._gathers)
+            if "scorer_out" in self.readings:  # untrained selectors have none
+                stages[SCORE] = self._between("scorer_in", "scorer_out")
+                stages[SELECT_AND_PACK] -= stages[SCORE]
+        if "language_model_in" in self.readings:
+            stages[SEQUENCE] = self._between("start", "tower_in") + self._between("connector_out", "language_model_in")
+            stages[LANGUAGE_MODEL] = self._between("language_model_in", "end")
+        return stages
+
+    def _between(self, start: str, end: str) -> float:
+        return self.clock.between(self.readings[start], self.readings[end])
 
 
 def peak_memory(run: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
@@ -131,18 +209,15 @@ def limited_to_free_memory(device: torch.device) -> Iterator[None]:
     Lets allocations on a CPU fail beyond the memory that Linux calls available; without a limit the kernel would kill
     the process, and every result with it. Elsewhere does nothing.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     free = proc_bytes("/proc/meminfo", "MemAvailable")
-    if device.type != "cpu" or free is None:
-        yield
-        return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = (proc_bytes("/proc/self/status", "VmData") or 0) + free
-    hard = before[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    if device.type == "cpu" and free is not None:
+        limit = (proc_bytes("/proc/self/status", "VmData") or 0) + free
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def proc_bytes(path: str, field: str) -> int | None:

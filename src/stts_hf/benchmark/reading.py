@@ -4,24 +4,22 @@ The files are made on the spot: a short clip is drawn and encoded, longer ones r
 """
 
 import hashlib
+import math
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
-import torch
 from tqdm import tqdm
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import read_video_pyav
 
-from stts_hf.benchmark.meters import proc_bytes
-from stts_hf.benchmark.stages import TOTAL
+from stts_hf.benchmark.meters import TOTAL, proc_bytes
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.visualize.sample_clip import write_sample_clip
@@ -29,13 +27,13 @@ from stts_hf.visualize.sample_clip import write_sample_clip
 PYAV, OURS, PREPROCESSED = "transformers (PyAV)", "stts_hf", "stts_hf, resized and cut into patches"
 READERS = (PYAV, OURS, PREPROCESSED)
 FPS = 25
-DRAWN_SECONDS = 30.0
+DRAWN_SECONDS = 30.0  # of a clip are drawn and encoded at most; a longer one repeats them
 
 
 def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int, int] = (480, 854)) -> dict[str, Any]:
     """
-    Makes a clip of this size (lines, columns) and reads frames of it with every reader, `repeats` times, in turns.
-    Returns a cell of the result.
+    Makes a clip of this size (lines, columns) and at least this length, and reads frames of it with every reader,
+    `repeats` times, in turns. Returns a cell of the result.
 
     Every run is a new process, so that its peak memory is its own; the file lies in the page cache for all. A variant
     is a reader: seconds of every run, the highest peak in bytes above what the process held after its imports, and
@@ -47,9 +45,11 @@ def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int
         tempfile.TemporaryDirectory() as folder,
         tqdm(total=1 + repeats * len(READERS), desc=title, unit="read", leave=False, disable=None) as bar,
     ):
-        path = str(Path(folder) / "video.mp4")
-        write_clip(path, seconds, size)
-        chosen = _in_new_process(read_once, OURS, path, frames, [])
+        path, piece = f"{folder}/video.mp4", f"{folder}/piece.mp4"
+        drawn = min(seconds, DRAWN_SECONDS)
+        write_sample_clip(piece, seconds=drawn, fps=FPS, size=size)
+        repeat_clip(piece, path, math.ceil(seconds / drawn))
+        chosen = _read_in_new_process(OURS, path, frames, [])
         bar.update()
         runs: dict[str, list[dict[str, Any]]] = {reader: [] for reader in READERS}
         order = []
@@ -57,7 +57,7 @@ def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int
             first = repeat % len(READERS)
             order.append(list(READERS[first:] + READERS[:first]))
             for reader in order[-1]:
-                runs[reader].append(_in_new_process(read_once, reader, path, frames, chosen["indices"]))
+                runs[reader].append(_read_in_new_process(reader, path, frames, chosen["indices"]))
                 bar.update()
     variants = [
         {
@@ -72,9 +72,8 @@ def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int
     return {"title": title, "status": "ok", "order": order, "variants": variants}
 
 
-def read_once(reader: str, path: str, frames: int, indices: list[int], threads: int) -> dict[str, Any]:
+def read_once(reader: str, path: str, frames: int, indices: list[int]) -> dict[str, Any]:
     """Reads `frames` frames: seconds, peak memory in bytes, indices and a hash of the frames. For a new process."""
-    torch.set_num_threads(threads)
     processor = STTSVideoProcessor(num_frames=frames, max_fps=None)
 
     def read() -> tuple[Any, Any]:
@@ -103,28 +102,17 @@ def read_once(reader: str, path: str, frames: int, indices: list[int], threads: 
     return {"seconds": seconds, "peak_memory": peak - before, "indices": chosen, "hash": digest.hexdigest()}
 
 
-def _in_new_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Runs a function with as many threads as here; passes on what it raises."""
+def _read_in_new_process(*arguments: Any) -> dict[str, Any]:
+    """`read_once`; passes on what it raises."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments, torch.get_num_threads()).result()
-
-
-def write_clip(path: str | os.PathLike, seconds: float, size: tuple[int, int]) -> None:
-    """
-    Writes an MP4 of at least `seconds` seconds, 25 frames a second; raises `ValueError` for less than one frame.
-
-    Up to 30 seconds are drawn and encoded; what is longer repeats them, packet by packet, which takes seconds where
-    encoding an hour would take most of one. A decoder cannot tell: every repetition begins with a keyframe.
-    """
-    drawn = min(seconds, DRAWN_SECONDS)
-    with tempfile.TemporaryDirectory() as folder:
-        piece = Path(folder) / "piece.mp4"
-        write_sample_clip(piece, seconds=drawn, fps=FPS, size=size)
-        repeat_clip(piece, path, max(1, -(-round(seconds * FPS) // round(drawn * FPS))))
+        return pool.submit(read_once, *arguments).result()
 
 
 def repeat_clip(source: str | os.PathLike, destination: str | os.PathLike, times: int) -> None:
-    """Writes the video of `source` `times` times over into `destination`, without decoding it."""
+    """
+    Writes the video of `source` `times` times over into `destination`, packet by packet: that takes seconds where
+    encoding an hour would take most of one. A decoder cannot tell: every repetition begins with a keyframe.
+    """
     with av.open(os.fspath(source)) as read, av.open(os.fspath(destination), "w") as written:
         stream = read.streams.video[0]
         copy = written.add_stream_from_template(stream)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.benchmark import Measurement, TaskSpec
 
-from stts_hf.benchmark.stages import STAGES, TOTAL
+from stts_hf.benchmark.meters import STAGES, TOTAL
 
 SCHEMA = 2
 RESULT, UNFINISHED, PAGE, PLOT = "result.json", "unfinished.json", "README.md", "plot.png"
@@ -35,14 +35,11 @@ its process holds after its imports. [Benchmarks](../README.md) says what the st
 
 def check_folder(folder: Path) -> None:
     """
-    Raises `ValueError` where a result could not be written to `folder`, which need not exist yet, or would replace
-    files that no benchmark of this version wrote.
+    Raises `ValueError` without matplotlib, or where a result in `folder` would replace files that no benchmark of this
+    version wrote.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("writing a result draws a plot, which needs matplotlib: pip install 'stts-hf[bench]'")
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {folder} must be a folder that can be written, but {there} is not")
     if any(os.path.lexists(folder / name) for name in (RESULT, UNFINISHED, PAGE, PLOT)):
         try:
             read_result(folder)
@@ -97,11 +94,10 @@ def page(result: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Median and interquartile range in seconds. None is what cannot be said: no baseline, or no FLOPs."""
+    """Median and interquartile range in seconds. None is what cannot be said: of the baseline, or without FLOPs."""
 
     median: float
     iqr: float
-    flops: float | None
     speed_up: float | None
     ideal: float | None
 
@@ -121,13 +117,12 @@ def summarise(cell: Mapping[str, Any]) -> dict[str, dict[str, Summary]]:
         summary[variant["name"]] = {}
         for stage, found in variant["stages"].items():
             measured = Measurement(1, found["seconds"], TaskSpec(stmt=stage, setup=""))
+            seconds, flops = baseline.get(stage, (None, None))
             if number == 0:
                 baseline[stage] = (measured.median, found["flops"])
-            seconds, flops = baseline.get(stage, (None, None))
             summary[variant["name"]][stage] = Summary(
                 measured.median,
                 measured.iqr,
-                found["flops"],
                 seconds / measured.median if seconds else None,
                 flops / found["flops"] if flops and found["flops"] else None,
             )
@@ -144,9 +139,10 @@ def nothing_measured(result: Mapping[str, Any]) -> str | None:
 def markdown(result: Mapping[str, Any]) -> str:
     """The page for a result, ending in a newline."""
     machine = result["machine"]
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {_gib(machine['memory'])} GiB"
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+    where += f"{machine['memory'] / 2**30:.0f} GiB"
     if "gpu" in machine:
-        where += f"; {machine['gpu']}, {_gib(machine['gpu_memory'])} GiB, CUDA {machine['cuda']}"
+        where += f"; {machine['gpu']}, {machine['gpu_memory'] / 2**30:.0f} GiB, CUDA {machine['cuda']}"
     load = f"load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     parts = [
@@ -172,20 +168,20 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
         states = [variants[name]["status"] if name in variants else "" for name in names]
         lines.append([f"**{cell['title']}**{rounds}", *("" if state == "ok" else state for state in states)])
         for stage in STAGES:
-            texts = [_time(summary.get(name, {}).get(stage), name == names[0]) for name in names]
+            texts = [_time(summary.get(name, {}).get(stage)) for name in names]
             if any(texts):
                 lines.append([stage.replace("_", " "), *texts])
-        figures = [_figures(cell, variants[name], summary[name][TOTAL]) if name in summary else {} for name in names]
+        figures = [_figures(cell, variants[name], summary[name]) if name in summary else {} for name in names]
         for row in dict.fromkeys(row for found in figures for row in found):
             lines.append([row, *(str(found.get(row, "")) for found in figures)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _time(found: Summary | None, is_baseline: bool) -> str:
+def _time(found: Summary | None) -> str:
     if found is None:
         return ""
     text = f"{_milliseconds(found.median)} ± {_milliseconds(found.iqr)}"
-    if is_baseline or found.speed_up is None:
+    if found.speed_up is None:
         return text
     ideal = f" of {found.ideal:.3f} ({found.share:.1%})" if found.ideal and found.share else ""
     return f"{text}, {found.speed_up:.3f}x{ideal}"
@@ -196,13 +192,13 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], total: Summary) -> dict[str, Any]:
+def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], stages: Mapping[str, Summary]) -> dict[str, Any]:
     """What is known of a variant besides its times."""
     figures: dict[str, Any] = {"memory, MiB": f"{variant['peak_memory'] / 2**20:.4g}"}
-    if total.flops:
-        figures["GFLOP"] = f"{total.flops / 1e9:.4g}"
+    if flops := variant["stages"][TOTAL]["flops"]:
+        figures["GFLOP"] = f"{flops / 1e9:.4g}"
     if workload := cell.get("workload"):
-        figures["frames/s"] = f"{workload['frames'] * workload['batch'] / total.median:.3g}"
+        figures["frames/s"] = f"{workload['frames'] * workload['batch'] / stages[TOTAL].median:.3g}"
         figures["tokens of a row"] = variant["tokens"]
     if "same_frames" in variant:
         figures["same frames"] = {True: "yes", False: "**no**", None: ""}[variant["same_frames"]]
@@ -236,16 +232,9 @@ def _label(name: str) -> str:
     return f"k = {name}" if name.replace(".", "").isdigit() else name
 
 
-def _gib(value: int) -> str:
-    return f"{value / 2**30:.0f}"
-
-
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Writes a PNG: a bar for the total speed-up of each variant, with marks at its FLOP ideal and in the paper."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     labels, speed_ups, ideals, papers = [], [], [], []
     for cell in result["cells"]:
@@ -257,7 +246,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
                 speed_ups.append(total.speed_up)
                 ideals.append(total.ideal)
                 papers.append(_paper_speed_up(cell, variant))
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.3 * len(labels)))
+    figure = Figure(figsize=(9, 1.5 + 0.3 * len(labels)))
+    axes = figure.subplots()
     bars = axes.barh(range(len(labels)), speed_ups, color="#3b6ea5")
     axes.bar_label(bars, fmt="%.2f", label_type="center", color="white", fontsize=8)
     for marks, sign, name in ((ideals, "|", "FLOP ideal"), (papers, "x", "paper")):
@@ -270,4 +260,3 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="speed-up of the total", title=f"{result['preset']} ({result['machine'].get('gpu', 'CPU')})")
     figure.savefig(path, dpi=110, format="png", bbox_inches="tight")
-    plt.close(figure)

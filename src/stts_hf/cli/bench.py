@@ -5,11 +5,13 @@ import itertools
 import os
 import shlex
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
-from stts_hf.cli.devices import choose_device
+from stts_hf.benchmark.presets import PRESETS, find_preset, vary
 from stts_hf.cli.errors import CommandError
+from stts_hf.cli.options import check_writable, choose_device, count, share
 from stts_hf.cli.progress import note
 
 HELP = "measure speed, FLOPs and memory beside stock Molmo2"
@@ -20,25 +22,11 @@ OUTPUTS = Path("outputs", "bench")  # where every other preset writes that is to
 TUNING = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "MKL_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text}, but must be at least 1")
-    return int(text)
-
-
-def ratio(text: str) -> float:
-    """A share that can be dropped."""
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"is {text}, but must be a share from 0 (drop nothing) to 1 (drop all)")
-    return float(text)
-
-
 # Option: the field of a workload that it is for, and what it takes.
 AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "modes": ("mode", {"choices": ("tower", "inference", "training")}),
     "frames": ("frames", {"type": count, "metavar": "T", "help": "frames of each video"}),
-    "ratios": ("ratios", {"type": ratio, "metavar": "K", "help": "pruning ratios, 0 to 1"}),
+    "ratios": ("ratios", {"type": share, "metavar": "K", "help": "pruning ratios, 0 to 1"}),
     "batches": ("batch", {"type": count, "metavar": "B", "help": "rows, each with one video"}),
     "layouts": ("layout", {"choices": ("varlen", "first_fit_descending")}),
     "backends": ("backend", {"choices": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}),
@@ -48,11 +36,13 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("--preset", metavar="NAME", help=f"what to measure; see --list (default: {DEFAULT_PRESET})")
+    parser.add_argument(
+        "--preset", choices=PRESETS, metavar="NAME", help=f"what to measure; see --list (default: {DEFAULT_PRESET})"
+    )
     parser.add_argument("--list", action="store_true", help="say what presets there are and what they take, and stop")
     parser.add_argument(
         "--output",
-        type=_folder,
+        type=Path,
         metavar="FOLDER",
         help="write result.json, README.md and plot.png there (default: outputs/bench/PRESET; tiny only prints)",
     )
@@ -64,14 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         axes.add_argument(f"--{name}", nargs="+", **argument)
     parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds of each workload (default: 3 or 4)")
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: PyTorch's own choice)")
-    parser.add_argument("--force", action="store_true", help="run a preset for a GPU on a CPU all the same")
-
-
-def _folder(text: str) -> Path:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must name a folder, but is empty")
-    return Path(text)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -92,8 +74,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def list_presets() -> None:
     """Prints name, purpose and cost of every preset."""
-    from stts_hf.benchmark.presets import PRESETS
-
     for preset in PRESETS.values():
         print(f"{preset.name:<17}{preset.help}\n{'':<17}takes {preset.takes}")
 
@@ -104,6 +84,7 @@ def render(folder: Path | None) -> None:
 
     if folder is None:
         raise CommandError("--render needs --output, the folder of the result")
+    check_writable("--output", folder)
     try:
         check_folder(folder)
         write_result(read_result(folder), folder)
@@ -113,11 +94,8 @@ def render(folder: Path | None) -> None:
 
 def measure(arguments: argparse.Namespace) -> int:
     """Checks all that can be before measuring, then measures, writes and prints. Returns the exit status."""
-    import torch
-
-    from stts_hf.benchmark.presets import find_preset, vary
+    from stts_hf.benchmark.measure import check_runnable, run_preset
     from stts_hf.benchmark.report import check_folder, markdown, nothing_measured, write_result, write_samples
-    from stts_hf.benchmark.run import check_runnable, run_preset
 
     device = choose_device(arguments.device or "auto")
     axes = {field: getattr(arguments, name) for name, (field, _) in AXES.items()}
@@ -126,19 +104,18 @@ def measure(arguments: argparse.Namespace) -> int:
     try:
         preset = find_preset(arguments.preset or DEFAULT_PRESET, on_gpu=device.type == "cuda")
         preset = vary(preset, axes.pop("mode"), arguments.repeats, **axes)
-        check_runnable(preset, device, arguments.force)
+        check_runnable(preset, device)
         folder = arguments.output or (None if preset.name == DEFAULT_PRESET else unused(OUTPUTS / preset.name))
         if folder is not None:
+            check_writable("--output", folder)
             check_folder(folder)
             note(f"stts-hf bench: writes to {folder}")
     except ValueError as error:
         raise CommandError(str(error)) from error
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     # SIGTERM ends the command as Ctrl-C does, so that its temporary files go with it.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for result in run_preset(preset, device, command_line(arguments)):
+        for result in run_preset(preset, device, command_line()):
             if folder is not None:
                 (write_result if result["finished"] else write_samples)(result, folder)
     finally:
@@ -156,13 +133,7 @@ def unused(folder: Path) -> Path:
     return next(name for name in names if not (name / "result.json").exists())
 
 
-def command_line(arguments: argparse.Namespace) -> str:
-    """What the user typed, as far as it matters, after what the environment sets of memory and threads."""
+def command_line() -> str:
+    """What the user typed, after what the environment sets of memory and threads."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name.startswith(TUNING)]
-    words = ["stts-hf", "bench", "--preset", arguments.preset or DEFAULT_PRESET]
-    for name, value in vars(arguments).items():
-        if name in ("preset", "command") or value in (None, False, "auto"):
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return " ".join([*settings, shlex.join(words)])
+    return " ".join([*settings, "stts-hf", shlex.join(sys.argv[1:])])

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from stts_hf.benchmark.meters import Clock
-from stts_hf.benchmark.stages import LANGUAGE_MODEL, TOTAL, VISION_TOWER, StageRecorder
-from stts_hf.benchmark.stock import stock_twin
+from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, StageRecorder
+from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.progress import progress_bar, stage
 
 COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
@@ -26,7 +25,7 @@ def compare_with_stock(model: PreTrainedModel, inputs: Mapping[str, Any], ratio:
     return variants if ratio else dict(list(variants.items())[:2])
 
 
-def time_prompts(variants: Variants, repeats: int) -> dict[str, list[float]]:
+def time_prompts(variants: Variants, repeats: int = 3) -> dict[str, list[float]]:
     """
     Runs every variant's prompt `repeats` times after one warm-up, the variants in turn, so that a machine that slows
     down slows them all. Returns each variant's medians in milliseconds, one for each of `COLUMNS`.

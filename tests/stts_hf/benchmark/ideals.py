@@ -1,6 +1,6 @@
 """Prints what FLOPs allow in every preset, worked out and not measured: `python -m tests.stts_hf.benchmark.ideals`."""
 
-from stts_hf.benchmark.geometries import geometry_config
+from stts_hf.benchmark.models import geometry_config
 from stts_hf.benchmark.presets import PRESETS, Workload
 from tests.stts_hf.benchmark import formulas
 

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from stts_hf.benchmark.geometries import GEOMETRIES, build_models, configure, geometry_config, workload_inputs
 from stts_hf.benchmark.measure import Runner
-from stts_hf.benchmark.meters import FlopClock, UncountedAttention, flop_counter
-from stts_hf.benchmark.presets import Workload
-from stts_hf.benchmark.stages import (
+from stts_hf.benchmark.meters import (
     BACKWARD,
     CONNECTOR,
     DECODE_TOKEN,
@@ -22,7 +19,11 @@ from stts_hf.benchmark.stages import (
     SELECT_AND_PACK,
     TOTAL,
     VISION_TOWER,
+    FlopClock,
+    UncountedAttention,
 )
+from stts_hf.benchmark.models import GEOMETRIES, build_models, configure, geometry_config, workload_inputs
+from stts_hf.benchmark.presets import Workload
 from tests.stts_hf.benchmark import formulas, ideals
 
 FRAMES, PATCHES, BLOCKS = 4, 81, 9
@@ -46,8 +47,9 @@ def count(models):
         models[0].config.vision_config.selector = selector
         configure(models, workload, workload.backend)
         runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
-        with flop_counter() as counter:
-            return runner.run(ratio, FlopClock(counter))
+        clock = FlopClock()
+        with clock.counter:
+            return runner.run(ratio, clock)
 
     yield count
     models[0].config.vision_config.selector = "scorer"
@@ -172,8 +174,9 @@ def test_another_version_of_pytorch_counted_the_same(ratio):
     models = build_models("narrow-tower", torch.float32, CPU)
     workload = Workload("tower", "narrow-tower", 1, text_tokens=64, timestamp_tokens=7)
     runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
-    with flop_counter() as counter:
-        found = runner.run(ratio, FlopClock(counter))
+    clock = FlopClock()
+    with clock.counter:
+        found = runner.run(ratio, clock)
     counted = {stage: measured["flops"] for stage, measured in expected.items()}
     for flops in (found, counted):
         scorer = flops.pop(SCORE, 0)

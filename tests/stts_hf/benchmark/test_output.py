@@ -30,7 +30,7 @@ def measured(monkeypatch):
             if error is not None:
                 raise error
 
-        monkeypatch.setattr("stts_hf.benchmark.run.measure_workloads", measure_workloads)
+        monkeypatch.setattr("stts_hf.benchmark.measure.measure_workloads", measure_workloads)
 
     return install
 
@@ -96,7 +96,7 @@ def test_sigterm_takes_temporary_files_along(tmp_path, monkeypatch):
             time.sleep(5)
         yield
 
-    monkeypatch.setattr("stts_hf.benchmark.run.measure_workloads", measure_workloads)
+    monkeypatch.setattr("stts_hf.benchmark.measure.measure_workloads", measure_workloads)
 
     # Should the command not take the signal, this test fails and not the process that runs it.
     def missed(*_):

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stts_hf.benchmark.geometries import build_models, configure, workload_inputs
 from stts_hf.benchmark.measure import Runner
-from stts_hf.benchmark.meters import Clock
+from stts_hf.benchmark.meters import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER, Clock
+from stts_hf.benchmark.models import build_models, configure, workload_inputs
 from stts_hf.benchmark.presets import Workload
-from stts_hf.benchmark.stages import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER
 
 CPU = torch.device("cpu")
 GATHER, SCATTER = torch.ops.aten.index.Tensor, torch.ops.aten.index_copy.default

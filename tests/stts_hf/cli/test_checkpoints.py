@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import Molmo2Processor, Molmo2VideoProcessor
 
-from stts_hf.benchmark.stock import stock_twin
+from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.main import main
 from tests.checkpoints import TINY, load_tiny
 

@@ -1,13 +1,14 @@
 """Models to measure and their inputs, all random: speed does not depend on values, only on how many there are."""
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Molmo2ForConditionalGeneration
+from transformers import Molmo2Config, Molmo2ForConditionalGeneration, PreTrainedModel
+from transformers.models.molmo2.configuration_molmo2 import Molmo2VisionConfig
 
 from stts_hf.benchmark.presets import Workload
-from stts_hf.benchmark.stock import stock_twin
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
@@ -27,7 +28,6 @@ def _vision(
         "image_size": [side, side],
         "patch_size": 14,
         "pruning_layer": pruning_layer,
-        "num_position_embeddings": (side // 14) ** 2,
     }
 
 
@@ -96,6 +96,31 @@ def build_models(geometry: str, dtype: torch.dtype, device: torch.device) -> Mod
     # Drawn, not scaled up: any spread at all ranks the blocks.
     nn.init.normal_(model.model.vision_tower.scorer.score_layer.weight)
     return model, stock_twin(model)
+
+
+def stock_twin(model: PreTrainedModel) -> Molmo2ForConditionalGeneration:
+    """
+    Returns stock Molmo2 with the very weights of the STTS `model`, the scorer left out.
+
+    The parameters are the same objects, so gradients of either model lie in one place and one optimiser serves both.
+    Raises `RuntimeError` where they differ in more than the scorer.
+    """
+    settings = model.config.to_dict()
+    known = {field.name for field in dataclasses.fields(Molmo2VisionConfig)} - {"model_type"}
+    parts = {part: settings[part] for part in ("adapter_config", "text_config")}
+    parts["vision_config"] = {name: value for name, value in settings["vision_config"].items() if name in known}
+    tokens = {name: value for name, value in settings.items() if name.endswith(("_token_id", "_patch_id"))}
+    config = Molmo2Config(**parts, **tokens)
+    config._attn_implementation = model.config._attn_implementation
+    for part in parts:
+        getattr(config, part)._attn_implementation = getattr(model.config, part)._attn_implementation
+    with torch.device("meta"):
+        stock = Molmo2ForConditionalGeneration(config)
+    weights = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if ".scorer." not in name}
+    stock.load_state_dict(weights, assign=True)
+    for name in ("rotary_emb", "rotary_emb_unscaled"):  # which a state dict leaves out
+        setattr(stock.model.language_model, name, model.get_submodule(f"model.language_model.{name}"))
+    return stock.train(model.training)
 
 
 def configure(models: Models, workload: Workload, backend: str) -> None:
