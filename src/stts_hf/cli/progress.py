@@ -1,7 +1,6 @@
 """What a command says on stderr while it works. Progress bars appear on a terminal only, never in a log."""
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ def stage(name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     seconds = time.perf_counter() - started
-    if math.floor(seconds):
+    if seconds >= 1:
         note(f"  done in {seconds:.1f} s")
 
 
@@ -45,25 +44,17 @@ def import_libraries() -> None:
 
 
 class TokenBar:
-    """Counts the tokens of one answer after the other, as a streamer of `generate`; leaves no bar behind."""
+    """Counts the tokens of one answer after the other, as a streamer of `generate`; between them none is seen."""
 
-    def __init__(self, max_new_tokens: int):
-        self._total = max_new_tokens
-        self._bar: tqdm | None = None
-
-    def __enter__(self) -> "TokenBar":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def __init__(self, bar: "tqdm"):
+        self.bar = bar
         self.end()
 
     def put(self, value: Any) -> None:
-        if self._bar is None:  # the first call brings the prompt
-            self._bar = progress_bar(self._total, "token")
+        if value.dim() == 2:  # the prompt
+            self.bar.reset()
         else:
-            self._bar.update(1)
+            self.bar.update()
 
     def end(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self.bar.clear()

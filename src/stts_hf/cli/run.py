@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stts_hf.cli import report
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
-from stts_hf.cli.devices import choose_device
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.pictures import check_folder, check_picture, check_pictures, draw, sheet_paths
-from stts_hf.cli.progress import TokenBar, import_libraries, note, stage
-from stts_hf.cli.report import answers_file, check_answers, print_answer, print_heading, print_lines, print_summary
+from stts_hf.cli.options import choose_device, count, share
+from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
 
 HELP = "answer a question about a video, or about each of several, and draw which video tokens were dropped"
 SELECTORS = ("scorer", "cosine", "random")
-REPEATS = 3
 PICTURE = Path("contact_sheet.png")
 
 
@@ -38,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Default: stts-tiny of a source checkout, a model for tests",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
+    parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
     parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens; default: the checkpoint's")
-    parser.add_argument("--num-frames", type=int, metavar="N", help="most frames to look at; default: the checkpoint's")
+    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames to look at (default: checkpoint's)")
     parser.add_argument(
         "--test-time-scaling", action="store_true", help="look at 1 / (1 - K) times as many frames for the same tokens"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer (default: 64)")
+    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
     parser.add_argument(
         "--answers", type=Path, metavar="FILE.jsonl", help="a new file for the answers: one JSON object per video"
     )
@@ -62,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time",
         action="store_true",
         help="compare the times of one video's prompt with stock Molmo2 and with nothing dropped, after the answer",
-    )
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help=f"how often --time times each variant (default: {REPEATS})"
     )
 
 
@@ -106,26 +101,16 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise CommandError(f"QUESTION is missing after the videos: the last argument, {arguments.question}, is a file")
     if not arguments.question.strip():
         raise CommandError("QUESTION is empty; ask something about the video")
-    ratio = arguments.pruning_ratio
-    if ratio is not None and not 0 <= ratio <= 1:  # NaN fails too
-        raise CommandError(f"--pruning-ratio is {ratio}, but must be from 0 (drop nothing) to 1 (drop all)")
-    if arguments.test_time_scaling and ratio == 1:
+    if arguments.test_time_scaling and arguments.pruning_ratio == 1:
         raise CommandError("--test-time-scaling needs a --pruning-ratio below 1: at 1 no number of frames is enough")
-    for name in ("num_frames", "max_new_tokens", "repeats"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} is {value}, but must be at least 1")
-    if arguments.repeats and not arguments.time:
-        raise CommandError("--repeats is for --time; add that, or leave out --repeats")
     if arguments.answers is not None:
-        check_answers(arguments.answers)
-        check_folder("--answers", arguments.answers)
+        report.check_answers(arguments.answers)
     if len(arguments.videos) == 1:
-        check_picture(arguments.output or PICTURE)
+        report.check_picture(arguments.output or PICTURE)
     elif arguments.time:
         raise CommandError("--time compares times on one video; leave it out, or pass one VIDEO")
     elif arguments.output is not None:
-        check_pictures(arguments.output, arguments.videos)
+        report.check_pictures(arguments.output, arguments.videos)
 
 
 def trouble_of(video: str, allow_urls: bool) -> str | None:
@@ -145,11 +130,11 @@ def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[],
 
     (video,), question, ratio = arguments.videos, arguments.question, arguments.pruning_ratio
     path = arguments.output or PICTURE
-    with answers_file(arguments.answers) as write:
+    with report.answers_file(arguments.answers) as write:
         # Before the weights, which may take minutes: a file that cannot be read says so now.
         with stage(f"Decoding {video}"):
             try:
-                prepared = prepare_video(
+                begun, inputs = prepare_video(
                     processor, video, question, pruning_ratio=ratio, processing=processing(arguments)
                 )
             except (ValueError, OSError) as error:
@@ -158,19 +143,20 @@ def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[],
         model = load()
         with (
             stage(f"Answering with {ratio:.0%} of the video tokens dropped"),
-            TokenBar(arguments.max_new_tokens) as bar,
+            progress_bar(arguments.max_new_tokens, "token") as bar,
         ):
-            answer = answer_prepared(model, processor, prepared, streamer=bar, **generation(arguments))
-        print_answer(answer)
+            answer = answer_prepared(model, processor, begun, inputs, streamer=TokenBar(bar), **generation(arguments))
+        report.print_lines(question=question)
+        report.print_answer(answer)
         write(answer)
     with stage(f"Drawing {path}"):
-        draw(answer, path)
-    print_lines(picture=str(path))
+        report.draw(answer, path)
+    report.print_lines(picture=str(path))
     if arguments.time:
         from stts_hf.cli.timing import compare_with_stock, print_times, time_prompts
 
-        variants = compare_with_stock(model, inputs_for(model, prepared.inputs), ratio)
-        print_times(time_prompts(variants, arguments.repeats or REPEATS))
+        variants = compare_with_stock(model, inputs_for(model, inputs), ratio)
+        print_times(time_prompts(variants))
     return 0
 
 
@@ -178,13 +164,13 @@ def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable
     """Answers about one video after the other; each answer comes, and is written, as soon as it is there."""
     from stts_hf.inference.answering import answer_videos
 
-    videos, folder, total = arguments.videos, arguments.output, len(arguments.videos)
-    sheets = [] if folder is None else sheet_paths(folder, videos)
+    videos, total = arguments.videos, len(arguments.videos)
+    sheets = report.sheet_paths(arguments.output, videos) if arguments.output else [None] * total
     model = load()
     note(f"Answering about {total} videos with {arguments.pruning_ratio:.0%} of the video tokens dropped ...")
-    print_lines(question=arguments.question)
+    report.print_lines(question=arguments.question)
     started, waits, frames, failed = time.perf_counter(), list[float](), 0, 0
-    with answers_file(arguments.answers) as write, TokenBar(arguments.max_new_tokens) as bar:
+    with report.answers_file(arguments.answers) as write, progress_bar(arguments.max_new_tokens, "token") as bar:
         answers = answer_videos(
             model,
             processor,
@@ -192,25 +178,25 @@ def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable
             arguments.question,
             processing=processing(arguments),
             on_error="return",
-            streamer=bar,
+            streamer=TokenBar(bar),
             **generation(arguments),
         )
         try:
             with contextlib.closing(answers):
-                for number, answer in enumerate(answers):
+                for answer, sheet in zip(answers, sheets, strict=True):
                     write(answer)
                     waits.append(answer.seconds_waited)
                     frames += answer.num_frames
                     failed += answer.error is not None
-                    print_heading(number + 1, total, videos[number])
-                    print_answer(answer, with_question=False)
-                    if folder is not None and answer.error is None:
-                        draw(answer, sheets[number])
-                        print_lines(picture=str(sheets[number]))
+                    report.print_heading(len(waits), total, answer.video)
+                    report.print_answer(answer)
+                    if sheet is not None and answer.error is None:
+                        report.draw(answer, sheet)
+                        report.print_lines(picture=str(sheet))
         except KeyboardInterrupt:
             note(f"\n{len(waits)} of {total} videos were done")
             raise
-    print_summary(waits, frames, failed, time.perf_counter() - started)
+    report.print_summary(waits, frames, failed, time.perf_counter() - started)
     if failed:
         note(f"stts-hf run: error: {failed} of {total} videos could not be read")
     return 1 if failed else 0

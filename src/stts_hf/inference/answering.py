@@ -17,18 +17,9 @@ from stts_hf.modeling.settings_stts import check_pruning_ratio
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedVideo:
-    """A video and a question as the model takes them: `inputs` for `generate`, `metadata` of the frames shown."""
-
-    video: Any
-    question: str
-    inputs: Any
-    metadata: Any
-
-
-@dataclasses.dataclass(frozen=True)
 class VideoAnswer:
-    """The answer about one video, or why there is none; all that follows `error` is empty then.
+    """The answer about one video, or why there is none; all that follows `error` is empty then. `prepare_video` fills
+    in what is known before the model answers, `answer_prepared` the rest.
 
     Attributes:
         video, question: as they were passed.
@@ -132,22 +123,22 @@ def answer_videos(
     else:
         pairs = zip(videos, question, strict=True)
 
-    def prepare(pair: tuple[Any, str]) -> PreparedVideo | VideoAnswer:
+    def prepare(pair: tuple[Any, str]) -> tuple[VideoAnswer, BatchFeature | None]:
         try:
             return prepare_video(processor, *pair, pruning_ratio=ratio, processing=processing)
         except Exception as error:
             if on_error == "raise":
                 raise
-            return VideoAnswer(*pair, error=error)
+            return VideoAnswer(*pair, error=error), None
 
     def answers() -> Generator[VideoAnswer, None, None]:
         with contextlib.closing(prefetch(prepare, pairs)) as prepared:
             started = time.perf_counter()
-            for found in prepared:
+            for answer, inputs in prepared:
                 waited = time.perf_counter() - started
-                if isinstance(found, PreparedVideo):
-                    found = answer_prepared(model, processor, found, pruning_ratio=ratio, **generate_options)
-                yield dataclasses.replace(found, seconds_waited=waited)
+                if inputs is not None:
+                    answer = answer_prepared(model, processor, answer, inputs, pruning_ratio=ratio, **generate_options)
+                yield dataclasses.replace(answer, seconds_waited=waited)
                 started = time.perf_counter()
 
     return answers()
@@ -160,9 +151,10 @@ def prepare_video(
     *,
     pruning_ratio: float,
     processing: Mapping[str, Any] | None = None,
-) -> PreparedVideo:
+) -> tuple[VideoAnswer, BatchFeature]:
     """Decodes and preprocesses one video and writes its prompt; arguments and errors as in `answer_videos`.
 
+    Returns what is known of the answer, and the arguments of `generate`.
     `pruning_ratio` is what `test_time_scaling` raises the number of frames by, where that is on.
     """
     check_question(processor, question)
@@ -175,31 +167,31 @@ def prepare_video(
     metadata = inputs.pop("video_metadata")[0]
     if metadata.fps is None:  # frames that came without it: the rate that the prompt goes by
         metadata.fps = processor.video_processor.max_fps
-    return PreparedVideo(video, question, inputs, metadata)
+    rows, columns = inputs["video_grids"][0, 1:].tolist()
+    answer = VideoAnswer(
+        video,
+        question,
+        timestamps=tuple(float(time) for time in metadata.timestamps),
+        damaged_frames=getattr(metadata, "num_damaged", 0),
+        duration=metadata.duration,
+        grid=(rows, columns),
+        prompt_tokens=inputs["input_ids"].shape[1],
+    )
+    return answer, inputs
 
 
 def answer_prepared(
-    model: Any, processor: Any, prepared: PreparedVideo, *, pruning_ratio: float | None = None, **generate_options: Any
+    model: Any, processor: Any, answer: VideoAnswer, inputs: Mapping[str, torch.Tensor], **generate_options: Any
 ) -> VideoAnswer:
-    """Answers the question about a prepared video in one call of `generate`; arguments as in `answer_videos`."""
+    """Completes what `prepare_video` began, in one call of `generate`, which takes the options."""
     started = time.perf_counter()
-    inputs = inputs_for(model, prepared.inputs)
-    options = {**generate_options, "pruning_ratio": pruning_ratio, "return_dict_in_generate": True}
-    output = model.generate(**inputs, **options)
-    prompt_tokens = inputs["input_ids"].shape[1]
-    text = processor.decode(output.sequences[0, prompt_tokens:], skip_special_tokens=True).strip()
-    rows, columns = inputs["video_grids"][0, 1:].tolist()
-    return VideoAnswer(
-        prepared.video,
-        prepared.question,
-        answer=text,
-        timestamps=tuple(float(time) for time in prepared.metadata.timestamps),
-        damaged_frames=getattr(prepared.metadata, "num_damaged", 0),
-        duration=prepared.metadata.duration,
-        grid=(rows, columns),
+    options = {**generate_options, "return_dict_in_generate": True}
+    output = model.generate(**inputs_for(model, inputs), **options)
+    return dataclasses.replace(
+        answer,
+        answer=processor.decode(output.sequences[0, answer.prompt_tokens :], skip_special_tokens=True).strip(),
         keep_mask=output["keep_mask"][0].cpu(),
         token_scores=output["token_scores"][0].float().cpu(),
-        prompt_tokens=prompt_tokens,
         seconds=time.perf_counter() - started,
     )
 

@@ -1,11 +1,12 @@
 """A picture of what was dropped: every frame shown, its dropped blocks dimmed."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 MARGIN = 16
 GAP = 10
@@ -14,9 +15,10 @@ TEXT = (236, 238, 242)
 FAINT_TEXT = (150, 156, 168)
 KEPT = (88, 196, 132)
 TRACK = (52, 56, 66)
+DIMMED_BLACK, DIMMED_WHITE = (18, 20, 28), (110, 112, 120)
+BORDER = (200, 210, 225)
 MAX_WIDTH = 1920
 TILE_WIDTHS = (150, 400)
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def contact_sheet(
@@ -51,7 +53,9 @@ def contact_sheet(
     """
     frames, mask = _to_numpy(frames), _to_numpy(keep_mask)
     scores = None if token_scores is None else _to_numpy(token_scores)
-    _check(frames, mask, grid, timestamps, scores, columns)
+    _check(frames, mask, grid, None if timestamps is None else np.asarray(timestamps), scores)
+    if columns is not None and columns < 1:
+        raise ValueError(f"`columns` is {columns}, but must be at least 1.")
 
     num_frames, height, width, _ = frames.shape
     columns = min(columns or _choose_columns(num_frames, height, width), num_frames)
@@ -64,7 +68,10 @@ def contact_sheet(
     label_font, title_font = ImageFont.load_default(label_size), ImageFont.load_default(22)
     label_height = label_size + 18
     sheet_width = max(2 * MARGIN + columns * (tile_width + GAP) - GAP, 640)
-    headlines = _wrap(title, title_font, sheet_width - 2 * MARGIN) if title else []
+    headlines: list[str] = []
+    if title:  # by the mean width of its letters, with some room for wider ones
+        letters = 0.95 * (sheet_width - 2 * MARGIN) * len(title) / title_font.getlength(title)
+        headlines = textwrap.wrap(title, int(letters), max_lines=3, placeholder=" ...")
     header_height = MARGIN + 32 * len(headlines) + 34
     sheet_height = header_height + rows * (tile_height + label_height + GAP) - GAP + MARGIN
 
@@ -94,8 +101,7 @@ def contact_sheet(
             name += f"   score {scores[index].mean():.2f}"
         count = f"{frame_kept}/{per_frame}"
         draw.text((left, bar + 6), name, font=label_font, fill=TEXT)
-        count_left = left + tile_width - draw.textlength(count, font=label_font)
-        draw.text((count_left, bar + 6), count, font=label_font, fill=FAINT_TEXT)
+        draw.text((left + tile_width, bar + 6), count, font=label_font, fill=FAINT_TEXT, anchor="ra")
     return sheet
 
 
@@ -109,22 +115,15 @@ def dim_dropped_blocks(
     image = Image.fromarray(np.ascontiguousarray(frame))
     if size is not None:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    pixels = np.asarray(image).astype(np.float32)
-    height, width = pixels.shape[:2]
-    rows, cols = grid
-    # Which block each pixel lies in: blocks need not divide the frame's size.
-    block_row = np.minimum(np.arange(height) * rows // height, rows - 1)
-    block_col = np.minimum(np.arange(width) * cols // width, cols - 1)
-    kept = keep.reshape(rows, cols)[block_row[:, None], block_col[None, :]]  # (H, W)
-
-    grey = pixels @ np.array([0.299, 0.587, 0.114], dtype=np.float32)
-    dimmed = 0.36 * grey[..., None] + np.array([18, 20, 28], dtype=np.float32)
-    result = np.where(kept[..., None], pixels, dimmed)
+    dimmed = ImageOps.colorize(ImageOps.grayscale(image), DIMMED_BLACK, DIMMED_WHITE)
+    mask = Image.fromarray(keep.reshape(grid)).resize(image.size, Image.Resampling.NEAREST)  # blocks need not divide it
+    tile = Image.composite(image, dimmed, mask)
+    kept = np.asarray(mask)  # (H, W)
     border = np.zeros_like(kept)
     border[1:] |= kept[1:] != kept[:-1]
     border[:, 1:] |= kept[:, 1:] != kept[:, :-1]
-    result[border] = 0.45 * result[border] + 0.55 * np.array([200, 210, 225], dtype=np.float32)
-    return Image.fromarray(result.round().clip(0, 255).astype(np.uint8))
+    line = Image.blend(tile, Image.new("RGB", tile.size, BORDER), 0.55)
+    return Image.composite(line, tile, Image.fromarray(border))
 
 
 def _to_numpy(values: np.ndarray | torch.Tensor) -> np.ndarray:
@@ -140,23 +139,8 @@ def _choose_columns(num_frames: int, height: int, width: int) -> int:
     return min((ideal, min(ideal + 1, widest)), key=lambda columns: -num_frames % columns)
 
 
-def _wrap(text: str, font: Font, width: int) -> list[str]:
-    lines: list[str] = []
-    for word in text.split():
-        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines if len(lines) <= 3 else [*lines[:2], lines[2] + " ..."]
-
-
 def _check(
-    frames: np.ndarray,
-    mask: np.ndarray,
-    grid: tuple[int, int],
-    timestamps: Sequence[float] | None,
-    scores: np.ndarray | None,
-    columns: int | None,
+    frames: np.ndarray, mask: np.ndarray, grid: tuple[int, int], times: np.ndarray | None, scores: np.ndarray | None
 ) -> None:
     if frames.dtype != np.uint8:
         raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
@@ -164,14 +148,12 @@ def _check(
         raise ValueError(f"`frames` has shape {frames.shape}, but must be (T, H, W, 3) with at least one frame.")
     if mask.dtype != np.bool_:
         raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
-    if len(grid) != 2 or mask.shape != (len(frames), grid[0] * grid[1]):
-        raise ValueError(
-            f"`keep_mask` has shape {mask.shape}, but {len(frames)} frames with a `grid` of {tuple(grid)} blocks need "
-            f"{(len(frames), int(np.prod(grid)))}."
-        )
-    if timestamps is not None and len(timestamps) != len(frames):
-        raise ValueError(f"`timestamps` has {len(timestamps)} entries, but there are {len(frames)} frames.")
-    if scores is not None and scores.shape != mask.shape:
-        raise ValueError(f"`token_scores` has shape {scores.shape}, but `keep_mask` has {mask.shape}.")
-    if columns is not None and columns < 1:
-        raise ValueError(f"`columns` is {columns}, but must be at least 1.")
+    rows, cols = grid
+    of_blocks = (len(frames), rows * cols)
+    arrays = {"keep_mask": (mask, of_blocks), "token_scores": (scores, of_blocks), "timestamps": (times, of_blocks[:1])}
+    for name, (array, shape) in arrays.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"`{name}` has shape {array.shape}, but {len(frames)} frames with a `grid` of {rows} x {cols} blocks "
+                f"need {shape}."
+            )

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForMultimodalLM
 
-from stts_hf.benchmark.stock import stock_twin
+from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli import timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
@@ -99,7 +99,7 @@ def test_the_answer_comes_before_pictures_and_times(run, monkeypatch, capsys):
     def note_down(step):
         return lambda *_: printed_by_then.update({step: capsys.readouterr().out}) or {}
 
-    monkeypatch.setattr("stts_hf.cli.run.draw", note_down("draw"))
+    monkeypatch.setattr("stts_hf.cli.report.draw", note_down("draw"))
     monkeypatch.setattr(timing, "time_prompts", note_down("time"))
     monkeypatch.setattr(timing, "print_times", lambda times: None)
     run("--time")
@@ -116,7 +116,7 @@ def test_times_are_taken_only_when_asked_for(run, monkeypatch):
 
 
 def test_no_bar_goes_into_a_log(run):
-    _, _, err, _ = run("--time", "--repeats", "1")
+    _, _, err, _ = run("--time")
     assert "\r" not in err
     assert "%|" not in err
 
@@ -149,7 +149,7 @@ def test_an_address_that_is_allowed_is_answered_about_and_drawn(run, clip):
 
 
 def test_times_compare_stock_molmo2_with_and_without_dropping(run):
-    _, out, _, _ = run("--time", "--repeats", "1")
+    _, out, _, _ = run("--time")
     rows = [line for line in out.splitlines() if line.startswith(("stock", "STTS"))]
     assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["stock Molmo2", "STTS, none dropped", "STTS, 50% dropped"]
     for row in rows:
@@ -160,18 +160,11 @@ def test_times_compare_stock_molmo2_with_and_without_dropping(run):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--pruning-ratio", "1.5"], "--pruning-ratio is 1.5, but must be from 0"),
-        (["--pruning-ratio", "-0.1"], "--pruning-ratio is -0.1"),
-        (["--pruning-ratio", "nan"], "--pruning-ratio is nan"),
         (["--test-time-scaling", "--pruning-ratio", "1"], "--test-time-scaling needs"),
         (
             ["--test-time-scaling", "--pruning-ratio", "0.9999999"],
             "test_time_scaling=True needs pruning_ratio of at most",
         ),
-        (["--num-frames", "0"], "--num-frames is 0"),
-        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
-        (["--time", "--repeats", "0"], "--repeats is 0, but must be at least 1"),
-        (["--repeats", "2"], "--repeats is for --time"),
         (["--output", "missing_folder/sheet.png"], "a folder that does not exist"),
         (["--output", "sheet.txt"], "must end in .png"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
@@ -185,6 +178,25 @@ def test_bad_options_are_one_clear_line(run, arguments, words):
     assert last.startswith("stts-hf run: error: ")
     assert words in last
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--pruning-ratio", "1.5", "is 1.5, but must be a share from 0"),
+        ("--pruning-ratio", "-0.1", "is -0.1, but must be a share from 0"),
+        ("--pruning-ratio", "nan", "is nan, but must be a share from 0"),
+        ("--num-frames", "0", "is 0, but must be at least 1"),
+        ("--max-new-tokens", "0", "is 0, but must be at least 1"),
+    ],
+)
+def test_values_out_of_range_are_one_clear_line(run, capsys, option, value, words):
+    with pytest.raises(SystemExit) as ended:
+        run(option, value)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"stts-hf run: error: argument {option}: {words}")
 
 
 @pytest.mark.parametrize("token", ["<|image|>", "<|video|>", "<im_patch>"])

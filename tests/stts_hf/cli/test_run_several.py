@@ -15,8 +15,7 @@ from PIL import Image
 
 from stts_hf.cli.errors import CommandError
 from stts_hf.cli.main import main
-from stts_hf.cli.pictures import sheet_paths
-from stts_hf.cli.report import answers_file
+from stts_hf.cli.report import answers_file, sheet_paths
 from stts_hf.inference import answering
 from stts_hf.inference.answering import VideoAnswer
 from tests.clips import write_clip
@@ -63,9 +62,9 @@ def before_answer(monkeypatch):
     def install(call):
         real = answering.answer_prepared
 
-        def answer_prepared(model, processor, prepared, **options):
-            call(prepared.video)
-            return real(model, processor, prepared, **options)
+        def answer_prepared(model, processor, begun, inputs, **options):
+            call(begun.video)
+            return real(model, processor, begun, inputs, **options)
 
         monkeypatch.setattr(answering, "answer_prepared", answer_prepared)
 
@@ -251,7 +250,7 @@ def test_output_is_a_folder_of_one_picture_each(run, here):
     [
         (["x/a.mp4", "y/b.mkv"], ["a", "b"]),
         (["x/a.mp4", "y/a.mp4", "a.mkv"], ["a", "a-2", "a-3"]),
-        (["a.mp4", "a.mp4", "a-2.mp4"], ["a", "a-3", "a-2"]),
+        (["a.mp4", "a.mp4", "a-2.mp4"], ["a", "a-2", "a-2-2"]),
         (["a-2.mp4", "a.mp4", "a.mkv"], ["a-2", "a", "a-3"]),
         (["A.mp4", "a.mp4"], ["A", "a-2"]),
         (["a.b.mp4", "a.c.mp4"], ["a.b", "a.c"]),
@@ -274,7 +273,7 @@ def test_pictures_have_names_of_their_own(videos, names):
         (["a.mp4", "http://x.org/b.mp4", QUESTION], "VIDEO http://x.org/b.mp4 is an address, which is downloaded only"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "sheet.png"], "--output sheet.png must name a folder"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4"], "--output words.mp4 must name a folder"),
-        (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4/x"], "--output words.mp4/x cannot be made"),
+        (["a.mp4", "b.mp4", QUESTION, "--output", "words.mp4/x"], "--output words.mp4/x must be a folder that can"),
         (["a.mp4", "b.mp4", QUESTION, "--output", "folder"], "--output folder holds b.contact_sheet.png already"),
         (["a.mp4", "b.mp4", QUESTION, "--answers", "words.mp4"], "--answers words.mp4 is there already and is not"),
         (["a.mp4", QUESTION, "--answers", "words.mp4"], "--answers words.mp4 is there already and is not written over"),

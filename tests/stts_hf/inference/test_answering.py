@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 
 from stts_hf.inference import answering
-from stts_hf.inference.answering import PreparedVideo, VideoAnswer, answer_prepared, answer_videos, prepare_video
+from stts_hf.inference.answering import VideoAnswer, answer_prepared, answer_videos, prepare_video
 from tests.clips import write_clip
 
 PATIENCE = 20  # seconds until a test that would hang fails
@@ -51,11 +51,11 @@ def pretend(monkeypatch):
     def pretend(prepare=lambda video: None, answer=lambda video: None):
         def prepare_video(processor, video, question, **options):
             prepare(video)
-            return PreparedVideo(video, question, None, None)
+            return VideoAnswer(video, question), {}
 
-        def answer_prepared(model, processor, prepared, **options):
-            answer(prepared.video)
-            return VideoAnswer(prepared.video, prepared.question, f"{prepared.question} {prepared.video}")
+        def answer_prepared(model, processor, begun, inputs, **options):
+            answer(begun.video)
+            return VideoAnswer(begun.video, begun.question, f"{begun.question} {begun.video}")
 
         monkeypatch.setattr(answering, "prepare_video", prepare_video)
         monkeypatch.setattr(answering, "answer_prepared", answer_prepared)
@@ -199,13 +199,13 @@ def test_threads_may_share_a_model(model, processor, clips):
         prepare_video(processor, clip, QUESTION, pruning_ratio=0.5, processing={"num_frames": 2 + place})
         for place, clip in enumerate(clips)
     ]
-    few = {"max_new_tokens": 3, "do_sample": False}
-    alone = [answer_prepared(model, processor, video, pruning_ratio=0.5, **few) for video in prepared]
+    few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    alone = [answer_prepared(model, processor, *video, pruning_ratio=0.5, **few) for video in prepared]
     together = threading.Barrier(4)
 
     def answer(place: int) -> VideoAnswer:
         together.wait(PATIENCE)
-        return answer_prepared(model, processor, prepared[place], pruning_ratio=0.5, **few)
+        return answer_prepared(model, processor, *prepared[place], pruning_ratio=0.5, **few)
 
     places = [0, 1, 2, 0]
     with ThreadPoolExecutor(4) as pool:

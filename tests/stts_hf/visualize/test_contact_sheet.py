@@ -95,7 +95,7 @@ def test_tensors_draw_the_same_picture_as_arrays():
         ({"keep_mask": np.ones((2, 81), dtype=np.int64)}, TypeError, "`keep_mask` has dtype int64"),
         ({"keep_mask": np.ones((3, 81), dtype=bool)}, ValueError, r"need \(2, 81\)"),
         ({"grid": (9, 8)}, ValueError, r"need \(2, 72\)"),
-        ({"timestamps": [0.0]}, ValueError, "`timestamps` has 1 entries"),
+        ({"timestamps": [0.0]}, ValueError, r"`timestamps` has shape \(1,\), .* need \(2,\)"),
         ({"token_scores": np.ones((2, 80))}, ValueError, "`token_scores` has shape"),
         ({"columns": 0}, ValueError, "`columns` is 0"),
     ],
