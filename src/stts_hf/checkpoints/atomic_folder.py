@@ -16,11 +16,6 @@ from pathlib import Path
 
 from .files import read_json
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _NEW, _OLD = ".stts-new", ".stts-old"
 # What saving, downloading or converting a checkpoint leaves in a folder; anything else is someone's own.
 _CHECKPOINT_FILES = re.compile(
@@ -31,53 +26,42 @@ _CHECKPOINT_FILES = re.compile(
 
 
 @contextlib.contextmanager
-def atomic_folder(destination: Path, *, overwrite: bool = False, commit_marker: str | None = None) -> Iterator[Path]:
+def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Gives a new, empty folder, which becomes `destination` when the `with` block ends without an error.
 
-    Args:
-        destination: the folder to make. Only with `overwrite` does the new folder take the place of an old one.
-        commit_marker: name of a file without which the folder counts for nothing, such as `config.json`. With it the
-            files move into `destination`, which may hold others: the old marker goes first, the new one comes last, and
-            weights of an earlier save that would be read in place of the new ones are deleted.
-
-    Raises `FileExistsError` where `destination` exists without `overwrite` and `commit_marker`.
+    With `overwrite` a folder that is there steps aside for it; `recover` puts that back after a kill. Raises
+    `FileExistsError` where one is there without `overwrite`, `OSError` where another process was first.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     recover(destination)
     token = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    folder = destination.with_name(f".{destination.name}{_NEW}-{token}")
-    folder.mkdir()
+    new, old = (destination.with_name(f".{destination.name}{kind}-{token}") for kind in (_NEW, _OLD))
+    new.mkdir()
     try:
-        yield folder
-        flush(folder)
-        with exclusive_lock(destination.parent):
-            if commit_marker is not None:
-                move_files(folder, destination, commit_marker)
-            elif destination.exists() and not overwrite:
+        yield new
+        flush(new)
+        if destination.exists():
+            if not overwrite:
                 raise FileExistsError(f"{destination} exists: name another folder.")
-            else:
-                replace_folder(folder, destination, token)
+            destination.rename(old)
+        try:
+            new.rename(destination)
+        except OSError:
+            if old.exists():
+                old.rename(destination)
+            raise
+        _sync(destination.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def replace_folder(folder: Path, destination: Path, token: str) -> None:
-    """Renames `folder` to `destination`. A folder that is there steps aside; `recover` puts it back after a kill."""
-    old = destination.with_name(f".{destination.name}{_OLD}-{token}")
-    if destination.exists():
-        destination.rename(old)
-    try:
-        folder.rename(destination)
-    except OSError:
-        if old.exists():
-            old.rename(destination)
-        raise
-    _sync(destination.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
-    """Moves everything in `folder` into `destination`, over what has the same names, `commit_marker` last."""
+    """Moves everything in `folder` into `destination`, which may hold other files, over what has the same names.
+
+    `commit_marker` is the file without which a folder counts for nothing, such as `config.json`: the old one goes
+    first, the new one comes last. Weights of an earlier save that would be read in place of the new ones are deleted.
+    """
     destination.mkdir(exist_ok=True)
     names = sorted(os.listdir(folder), key=lambda name: (name == commit_marker, name))
     in_the_way = [name for name in names if (destination / name).is_dir() and not (folder / name).is_dir()]
@@ -123,21 +107,6 @@ def is_running(left: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Waits until no other process holds this lock on `folder`, where the file system has locks."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def flush(folder: Path) -> None:
     """Waits until every file of `folder`, and the list of its files, is on the disk."""
     for path in [*sorted(folder.rglob("*")), folder]:
@@ -159,14 +128,10 @@ def stale_weights(present: list[str], saved: list[str]) -> list[str]:
     Weights among the files `present` that are no part of those just `saved`. transformers would read an old
     `model.safetensors` before a new index of shards.
     """
-    weights = re.compile(r"model(\.[\w-]+?)??(-\d{5}-of-\d{5})?\.safetensors(\.index(\.[\w-]+)?\.json)?")
-
-    def variant(name: str) -> str | None:
-        found = weights.fullmatch(name)
-        return (found[1] or found[4] or "") if found else None
-
-    variants = {variant(name) for name in saved} - {None}
-    return sorted(name for name in present if name not in saved and variant(name) in variants)
+    weights = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    if not any(map(weights.fullmatch, saved)):
+        return []
+    return sorted(name for name in present if weights.fullmatch(name) and name not in saved)
 
 
 def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[str, Path] | None = None) -> None:
@@ -181,12 +146,8 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
         )
     for what, folder in (apart_from or {}).items():
         ours, other = destination.resolve(), folder.resolve()
-        if ours == other:
-            raise ValueError(f"`destination` {ours} is the {what} itself: name another folder.")
-        if ours.is_relative_to(other):
-            raise ValueError(f"`destination` {ours} lies inside the {what} {other}: name a folder outside it.")
-        if other.is_relative_to(ours):
-            raise ValueError(f"`destination` {ours} holds the {what} {other}: name a folder outside it.")
+        if ours.is_relative_to(other) or other.is_relative_to(ours):
+            raise ValueError(f"`destination` {ours} and the {what} {other} must lie apart: name another folder.")
     if not destination.exists():
         return
     if not destination.is_dir():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stts_hf.checkpoints import atomic_folder as rooms
-from stts_hf.checkpoints.atomic_folder import atomic_folder, stale_weights
+from stts_hf.checkpoints.atomic_folder import atomic_folder, move_files, stale_weights
 
 OLD = {"config.json": "old", "model.safetensors": "old", "notes.txt": "mine"}
 NEW = {"config.json": "new", "model.safetensors.index.json": "new", "model-00001-of-00001.safetensors": "new"}
@@ -39,28 +39,25 @@ def test_a_folder_that_is_there_is_not_replaced_unasked(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("commit_marker", [None, "config.json"])
-def test_an_error_changes_nothing(tmp_path, commit_marker):
+def test_an_error_changes_nothing(tmp_path):
     fill(tmp_path / "out", OLD)
-    with (
-        pytest.raises(UnicodeEncodeError),
-        atomic_folder(tmp_path / "out", overwrite=True, commit_marker=commit_marker) as folder,
-    ):
+    with pytest.raises(UnicodeEncodeError), atomic_folder(tmp_path / "out", overwrite=True) as folder:
         fill(folder, NEW | {"z.txt": "\ud800"})
     assert found(tmp_path / "out") == OLD
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_with_a_commit_marker_other_files_stay_and_weights_that_would_be_read_first_go(tmp_path):
+def test_where_files_move_others_stay_and_weights_that_would_be_read_first_go(tmp_path):
     fill(tmp_path / "out", OLD)
-    with atomic_folder(tmp_path / "out", commit_marker="config.json") as folder:
-        fill(folder, NEW)
+    fill(tmp_path / "new", NEW)
+    move_files(tmp_path / "new", tmp_path / "out", commit_marker="config.json")
     assert found(tmp_path / "out") == NEW | {"notes.txt": "mine"}
 
 
 @pytest.mark.parametrize("moved", range(3))
 def test_a_stop_while_files_move_leaves_no_commit_marker(tmp_path, monkeypatch, moved):
     fill(tmp_path / "out", OLD)
+    fill(tmp_path / "new", NEW)
     replace, names = os.replace, []
 
     def stop(source: Path, place: Path) -> None:
@@ -70,8 +67,8 @@ def test_a_stop_while_files_move_leaves_no_commit_marker(tmp_path, monkeypatch, 
         replace(source, place)
 
     monkeypatch.setattr(os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out", commit_marker="config.json") as folder:
-        fill(folder, NEW)
+    with pytest.raises(KeyboardInterrupt):
+        move_files(tmp_path / "new", tmp_path / "out", commit_marker="config.json")
     assert not (tmp_path / "out" / "config.json").exists()
     assert found(tmp_path / "out")["notes.txt"] == "mine"
 
@@ -80,11 +77,9 @@ def test_a_folder_in_the_way_of_a_file_is_refused_before_anything_moves(tmp_path
     fill(tmp_path / "out", OLD)
     (tmp_path / "out" / "generation_config.json").mkdir()
     before = sorted(os.listdir(tmp_path / "out"))
-    with (
-        pytest.raises(FileExistsError, match="in the way"),
-        atomic_folder(tmp_path / "out", commit_marker="config.json") as folder,
-    ):
-        fill(folder, NEW | {"generation_config.json": "new"})
+    fill(tmp_path / "new", NEW | {"generation_config.json": "new"})
+    with pytest.raises(FileExistsError, match="in the way"):
+        move_files(tmp_path / "new", tmp_path / "out", commit_marker="config.json")
     assert sorted(os.listdir(tmp_path / "out")) == before
     assert (tmp_path / "out" / "config.json").read_text() == "old"
 
@@ -104,7 +99,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     assert found(tmp_path / "out") == OLD
 
 
-def test_stale_weights_are_those_of_the_variant_saved():
+def test_stale_weights_are_those_of_an_earlier_save():
     saved = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     present = [
         *saved,
@@ -114,5 +109,4 @@ def test_stale_weights_are_those_of_the_variant_saved():
         "adapter_model.safetensors",
     ]
     assert stale_weights(present, saved) == ["model-00003-of-00003.safetensors", "model.safetensors"]
-    assert stale_weights(present, ["model.fp16-00001-of-00001.safetensors"]) == ["model.fp16.safetensors"]
     assert stale_weights(present, ["config.json"]) == []

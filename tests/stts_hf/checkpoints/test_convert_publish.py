@@ -123,26 +123,22 @@ def test_a_link_in_the_place_is_refused(source, tmp_path):
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [("", "is the source itself"), ("inside", "lies inside the source"), ("..", "holds the source")],
-    ids=["same", "inside", "around"],
-)
-def test_destination_and_source_must_lie_apart(source, tmp_path, place, message):
+@pytest.mark.parametrize("place", ["", "inside", ".."], ids=["same", "inside", "around"])
+def test_destination_and_source_must_lie_apart(source, tmp_path, place):
     folder = tmp_path / "outer" / "source"
     folder.mkdir(parents=True)
     for name, content in contents(source).items():
         (folder / name).write_bytes(content)
     (tmp_path / "outer" / "config.json").write_text("{}")
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"and the source .* must lie apart"):
         convert_checkpoint(folder, folder / place if place != ".." else tmp_path / "outer", overwrite=True)
     assert contents(tmp_path) == before
 
 
 def test_destination_inside_the_base_is_refused(source, tmp_path):
     base = write_base(tmp_path / "base", side=18)
-    with pytest.raises(ValueError, match="lies inside the base"):
+    with pytest.raises(ValueError, match=r"and the base .* must lie apart"):
         convert_checkpoint(source, base / "inside", base=base)
 
 
