@@ -340,7 +340,7 @@ def test_a_tokenizer_without_the_special_tokens(folders, tmp_path):
 
 def test_a_processor_of_another_image_size(folders, tmp_path):
     base = write_base(tmp_path / "base", side=28)
-    refuse(copy(folders / "one_file", tmp_path / "source"), r"`size` of the image_processor is \[28, 28\]", base=base)
+    refuse(copy(folders / "one_file", tmp_path / "source"), r"`size` of the image_processor is .*28.*28", base=base)
 
 
 def test_a_base_without_chat_template(folders, tmp_path):

@@ -99,7 +99,7 @@ FATAL: list[tuple[str, Damage, str]] = [
     (
         "code",
         edit("config.json", lambda config: config["auto_map"].update(AutoConfig="user/name--configuration.Config")),
-        "not in this folder",
+        "has 'user/name--configuration.Config' for AutoConfig",
     ),
     ("weights", lambda folder: shard_with(folder, "lm_head.weight").unlink(), "is missing"),
     ("weights", lambda folder: os.truncate(shard_with(folder, "lm_head.weight"), 5000), "cut off"),
@@ -305,7 +305,7 @@ MALFORMED: dict[str, tuple[str, Damage, str]] = {
     "vision_config_string": (
         "configuration",
         settings_of("config.json", "vision_config", value="big"),
-        "`vision_config` in config.json must be a JSON object, but is 'big'",
+        "config.json has a setting that cannot be (Validation error for field 'vision_config'",
     ),
     "video_processor_string": (
         "code",
@@ -320,7 +320,7 @@ MALFORMED: dict[str, tuple[str, Damage, str]] = {
     "video_auto_map_list": (
         "code",
         settings_of("processor_config.json", "video_processor", "auto_map", value=[1]),
-        "`video_processor.auto_map` in processor_config.json must be a JSON object, but is [1]",
+        "`auto_map` in the video_processor of processor_config.json must be a JSON object, but is [1]",
     ),
     "size_int": (
         "tokenizer",
