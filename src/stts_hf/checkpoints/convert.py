@@ -111,11 +111,8 @@ def convert_checkpoint(
     tensors = open_tensors(source_folder)
     raise_findings(f"The configuration of {source_folder} cannot be used", check_sizes(config, tensors))
     override(config, processor, packing, pruning_ratio, selector)
-    raise_findings(
-        f"The tokenizer of {base_folder} does not fit {source_folder}",
-        check_vocabulary(processor.tokenizer.get_vocab(), config),
-    )
-    raise_findings(f"The processor of {base_folder} does not fit {source_folder}", check_processor(processor, config))
+    unfit = [*check_vocabulary(processor.tokenizer.get_vocab(), config), *check_processor(processor, config)]
+    raise_findings(f"Tokenizer or processor of {base_folder} do not fit {source_folder}", unfit)
 
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     source_dtype = main_dtype(tensors)
@@ -188,11 +185,7 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
     """Returns a local folder, or that of a downloaded Hub repository. Raises `ValueError` where there is neither."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if dangling := [name for name in dangling_links(folder) if not name.endswith(".py")]:  # no code is needed
-            raise ValueError(
-                f"`{what}` {name} has links that lead nowhere ({', '.join(dangling[:4])}): copy the folder again with "
-                "cp -rL, which copies what links lead to."
-            )
+        raise_findings(f"`{what}` {name} is not whole", dangling_links(folder))
         return folder.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.exists():
         problem = "is a file" if folder.exists() else "does not exist"

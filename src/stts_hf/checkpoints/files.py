@@ -73,9 +73,14 @@ def checkpoint_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return files, left_out
 
 
-def dangling_links(folder: Path) -> list[str]:
-    """Paths in `folder` of the links that lead nowhere."""
-    return [name for name, path in checkpoint_files(folder)[0].items() if not path.exists()]
+def dangling_links(folder: Path) -> Iterator[Finding]:
+    """Names the links in a folder that lead nowhere."""
+    dangling = [name for name, path in checkpoint_files(folder)[0].items() if not path.exists()]
+    if dangling:
+        yield Finding(
+            f"{len(dangling)} links lead nowhere ({', '.join(dangling[:4])}{', ...' if len(dangling) > 4 else ''})",
+            "copy the folder again with cp -rL, which copies what links lead to",
+        )
 
 
 def check_links(folder: Path) -> Iterator[Finding]:
@@ -83,11 +88,7 @@ def check_links(folder: Path) -> Iterator[Finding]:
     Links must lead to files: in the folder, in the Hub cache that the folder is part of, or to what equals a code file
     of this package, as in a preset folder.
     """
-    if dangling := dangling_links(folder):
-        yield Finding(
-            f"{len(dangling)} links lead nowhere ({', '.join(dangling[:4])}{', ...' if len(dangling) > 4 else ''})",
-            "copy the folder again with cp -rL, which copies what links lead to",
-        )
+    yield from dangling_links(folder)
     for name, path in checkpoint_files(folder)[0].items():
         if path.is_symlink() and path.exists() and not _may_lead_to(folder.resolve(), path.resolve()):
             yield Finding(

@@ -78,7 +78,7 @@ def load_original_config(folder: Path | str) -> dict:
     return model
 
 
-def convert_original_config(config: Mapping[str, Any], special_token_ids: Mapping[str, int]) -> dict[str, Any]:
+def convert_original_config(config: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
     """Keyword arguments of `STTSConfig` for the `model` section of an original `config.yaml`.
 
     A checkpoint trained with pruning brings its ratio, layer and method, and is given the released code's layout
@@ -86,14 +86,11 @@ def convert_original_config(config: Mapping[str, Any], special_token_ids: Mappin
 
     Args:
         config: from `load_original_config`.
-        special_token_ids: id of every token in `SPECIAL_TOKENS`, by its text; the YAML does not have them.
+        token_ids: id of every token in `SPECIAL_TOKENS`, by its text; the YAML does not have them.
 
     Raises `ValueError` naming every setting that native Molmo2 or STTS cannot express, or one that is missing or of a
     wrong kind.
     """
-    missing = [token for token in SPECIAL_TOKENS.values() if token not in special_token_ids]
-    if missing:
-        raise ValueError(f"`special_token_ids` lacks {', '.join(missing)}: take the ids from the tokenizer.")
     _check_kinds(config)
     try:
         vit = config["vision_backbone"]["vit"]
@@ -102,7 +99,7 @@ def convert_original_config(config: Mapping[str, Any], special_token_ids: Mappin
             "text_config": _text_config(config["llm"]),
             "vision_config": _vision_config(config),
             "adapter_config": _adapter_config(config),
-            **{field: special_token_ids[token] for field, token in SPECIAL_TOKENS.items()},
+            **{field: token_ids[token] for field, token in SPECIAL_TOKENS.items()},
             **({"temporal_loss_weight": vit["sim_reg_loss_coefficient"]} if vit.get("prune") else {}),
             "initializer_range": config["llm"].get("initializer_range", 0.02),
         }

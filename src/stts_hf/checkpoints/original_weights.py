@@ -23,26 +23,23 @@ from .tensors import StoredTensor
 UNSHARDED_FILE = "model.pt"
 SHARDED_FOLDER = "model_and_optim"
 METADATA_FILE = ".metadata"
-_RECORD_NAMES = frozenset(
-    {
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_StorageInfo",
-        "_MEM_FORMAT_ENCODING",
-        "MEM_FORMAT_ENCODING",
-        "_get_layout",
-        "PosixPath",
-        "PurePosixPath",
-        "WindowsPath",
-        "PureWindowsPath",
-    }
+_RECORD_NAMES = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "StorageMeta",
+    "_StorageInfo",
+    "_MEM_FORMAT_ENCODING",
+    "MEM_FORMAT_ENCODING",
+    "_get_layout",
+    "PosixPath",
+    "PurePosixPath",
+    "WindowsPath",
+    "PureWindowsPath",
 )
-_REOPEN_BYTES = 256 * 2**20
 
 # Original names become those of released checkpoints by these rules, applied one after another.
 _RENAMES = (
@@ -80,9 +77,13 @@ def open_original(folder: Path) -> dict[str, StoredTensor]:
     Raises `ValueError` where it holds anything but tensors: no code is ever unpickled.
     """
     if (folder / SHARDED_FOLDER / METADATA_FILE).is_file():
-        originals = open_sharded(folder / SHARDED_FOLDER, prefix="model.")
+        originals = open_sharded(folder / SHARDED_FOLDER)
     else:
-        originals = _MappedFile(folder / UNSHARDED_FILE).stored()
+        path = folder / UNSHARDED_FILE
+        originals = {
+            name: StoredTensor(tuple(tensor.shape), tensor.dtype, partial(_read_rows, path, name))
+            for name, tensor in load_unsharded(path).items()
+        }
     tensors = {released_name(name): tensor for name, tensor in originals.items()}
     if _EMBEDDING in tensors:
         tensors.setdefault("lm_head.weight", tensors[_EMBEDDING])  # tied in training, unless it has a head of its own
@@ -94,27 +95,6 @@ def released_name(name: str) -> str:
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-class _MappedFile:
-    """`model.pt`, mapped into memory; mapped anew after a while, since pages that were read count as memory in use."""
-
-    def __init__(self, path: Path):
-        self._path, self._tensors, self._bytes_read = path, load_unsharded(path), 0
-
-    def stored(self) -> dict[str, StoredTensor]:
-        return {
-            name: StoredTensor(tuple(tensor.shape), tensor.dtype, partial(self._read, name))
-            for name, tensor in self._tensors.items()
-        }
-
-    def _read(self, name: str, first: int, last: int) -> torch.Tensor:
-        if self._bytes_read > _REOPEN_BYTES:
-            self._tensors, self._bytes_read = {}, 0
-            self._tensors = load_unsharded(self._path)
-        rows = self._tensors[name][first:last].clone()
-        self._bytes_read += rows.nbytes
-        return rows
 
 
 def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
@@ -135,6 +115,11 @@ def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
             f"{path} must hold a dict of names and tensors, the model's state dict alone: save it as that."
         )
     return state_dict
+
+
+def _read_rows(path: Path, name: str, first: int, last: int) -> torch.Tensor:
+    # Pages of a mapped file count as memory in use until it is closed.
+    return load_unsharded(path)[name][first:last].clone()
 
 
 class _Record:
@@ -178,28 +163,32 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to `{module}.{name}`, which no checkpoint metadata needs")
 
 
-def open_sharded(folder: Path, prefix: str = "") -> dict[str, StoredTensor]:
-    """Returns the tensors of a torch.distributed.checkpoint folder, without reading them. One is read whole, at once.
+def open_sharded(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the model's tensors of a torch.distributed.checkpoint folder, without reading them.
 
-    Args:
-        folder: holds `.metadata` and the `.distcp` files.
-        prefix: only names that start with it are listed, without it ("model." leaves out the optimizer).
+    The folder holds `.metadata` and `.distcp` files; of the names there those that begin with "model." are listed,
+    without that (the others are the optimizer's). A tensor is read whole, at once.
 
     Raises `ValueError`, naming the file, where metadata or, once they are read, data are missing, damaged, or not what
     a checkpoint of plain tensors holds. Nothing in the folder is ever executed.
     """
-    metadata = _read_metadata(folder / METADATA_FILE)
+    path = folder / METADATA_FILE
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load().state
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise ValueError(f"{path} was refused: {error}. Use a checkpoint whose source you trust.") from error
     reader, tensors = _ChunkReader(folder), {}
     try:
         for index, info in metadata["storage_data"].items():
             reader.chunks.setdefault(index.state["fqn"], []).append((index.state.get("offset"), info.state))
         for name, record in metadata["state_dict_metadata"].items():
-            if name.startswith(prefix) and record.state and "chunks" in record.state:
+            if name.startswith("model.") and record.state and "chunks" in record.state:
                 size, properties = tuple(record.state["size"]), record.state["properties"].state
                 dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-                tensors[name.removeprefix(prefix)] = StoredTensor(size, dtype, partial(reader.read, name, size))
+                tensors[name.removeprefix("model.")] = StoredTensor(size, dtype, partial(reader.read, name, size))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / METADATA_FILE} is not the metadata of a checkpoint: {error!r}") from error
+        raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
     return tensors
 
 
@@ -234,16 +223,13 @@ class _ChunkReader:
         path = self.folder / info["relative_path"]
         if path.resolve().parent != self.folder.resolve():
             raise ValueError(f"`{name}` points to {info['relative_path']!r}, which lies outside {self.folder}.")
-        if info.get("transform_descriptors"):
-            raise ValueError(f"`{name}` is stored as {info['transform_descriptors']}: save it without compression.")
         if not path.is_file():
             raise ValueError(f"{path} is missing, and `{name}` is stored there: copy the checkpoint again.")
         if path.stat().st_size < info["offset"] + info["length"]:
             raise ValueError(f"{path} ends before the data of `{name}`: copy the checkpoint again.")
         try:
-            with path.open("rb") as file:
-                chunk = _FileSlice(file, info["offset"], info["length"])
-                tensor = torch.load(chunk, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            with _FileSlice(path, info["offset"], info["length"]) as chunk:
+                tensor = torch.load(chunk, map_location="cpu", weights_only=True)
             if not isinstance(tensor, torch.Tensor):
                 raise pickle.UnpicklingError(f"it is a {type(tensor).__name__}")
             return tensor
@@ -251,42 +237,21 @@ class _ChunkReader:
             raise ValueError(f"{path} does not hold a plain tensor for `{name}`: {error}") from error
 
 
-class _FileSlice(io.RawIOBase):
-    """A stretch of an open file as a file of its own, so that a tensor is not in memory twice while it is read."""
+class _FileSlice(io.FileIO):
+    """A stretch of a file as a file of its own, so that a tensor is not in memory twice while it is read."""
 
-    def __init__(self, file: io.BufferedReader, start: int, length: int):
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    def __init__(self, path: Path, start: int, length: int):
+        super().__init__(path)
+        self._start, self._end = start, start + length
+        self.seek(0)
 
     def tell(self) -> int:
-        return self._position
+        return super().tell() - self._start
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = max(0, offset + (0, self._position, self._length)[whence])
-        return self._position
+        begin = (self._start, super().tell(), self._end)[whence]
+        return super().seek(begin + offset) - self._start
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        self._file.seek(self._start + self._position)
-        count = self._file.readinto(view)
-        self._position += count
-        return count
-
-
-def _read_metadata(path: Path) -> dict:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: this is not a torch.distributed.checkpoint folder.")
-    with path.open("rb") as file:
-        try:
-            metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # a damaged pickle raises almost anything
-            raise ValueError(f"{path} was refused: {error}. Use a checkpoint whose source you trust.") from error
-    state = getattr(metadata, "state", None)
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} is not the metadata of a checkpoint.")
-    return state
+        left = max(0, self._end - super().tell())
+        return super().readinto(memoryview(buffer).cast("B")[:left])

@@ -1,6 +1,7 @@
 """Configuration and processor of a converted checkpoint: the source's settings, in STTS's terms."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,7 @@ from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
 from .files import read_json
-from .original import SPECIAL_TOKENS, convert_original_config, load_original_config
-
-_PROCESSOR_SETTINGS = (
-    "image_use_col_tokens",
-    "use_single_crop_col_tokens",
-    "use_single_crop_start_token",
-    "video_use_col_tokens",
-    "use_frame_special_tokens",
-)
+from .original import convert_original_config, load_original_config
 
 
 @contextlib.contextmanager
@@ -58,13 +51,14 @@ def load_processor(folder: Path) -> STTSProcessor:
         for name in ("auto_map", "is_local", "local_files_only"):  # of the source and of this machine
             tokenizer.init_kwargs.pop(name, None)
         # Built from known settings alone: the rest of a source, its `auto_map` above all, would be saved again.
-        return STTSProcessor(
-            image_processor=Molmo2ImageProcessor(**_known(image, Molmo2ImageProcessor)),
-            video_processor=STTSVideoProcessor(**_known(video, STTSVideoProcessor)),
-            tokenizer=tokenizer,
-            chat_template=settings.get("chat_template") or tokenizer.chat_template,
-            **{name: settings[name] for name in _PROCESSOR_SETTINGS if name in settings},
-        )
+        names = inspect.signature(STTSProcessor.__init__).parameters
+        parts: dict[str, Any] = {
+            "image_processor": Molmo2ImageProcessor(**_known(image, Molmo2ImageProcessor)),
+            "video_processor": STTSVideoProcessor(**_known(video, STTSVideoProcessor)),
+            "tokenizer": tokenizer,
+            "chat_template": settings.get("chat_template") or tokenizer.chat_template,
+        }
+        return STTSProcessor(**{name: value for name, value in settings.items() if name in names} | parts)
 
 
 def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
@@ -82,14 +76,10 @@ def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTS
         raise ValueError(f"{folder / 'config.json'}: `{key}` is {vision!r}, but must be a JSON object: copy it again.")
     declared = vision.get("num_hidden_layers") or 0
     if kind == Molmo2Config.model_type:
-        window = processor.video_processor.pooling_size
-        if not isinstance(window, list | tuple):
-            raise ValueError(
-                f"`pooling_size` of the video_processor is {window!r}, but must be [height, width] in patches: correct "
-                "it in processor_config.json, or pass --base with another Molmo2 folder."
-            )
         raw = as_stts(raw)
-        raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}
+        window = processor.video_processor.pooling_size
+        if isinstance(window, list | tuple):  # `check_processor` refuses all else
+            raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}
     with usable(f"{folder / 'config.json'} cannot be used", "correct it, or copy it again"):
         return drop_unknown_fields(STTSConfig.from_dict(raw)), declared
 
@@ -97,10 +87,8 @@ def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTS
 def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
     """The same for an original training checkpoint; its frame settings go into `processor`."""
     original = load_original_config(folder)
-    vocabulary = processor.tokenizer.get_vocab()
-    ids = {token: vocabulary[token] for token in SPECIAL_TOKENS.values() if token in vocabulary}
     with usable(f"{folder / 'config.yaml'} cannot be used", "correct it, or copy it again"):
-        config = STTSConfig(**convert_original_config(original, ids))
+        config = STTSConfig(**convert_original_config(original, processor.tokenizer.get_vocab()))
         _set_frames(processor, config, original["mm_preprocessor"]["video"])
     return config, original["vision_backbone"]["vit"]["image_num_layers"]
 
@@ -118,10 +106,8 @@ def override(
         given["refill_single_frame_bins"] = False
     for name, value in given.items():
         if value is not None:
-            try:
+            with usable(f"`{name}` {value!r} cannot be used", "choose another"):
                 setattr(config.vision_config, name, value)
-            except StrictDataclassError as error:
-                raise ValueError(f"`{name}` is {value!r}: {error}") from error
     if pruning_ratio is not None and pruning_ratio < 1:
         processor.video_processor.pruning_ratio = pruning_ratio  # what its `test_time_scaling` counts with
 

@@ -24,8 +24,8 @@ def find_checkpoint(checkpoint: str | None) -> str:
         if not path.is_dir():
             if looks_like_a_path or path.exists():
                 problem = "is not a folder; pass a checkpoint's folder or user/name"
-        elif dangling := dangling_links(path):
-            problem = f"has links that lead nowhere ({', '.join(dangling[:3])}, ...): copy the folder again with cp -rL"
+        elif dangling := next(dangling_links(path), None):
+            problem = f"is not whole: {dangling}"
         elif not (path / "config.json").is_file():
             problem = "holds no config.json, so it is not a checkpoint"
         elif not any(path.glob("*.safetensors")):

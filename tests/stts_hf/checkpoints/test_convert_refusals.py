@@ -450,4 +450,4 @@ def test_a_folder_copied_without_what_its_links_lead_to_is_said_to_be_one(folder
     source = copy(folders / "one_file", tmp_path / "source")
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").symlink_to("../../blobs/0123")
-    refuse(source, r"links that lead nowhere \(model\.safetensors\): copy the folder again with cp -rL")
+    refuse(source, r"links lead nowhere \(model\.safetensors\): copy the folder again with cp -rL")
