@@ -140,10 +140,6 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
     What is there may be replaced only with `overwrite`, and only if it is a checkpoint and nothing else. `apart_from`:
     folders that must not change, by what they are; `destination` may neither be one, nor hold one, nor lie in one.
     """
-    if destination.is_symlink():
-        raise ValueError(
-            f"`destination` {destination} is a link: name the folder it leads to, {destination.resolve()}."
-        )
     for what, folder in (apart_from or {}).items():
         ours, other = destination.resolve(), folder.resolve()
         if ours.is_relative_to(other) or other.is_relative_to(ours):

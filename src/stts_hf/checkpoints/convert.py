@@ -86,19 +86,14 @@ def convert_checkpoint(
 
     Raises `ValueError`, before anything is written, where source, base or settings do not fit, and for a full disk.
     """
-    target = Path(destination).expanduser().absolute()
-    given = {"source": Path(source).expanduser(), "base": Path(base or source).expanduser()}
-    check_destination(target, overwrite, {what: folder for what, folder in given.items() if folder.is_dir()})
+    target = Path(destination).expanduser().resolve()
+    origins = {"source": Path(source).expanduser(), "base": Path(base or source).expanduser()}
+    check_destination(target, overwrite, {what: folder for what, folder in origins.items() if folder.is_dir()})
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
     check_options(source, revision, max_shard_size, seed)
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     original = is_original(source_folder)
-    if original and base is None:
-        raise ValueError(
-            f"{source_folder} is an original training checkpoint, which has no tokenizer: pass --base with a Molmo2 "
-            "folder or repository that gives tokenizer, processor and chat template."
-        )
     base_folder = source_folder if base is None else find_folder(base, "base")
 
     processor = load_processor(base_folder)
@@ -110,7 +105,8 @@ def convert_checkpoint(
     config, declared_layers = read_config(source_folder, processor)
     tensors = open_tensors(source_folder)
     raise_findings(f"The configuration of {source_folder} cannot be used", check_sizes(config, tensors))
-    override(config, processor, packing, pruning_ratio, selector)
+    given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
+    override(config, processor, {name: value for name, value in given.items() if value is not None})
     unfit = [*check_vocabulary(processor.tokenizer.get_vocab(), config), *check_processor(processor, config)]
     raise_findings(f"Tokenizer or processor of {base_folder} do not fit {source_folder}", unfit)
 
@@ -146,7 +142,7 @@ def convert_checkpoint(
             write_weights(folder, layout, tensors, target_dtype, max_shard_size, on_progress)
             write_model_card(
                 folder,
-                base_model=next((str(given[what]) for what in given if not given[what].is_dir()), None),
+                base_model=next((str(origin) for origin in origins.values() if not origin.is_dir()), None),
                 license=None,  # none is claimed where none is known
                 scorer_trained=trained,
                 metadata=inherited_metadata(source_folder, base_folder),

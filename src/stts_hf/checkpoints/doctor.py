@@ -2,7 +2,7 @@
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from .settings import load_processor, usable
 from .tensors import main_dtype, open_safetensors, weight_files
 
 SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
-# Where `auto_map` must name a class; all others in config.json.
-_PLACES = {
-    "AutoProcessor": "processor_config.json",
-    "AutoVideoProcessor": "the video_processor of processor_config.json",
+_REQUIRED: dict[str, Iterable[str]] = {  # entries of `auto_map`
+    "config.json": AUTO_MAP,
+    "processor_config.json": ["AutoProcessor"],
+    "the video_processor of processor_config.json": ["AutoVideoProcessor"],
 }
 
 
@@ -67,17 +67,13 @@ def code(folder: Path) -> Iterator[Finding]:
     parts["processor_config.json"] = processor
     for key in ("image_processor", "video_processor"):
         parts[f"the {key} of processor_config.json"] = read_section(processor, key, "processor_config.json")
-    auto_maps = {place: read_section(settings, "auto_map", place) for place, settings in parts.items()}
-    for name, reference in AUTO_MAP.items():
-        place = _PLACES.get(name, "config.json")
-        found = auto_maps[place].get(name)
-        if parts[place] and found != reference:
-            yield Finding(f"`auto_map` in {place} has {found!r} for {name}", f'set it to "{reference}"')
-    references = set(AUTO_MAP.values())
-    for auto_map in auto_maps.values():
-        for names in auto_map.values():  # a tokenizer has two, of which one may be None
-            references |= {str(name) for name in (names if isinstance(names, list) else [names]) if name is not None}
-    yield from _modules(folder, references)
+    for place, settings in parts.items():
+        found = read_section(settings, "auto_map", place)
+        for name in sorted({*found, *_REQUIRED.get(place, ())} if settings else ()):
+            if found.get(name) != AUTO_MAP.get(name):
+                remedy = f'set it to "{AUTO_MAP[name]}"' if name in AUTO_MAP else "delete it"
+                yield Finding(f"`auto_map` in {place} has {found.get(name)!r} for {name}", remedy)
+    yield from _modules(folder)
     own = {path.name: path.read_bytes() for path in INSTALLED_CODE.glob("*_stts.py")}
     files = sorted(path for path in folder.glob("*_stts.py") if path.is_file())
     if different := [path.name for path in files if own.get(path.name) != path.read_bytes()]:
@@ -88,9 +84,10 @@ def code(folder: Path) -> Iterator[Finding]:
         )
 
 
-def _modules(folder: Path, references: set[str]) -> Iterator[Finding]:
-    """Checks the modules that hold these classes, named as `module.Class`, and whatever they import."""
-    needed_by = dict.fromkeys(sorted(reference.partition(".")[0] for reference in references), "an `auto_map`")
+def _modules(folder: Path) -> Iterator[Finding]:
+    """Checks the modules that hold the classes of `AUTO_MAP`, and whatever they import."""
+    references = sorted({tuple(reference.split(".")) for reference in AUTO_MAP.values()})
+    needed_by = dict.fromkeys((home for home, _ in references), "an `auto_map`")
     queue = list(needed_by)
     for module in queue:  # grows on the way
         path = folder / f"{module}.py"
@@ -104,8 +101,7 @@ def _modules(folder: Path, references: set[str]) -> Iterator[Finding]:
             yield Finding(f"{path.name} is not valid Python ({error})", SAVE_AGAIN)
             continue
         classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        for reference in sorted(references):
-            home, _, name = reference.partition(".")
+        for home, name in references:
             if home == module and name not in classes:
                 yield Finding(f"{path.name} defines no class {name}, which an `auto_map` names", SAVE_AGAIN)
         new = [sibling for sibling in get_relative_imports(path) if sibling not in needed_by]
@@ -176,11 +172,9 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
     with usable("the chat template is not valid", "copy that of the base model"):
         for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
             render_jinja_template([], chat_template=text)  # compiles it, and has nothing to fill it in with
-    settings = read_json(folder / "tokenizer_config.json")
-    if read_section(settings, "auto_map", "tokenizer_config.json").get("AutoTokenizer"):
-        return  # code of its own makes it
+    kind = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     with usable(
-        f"the tokenizer cannot be loaded as a {settings.get('tokenizer_class')}",
+        f"the tokenizer cannot be loaded as a {kind}",
         'copy tokenizer_config.json of the base model, or set `tokenizer_class` in it to "TokenizersBackend"',
     ):
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

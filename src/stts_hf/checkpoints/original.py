@@ -91,10 +91,9 @@ def convert_original_config(config: Mapping[str, Any], token_ids: Mapping[str, i
     Raises `ValueError` naming every setting that native Molmo2 or STTS cannot express, or one that is missing or of a
     wrong kind.
     """
-    _check_kinds(config)
+    _check_settings(config)
     try:
         vit = config["vision_backbone"]["vit"]
-        _check_fixed(config, _FIXED_SETTINGS | (_FIXED_PRUNING_SETTINGS if vit.get("prune") else {}))
         return {
             "text_config": _text_config(config["llm"]),
             "vision_config": _vision_config(config),
@@ -107,16 +106,14 @@ def convert_original_config(config: Mapping[str, Any], token_ids: Mapping[str, i
         raise ValueError(f"it lacks {error} in its `model` section") from error
 
 
-def _check_kinds(config: Mapping[str, Any]) -> None:
+def _check_settings(config: Mapping[str, Any]) -> None:
+    wrong = []
     for path, (kind, types) in _KINDS.items():
         value = _setting(config, path, _MISSING)
         if value is not _MISSING and (not isinstance(value, types) or isinstance(value, bool)):
-            raise ValueError(f"`{path}` is {value!r}, but must be {kind}")
-
-
-def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    wrong = []
-    for path, expected in fixed.items():
+            wrong.append(f"`{path}` is {value!r}, but must be {kind}")
+    pruned = _setting(config, "vision_backbone.vit.prune", False)
+    for path, expected in (_FIXED_SETTINGS | (_FIXED_PRUNING_SETTINGS if pruned else {})).items():
         value = _setting(config, path, expected)
         same = math.isclose(value, expected) if isinstance(expected, float) else value == expected
         if not same:

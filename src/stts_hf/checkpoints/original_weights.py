@@ -223,10 +223,8 @@ class _ChunkReader:
         path = self.folder / info["relative_path"]
         if path.resolve().parent != self.folder.resolve():
             raise ValueError(f"`{name}` points to {info['relative_path']!r}, which lies outside {self.folder}.")
-        if not path.is_file():
-            raise ValueError(f"{path} is missing, and `{name}` is stored there: copy the checkpoint again.")
-        if path.stat().st_size < info["offset"] + info["length"]:
-            raise ValueError(f"{path} ends before the data of `{name}`: copy the checkpoint again.")
+        if not path.is_file() or path.stat().st_size < info["offset"] + info["length"]:
+            raise ValueError(f"{path} is missing or ends before the data of `{name}`: copy the checkpoint again.")
         try:
             with _FileSlice(path, info["offset"], info["length"]) as chunk:
                 tensor = torch.load(chunk, map_location="cpu", weights_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import httpx
 
 from .atomic_folder import stale_weights
@@ -123,10 +123,6 @@ def explain(error: BaseException, api: HfApi, repo_id: str) -> str | None:
     endpoint = api.endpoint
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload's thread wraps what went wrong
         return explain(error.__cause__, api, repo_id)
-    if isinstance(error, HFValidationError):
-        return f"{repo_id!r} is no name of a repository; it must be user/name of letters, digits, '-', '_' and '.'"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "the Hub is switched off by HF_HUB_OFFLINE; unset it to push"
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         status, said = error.response.status_code, error.response.headers.get("X-Error-Message")
         said = said or getattr(error, "server_message", None) or error.response.reason_phrase
@@ -142,8 +138,8 @@ def explain(error: BaseException, api: HfApi, repo_id: str) -> str | None:
     if isinstance(error, httpx.HTTPError | ConnectionError | TimeoutError):
         cause = " ".join(str(error).split()) or type(error).__name__
         return f"{endpoint} cannot be reached ({cause}); nothing was committed, push again when it can"
-    if isinstance(error, ValueError) and "metadata in README.md" in str(error):
-        return f"the Hub does not accept README.md: {' '.join(str(error).split())}"
+    if isinstance(error, HFValidationError) or "metadata in README.md" in str(error):
+        return f"the Hub does not accept this: {' '.join(str(error).split())}"
     if isinstance(error, OSError):
         return f"{os.fspath(error.filename) if error.filename else 'a file'} cannot be read: {error.strerror or error}"
     return None

@@ -93,23 +93,15 @@ def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConf
     return config, original["vision_backbone"]["vit"]["image_num_layers"]
 
 
-def override(
-    config: STTSConfig,
-    processor: STTSProcessor,
-    packing: str | None = None,
-    pruning_ratio: float | None = None,
-    selector: str | None = None,
-) -> None:
-    """Puts the user's settings in place of the source's. Raises `ValueError` for values that do not fit."""
-    given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
-    if packing not in (None, "first_fit_descending"):
-        given["refill_single_frame_bins"] = False
+def override(config: STTSConfig, processor: STTSProcessor, given: Mapping[str, Any]) -> None:
+    """Puts fields of the vision config in place of the source's. Raises `ValueError` for values that do not fit."""
     for name, value in given.items():
-        if value is not None:
-            with usable(f"`{name}` {value!r} cannot be used", "choose another"):
-                setattr(config.vision_config, name, value)
-    if pruning_ratio is not None and pruning_ratio < 1:
-        processor.video_processor.pruning_ratio = pruning_ratio  # what its `test_time_scaling` counts with
+        with usable(f"`{name}` {value!r} cannot be used", "choose another"):
+            setattr(config.vision_config, name, value)
+    if config.vision_config.packing != "first_fit_descending":
+        config.vision_config.refill_single_frame_bins = False
+    if given.get("pruning_ratio", 1) < 1:
+        processor.video_processor.pruning_ratio = given["pruning_ratio"]  # what its `test_time_scaling` counts with
 
 
 def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:

@@ -66,14 +66,14 @@ def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
 def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a folder's safetensors by name, without reading them.
 
-    Raises `ValueError` where there are none, a shard is missing or damaged, or index and shards contradict.
+    Raises `ValueError` where there are none, and where a shard is missing or damaged.
     """
     tensors: dict[str, StoredTensor] = {}
-    for path, promised in weight_files(folder).items():
+    for path in weight_files(folder):
         try:
             with safe_open(path, "pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                for name, part in slices.items():
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
                     code = part.get_dtype()
                     read = partial(_read_rows, path, name)
                     tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES.get(code, code), read)
@@ -82,11 +82,6 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
             raise ValueError(
                 f"{path} is cut off, too long, or no safetensors file ({reason}): copy it again."
             ) from error
-        if promised is not None and (odd := sorted(slices.keys() ^ promised)):
-            raise ValueError(
-                f"{path} and {SAFE_WEIGHTS_INDEX_NAME} disagree on {len(odd)} tensors ({', '.join(odd[:3])}): "
-                "they are of different checkpoints; copy both again."
-            )
     return tensors
 
 
@@ -96,14 +91,11 @@ def _read_rows(path: Path, name: str, first: int, last: int) -> torch.Tensor:
         return file.get_slice(name)[first:last]
 
 
-def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Returns the files of weights in a folder with the tensors that an index promises; None without an index.
-
-    Raises `ValueError` where there are none, where one is missing, or where the index is none.
-    """
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files of weights in a folder. Raises `ValueError` where one is missing, or the index is none."""
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if single.is_file():
-        return {single: None}
+        return [single]
     if not index.is_file():
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         remedy = "copy the weights there"
@@ -113,14 +105,13 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index} is not the index of a checkpoint (its `weight_map` is none): copy it again.")
-    files: dict[Path, set[str] | None] = {}
-    for shard in sorted(set(weight_map.values())):
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
         if Path(shard).name != shard:
             raise ValueError(f"{index} names {shard!r}, but shards must lie beside it.")
         if not (folder / shard).is_file():
             raise ValueError(f"{folder / shard} is missing, and {index.name} names it: copy the checkpoint again.")
-        files[folder / shard] = {name for name, file in weight_map.items() if file == shard}
-    return files
+    return [folder / shard for shard in shards]
 
 
 def write_safetensors(

@@ -2,31 +2,26 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard
+from transformers import Trainer
 
 from .card import CARD, base_model_of, write_adapter_card, write_model_card
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    class _Trainer(Trainer):
-        args: Any
-        model: Any
-else:
-    _Trainer = object
 
 RECORD = "### Training hyperparameters"
 
 
-class ModelCardTrainerMixin(_Trainer):
+class ModelCardTrainerMixin(Trainer):
     """
     Goes before `Trainer` in a trainer's bases. `push_to_hub` and `create_model_card` then write the card of an STTS
     checkpoint, or of an adapter's folder, in place of the trainer's draft, whose metadata lack `pipeline_tag`, and take
     over the draft's tags, hyperparameters and results, and the data sets of `dataset_tags`. A whole checkpoint that is
     saved where no card is gets one.
     """
+
+    args: Any
+    model: Any
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)

@@ -62,9 +62,9 @@ def load_processor(checkpoint: str, arguments: argparse.Namespace) -> tuple[Any,
             config = STTSConfig.from_pretrained(checkpoint, revision=revision)
             processor = STTSProcessor.from_pretrained(checkpoint, revision=revision)
         else:
-            config = AutoConfig.from_pretrained(checkpoint, **remote_code(arguments))
-            if not hasattr(config, "vision_config") or not hasattr(config.vision_config, "pruning_ratio"):
+            if not str(kind).startswith("stts"):
                 raise CommandError(f"--checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
+            config = AutoConfig.from_pretrained(checkpoint, **remote_code(arguments))
             processor = AutoProcessor.from_pretrained(checkpoint, **remote_code(arguments))
         if arguments.selector is not None:
             config.vision_config.selector = arguments.selector

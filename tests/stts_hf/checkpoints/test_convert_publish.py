@@ -117,9 +117,16 @@ def test_a_file_in_the_place_is_refused(source, tmp_path):
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
 
 
-def test_a_link_in_the_place_is_refused(source, tmp_path):
+def test_a_link_in_the_place_is_followed(source, tmp_path):
+    (tmp_path / "new").symlink_to("other")
+    convert_checkpoint(source, tmp_path / "new")
+    assert os.readlink(tmp_path / "new") == "other"
+    assert (tmp_path / "other" / "config.json").is_file()
+
+
+def test_a_link_to_the_source_is_refused(source, tmp_path):
     (tmp_path / "new").symlink_to(source)
-    with pytest.raises(ValueError, match="is a link"):
+    with pytest.raises(ValueError, match="must lie apart"):
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
 
 

@@ -94,7 +94,7 @@ FATAL: list[tuple[str, Damage, str]] = [
     (
         "code",
         edit("tokenizer_config.json", lambda settings: settings.update(auto_map={"AutoTokenizer": ["tok.Tok", None]})),
-        "tok.py is missing",
+        "has ['tok.Tok', None] for AutoTokenizer",
     ),
     (
         "code",

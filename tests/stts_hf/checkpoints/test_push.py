@@ -131,7 +131,7 @@ REFUSALS = {
     "no_rights": ("user/tiny", "read-token", r"the token has no right to write to user/tiny.*\(403"),
     "foreign_namespace": ("other/tiny", "write-token", r"the token has no right to write to other/tiny.*\(403"),
     "foreign_repository": ("other/theirs", "write-token", r"the token has no right to write to other/theirs.*\(403"),
-    "not_a_name": ("user/a b", "write-token", r"'user/a b' is no name of a repository"),
+    "not_a_name": ("user/a b", "write-token", r"does not accept this: Repo id must .*'user/a b'"),
     "other_model": ("user/llama", "write-token", r"user/llama exists and holds a 'llama' model.*--overwrite"),
     "other_files": ("user/files", "write-token", r"user/files exists and holds other files.*--overwrite"),
 }
