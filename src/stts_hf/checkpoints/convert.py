@@ -18,7 +18,7 @@ from stts_hf.modeling.processing_stts import STTSProcessor
 
 from .atomic_folder import atomic_folder, check_destination
 from .card import inherited_metadata, write_model_card
-from .checks import check_processor, check_sizes, check_vocabulary, check_weights
+from .doctor import check_processor, check_sizes, check_vocabulary, check_weights
 from .files import dangling_links, raise_findings
 from .layout import SCORER, byte_size, empty_model, saved_layout, write_weights
 from .original_weights import is_original, open_original

@@ -23,6 +23,7 @@ from .tensors import StoredTensor
 UNSHARDED_FILE = "model.pt"
 SHARDED_FOLDER = "model_and_optim"
 METADATA_FILE = ".metadata"
+_Chunk = tuple[Sequence[int] | None, dict]  # where in its tensor it lies, None for the beginning, and how it is stored
 _RECORD_NAMES = (
     "Metadata",
     "MetadataIndex",
@@ -178,61 +179,52 @@ def open_sharded(folder: Path) -> dict[str, StoredTensor]:
             metadata = _MetadataUnpickler(file).load().state
     except Exception as error:  # a damaged pickle raises almost anything
         raise ValueError(f"{path} was refused: {error}. Use a checkpoint whose source you trust.") from error
-    reader, tensors = _ChunkReader(folder), {}
+    chunks: dict[str, list[_Chunk]] = {}
+    tensors = {}
     try:
         for index, info in metadata["storage_data"].items():
-            reader.chunks.setdefault(index.state["fqn"], []).append((index.state.get("offset"), info.state))
+            chunks.setdefault(index.state["fqn"], []).append((index.state.get("offset"), info.state))
         for name, record in metadata["state_dict_metadata"].items():
             if name.startswith("model.") and record.state and "chunks" in record.state:
                 size, properties = tuple(record.state["size"]), record.state["properties"].state
                 dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-                tensors[name.removeprefix("model.")] = StoredTensor(size, dtype, partial(reader.read, name, size))
+                read = partial(_read_chunks, folder, name, size, chunks.get(name, []))
+                tensors[name.removeprefix("model.")] = StoredTensor(size, dtype, read, whole=True)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
     return tensors
 
 
-class _ChunkReader:
-    """Joins tensors of their chunks."""
+def _read_chunks(
+    folder: Path, name: str, size: tuple[int, ...], stored: list[_Chunk], first: int, last: int
+) -> torch.Tensor:
+    """Joins a tensor of its chunks, and returns some of its rows."""
+    chunks = [(offsets, _read_chunk(folder, name, info)) for offsets, info in stored]
+    if sum(chunk.numel() for _, chunk in chunks) != math.prod(size):
+        raise ValueError(f"{folder} holds {len(chunks)} chunks of `{name}`, which do not add up to {size}.")
+    if len(chunks) == 1:
+        return chunks[0][1].reshape(size)[first:last]
+    tensor = torch.empty(size, dtype=chunks[0][1].dtype)
+    for offsets, chunk in chunks:
+        starts = offsets or (0,) * len(size)
+        tensor[tuple(slice(start, start + side) for start, side in zip(starts, chunk.shape, strict=True))] = chunk
+    return tensor[first:last]
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        # By name: where in the tensor each chunk lies, None for its beginning, and how it is stored.
-        self.chunks: dict[str, list[tuple[Sequence[int] | None, dict]]] = {}
-        self._last: dict[str, torch.Tensor] = {}
 
-    def read(self, name: str, size: tuple[int, ...], first: int, last: int) -> torch.Tensor:
-        if name not in self._last:
-            self._last = {}  # before the next is read
-            self._last = {name: self._read_whole(name, size)}
-        return self._last[name][first:last]
-
-    def _read_whole(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
-        chunks = [(offsets, self._read_chunk(name, info)) for offsets, info in self.chunks.get(name, ())]
-        if sum(chunk.numel() for _, chunk in chunks) != math.prod(size):
-            raise ValueError(f"{self.folder} holds {len(chunks)} chunks of `{name}`, which do not add up to {size}.")
-        if len(chunks) == 1:
-            return chunks[0][1].reshape(size)
-        tensor = torch.empty(size, dtype=chunks[0][1].dtype)
-        for offsets, chunk in chunks:
-            starts = offsets or (0,) * len(size)
-            tensor[tuple(slice(start, start + side) for start, side in zip(starts, chunk.shape, strict=True))] = chunk
+def _read_chunk(folder: Path, name: str, info: dict) -> torch.Tensor:
+    path = folder / info["relative_path"]
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"`{name}` points to {info['relative_path']!r}, which lies outside {folder}.")
+    if not path.is_file() or path.stat().st_size < info["offset"] + info["length"]:
+        raise ValueError(f"{path} is missing or ends before the data of `{name}`: copy the checkpoint again.")
+    try:
+        with _FileSlice(path, info["offset"], info["length"]) as chunk:
+            tensor = torch.load(chunk, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, torch.Tensor):
+            raise pickle.UnpicklingError(f"it is a {type(tensor).__name__}")
         return tensor
-
-    def _read_chunk(self, name: str, info: dict) -> torch.Tensor:
-        path = self.folder / info["relative_path"]
-        if path.resolve().parent != self.folder.resolve():
-            raise ValueError(f"`{name}` points to {info['relative_path']!r}, which lies outside {self.folder}.")
-        if not path.is_file() or path.stat().st_size < info["offset"] + info["length"]:
-            raise ValueError(f"{path} is missing or ends before the data of `{name}`: copy the checkpoint again.")
-        try:
-            with _FileSlice(path, info["offset"], info["length"]) as chunk:
-                tensor = torch.load(chunk, map_location="cpu", weights_only=True)
-            if not isinstance(tensor, torch.Tensor):
-                raise pickle.UnpicklingError(f"it is a {type(tensor).__name__}")
-            return tensor
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            raise ValueError(f"{path} does not hold a plain tensor for `{name}`: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError(f"{path} does not hold a plain tensor for `{name}`: {error}") from error
 
 
 class _FileSlice(io.FileIO):

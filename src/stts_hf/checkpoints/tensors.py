@@ -27,19 +27,21 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 class StoredTensor:
     """A tensor of a checkpoint: `read(first, last)` gives its rows from `first` up to `last`, not included.
 
-    A dtype that no checkpoint of ours has is given by its name.
+    A dtype that no checkpoint of ours has is given by its name. `whole`: any rows take reading all of them.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
     read: Callable[[int, int], torch.Tensor]
+    whole: bool = False
 
     def blocks(self, first: int, last: int) -> Iterator[torch.Tensor]:
         """Yields rows `first` up to `last` in blocks of at most `BLOCK_BYTES`, at least one row each."""
         assert isinstance(self.dtype, torch.dtype)  # `main_dtype` has refused all others
         step = max(1, BLOCK_BYTES // max(1, self.dtype.itemsize * math.prod(self.shape[1:])))
-        for start in range(first, last, step):
-            yield self.read(start, min(start + step, last))
+        rows = max(step, last - first) if self.whole else step
+        for start in range(first, last, rows):
+            yield from self.read(start, min(start + rows, last)).split(step)
 
 
 def in_memory(tensor: torch.Tensor) -> StoredTensor:
@@ -51,12 +53,11 @@ def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
     """Returns the floating dtype that most of the numbers have. Raises `ValueError` where there are none."""
     counts: Counter[torch.dtype] = Counter()
     for name, tensor in tensors.items():
-        if tensor.dtype not in _CODES:
+        if not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in _CODES:
             raise ValueError(
                 f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}, but weights must be float32, bfloat16 or "
                 "float16: convert a checkpoint that is not quantised."
             )
-        assert isinstance(tensor.dtype, torch.dtype)
         counts[tensor.dtype] += math.prod(tensor.shape)
     if not counts:
         raise ValueError("`source` holds no tensors: name the folder of a whole checkpoint.")
@@ -73,6 +74,8 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
+                    if name in tensors:
+                        raise ValueError(f"{path} is of another checkpoint than its siblings, which hold `{name}` too.")
                     part = file.get_slice(name)
                     code = part.get_dtype()
                     read = partial(_read_rows, path, name)

@@ -47,25 +47,25 @@ def load_processor(checkpoint: str, arguments: argparse.Namespace) -> tuple[Any,
     """Returns configuration and processor, by the checkpoint's own code; of a stock Molmo2 model, by the package's."""
     from transformers import AutoConfig, AutoProcessor, PreTrainedConfig
 
+    options: dict[str, Any] = {"revision": arguments.revision or "main"}
     with loading(checkpoint):
-        revision = arguments.revision or "main"
-        kind = PreTrainedConfig.get_config_dict(checkpoint, revision=revision)[0].get("model_type")
+        kind = PreTrainedConfig.get_config_dict(checkpoint, **options)[0].get("model_type")
+        if kind == MOLMO2 and arguments.selector in (None, "scorer"):
+            raise CommandError(
+                f"--checkpoint {checkpoint} is a stock Molmo2 model, which has no trained scorer: pass --selector "
+                "cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
+            )
         if kind == MOLMO2:
             from stts_hf.modeling.configuration_stts import STTSConfig
             from stts_hf.modeling.processing_stts import STTSProcessor
 
-            if arguments.selector in (None, "scorer"):
-                raise CommandError(
-                    f"--checkpoint {checkpoint} is a stock Molmo2 model, which has no trained scorer: pass --selector "
-                    "cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
-                )
-            config = STTSConfig.from_pretrained(checkpoint, revision=revision)
-            processor = STTSProcessor.from_pretrained(checkpoint, revision=revision)
+            config: Any = STTSConfig.from_pretrained(checkpoint, **options)
+            processor: Any = STTSProcessor.from_pretrained(checkpoint, **options)
+        elif str(kind).startswith("stts"):
+            config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True, **options)
+            processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True, **options)
         else:
-            if not str(kind).startswith("stts"):
-                raise CommandError(f"--checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
-            config = AutoConfig.from_pretrained(checkpoint, **remote_code(arguments))
-            processor = AutoProcessor.from_pretrained(checkpoint, **remote_code(arguments))
+            raise CommandError(f"--checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
         if arguments.selector is not None:
             config.vision_config.selector = arguments.selector
         return config, processor
@@ -78,16 +78,13 @@ def load_model(checkpoint: str, config: Any, device: Any, arguments: argparse.Na
     from stts_hf.modeling.configuration_stts import STTSConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
-    own_code = type(config) is not STTSConfig
-    model_class: Any = AutoModelForMultimodalLM if own_code else STTSForConditionalGeneration
-    options = remote_code(arguments) if own_code else {"revision": arguments.revision or "main"}
+    options = {"config": config, "dtype": arguments.dtype, "revision": arguments.revision or "main"}
     with loading(checkpoint):
-        model = model_class.from_pretrained(checkpoint, config=config, dtype=arguments.dtype, **options)
+        if type(config) is STTSConfig:
+            model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, **options)
+        else:
+            model = AutoModelForMultimodalLM.from_pretrained(checkpoint, trust_remote_code=True, **options)
     return model.to(device).eval()
-
-
-def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"trust_remote_code": True, "revision": arguments.revision or "main"}
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def test_shards_of_another_checkpoint(folders, tmp_path):
     source = copy(folders / "shards", tmp_path / "source")
     first, second = sorted(source.glob("model-*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
-    refuse(source, "tensors are missing")
+    refuse(source, "is of another checkpoint")
 
 
 def test_a_shard_outside_the_folder(folders, tmp_path):
