@@ -100,10 +100,8 @@ def is_running(left: Path) -> bool:
         return True
     try:
         os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError, OverflowError):
-        pass
+    except OSError as error:  # another user's process may not be signalled
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

@@ -184,8 +184,7 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
         raise_findings(f"`{what}` {name} is not whole", dangling_links(folder))
         return folder.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.exists():
-        problem = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(f"`{what}` {name} {problem}: pass a folder, or a repository as user/name.")
+        raise ValueError(f"`{what}` {name} is no folder: pass one, or a repository as user/name.")
     subject = f"`{what}` {name} is no folder here, and could not be downloaded as a repository"
     with usable(subject, "check its name and the network, and log in where it is private"):
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=_SETTING_FILES + (weights or [])))

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
 
 from .atomic_folder import stale_weights
-from .files import INSTALLED_CODE, Finding, check_links, read_json
+from .files import INSTALLED_CODE, Finding, check_links, read_json, read_section
 from .layout import Group, empty_model, saved_layout
 from .original import SPECIAL_TOKENS
 from .settings import load_processor, usable
@@ -126,14 +126,6 @@ def check_processor(processor: Any, config: Any) -> Iterator[Finding]:
                     f"`{key}` of the {name} is {found.get(key)}, but the vision config has {value}",
                     f"set `{key}` in processor_config.json to {value}",
                 )
-
-
-def read_section(settings: dict[str, Any], key: str, place: str) -> dict[str, Any]:
-    """The JSON object under a key, empty where there is none; raises `ValueError` for anything else."""
-    section = settings.get(key)
-    if section is not None and not isinstance(section, dict):
-        raise ValueError(f"`{key}` in {place} must be a JSON object, but is {section!r}")
-    return section or {}
 
 
 def read_config(folder: Path) -> STTSConfig | None:

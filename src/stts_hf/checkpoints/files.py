@@ -49,6 +49,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str, Any]:
+    """The JSON object under a key, empty where there is none; raises `ValueError` for anything else."""
+    section = settings.get(key)
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"`{key}` in {place} must be a JSON object, but is {section!r}")
+    return section or {}
+
+
 def _is_deep(content: Any) -> bool:
     level = [content]
     for _ in range(MAX_DEPTH):

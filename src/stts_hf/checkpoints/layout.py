@@ -70,12 +70,9 @@ def saved_layout(model: STTSForConditionalGeneration) -> list[Group]:
         groups[-1].saved[key] = (len(rows), *weights[names[0]][1:])
         groups[-1].native.update({name: weights[name] for name in names})
     for group in groups:
-        if not torch.equal(
-            torch.cat([saved[key] for key in group.saved]), torch.cat([traces[n] for n in group.native])
-        ):
-            raise RuntimeError(
-                f"transformers saves {', '.join(group.saved)} by a rule that this package does not know."
-            )
+        native = torch.cat([traces[name] for name in group.native])
+        if not torch.equal(torch.cat([saved[key] for key in group.saved]), native):
+            raise RuntimeError(f"transformers saves {', '.join(group.saved)} by a rule that is not known here.")
     return groups
 
 

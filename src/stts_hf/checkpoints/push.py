@@ -69,14 +69,13 @@ def push_checkpoint(
         present = api.list_repo_files(repo_id, revision=revision)
         if not overwrite:
             check_repository(api, repo_id, revision, present)
-        card = checkpoint_card(folder, repo_id=repo_id)
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd("README.md", str(card).encode())
-        ]
-        operations += [CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
+        card = str(checkpoint_card(folder, repo_id=repo_id)).encode()
+        contents: dict[str, Path | bytes] = {**files, "README.md": card}
+        operations: list[CommitOperationAdd | CommitOperationDelete]
+        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale_weights(present, list(files))]
         commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision)
-    return Pushed(commit.commit_url, commit.oid, sorted({*files, "README.md"}), left_out)
+    return Pushed(commit.commit_url, commit.oid, sorted(contents), left_out)
 
 
 def check_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ from stts_hf.modeling.configuration_stts import STTSConfig, as_stts
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
-from .files import read_json
+from .files import read_json, read_section
 from .original import convert_original_config, load_original_config
 
 
@@ -71,10 +71,7 @@ def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTS
     if kind not in (Molmo2Config.model_type, STTSConfig.model_type):
         raise ValueError(f"{folder / 'config.json'} is of a {kind!r} model, but must be of a 'molmo2' or 'stts' model.")
     key = "vision_config" if raw.get("vision_config") else "vit_config"
-    vision = raw.get(key) or {}
-    if not isinstance(vision, dict):
-        raise ValueError(f"{folder / 'config.json'}: `{key}` is {vision!r}, but must be a JSON object: copy it again.")
-    declared = vision.get("num_hidden_layers") or 0
+    declared = read_section(raw, key, folder / "config.json").get("num_hidden_layers") or 0
     if kind == Molmo2Config.model_type:
         raw = as_stts(raw)
         window = processor.video_processor.pooling_size

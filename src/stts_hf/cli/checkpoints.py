@@ -26,8 +26,6 @@ def find_checkpoint(checkpoint: str | None) -> str:
                 problem = "is not a folder; pass a checkpoint's folder or user/name"
         elif dangling := next(dangling_links(path), None):
             problem = f"is not whole: {dangling}"
-        elif not (path / "config.json").is_file():
-            problem = "holds no config.json, so it is not a checkpoint"
         elif not any(path.glob("*.safetensors")):
             problem = "holds no weights (*.safetensors)"
         if problem is not None:

@@ -230,7 +230,7 @@ def test_the_command_prints_one_line_for_a_mistake(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "new")]) == 2
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("stts-hf convert: error: ")
-    assert "does not exist" in last
+    assert "is no folder" in last
 
 
 def write_training_checkpoint(folder: Path, without_pruning: bool = False, more_layers: int = 0) -> None:

@@ -246,7 +246,12 @@ UNUSABLE = {
         "config.json describes a model that cannot",
     ),
     "unknown_activation": ("config.json", ("text_config", "hidden_act"), "nope", "cannot be built .*'nope'"),
-    "number_for_a_section": ("config.json", ("vision_config",), 3, "`vision_config` is 3, but must be a JSON object"),
+    "number_for_a_section": (
+        "config.json",
+        ("vision_config",),
+        3,
+        "`vision_config` in .*config.json must be a JSON object, but is 3",
+    ),
     "number_for_a_processor": ("processor_config.json", ("video_processor",), 3, "processor in .* cannot be used"),
     "number_for_a_window": ("processor_config.json", ("video_processor", "pooling_size"), 3, "`pooling_size` of the"),
     "tokenizer_without_tokens": ("tokenizer.json", ("added_tokens",), None, "tokenizer or processor in .* cannot be"),
@@ -370,7 +375,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 
 def test_a_source_that_is_a_file(folders, tmp_path):
     (tmp_path / "source").write_text("weights")
-    refuse(tmp_path / "source", "is a file")
+    refuse(tmp_path / "source", "is no folder")
 
 
 def test_a_repository_that_cannot_be_downloaded(tmp_path):

@@ -237,7 +237,7 @@ def test_what_is_not_a_video_is_one_clear_line(run, clip, tmp_path, kind):
     [
         ("./no_such_folder", "is not a folder"),
         ("nobody/no-such-model", "cannot be loaded"),
-        ("EMPTY", "holds no config.json"),
+        ("EMPTY", "holds no weights"),
         ("OTHER", "is a 'qwen3' model, but must be an STTS checkpoint"),
         ("NO_WEIGHTS", "holds no weights"),
         ("NO_CODE", "cannot be loaded"),
