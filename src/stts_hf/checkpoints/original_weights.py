@@ -41,6 +41,7 @@ _RECORD_NAMES = (
     "WindowsPath",
     "PureWindowsPath",
 )
+_REOPEN_BYTES = 256 * 2**20
 
 # Original names become those of released checkpoints by these rules, applied one after another.
 _RENAMES = (
@@ -80,11 +81,7 @@ def open_original(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SHARDED_FOLDER / METADATA_FILE).is_file():
         originals = open_sharded(folder / SHARDED_FOLDER)
     else:
-        path = folder / UNSHARDED_FILE
-        originals = {
-            name: StoredTensor(tuple(tensor.shape), tensor.dtype, partial(_read_rows, path, name))
-            for name, tensor in load_unsharded(path).items()
-        }
+        originals = _MappedFile(folder / UNSHARDED_FILE).stored()
     tensors = {released_name(name): tensor for name, tensor in originals.items()}
     if _EMBEDDING in tensors:
         tensors.setdefault("lm_head.weight", tensors[_EMBEDDING])  # tied in training, unless it has a head of its own
@@ -96,6 +93,27 @@ def released_name(name: str) -> str:
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+class _MappedFile:
+    """`model.pt`, mapped into memory; mapped anew after a while, since pages that were read count as memory in use."""
+
+    def __init__(self, path: Path):
+        self._path, self._tensors, self._bytes_read = path, load_unsharded(path), 0
+
+    def stored(self) -> dict[str, StoredTensor]:
+        return {
+            name: StoredTensor(tuple(tensor.shape), tensor.dtype, partial(self._read, name))
+            for name, tensor in self._tensors.items()
+        }
+
+    def _read(self, name: str, first: int, last: int) -> torch.Tensor:
+        if self._bytes_read > _REOPEN_BYTES:
+            self._tensors, self._bytes_read = {}, 0
+            self._tensors = load_unsharded(self._path)
+        rows = self._tensors[name][first:last].clone()
+        self._bytes_read += rows.nbytes
+        return rows
 
 
 def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
@@ -116,11 +134,6 @@ def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
             f"{path} must hold a dict of names and tensors, the model's state dict alone: save it as that."
         )
     return state_dict
-
-
-def _read_rows(path: Path, name: str, first: int, last: int) -> torch.Tensor:
-    # Pages of a mapped file count as memory in use until it is closed.
-    return load_unsharded(path)[name][first:last].clone()
 
 
 class _Record:
