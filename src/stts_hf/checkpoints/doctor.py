@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
@@ -264,13 +264,16 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
         for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
             render_jinja_template([], chat_template=text)  # compiles it, and has nothing to fill it in with
     kind = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
-    with usable(
-        f"the tokenizer cannot be loaded as a {kind}",
-        'copy tokenizer_config.json of the base model, or set `tokenizer_class` in it to "TokenizersBackend"',
-    ):
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if odd := sorted(loaded.get_vocab().items() ^ vocabulary.items()):
-            raise ValueError(f"it differs from tokenizer.json in {', '.join(token for token, _ in odd[:3])}")
+    remedy = 'copy tokenizer_config.json of the base model, or set `tokenizer_class` in it to "TokenizersBackend"'
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # its own warnings are no findings
+    try:
+        with usable(f"the tokenizer cannot be loaded as a {kind}", remedy):
+            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            if odd := sorted(loaded.get_vocab().items() ^ vocabulary.items()):
+                raise ValueError(f"it differs from tokenizer.json in {', '.join(token for token, _ in odd[:3])}")
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def examine(folder: str | Path) -> dict[str, list[Finding]]:
