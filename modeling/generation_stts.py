@@ -129,7 +129,7 @@ class STTSGeneration(GenerativeModel):
 def with_what_was_kept(output: Any, pruned: PrunedInputs | None, whole: torch.Tensor | None = None) -> Any:
     """The output with the fields of pruning, where it has fields. whole: (B, L, ...) a prompt that lost nothing."""
     if not isinstance(output, torch.Tensor):
-        kept = None if whole is None else KeptSequence.whole(*whole.shape[:2], whole.device).kept_indices
+        kept = None if whole is None else KeptSequence.whole(whole.shape[0], whole.shape[1], whole.device).kept_indices
         output["kept_indices"] = kept if pruned is None else pruned.kept_indices
         for name in ("keep_mask", "token_scores"):
             output[name] = None if pruned is None else getattr(pruned.video, name, None)

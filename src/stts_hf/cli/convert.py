@@ -47,7 +47,9 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.checkpoints.convert import convert_checkpoint
 
     logging.disable_progress_bar()  # that of files without weights
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1000, desc="Writing", file=sys.stderr, delay=0.5) as bar:
+    with tqdm(
+        unit="B", unit_scale=True, unit_divisor=1000, desc="Writing", file=sys.stderr, delay=0.5, disable=None
+    ) as bar:
 
         def show(written: int, total: int) -> None:
             bar.total = total

@@ -85,7 +85,7 @@ def prepare_rows(
     results: list[tuple[str, int | None] | None] = []  # None for bad rows
     errors: list[RowError] = []
     with contextlib.closing(prefetch(look, range(len(rows)), num_workers=threads, ahead=_AHEAD * threads)) as looked_at:
-        for found in tqdm(looked_at, total=len(rows), desc="Reading rows", disable=not progress):
+        for found in tqdm(looked_at, total=len(rows), desc="Reading rows", disable=None if progress else True):
             try:
                 results.append(_finish(found, processor, ratio, max_length))
             except RowError as error:

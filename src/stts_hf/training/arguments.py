@@ -159,8 +159,9 @@ def require_grads_in_tower(model: nn.Module) -> None:
     the text embedding, `activation_checkpointing_enable` sees to it.
     """
     if any(parameter.requires_grad and part_of(name) == VISION_TOWER for name, parameter in model.named_parameters()):
-        [embedding] = (m for name, m in model.named_modules() if name.endswith("vision_tower.patch_embedding"))
-        embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        for name, module in model.named_modules():
+            if name.endswith(".patch_embedding"):  # PEFT's copy of a tower that is trained whole has one too
+                module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
 def split_groups(

@@ -25,7 +25,7 @@ STATE = "trainer_state.json"
 
 
 class AtomicCheckpointMixin:
-    """Goes before `Trainer`: a kill at any moment of a save leaves what was saved before it loadable."""
+    """Goes before `Trainer`: a kill amid the writing of a save leaves what was saved before it loadable."""
 
     _stage: Path | None = None
 
@@ -74,10 +74,12 @@ class AtomicCheckpointMixin:
                 shutil.copy(folder / CARD, staged)  # PEFT writes its data into the card that is there
             super()._save(str(staged), state_dict)  # type: ignore[misc]
             flush(staged)
-            config = "adapter_config.json" if (staged / "adapter_config.json").is_file() else "config.json"
-            move_files(staged, folder, commit_marker=config)
-        finally:
+        except BaseException:
             shutil.rmtree(staged.parent, ignore_errors=True)
+            raise
+        config = "adapter_config.json" if (staged / "adapter_config.json").is_file() else "config.json"
+        move_files(staged, folder, commit_marker=config)  # after an error in it, what is left stays there
+        shutil.rmtree(staged.parent, ignore_errors=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._stage is None:  # else the upload would run on while the folder moves

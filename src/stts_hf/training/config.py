@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -258,7 +259,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bo
     names the setting.
     """
     given = read_settings(file, overrides)
-    settings = TRAINING_DEFAULTS | given
+    settings = TRAINING_DEFAULTS | {"disable_tqdm": not sys.stderr.isatty()} | given
     if "per_device_train_batch_size" in settings:  # rows are as long as they are in training
         settings.setdefault("per_device_eval_batch_size", settings["per_device_train_batch_size"])
     if not need_gpu and not torch.accelerator.is_available():

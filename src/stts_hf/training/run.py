@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from stts_hf import __version__
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
-from stts_hf.checkpoints.push import refusals
+from stts_hf.checkpoints.files import check_links
+from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data.preparing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import ADAPTER, PARTS, rate_of
@@ -51,7 +53,8 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
         print(describe_run(run, model), flush=True)
         output.mkdir(parents=True, exist_ok=True)
         write_config(config, output)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    # The last one is looked up again, once what a kill left is put back.
+    trainer.train(resume_from_checkpoint=True if resume is True else checkpoint)
     if run.eval_rows is not None:
         trainer.evaluate()
     save(run, trainer, output)
@@ -71,6 +74,10 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
         checkpoint = find_checkpoint(output, resume)
     except ValueError as error:
         raise ConfigError(f"--resume: {error}") from error
+    if not config.model.use_peft and (output / "adapter_config.json").is_file():
+        raise config.error("output_dir", f"{str(output)!r} holds an adapter, which would be loaded too. Name another.")
+    if config.model.merge_adapter and is_deepspeed_zero3_enabled():
+        raise config.error("merge_adapter", "is true, which ZeRO-3 cannot do. Merge with PEFT's `merge_and_unload`.")
     earlier = checkpoints_in(output)
     if checkpoint is not None:
         check_unchanged(config, Path(checkpoint).absolute().parent / CONFIG_COPY)
@@ -205,6 +212,8 @@ def push(trainer: STTSTrainer, output: Path) -> None:
     trainer._finish_current_push()
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     api, repo_id = HfApi(), str(trainer.hub_model_id)
+    if astray := next(check_links(output), None):
+        raise PushRefused(f"{output} is not pushed: {astray}")
     with refusals(api, repo_id):
         api.upload_folder(
             repo_id=repo_id,

@@ -168,6 +168,16 @@ def uploads(monkeypatch) -> list[dict[str, str]]:
     return found
 
 
+def test_nothing_is_pushed_that_a_link_leads_to_elsewhere(data, tmp_path, uploads, capsys):
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "assets").symlink_to(tmp_path / "secret")
+    config = write_config(tmp_path, data, tmp_path / "out")
+    assert train(config, "--push_to_hub=true", "--hub_strategy=end") == 2
+    assert "assets is a link to" in capsys.readouterr().err
+    assert not uploads
+
+
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "adapter"])
 def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
     more = (
