@@ -77,8 +77,11 @@ def register_auto_classes() -> None:
 
 
 @_functools.cache
-def _check_versions() -> None:
-    """Raises `ImportError` naming the version that is needed, before an import fails over what another one lacks."""
+def _check_versions(extra: str = "") -> None:
+    """
+    Raises `ImportError` naming the version that is needed, by the package or by an `extra` of it, before an import
+    fails over what another one lacks.
+    """
     from importlib.metadata import PackageNotFoundError, requires
 
     from transformers.utils.versions import require_version
@@ -88,8 +91,9 @@ def _check_versions() -> None:
     except PackageNotFoundError:  # imported from a checkout that is not installed
         return
     for requirement in requirements:
-        if ";" not in requirement:  # those with a marker are extras
-            require_version(requirement)
+        needed, _, marker = requirement.partition(";")
+        if not marker or f'extra == "{extra}"' in marker:
+            require_version(needed.strip())
 
 
 def __getattr__(name: str) -> object:

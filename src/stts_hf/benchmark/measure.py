@@ -302,7 +302,8 @@ def _noting_failure(found: dict[str, Any], device: torch.device) -> Iterator[Non
 def _failure(error: Exception) -> dict[str, str]:
     """Status and reason of a failure that may be the shape's or the kernel's; raises every other error again."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in reason:
+    signs = ("can't allocate memory", "bad_alloc", "out of memory", "STATUS_ALLOC_FAILED")
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in reason for sign in signs):
         return {"status": "out of memory", "reason": reason}
     # Triton's errors ("out of resource: shared memory") are no RuntimeError.
     kernels = isinstance(error, RuntimeError | FailOnRecompileLimitHit) or type(error).__module__.startswith("triton")

@@ -196,7 +196,7 @@ def open_sharded(folder: Path) -> dict[str, StoredTensor]:
     tensors = {}
     try:
         for index, info in metadata["storage_data"].items():
-            chunks.setdefault(index.state["fqn"], []).append((index.state.get("offset"), info.state))
+            chunks.setdefault(index.state["fqn"], []).append((tuple(index.state.get("offset") or ()), info.state))
         for name, record in metadata["state_dict_metadata"].items():
             if name.startswith("model.") and record.state and "chunks" in record.state:
                 size, properties = tuple(record.state["size"]), record.state["properties"].state

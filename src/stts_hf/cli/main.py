@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from stts_hf import __version__
+from stts_hf import __version__, _check_versions
 from stts_hf.cli import bench, convert, doctor, push, run, train
 from stts_hf.cli.errors import CommandError
 
@@ -31,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
+    try:
+        _check_versions()
+    except ImportError as error:
+        print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
     try:
         status = COMMANDS[arguments.command].execute(arguments)
     except CommandError as error:

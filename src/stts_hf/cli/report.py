@@ -181,7 +181,7 @@ def sheet_paths(folder: Path, videos: Sequence[str]) -> list[Path]:
 def draw(answer: "VideoAnswer", path: Path) -> None:
     """
     Decodes the sampled frames once more, small and not squashed, and writes the contact sheet, into a folder that is
-    made if needed. Raises `CommandError` where the file cannot be written.
+    made if needed. Raises `CommandError` where the video cannot be read again or the file cannot be written.
     """
     from stts_hf.modeling.video_reading_stts import VideoFile
     from stts_hf.visualize.contact_sheet import contact_sheet
@@ -189,11 +189,14 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
     # The first decoding has warned of damaged files already. The filter is for this module's calls and stays in place:
     # `catch_warnings` would also hide warnings of the thread that decodes the next videos meanwhile.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
-    with VideoFile(answer.video) as file:
-        shown = file.at(answer.timestamps)
-        height, width = file.read(shown[:1])[0].shape[2:]
-        scale = min(1.0, FRAME_WIDTH / max(height, width))
-        frames, _ = file.read(shown, (max(1, round(height * scale)), max(1, round(width * scale))))
+    try:
+        with VideoFile(answer.video) as file:
+            shown = file.at(answer.timestamps)
+            height, width = file.read(shown[:1])[0].shape[2:]
+            scale = min(1.0, FRAME_WIDTH / max(height, width))
+            frames, _ = file.read(shown, (max(1, round(height * scale)), max(1, round(width * scale))))
+    except (ValueError, OSError) as error:
+        raise CommandError(f"{path} is not drawn, as its video is read once more: {one_line(error, 200)}") from error
     assert answer.keep_mask is not None  # there is an answer
     sheet = contact_sheet(
         frames.permute(0, 2, 3, 1).numpy(),

@@ -191,8 +191,12 @@ def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable
                     report.print_heading(len(waits), total, answer.video)
                     report.print_answer(answer)
                     if sheet is not None and answer.error is None:
-                        report.draw(answer, sheet)
-                        report.print_lines(picture=str(sheet))
+                        try:
+                            report.draw(answer, sheet)
+                            report.print_lines(picture=str(sheet))
+                        except CommandError as error:  # the other videos still have their answers
+                            note(str(error))
+                            failed += 1
         except KeyboardInterrupt:
             note(f"\n{len(waits)} of {total} videos were done")
             raise

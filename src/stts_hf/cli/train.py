@@ -4,6 +4,7 @@ import argparse
 import errno
 import sys
 
+from stts_hf import _check_versions
 from stts_hf.cli.errors import CommandError
 
 HELP = "fine-tune as a YAML file says; for several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
@@ -58,10 +59,10 @@ def execute(arguments: argparse.Namespace) -> None:
             )
         raise CommandError("CONFIG is missing: a YAML file, such as those in examples/configs")
     try:
-        import accelerate  # noqa: F401
-        import datasets  # noqa: F401
+        _check_versions("train")
     except ImportError as error:
-        raise CommandError(f"{error}. Training needs more packages: pip install 'stts-hf[train]'") from error
+        needs = f"{' '.join(str(error).split())} Training needs more packages: pip install 'stts-hf[train]'"
+        raise CommandError(needs) from error
     from stts_hf.checkpoints.push import PushRefused
     from stts_hf.data.rows import RowError
     from stts_hf.training.config import ConfigError, load_config
