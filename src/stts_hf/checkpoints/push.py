@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import httpx
 
 from .atomic_folder import stale_weights
@@ -137,6 +137,8 @@ def explain(error: BaseException, api: HfApi, repo_id: str) -> str | None:
     if isinstance(error, httpx.HTTPError | ConnectionError | TimeoutError):
         cause = " ".join(str(error).split()) or type(error).__name__
         return f"{endpoint} cannot be reached ({cause}); nothing was committed, push again when it can"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "the Hub is switched off by HF_HUB_OFFLINE; unset it to push"
     if isinstance(error, HFValidationError) or "metadata in README.md" in str(error):
         return f"the Hub does not accept this: {' '.join(str(error).split())}"
     if isinstance(error, OSError):

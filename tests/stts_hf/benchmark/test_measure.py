@@ -242,7 +242,7 @@ def test_flex_attention_is_never_given_up_for_uncompiled_code():
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "out of memory"),
         (MemoryError(), "out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "failed"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out of memory"),
         (RuntimeError("shapes do not match"), "failed"),
     ],
     ids=lambda value: type(value).__name__,
