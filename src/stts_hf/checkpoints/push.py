@@ -134,11 +134,11 @@ def explain(error: BaseException, api: HfApi, repo_id: str) -> str | None:
             413: f"{endpoint} says a file is too large; save again with a smaller max_shard_size",
         }
         return f"{known.get(status, f'{endpoint} refused')} ({status}: {' '.join(str(said).split())})"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "the Hub is switched off by HF_HUB_OFFLINE; unset it to push"
     if isinstance(error, httpx.HTTPError | ConnectionError | TimeoutError):
         cause = " ".join(str(error).split()) or type(error).__name__
         return f"{endpoint} cannot be reached ({cause}); nothing was committed, push again when it can"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "the Hub is switched off by HF_HUB_OFFLINE; unset it to push"
     if isinstance(error, HFValidationError) or "metadata in README.md" in str(error):
         return f"the Hub does not accept this: {' '.join(str(error).split())}"
     if isinstance(error, OSError):
