@@ -33,11 +33,17 @@ def progress_bar(total: int, unit: str, description: str | None = None) -> "tqdm
 
 
 def import_libraries() -> None:
-    """Imports PyTorch and transformers, which takes seconds, and keeps their progress bars out of logs too."""
+    """Imports PyTorch and transformers, which takes seconds."""
     with stage("Loading PyTorch and transformers"):
-        from huggingface_hub.utils import disable_progress_bars
         from transformers import AutoModelForMultimodalLM, AutoProcessor  # noqa: F401 - importing is the point
-        from transformers.utils import logging
+    keep_bars_out_of_logs()
+
+
+def keep_bars_out_of_logs() -> None:
+    """Switches off the progress bars of the libraries where stderr is no terminal."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
     if not sys.stderr.isatty():
         disable_progress_bars()
         logging.disable_progress_bar()

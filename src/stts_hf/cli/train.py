@@ -6,6 +6,7 @@ import sys
 
 from stts_hf import _check_versions
 from stts_hf.cli.errors import CommandError
+from stts_hf.cli.progress import keep_bars_out_of_logs
 
 HELP = "fine-tune as a YAML file says; for several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
 
@@ -68,6 +69,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.training.config import ConfigError, load_config
     from stts_hf.training.run import dry_run, train
 
+    keep_bars_out_of_logs()
     output = ""
     try:
         config = load_config(arguments.config, overrides, need_gpu=not arguments.dry_run)

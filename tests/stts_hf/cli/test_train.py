@@ -168,6 +168,18 @@ def uploads(monkeypatch) -> list[dict[str, str]]:
     return found
 
 
+def test_logs_hold_no_bars(data, tmp_path, capsys):
+    assert train(write_config(tmp_path, data, tmp_path / "out"), "--max_steps=1") == 0
+    assert "%|" not in capsys.readouterr().err
+
+
+def test_a_folder_of_an_adapter_takes_no_whole_model(data, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    assert train(write_config(tmp_path, data, tmp_path / "out")) == 2
+    assert "holds an adapter, which would be loaded too" in capsys.readouterr().err
+
+
 def test_nothing_is_pushed_that_a_link_leads_to_elsewhere(data, tmp_path, uploads, capsys):
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "out").mkdir()
