@@ -232,7 +232,7 @@ def test_an_empty_answers_file_of_a_killed_run_is_taken_up(run, here):
 
 
 def test_a_video_that_is_gone_before_its_picture_stops_no_other(run, here, before_answer):
-    before_answer(lambda video: Path(video).name == "a.mp4" and os.remove(here / "a.mp4"))
+    before_answer(lambda video: Path(video).unlink() if Path(video).name == "a.mp4" else None)
     status, _, err = run("a.mp4", "b.mp4", QUESTION, "--output", "pictures")
     assert status == 1
     assert "a.contact_sheet.png is not drawn, as its video is read once more: There is no video file" in err
