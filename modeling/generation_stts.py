@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from .pruning_stts import PrunedInputs, PruningBackbone
+from .pruning_stts import PrunedInputs, PruningBackbone, VideoFeatures
 from .sequence_stts import CachedPrompt, KeptSequence, Tokens, any_row_is_packed
 from .settings_stts import check_pruning_ratio
 
@@ -83,8 +83,12 @@ class STTSGeneration(GenerativeModel):
         if kwargs.get(model.video_inputs[0]) is None and cached is None:
             check_one_sample(kwargs.get("position_ids"), kwargs.get("attention_mask"), cache)
             prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            prompt = next((prompt for prompt in prompts if prompt is not None), None)
             output = native.generate(inputs, generation_config, **kwargs)
-            return with_what_was_kept(output, None, next((prompt for prompt in prompts if prompt is not None), None))
+            if prompt is None:
+                return with_what_was_kept(output, None)
+            whole_prompt = KeptSequence.whole(prompt.shape[0], prompt.shape[1], prompt.device)
+            return with_what_was_kept(output, whole_prompt.kept_indices)
         if cache is not None and setting("use_cache") is False:
             raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
         model.check_generation(cache, setting)
@@ -123,16 +127,15 @@ class STTSGeneration(GenerativeModel):
         if isinstance(output, torch.Tensor):
             return cast(torch.LongTensor, sequences)
         output.sequences = sequences
-        return with_what_was_kept(output, pruned)
+        return with_what_was_kept(output, pruned.kept_indices, pruned.video)
 
 
-def with_what_was_kept(output: Any, pruned: PrunedInputs | None, whole: torch.Tensor | None = None) -> Any:
-    """The output with the fields of pruning, where it has fields. whole: (B, L, ...) a prompt that lost nothing."""
+def with_what_was_kept(output: Any, kept_indices: torch.Tensor | None, video: VideoFeatures | None = None) -> Any:
+    """The output with the fields of pruning, where it has fields. kept_indices: (B, L')."""
     if not isinstance(output, torch.Tensor):
-        kept = None if whole is None else KeptSequence.whole(whole.shape[0], whole.shape[1], whole.device).kept_indices
-        output["kept_indices"] = kept if pruned is None else pruned.kept_indices
+        output["kept_indices"] = kept_indices
         for name in ("keep_mask", "token_scores"):
-            output[name] = None if pruned is None else getattr(pruned.video, name, None)
+            output[name] = getattr(video, name, None)
     return output
 
 

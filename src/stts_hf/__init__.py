@@ -18,9 +18,9 @@ if _typing.TYPE_CHECKING:
     from stts_hf.data.encoding import align_labels as align_labels
     from stts_hf.data.loading import load_rows as load_rows
     from stts_hf.data.prefetch import prefetch as prefetch
-    from stts_hf.data.preparing import PackedDataset as PackedDataset
     from stts_hf.data.preparing import prepare_rows as prepare_rows
     from stts_hf.data.rows import RowError as RowError
+    from stts_hf.data.sample_packing import PackedDataset as PackedDataset
     from stts_hf.inference.answering import answer_videos as answer_videos
     from stts_hf.modeling.configuration_stts import STTSConfig as STTSConfig
     from stts_hf.modeling.configuration_stts import STTSVisionConfig as STTSVisionConfig
@@ -41,7 +41,8 @@ _NAMES = {
     "data.encoding": ("align_labels",),
     "data.loading": ("load_rows",),
     "data.prefetch": ("prefetch",),
-    "data.preparing": ("PackedDataset", "prepare_rows"),
+    "data.preparing": ("prepare_rows",),
+    "data.sample_packing": ("PackedDataset",),
     "data.rows": ("RowError",),
     "inference.answering": ("answer_videos",),
     "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),

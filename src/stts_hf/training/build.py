@@ -19,7 +19,8 @@ from stts_hf.checkpoints.layout import SCORER, empty_model
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.loading import accepts_option, load_rows
-from stts_hf.data.preparing import LENGTH, PackedDataset, prepare_rows
+from stts_hf.data.preparing import LENGTH, prepare_rows
+from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor

@@ -14,7 +14,7 @@ from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.files import check_links
 from stts_hf.checkpoints.push import PushRefused, refusals
-from stts_hf.data.preparing import PackedDataset
+from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import ADAPTER, PARTS, rate_of
 from stts_hf.training.build import TrainingSetup, load_model, load_weights, make_empty_model, make_trainer, prepare

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stts_hf import PackedDataset, RowError
-from stts_hf.data.preparing import best_fit
+from stts_hf.data.sample_packing import best_fit
 
 LENGTHS = np.random.default_rng(0).integers(50, 900, 500).tolist()
 ROWS = [{"id": f"row-{index}"} for index in range(500)]

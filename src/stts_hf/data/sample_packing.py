@@ -1,0 +1,100 @@
+"""Which rows of a data set share a row of the batch, planned from their lengths, so that nothing is decoded for it."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from .encoding import check_length
+from .rows import row_id
+
+
+class PackedDataset(Dataset):
+    """
+    Rows of a data set in groups that fit a token budget; item `i` is a list of rows, for `STTSDataCollator`.
+
+    The rows are shuffled and cut into windows; within a window the longest row goes first, each into the group where it
+    leaves the least room (best fit, descending). So groups are well filled, and still of random rows. All is settled at
+    construction by `seed`: the number of groups never changes, every process and worker sees the same ones, and a
+    training that is resumed meets them in the same order. Their order in each epoch is the sampler's.
+
+    Args:
+        rows: map-style data set.
+        lengths: tokens of each row after pruning, the column `length` of `prepare_rows`.
+        budget: tokens that a group may have after pruning; the collator's `pad_to` or `max_length`.
+        seed: settles which rows come together.
+        window: rows that are grouped at a time; more fill the groups better, fewer keep them more random.
+        max_samples: most rows in a group, None for no limit.
+
+    Attributes:
+        groups: indices into `rows`. fill_rate: share of all groups' tokens that are used.
+
+    Raises:
+        RowError: a row is longer than the budget.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        lengths: Sequence[int],
+        budget: int,
+        *,
+        seed: int = 0,
+        window: int = 1024,
+        max_samples: int | None = None,
+    ) -> None:
+        for name, value in (("budget", budget), ("window", window), ("max_samples", max_samples)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if len(lengths) != len(rows):
+            raise ValueError(f"lengths has {len(lengths)} entries for {len(rows)} rows. Measure these rows.")
+        if not len(rows):
+            raise ValueError("rows is empty: there is nothing to pack.")
+        self.rows, self.budget = rows, budget
+        sizes = dict(enumerate(lengths))
+        for index, length in sizes.items():
+            if length > budget:
+                check_length(row_id(rows[index], index), length, budget, argument="budget")
+        generator = np.random.default_rng(seed)
+        order = generator.permutation(len(rows)).tolist()
+        self.groups: list[list[int]] = []
+        for start in range(0, len(order), window):
+            groups = best_fit(order[start : start + window], sizes, budget, max_samples)
+            for place in generator.permutation(len(groups)):
+                self.groups.append([groups[place][number] for number in generator.permutation(len(groups[place]))])
+        self.lengths = [sum(sizes[index] for index in group) for group in self.groups]
+        self.fill_rate = sum(self.lengths) / (budget * len(self.groups))
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return [self.rows[row] for row in self.groups[index]]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.rows)} samples in {len(self)} rows of up to {self.budget} tokens after pruning "
+            f"({len(self.rows) / len(self):.2f} a row, {self.fill_rate:.1%} filled)"
+        )
+
+
+def best_fit(
+    items: Sequence[int], sizes: dict[int, int], budget: int, max_samples: int | None = None
+) -> list[list[int]]:
+    """Groups of `items` whose sizes add up to `budget` at most, by best fit in descending order of size."""
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens free, number of the group), ascending, of groups that take more
+    for item in sorted(items, key=lambda item: -sizes[item]):
+        place = bisect_left(rooms, (sizes[item], 0))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+            groups[number].append(item)
+        else:
+            room, number = budget, len(groups)
+            groups.append([item])
+        if max_samples is None or len(groups[number]) < max_samples:
+            insort(rooms, (room - sizes[item], number))
+    return groups
