@@ -5,10 +5,18 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__, _check_versions
-from stts_hf.cli import bench, convert, doctor, push, run, train
+from stts_hf.cli import bench, convert, doctor, make_dataset, push, run, train
 from stts_hf.cli.errors import CommandError
 
-COMMANDS = {"run": run, "convert": convert, "doctor": doctor, "push": push, "bench": bench, "train": train}
+COMMANDS = {
+    "run": run,
+    "convert": convert,
+    "doctor": doctor,
+    "push": push,
+    "bench": bench,
+    "train": train,
+    "make-dataset": make_dataset,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,226 @@
+"""
+The synthetic video-QA data set: real MP4 files and pictures, and questions about them whose answers are known.
+
+    folder/dataset.json               format, seed, sizes, and what chance and a reader of the text alone would score
+    folder/{split}.jsonl              a row per question
+    folder/{split}_conversations.jsonl  a row per clip, with all its questions: what one trains on
+    folder/{videos,images}/...        what the rows are about
+    folder/motion/{split}.npz         per clip, where things move in the frames that are looked at
+"""
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from stts_hf.checkpoints.atomic_folder import atomic_folder
+from stts_hf.data.prompts import choice_messages
+from stts_hf.modeling.video_processing_stts import sample_indices
+
+from .questions import (
+    FPS,
+    GROUP_OF,
+    LONG_FPS,
+    LONG_SECONDS,
+    Question,
+    compose_image,
+    compose_long,
+    compose_short,
+    with_options,
+)
+from .scenes import Scene
+
+FORMAT = 1
+SIZE = 144  # pixels, height and width
+SPLITS = {"train": 2000, "validation": 200, "test": 600}
+SHARES = {"short": 0.65, "long": 0.2, "image": 0.15}
+QUESTIONS_PER_CLIP = 6
+CELLS = 12  # of a frame's side, in motion masks
+FRAMES_LOOKED_AT, MAX_FPS = 16, 4.0  # for motion masks
+_COMPOSE = {"short": compose_short, "long": compose_long, "image": compose_image}
+
+
+def make_dataset(
+    folder: str | os.PathLike, clips: Mapping[str, int] | None = None, seed: int = 0
+) -> Iterator[tuple[int, int]]:
+    """
+    Writes the data set; the folder appears when all of it is there. The same arguments give the same data set, and no
+    scene is in two splits.
+
+    Args:
+        folder: where to write; must not be there yet.
+        clips: how many clips and pictures each split has; `SPLITS` by default.
+        seed: of all scenes.
+
+    Yields:
+        Clips written and clips in all, after each clip.
+
+    Raises:
+        FileExistsError: the folder is there already.
+        ValueError: a split's size or the seed is out of range.
+        OSError: something cannot be written; nothing is left then.
+    """
+    folder = Path(folder)
+    clips = dict(SPLITS if clips is None else clips)
+    for split, number in clips.items():
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"clips[{split!r}] must be a whole number of at least 1, got {number!r}.")
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}.")
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists: name another folder, or delete that one.")
+    total, done = sum(clips.values()), 0
+    with atomic_folder(folder) as new:
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for split_number, (split, number) in enumerate(clips.items()):
+            rows[split], conversations = [], []
+            motion: dict[str, Any] = {}
+            for index in range(number):
+                scene_seed = ((seed * 97 + split_number) << 24) + index
+                kind = _kind(index)
+                scene, questions = _COMPOSE[kind](scene_seed)
+                clip = f"{split}-{index:05d}"
+                media = _write_media(new, scene, kind, clip)
+                if kind != "image":
+                    motion[clip] = _motion(scene)
+                rows[split] += _rows(clip, media, questions, scene_seed)
+                conversations.append({"id": clip, **media, "messages": _conversation(questions, scene_seed)})
+                done += 1
+                yield done, total
+            _write_lines(new / f"{split}.jsonl", rows[split])
+            _write_lines(new / f"{split}_conversations.jsonl", conversations)
+            (new / "motion").mkdir(exist_ok=True)
+            np.savez_compressed(new / "motion" / f"{split}.npz", **motion)
+        about = {
+            "format": FORMAT,
+            "seed": seed,
+            "splits": {split: {"clips": clips[split], "questions": len(rows[split])} for split in clips},
+            **_levels(rows),
+        }
+        (new / "dataset.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def read_about(folder: str | os.PathLike) -> dict[str, Any]:
+    """`dataset.json` of a data set. Raises `ValueError` where there is none, or one of another version."""
+    file = Path(folder) / "dataset.json"
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} is no data set of `stts-hf make-dataset`: {file} cannot be read ({error})."
+        ) from error
+    found = about.get("format") if isinstance(about, dict) else None
+    if found != FORMAT:
+        raise ValueError(
+            f"{folder} is a data set of format {found!r}, but this version reads format {FORMAT}. Make it anew with "
+            "`stts-hf make-dataset`."
+        )
+    return about
+
+
+def _kind(index: int) -> str:
+    """Kinds of clips take turns, so that a small split has its share of each."""
+    places = {kind: (index + 0.5) * share % 1 for kind, share in SHARES.items()}
+    due = [kind for kind in ("image", "long") if places[kind] < SHARES[kind]]
+    return due[0] if due else "short"
+
+
+def _write_media(folder: Path, scene: Scene, kind: str, clip: str) -> dict[str, list[str]]:
+    """Draws the scene into a file; returns the rows' column for it."""
+    name = f"images/{clip}.png" if kind == "image" else f"videos/{clip}.mp4"
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "image":
+        Image.fromarray(scene.draw([0.0], SIZE)[0]).save(path)
+        return {"images": [name]}
+    frames = scene.draw([index / _fps(scene) for index in range(_num_frames(scene))], SIZE)
+    with av.open(os.fspath(path), "w") as container:
+        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        stream: Any = container.add_stream(codec, rate=Fraction(_fps(scene)), options={"crf": "24", "threads": "1"})
+        stream.width = stream.height = SIZE
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+    return {"videos": [name]}
+
+
+def _num_frames(scene: Scene) -> int:
+    return round(scene.duration * _fps(scene))
+
+
+def _fps(scene: Scene) -> int:
+    return LONG_FPS if scene.duration == LONG_SECONDS else FPS
+
+
+def _motion(scene: Scene) -> np.ndarray:
+    """Motion masks (T, `CELLS`, `CELLS`) of the frames that a processor with the study's settings looks at."""
+    fps = _fps(scene)
+    indices = sample_indices(_num_frames(scene), float(fps), FRAMES_LOOKED_AT, MAX_FPS)
+    return scene.motion([index / fps for index in indices.tolist()], CELLS)
+
+
+def _rows(clip: str, media: dict[str, list[str]], questions: list[Question], seed: int) -> list[dict[str, Any]]:
+    random = np.random.default_rng((seed, 3))
+    chosen = sorted(random.permutation(len(questions))[:QUESTIONS_PER_CLIP].tolist())
+    rows = []
+    for index in chosen:
+        question = questions[index]
+        row: dict[str, Any] = {"id": f"{clip}-{index}", "clip": clip, **media}
+        row |= {"type": question.kind, "group": GROUP_OF[question.kind], "question": question.text}
+        options = with_options(question, seed + index) if random.random() < 0.5 else None
+        if options:
+            row["options"] = options
+        rows.append(row | {"answer": question.answer, "possible": len(options or question.answers)})
+    return rows
+
+
+def _conversation(questions: list[Question], seed: int) -> list[dict[str, str]]:
+    """All questions about a clip in an order of their own, one in four with options."""
+    random = np.random.default_rng((seed, 4))
+    messages = []
+    for index in random.permutation(len(questions)).tolist():
+        question = questions[index]
+        options = with_options(question, seed + 100 + index) if random.random() < 0.25 else None
+        messages += choice_messages(question.text, options, question.answer)
+    return messages
+
+
+def _levels(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """
+    What can be had without looking, by type, over the last split: `chance` guesses among what the question allows,
+    `text_only` says to each type what was right most often in the first split.
+    """
+    splits = list(rows.values())
+    train, test = splits[0], splits[-1]
+    commonest: dict[str, Counter] = defaultdict(Counter)
+    for row in train:
+        commonest[row["type"]][row["answer"]] += 1
+    chance, text_only = defaultdict(list), defaultdict(list)
+    for row in test:
+        chance[row["type"]].append(1 / row["possible"])
+        allowed = row.get("options") or _named_answers(row)
+        counts = commonest[row["type"]]
+        guess = max(allowed or counts or [""], key=lambda answer: (counts[answer], answer))
+        text_only[row["type"]].append(guess == row["answer"])
+    return {
+        "chance": {kind: round(float(np.mean(values)), 4) for kind, values in sorted(chance.items())},
+        "text_only": {kind: round(float(np.mean(values)), 4) for kind, values in sorted(text_only.items())},
+    }
+
+
+def _named_answers(row: Mapping[str, Any]) -> list[str]:
+    """Answers that the question itself names: "the red one or the blue one"."""
+    words = row["question"].replace("?", "").split()
+    return [words[i + 1] for i in range(len(words) - 2) if words[i] == "the" and words[i + 2] == "one"]
+
+
+def _write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,242 @@
+"""
+What is asked about a scene: scenes are composed from ingredients, and each ingredient has questions of known answers.
+
+A clip holds one or two things that move, and some of: small marks that flash up, a light that blinks, a letter, a thing
+that stands still, one that changes its colour. Answers are drawn uniformly, so a question's text says nothing about
+its answer. The place of everything is drawn too, so that no place is worth more than another.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .scenes import COLOURS, DIRECTIONS, LETTERS, PLACES, SHAPES, SHOWN_FOR, Scene, Thing
+
+FPS, LONG_FPS = 8, 4  # frames a second of the files
+LETTER_RADIUS = 0.11
+SHORT_SECONDS, LONG_SECONDS = 3.875, 24.0  # 16 frames, four a second, of the one; 1.6 seconds apart in the other
+LONG_SHOWN_FOR = 1.1  # with 16 frames some are missed, with 32 none
+MAX_BLINKS = 4
+NUM_OPTIONS = 4
+GROUPS = {
+    "motion": ("direction", "mover", "order", "count", "change"),
+    "detail": ("mover-colour", "mover-shape", "still", "mark", "where", "letter"),
+    "long": ("long-mark", "long-letter", "long-order", "long-half"),
+    "image": ("image-colour", "image-shape", "image-where", "image-letter"),
+}
+GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
+_NUMBERS = tuple(str(number) for number in range(1, MAX_BLINKS + 1))
+# What may be answered; "order" asks for one of two colours that the question names.
+ANSWERS = {
+    "direction": tuple(DIRECTIONS),
+    "mover": tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES),
+    "count": _NUMBERS,
+    "change": tuple(COLOURS),
+    "mover-colour": tuple(COLOURS),
+    "mover-shape": SHAPES,
+    "still": tuple(COLOURS),
+    "mark": tuple(COLOURS),
+    "where": tuple(PLACES),
+    "letter": LETTERS,
+    "long-mark": tuple(COLOURS),
+    "long-letter": LETTERS,
+    "long-half": ("the first half", "the second half"),
+    "image-colour": tuple(COLOURS),
+    "image-shape": SHAPES,
+    "image-where": tuple(PLACES),
+    "image-letter": LETTERS,
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """kind: one of `GROUP_OF`. answer: one of `answers`, all that the question allows."""
+
+    kind: str
+    text: str
+    answer: str
+    answers: tuple[str, ...]
+
+
+class _Composer:
+    """Draws the things of one scene; places, colours and shapes are given out once each."""
+
+    def __init__(self, seed: int, duration: float, shown_for: float):
+        self.random = np.random.default_rng((seed, 1))
+        self.seed, self.duration, self.shown_for = seed, duration, shown_for
+        self.places = self.shuffled(PLACES)
+        self.shapes = self.shuffled(SHAPES)
+        self.things: list[Thing] = []
+        self.questions: list[Question] = []
+
+    def shuffled(self, values: Iterable[str]) -> list[str]:
+        values = list(values)
+        return [values[index] for index in self.random.permutation(len(values))]
+
+    def ask(self, kind: str, texts: tuple[str, ...], answer: str, answers: tuple[str, ...] | None = None) -> None:
+        text = texts[self.random.integers(len(texts))]
+        self.questions.append(Question(kind, text, answer, answers or ANSWERS[kind]))
+
+    def moment(self, length: float) -> tuple[float, float]:
+        """An interval in which something is seen; never in the first frame."""
+        start = self.random.uniform(0.05, self.duration - length - 0.1)
+        return (start, start + length)
+
+    def place(self) -> tuple[str, tuple[float, float]]:
+        name = self.places.pop()
+        x, y = PLACES[name]
+        jitter_x, jitter_y = self.random.uniform(-0.035, 0.035, 2)
+        return name, (x + jitter_x, y + jitter_y)
+
+    def movers(self, number: int) -> None:
+        for colour in self.shuffled(COLOURS)[:number]:
+            shape, radius = self.shapes.pop(), self.random.uniform(0.085, 0.12)
+            direction = self.shuffled(DIRECTIONS)[0]
+            length, across = self.random.uniform(0.45, 0.65), self.random.uniform(0.15, 0.85)
+            begin = self.random.uniform(0.12, 0.88 - length)
+            dx, dy = DIRECTIONS[direction]
+            forwards = begin if dx + dy > 0 else begin + length
+            start = (forwards, across) if dx else (across, forwards)
+            speed = length / self.duration
+            self.things.append(Thing(shape, colour, radius, start, (dx * speed, dy * speed)))
+            self.ask(
+                "direction",
+                (f"Which way does the {colour} {shape} move?", f"In which direction does the {shape} move?"),
+                direction,
+            )
+            self.ask("mover-colour", (f"What colour is the {shape} that moves?",), colour)
+            self.ask("mover-shape", (f"What shape is the {colour} thing that moves?",), shape)
+            if number == 1:
+                self.ask("mover", ("What is moving in this video?", "What moves?"), f"a {colour} {shape}")
+
+    def still(self, changes: bool) -> None:
+        name, start = self.place()
+        colour, later = self.shuffled(COLOURS)[:2]
+        shape, radius = self.shapes.pop(), self.random.uniform(0.08, 0.1)
+        when = self.random.uniform(0.25, 0.75) * self.duration if changes else None
+        self.things.append(Thing(shape, colour, radius, start, changes_at=when, later=later))
+        if changes:
+            self.ask(
+                "change", (f"What colour does the {shape} turn into?", f"The {shape} changes. Into what colour?"), later
+            )
+        else:
+            self.ask(
+                "still",
+                (f"What colour is the {shape} that stands still?", f"What colour is the {shape} at the {name}?"),
+                colour,
+            )
+
+    def light(self) -> None:
+        _, start = self.place()
+        number = int(self.random.integers(1, MAX_BLINKS + 1))
+        # Of frames a quarter of a second apart, each blink is seen in one and dark before the next.
+        slots = 1 + 2 * self.random.permutation(int((self.duration - 0.4) / 0.5))[:number]
+        shown = tuple((0.25 * slot - 0.1, 0.25 * slot + 0.1) for slot in sorted(slots.tolist()))
+        self.things.append(Thing("bar", "white", 0.06, start, shown=shown))
+        self.ask("count", ("How many times does the light blink?", "How often does the light blink?"), str(number))
+
+    def letter(self, kind: str) -> None:
+        _, start = self.place()
+        letter, colour = self.shuffled(LETTERS)[0], self.shuffled(COLOURS)[0]
+        self.things.append(Thing(letter, colour, LETTER_RADIUS, start, shown=(self.moment(self.shown_for),)))
+        self.ask(kind, ("Which letter is shown?", "Which letter flashes up?"), letter)
+
+    def marks(self, number: int, prefix: str = "") -> None:
+        colours = self.shuffled(COLOURS)[:number]
+        # Apart in time, so that one comes before the other also in the frames that are looked at.
+        gap = (self.duration - 0.2) / number
+        starts = [0.05 + index * gap + self.random.uniform(0, gap - self.shown_for) for index in range(number)]
+        marks = []
+        for colour, start in zip(colours, starts, strict=True):
+            name, place = self.place()
+            marks.append(name)
+            self.things.append(Thing("diamond", colour, 0.06, place, shown=((start, start + self.shown_for),)))
+            if prefix:
+                self.ask("long-mark", (f"What colour is the mark at the {name}?",), colour)
+                half = "the first half" if start + self.shown_for / 2 < self.duration / 2 else "the second half"
+                self.ask("long-half", (f"In which half does the {colour} mark flash up?",), half)
+            else:
+                self.ask(
+                    "mark",
+                    (f"What colour is the mark at the {name}?", f"A mark flashes up at the {name}. What colour is it?"),
+                    colour,
+                )
+                self.ask("where", (f"Where does the {colour} mark flash up?", f"Where is the {colour} mark?"), name)
+        if number > 1:
+            first, second = sorted(self.random.permutation(number)[:2].tolist())
+            pair = self.shuffled((colours[first], colours[second]))
+            self.ask(
+                f"{prefix}order",
+                (f"Which mark comes first, the {pair[0]} one or the {pair[1]} one?",),
+                colours[first],
+                tuple(pair),
+            )
+
+    def scene(self) -> Scene:
+        drift = tuple(self.random.uniform(-0.06, 0.06, 2)) if self.random.random() < 0.4 else (0.0, 0.0)
+        flicker = tuple(
+            (*self.random.uniform(0, 0.75, 2), *self.random.uniform(0.15, 0.3, 2))
+            for _ in range(self.random.choice(3, p=(0.5, 0.3, 0.2)))
+        )
+        return Scene(self.seed, self.duration, tuple(self.things), drift=drift, flicker=flicker)
+
+
+def compose_short(seed: int, level: int = 3, shown_for: float = SHOWN_FOR) -> tuple[Scene, list[Question]]:
+    """
+    A clip of some seconds in which much happens, and everything that can be asked about it. `level` 1 to 3: how much,
+    for models that learn from little to much.
+    """
+    composer = _Composer(seed, SHORT_SECONDS, shown_for)
+    random = composer.random
+    composer.movers(1 if level == 1 or random.random() < 0.5 else 2)
+    composer.marks(int(random.integers(1, 1 + level)) if level < 3 else int(random.integers(2, 5)))
+    for add in (composer.light, lambda: composer.letter("letter"), lambda: composer.still(random.random() < 0.6)):
+        if random.random() < 0.6:
+            add()
+    return composer.scene(), composer.questions
+
+
+def compose_long(seed: int) -> tuple[Scene, list[Question]]:
+    """A clip of half a minute in which little happens, and everything that can be asked about it."""
+    composer = _Composer(seed, LONG_SECONDS, LONG_SHOWN_FOR)
+    if composer.random.random() < 0.5:
+        composer.still(False)
+        composer.questions.clear()
+    composer.marks(int(composer.random.integers(1, 4)), "long-")
+    if composer.random.random() < 0.6:
+        composer.letter("long-letter")
+    return composer.scene(), composer.questions
+
+
+def compose_image(seed: int) -> tuple[Scene, list[Question]]:
+    """A still picture with some things and a letter, and everything that can be asked about it."""
+    composer = _Composer(seed, 1.0, 1.0)
+    for colour in composer.shuffled(COLOURS)[:3]:
+        name, start = composer.place()
+        shape = composer.shapes.pop()
+        composer.things.append(Thing(shape, colour, composer.random.uniform(0.07, 0.1), start))
+        composer.ask(
+            "image-colour", (f"What colour is the {shape}?", f"What colour is the thing at the {name}?"), colour
+        )
+        composer.ask("image-shape", (f"What shape is the {colour} thing?",), shape)
+        composer.ask("image-where", (f"Where is the {shape}?", f"Where is the {colour} thing?"), name)
+    _, start = composer.place()
+    letter = composer.shuffled(LETTERS)[0]
+    composer.things.append(Thing(letter, composer.shuffled(COLOURS)[0], LETTER_RADIUS, start))
+    composer.ask("image-letter", ("Which letter is shown?",), letter)
+    return composer.scene(), composer.questions
+
+
+def with_options(question: Question, seed: int) -> list[str] | None:
+    """
+    The answer among up to `NUM_OPTIONS` options, in an order drawn from the seed. None where answers are letters or
+    numbers, which would be taken for an option's own.
+    """
+    if len(question.answer) == 1:
+        return None
+    random = np.random.default_rng((seed, 2))
+    others = [answer for answer in question.answers if answer != question.answer]
+    chosen = [others[index] for index in random.permutation(len(others))[: NUM_OPTIONS - 1]]
+    options = [*chosen, question.answer]
+    return [options[index] for index in random.permutation(len(options))]

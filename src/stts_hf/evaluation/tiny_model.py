@@ -1,0 +1,144 @@
+"""
+The study's model: Molmo2 in small, which sees 16 frames of 12 x 12 patches (4 x 4 blocks) and knows a few hundred words.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
+
+from stts_hf.data.prompts import CHOICE_INSTRUCTION
+from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+
+from .questions import compose_image, compose_long, compose_short
+
+VOCAB_SIZE = 1024
+CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# In the released tokenizers' order. Their ids follow the text vocabulary: the LM head has no row for them.
+VISION_TOKENS = (
+    "<im_start>",
+    "<im_end>",
+    "<im_patch>",
+    "<im_col>",
+    "<low_res_im_start>",
+    "<|image|>",
+    "<im_low>",
+    "<frame_start>",
+    "<frame_end>",
+    "<|video|>",
+)
+PATCH_SIZE, GRID, NUM_FRAMES, MAX_FPS = 8, 12, 16, 4
+SIZE = PATCH_SIZE * GRID
+
+
+def texts() -> Iterator[str]:
+    """What the tokenizer is trained on: questions and answers."""
+    for compose, number in ((compose_short, 400), (compose_long, 150), (compose_image, 150)):
+        for seed in range(number):
+            for question in compose(seed)[1]:
+                yield f"user\n{question.text}"
+                yield f"assistant\n{question.answer}"
+                yield f"A. {question.answer}\nB. {question.answer}\nC. {question.answer}\nD. {question.answer}\n"
+                yield f"{CHOICE_INSTRUCTION}<"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens, followed by the vision tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(CHAT_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    # The special tokens' ids must not depend on how many merges the text gave.
+    missing = VOCAB_SIZE - len(CHAT_TOKENS) - tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([f"|<EXTRA_TOKENS_{index}>|" for index in range(missing)])
+    tokenizer.add_special_tokens([*CHAT_TOKENS, *VISION_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        # As in the released checkpoints: no BOS of its own, the end of a turn serves.
+        bos_token="<|im_end|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        model_max_length=36864,
+    )
+
+
+def build_processor(chat_template: str) -> STTSProcessor:
+    """The processor, with the released models' settings but for size and frames."""
+    size = {"height": SIZE, "width": SIZE}
+    return STTSProcessor(
+        image_processor=Molmo2ImageProcessor(max_crops=8, pooling_size=[2, 2], size=size, patch_size=PATCH_SIZE),
+        video_processor=STTSVideoProcessor(
+            pooling_size=[3, 3], size=size, patch_size=PATCH_SIZE, num_frames=NUM_FRAMES, max_fps=MAX_FPS
+        ),
+        tokenizer=build_tokenizer(),
+        chat_template=chat_template,
+        use_single_crop_col_tokens=False,
+        use_frame_special_tokens=False,
+    )
+
+
+def build_config(tokenizer: PreTrainedTokenizerFast) -> STTSConfig:
+    """A configuration of 1.2 million parameters: 6 ViT layers of width 64, 4 text layers of width 128."""
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in VISION_TOKENS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    return STTSConfig(
+        pruning_layer=1,
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 6,
+            "image_size": [SIZE, SIZE],
+            "patch_size": PATCH_SIZE,
+            **heads,
+        },
+        adapter_config={
+            "vision_feature_layer": [5],
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "text_hidden_size": 128,
+            **heads,
+        },
+        text_config={
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        },
+        image_start_token_id=ids["<im_start>"],
+        image_end_token_id=ids["<im_end>"],
+        image_patch_id=ids["<im_patch>"],
+        low_res_image_start_token_id=ids["<low_res_im_start>"],
+        frame_start_token_id=ids["<frame_start>"],
+        frame_end_token_id=ids["<frame_end>"],
+    )
+
+
+def build_model(config: STTSConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> STTSForConditionalGeneration:
+    """The model with seeded random weights; its scorer knows nothing yet."""
+    torch.manual_seed(seed)
+    model = STTSForConditionalGeneration(config)
+    for name, module in model.named_modules():
+        # With the library's 0.02, narrow layers say next to nothing, and nothing is learned.
+        if isinstance(module, torch.nn.Linear) and "scorer" not in name:
+            torch.nn.init.normal_(module.weight, std=0.8 / module.in_features**0.5)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model

@@ -1,0 +1,112 @@
+"""A data set on the disk: rows that training and evaluation read, files that decode, whole or not at all."""
+
+import errno
+import filecmp
+import json
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from stts_hf.cli.main import main
+from stts_hf.data.rows import check_files, read_row
+from stts_hf.evaluation.make_dataset import SHARES, make_dataset, read_about
+
+CLIPS = {"train": 20, "test": 7}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "set"
+    assert list(make_dataset(folder, CLIPS))[-1] == (27, 27)
+    return folder
+
+
+def rows_of(file):
+    return [json.loads(line) | {"media_root": str(file.parent)} for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["train", "test", "train_conversations", "test_conversations"])
+def test_rows_are_what_training_reads(folder, name):
+    rows = rows_of(folder / f"{name}.jsonl")
+    assert len({row["id"] for row in rows}) == len(rows)
+    for row in rows:
+        sample = read_row(row)
+        check_files(sample)
+        assert len(sample.videos) + len(sample.images) == 1
+
+
+def test_kinds_have_their_share(folder):
+    rows = rows_of(folder / "train_conversations.jsonl")
+    images = sum("images" in row for row in rows)
+    assert images == SHARES["image"] * len(rows)
+
+
+def test_clips_decode(folder):
+    for row in rows_of(folder / "test.jsonl"):
+        for name in row.get("videos", ()):
+            with av.open(str(folder / name)) as container:
+                frames = sum(1 for _ in container.decode(video=0))
+            assert frames == (96 if row["group"] == "long" else 31)
+        for name in row.get("images", ()):
+            Image.open(folder / name).load()
+
+
+def test_motion_masks_are_of_the_frames_looked_at(folder):
+    masks = np.load(folder / "motion" / "test.npz")
+    clips = {row["clip"] for row in rows_of(folder / "test.jsonl") if "videos" in row}
+    assert set(masks.files) == clips
+    assert all(masks[clip].shape == (16, 12, 12) and masks[clip].any() for clip in clips)
+
+
+def test_levels_without_looking(folder):
+    about = read_about(folder)
+    rows = rows_of(folder / "test.jsonl")
+    assert about["splits"] == {
+        "train": {"clips": 20, "questions": len(rows_of(folder / "train.jsonl"))},
+        "test": {"clips": 7, "questions": len(rows)},
+    }
+    directions = [row for row in rows if row["type"] == "direction"]
+    assert about["chance"]["direction"] == 0.25
+    assert 0 <= about["text_only"]["direction"] <= 1
+    assert directions
+
+
+def test_the_same_arguments_give_the_same_files(folder, tmp_path):
+    list(make_dataset(tmp_path / "again", CLIPS))
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".jsonl", ".json", ".png")]
+    assert filecmp.cmpfiles(folder, tmp_path / "again", names, shallow=False) == (names, [], [])
+    list(make_dataset(tmp_path / "other", {"train": 2, "test": 2}, seed=1))
+    assert rows_of(folder / "train.jsonl")[0]["question"] != rows_of(tmp_path / "other" / "train.jsonl")[0]["question"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    assert main(["make-dataset", str(tmp_path / "set"), "--train", "1", "--validation", "1", "--test", "1"]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there_is_not_touched(folder, capsys):
+    before = sorted(folder.rglob("*"))
+    assert main(["make-dataset", str(folder)]) == 2
+    assert "name another folder" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_data_set_of_another_version_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no data set of `stts-hf make-dataset`"):
+        read_about(tmp_path)
+    (tmp_path / "dataset.json").write_text('{"format": 0}')
+    with pytest.raises(ValueError, match=r"format 0, but this version reads format 1"):
+        read_about(tmp_path)
+
+
+@pytest.mark.parametrize("clips", [{"train": 0}, {"train": 1.5}])
+def test_sizes_out_of_range(tmp_path, clips):
+    with pytest.raises(ValueError, match=r"clips\['train'\] must be a whole number of at least 1"):
+        list(make_dataset(tmp_path / "set", clips))

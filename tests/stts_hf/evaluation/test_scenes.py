@@ -1,0 +1,115 @@
+"""What is asked about a scene is true of its pixels, and everything in it follows from its seed."""
+
+import collections
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stts_hf.evaluation.questions import ANSWERS, compose_image, compose_long, compose_short
+from stts_hf.evaluation.scenes import COLOURS, DIRECTIONS, PLACES, Scene, Thing
+
+SIZE = 96
+STILL = Scene(3, 4.0, (Thing("circle", "red", 0.1, (0.5, 0.5)),))
+
+
+def colour_at(frame, place):
+    x, y = (int(share * SIZE) for share in place)
+    patch = frame[y - 1 : y + 2, x - 1 : x + 2].reshape(-1, 3).mean(0)
+    distances = {name: np.abs(patch - np.array(colour)).max() for name, colour in COLOURS.items()}
+    nearest = min(distances, key=lambda name: distances[name])
+    return nearest if distances[nearest] < 30 else None
+
+
+def test_colours_of_marks_are_seen_where_and_only_while_they_flash_up():
+    checked = 0
+    for seed in range(30):
+        scene, questions = compose_short(seed)
+        scene = replace(scene, drift=(0.0, 0.0), flicker=())
+        asked = {q.text: q.answer for q in questions if q.kind == "mark"}
+        marks = [thing for thing in scene.things if thing.shape == "diamond"]
+        assert len(asked) == len(marks)
+        for mark in marks:
+            [(start, end)] = mark.shown
+            during, after = scene.draw([(start + end) / 2, end + 0.01], SIZE)
+            place = min(PLACES, key=lambda name: np.hypot(*np.subtract(PLACES[name], mark.start)))
+            answer = next(
+                answer for text, answer in asked.items() if f"at the {place}?" in text or f"at the {place}." in text
+            )
+            alone = replace(scene, things=(mark,))
+            assert colour_at(alone.draw([(start + end) / 2], SIZE)[0], mark.start) == answer
+            assert colour_at(alone.draw([end + 0.01], SIZE)[0], mark.start) is None
+            checked += colour_at(during, mark.start) == answer and not np.array_equal(during, after)
+    assert checked > 60  # nothing is drawn over a mark but what stands at another place and what comes after it
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_direction_is_that_of_the_pixels(direction):
+    for seed in range(200):
+        scene, questions = compose_short(seed, level=1)
+        if {q.kind: q.answer for q in questions}["direction"] == direction:
+            break
+    mover = scene.things[0]
+    first, last = replace(scene, things=(mover,), drift=(0.0, 0.0), flicker=()).draw([0.0, scene.duration], SIZE)
+    moved = np.abs(first.astype(int) - last).max(-1) > 30
+    looks = [np.abs(frame.astype(int) - np.array(COLOURS[mover.colour])).max(-1) < 40 for frame in (first, last)]
+    centres = [np.argwhere(look & moved).mean(0)[::-1] for look in looks]
+    step = centres[1] - centres[0]
+    assert np.dot(step, DIRECTIONS[direction]) > 0.3 * SIZE
+    assert abs(np.dot(step, DIRECTIONS[direction][::-1])) < 0.05 * SIZE
+
+
+def test_blinks_are_as_many_as_the_answer_in_frames_a_quarter_of_a_second_apart():
+    counted = 0
+    for seed in range(40):
+        scene, questions = compose_short(seed)
+        answers = [q.answer for q in questions if q.kind == "count"]
+        light = [thing for thing in scene.things if thing.shape == "bar"]
+        assert len(answers) == len(light)
+        if light:
+            seen = [
+                colour_at(frame, light[0].start) == "white"
+                for frame in replace(scene, things=(light[0],), flicker=(), drift=(0, 0)).draw(
+                    [0.25 * i for i in range(16)], SIZE
+                )
+            ]
+            rises = sum(now and not before for before, now in zip([False, *seen], seen, strict=False))
+            assert str(rises) == answers[0]
+            counted += 1
+    assert counted > 15
+
+
+def test_a_frame_is_the_same_in_whatever_company_it_is_drawn():
+    scene, _ = compose_short(5)
+    assert np.array_equal(scene.draw([0.0, 1.25, 2.0], SIZE)[1], scene.draw([1.25], SIZE)[0])
+    assert not np.array_equal(scene.draw([1.25], SIZE), compose_short(6)[0].draw([1.25], SIZE))
+
+
+def test_only_things_are_motion():
+    restless = replace(STILL, drift=(0.05, -0.05), flicker=((0.1, 0.1, 0.3, 0.3),))
+    frames = restless.draw([0.0, 1.0], SIZE).astype(int)
+    assert np.abs(frames[1] - frames[0]).mean() > 2
+    assert not restless.motion([0.0, 1.0, 2.0], 12).any()
+
+
+def test_motion_is_where_a_thing_was_and_where_it_is():
+    moving = replace(STILL, things=(Thing("square", "blue", 0.08, (0.1, 0.5), (0.2, 0.0)),))
+    motion = moving.motion([0.0, 1.0], 12)
+    rows, cols = np.nonzero(motion[1])
+    assert not motion[0].any()
+    assert set(rows) <= {4, 5, 6, 7}
+    assert {cols.min(), cols.max()} == {0, 4}
+
+
+@pytest.mark.parametrize("compose", [compose_short, compose_long, compose_image])
+def test_answers_are_possible_and_even(compose):
+    counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for seed in range(1500):
+        for question in compose(seed)[1]:
+            assert question.answer in question.answers
+            counts[question.kind][question.answer] += 1
+    for kind, seen in counts.items():
+        if kind in ANSWERS:
+            expected = sum(seen.values()) / len(ANSWERS[kind])
+            # Five standard deviations: one in a million that an even draw lies further out.
+            assert all(abs(seen[answer] - expected) < 5 * expected**0.5 for answer in ANSWERS[kind]), kind
