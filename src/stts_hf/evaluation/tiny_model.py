@@ -1,5 +1,5 @@
 """
-The study's model: Molmo2 in small, which sees 16 frames of 12 x 12 patches (4 x 4 blocks) and knows a few hundred words.
+The model of the study: Molmo2 in small, which sees 16 frames of 12 x 12 patches (4 x 4 blocks) and knows few words.
 """
 
 from collections.abc import Iterator
