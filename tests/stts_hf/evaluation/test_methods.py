@@ -1,0 +1,150 @@
+"""Every method trains with `STTSTrainer`, answers with `generate`, and spends what the others spend."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stts_hf.evaluation.methods import METHODS, load_method
+from tests.stts_hf.training.runs import Rows, trainer
+from tests.tiny import Part, Video, build_inputs, tiny_model
+
+ROWS: list[list[Part]] = [[3, Video(20), 5], [2, Video(1), 3, Video(6), 2]]
+NOT_OF_THE_RATIO = ("none", "text-only")
+OF_THE_RATIO = [name for name in METHODS if name not in NOT_OF_THE_RATIO]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def answer(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained])
+def test_a_method_trains_and_answers(checkpoint, tmp_path, name, ratio):
+    model = load_method(name, checkpoint, ratio)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    run = trainer(
+        tmp_path, model=model, data=Rows(ROWS), max_steps=1, per_device_train_batch_size=2, learning_rate=1e-3
+    )
+    run.train()
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert "lm_head.weight" in changed
+    assert any("vision_tower.layers" in name for name in changed) == (name != "text-only")
+    assert any("scorer" in name for name in changed) == name.startswith("stts")
+    run.save_model(str(tmp_path / "trained"))
+
+    model = load_method(name, tmp_path / "trained", ratio)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), run.model.parameters(), strict=True))
+    inputs = build_inputs(ROWS)
+    assert torch.equal(answer(model, inputs), answer(model, inputs))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 0.9])
+def test_all_methods_hand_equally_many_tokens_to_the_language_model(checkpoint, ratio):
+    inputs = build_inputs(ROWS)
+    found = set()
+    for name in OF_THE_RATIO:
+        model = load_method(name, checkpoint, ratio)
+        with torch.no_grad():
+            output = model(**inputs)
+        kept = tuple(int(mask.sum()) for mask in output.keep_mask)
+        found.add((kept, (output.kept_indices >= 0).sum(-1).tolist()[0], output.logits.shape[1]))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("name", "share"), [("none", 1.0), ("text-only", 0.0)])
+def test_two_methods_have_a_ratio_of_their_own(checkpoint, name, share):
+    with torch.no_grad():
+        output = load_method(name, checkpoint, 0.5)(**build_inputs(ROWS))
+    assert all(mask.float().mean() == share for mask in output.keep_mask)
+
+
+def test_no_two_methods_keep_the_same_blocks(checkpoint):
+    inputs = build_inputs(ROWS)
+    masks = {}
+    for name in ("random", "cosine", "stts", "tome"):
+        with torch.no_grad():
+            masks[name] = load_method(name, checkpoint, 0.5)(**inputs).keep_mask[0]
+    names = list(masks)
+    assert all(not torch.equal(masks[a], masks[b]) for a in names for b in names if a < b)
+
+
+@pytest.mark.parametrize("name", ["random", "cosine", "tome"])
+def test_inference_only_is_the_same_method_on_other_weights(checkpoint, name):
+    inputs = build_inputs(ROWS)
+    with torch.no_grad():
+        logits = [load_method(n, checkpoint, 0.5)(**inputs).logits for n in (name, f"{name}-inference")]
+    assert torch.equal(*logits)
+
+
+def test_only_the_temporal_loss_is_missing_without_it(checkpoint):
+    inputs = build_inputs(ROWS, labels=True)
+    with torch.no_grad():
+        whole, without = (load_method(name, checkpoint, 0.5)(**inputs) for name in ("stts", "stts-no-temporal"))
+    assert torch.equal(whole.logits, without.logits)
+    assert without.loss == without.task_loss == whole.task_loss
+    assert whole.loss > whole.task_loss
+
+
+def test_random_draws_anew_in_training_and_by_the_seed_in_evaluation(checkpoint):
+    inputs = build_inputs(ROWS)
+
+    def kept(model: Any) -> list[bool]:
+        with torch.no_grad():
+            return model(**inputs).keep_mask[0].flatten().tolist()
+
+    model = load_method("random", checkpoint, 0.5)
+    assert kept(model) == kept(model) == kept(load_method("random", checkpoint, 0.5))
+    assert kept(load_method("random", checkpoint, 0.5, seed=1)) != kept(model)
+    model.train()
+    assert kept(model) != kept(model)
+
+
+def test_a_scorer_that_a_checkpoint_lacks_is_drawn_by_the_seed(checkpoint, tmp_path):
+    model = tiny_model()
+    state = {name: tensor for name, tensor in model.state_dict().items() if "scorer" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    drawn = [load_method("stts", tmp_path, 0.5, seed=seed).state_dict() for seed in (0, 0, 1)]
+    name = "model.vision_tower.scorer.hidden_layer.weight"
+    assert torch.equal(drawn[0][name], drawn[1][name])
+    assert not torch.equal(drawn[0][name], drawn[2][name])
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2, 3, None])
+def test_the_pruning_layer_is_the_callers_or_the_checkpoints(checkpoint, layer):
+    model = load_method("stts", checkpoint, 0.5, pruning_layer=layer)
+    assert model.config.vision_config.pruning_layer == (2 if layer is None else layer)
+    outputs: list[Any] = []
+    model.model.vision_tower.layers[2 if layer is None else layer].register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
+    with torch.no_grad():
+        output = model(**build_inputs([[3, Video(4), 5]]))
+    assert outputs[0].shape[:2] == (4, 81)
+    assert int(output.keep_mask[0].sum()) == 18
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("tome-trained", 0.5),
+            "`method` is 'tome-trained', but must be one of none, random-inference, random, cosine",
+        ),
+        (("stts", 1.5), "`pruning_ratio` is 1.5, but must be a number in"),
+        (("stts", 0.5, 5), "`pruning_layer` is 5, but the layer after it"),
+        (("random", 0.5, None, -1), "`selector_seed` is -1"),
+    ],
+)
+def test_what_cannot_be_is_an_error(checkpoint, arguments, message):
+    method, ratio, *rest = arguments
+    with pytest.raises(Exception, match=message):
+        load_method(method, checkpoint, ratio, *rest)
