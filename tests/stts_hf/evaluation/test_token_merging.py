@@ -111,7 +111,7 @@ def test_layers_that_cannot_merge_so_much_are_an_error():
 
 
 def test_a_token_of_s_patches_attends_as_s_equal_ones():
-    layer = merging_model().model.vision_tower.layers[1]
+    layer: Any = merging_model().model.vision_tower.layers[1]
     states, sizes = random_tokens(2, 7, 32), torch.tensor([[1, 2, 3, 1, 1, 5, 1], [4, 1, 1, 1, 2, 2, 3]]).float()
     attended, _ = layer.attend(states, sizes.log())
     for frame in range(2):
@@ -123,7 +123,7 @@ def test_a_token_of_s_patches_attends_as_s_equal_ones():
 
 def test_where_layers_do_nothing_a_token_is_the_mean_of_its_patches():
     model = merging_model(feature_layers=(5,))
-    tower = model.model.vision_tower
+    tower: Any = model.model.vision_tower
     for layer in tower.layers:
         for last in (layer.self_attn.o_proj, layer.mlp.fc2):
             torch.nn.init.zeros_(last.weight)
@@ -179,7 +179,7 @@ def test_tower_is_the_naive_one(num_frames, ratio, settings):
     geometry = NaiveGeometry(
         vision.num_attention_heads,
         0,
-        [layer % 6 for layer in model.config.adapter_config.vision_feature_layer],
+        [layer % 6 for layer in model.config.adapter_config.vision_feature_layer or ()],
         patch_grid(vision),
     )
     weights = weights_from_native(dict(model.named_parameters()))
@@ -189,7 +189,9 @@ def test_tower_is_the_naive_one(num_frames, ratio, settings):
             weights[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
     pixels, blocks = inputs["pixel_values_videos"], vision.block_grid[0] * vision.block_grid[1]
     table = inputs["video_token_pooling"][:blocks]  # of frame 0; the others' are the same, further on
-    features, keep_mask, shares = [], [], []
+    features: list[torch.Tensor] = []
+    keep_mask: list[list[bool]] = []
+    shares: list[list[float]] = []
     for frames in num_frames:
         kept = frames * blocks - naive_budget(ratio, frames, blocks)
         for num_tokens in tokens_of_frames(frames, kept):
@@ -240,7 +242,9 @@ def test_gradient_checkpointing_changes_no_gradient():
     model = merging_model().train()
     inputs = video_inputs(model.config, [3, 2])
     expected = gradients(weighted(torch.cat(encode(model, inputs, 0.5).pooler_output)), model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers 5.23 renamed it.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     calls: list[int] = []
     model.model.vision_tower.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     actual = gradients(weighted(torch.cat(encode(model, inputs, 0.5).pooler_output)), model)
