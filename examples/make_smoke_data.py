@@ -10,7 +10,10 @@ QUESTIONS = {"What is moving?": "A ball.", "Where is it?": "On a beach.", "What 
 
 
 def make_smoke_data(folder: Path | str, clips: int = 6) -> Path:
-    """Writes `clips` clips of 3 to 5 seconds, and `train.jsonl` with a row about each. Returns the JSONL file."""
+    """
+    Writes `clips` clips of 3 to 5 seconds, `train.jsonl` with a row about each, and `unlabelled.jsonl` with their files
+    alone. Returns the first.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -20,8 +23,10 @@ def make_smoke_data(folder: Path | str, clips: int = 6) -> Path:
         question, answer = list(QUESTIONS.items())[number % len(QUESTIONS)]
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rows.append({"id": f"clip-{number}", "videos": [name], "messages": messages})
-    file = folder / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    unlabelled = [{"videos": row["videos"]} for row in rows]
+    for name, lines in (("unlabelled.jsonl", unlabelled), ("train.jsonl", rows)):
+        file = folder / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
     return file
 
 

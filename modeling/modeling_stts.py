@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved model carries the processor's code.
     from .processing_stts import STTSProcessor  # noqa: F401
 
+SCORER = ".scorer."  # in the names of its weights, which end alike in all files
 RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names begin in Molmo2's and our files
 
 
@@ -361,14 +362,17 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
         """
         As in PyTorch; tensors named as in the files that `save_pretrained` writes are taken too. `Trainer` passes
-        such tensors to resume and to load the best model; without this it would keep its weights and only warn.
+        such tensors to resume and to load the best model; without this it would keep its weights and only warn. The
+        scorer's keep their precision, which is higher than the model's where it alone is trained.
         """
         if any(name.startswith(RELEASED_NAMES) for name in state_dict):
             found: Any = type(self).from_pretrained(
                 None, config=copy.deepcopy(self.config), state_dict=dict(state_dict), output_loading_info=True
             )
             loaded, info = found
+            scorer = {name.rpartition(SCORER)[2]: tensor for name, tensor in state_dict.items() if SCORER in name}
             state_dict = {n: tensor for n, tensor in loaded.state_dict().items() if n not in info["missing_keys"]}
+            state_dict |= {name: scorer[name.rpartition(SCORER)[2]] for name in state_dict if SCORER in name}
         return super().load_state_dict(state_dict, strict, assign)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:

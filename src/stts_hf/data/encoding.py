@@ -84,26 +84,33 @@ def encode(processor: STTSProcessor, sample: Sample) -> Encoded:
     Decodes and tokenizes a sample.
 
     Raises:
-        RowError: a file cannot be decoded, the chat template refuses the conversation, or nothing of it is learned.
+        RowError: a file cannot be decoded, the chat template refuses the conversation, nothing of it is learned, or its
+            answer is yet to be written.
     """
     with row_errors(sample.id):
+        if sample.room:
+            raise ValueError("its answer is yet to be written. Pass the rows through `answer_rows` first.")
         text, spans = prompt_of(processor, sample)
-        inputs = processor(
-            text=[text],
-            videos=sample.videos or None,
-            images=[load_image(open_image(image, processor)) for image in sample.images] or None,
-            return_tensors="pt",
-            return_offsets_mapping=True,
-            return_text_replacement_offsets=True,
-            padding=False,
-            truncation=False,
-        )
+        inputs = process(processor, sample, text, return_offsets_mapping=True, return_text_replacement_offsets=True)
         moved = _move_spans(spans, inputs["text_replacement_offsets"][0])
         labels = make_labels(inputs["input_ids"][0], inputs["offset_mapping"][0], moved)
         if (labels == IGNORED).all():
             raise ValueError("messages: all labels are masked, so there is nothing to learn.")
     vision = {key: inputs[key] for key in (*VIDEO_KEYS, *IMAGE_KEYS) if key in inputs}
     return Encoded(sample.id, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision)
+
+
+def process(processor: STTSProcessor, sample: Sample, text: str, **options: Any) -> Any:
+    """The processor's output for `text` with the videos and images of `sample`, which are decoded here."""
+    return processor(
+        text=[text],
+        videos=sample.videos or None,
+        images=[load_image(open_image(image, processor)) for image in sample.images] or None,
+        return_tensors="pt",
+        padding=False,
+        truncation=False,
+        **options,
+    )
 
 
 def prompt_of(processor: STTSProcessor, sample: Sample) -> tuple[str, list[tuple[int, int]]]:

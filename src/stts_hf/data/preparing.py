@@ -53,7 +53,7 @@ def prepare_rows(
     Returns:
         The good rows with the column `stts_prompt`, which spares the collator the template, and, where tokens are
         counted, `length`: exactly what `STTSDataCollator` will make of it, unless frames of a video turn out to be
-        damaged, which makes it shorter.
+        damaged, which makes it shorter. Of a row whose answer is yet to be written it is the most that it may be.
 
     Raises:
         RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
@@ -91,9 +91,9 @@ def prepare_rows(
         if on_error == "raise":
             raise RowError(message, errors[0].row_id)
         logger.warning(message)
-    prepared = _with_column(rows, PROMPT, [row and row[0] for row in results], "string")
+    prepared = with_column(rows, PROMPT, [row and row[0] for row in results], "string")
     if ratio is not None:
-        prepared = _with_column(prepared, LENGTH, [row and row[1] for row in results], "int64")
+        prepared = with_column(prepared, LENGTH, [row and row[1] for row in results], "int64")
     return prepared.select([index for index, row in enumerate(results) if row is not None]) if errors else prepared
 
 
@@ -106,16 +106,18 @@ def _finish(
     sample, headers = found
     with row_errors(sample.id):
         text, _ = prompt_of(processor, sample)
-        length = None if ratio is None else count_tokens(processor, text, *headers, ratio)
+        length = None if ratio is None else count_tokens(processor, text, *headers, ratio) + sample.room
     if length is not None and max_length is not None:
         check_length(sample.id, length, max_length)
     media = {"videos": sample.videos, "images": sample.images}
     # Files that lie in the row itself as bytes stay there, and are looked up again.
     in_row = not all(isinstance(source, str) for sources in media.values() for source in sources)
-    return json.dumps({"prompt": sample.prompt} | ({} if in_row else media)), length
+    kept = {"prompt": sample.prompt} | ({} if in_row else media) | ({"room": sample.room} if sample.room else {})
+    return json.dumps(kept), length
 
 
-def _with_column(rows: datasets.Dataset, name: str, values: list[Any], kind: str) -> datasets.Dataset:
+def with_column(rows: datasets.Dataset, name: str, values: list[Any], kind: str) -> datasets.Dataset:
+    """The rows with a new column, in place of one of that name."""
     if name in rows.column_names:
         rows = rows.remove_columns(name)
     return rows.add_column(name, values, feature=datasets.Value(kind))

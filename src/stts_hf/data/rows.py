@@ -2,7 +2,8 @@
 One row of a data set, read without touching its videos: conversation, videos and images in order, or what is wrong.
 
 A row has `messages`, or `question` with `options` and `answer` in their place; `videos` and `images` fill the
-placeholders of the messages in order. See docs/training_data.md.
+placeholders of the messages in order. A row without an answer gets one of the model's own where the model is to match
+itself. See docs/training_data.md.
 """
 
 import base64
@@ -23,6 +24,9 @@ from .prompts import choice_messages, subtitle_text
 
 MEDIA = {"video": "videos", "image": "images"}
 PROMPT = "stts_prompt"  # column in which `prepare_rows` keeps what the template made of a row
+# Column of rows without an answer: {"question", "room"}, tokens that an answer may have, then {"question", "answer"}.
+ANSWER = "stts_answer"
+_STAND_IN = "..."  # for an answer that is yet to be written
 _PLACEHOLDER = re.compile(r"<(video|image)>")
 
 
@@ -41,7 +45,8 @@ class Sample:
 
     messages: `{"role", "content": parts}`; parts that stand for a video or image hold no data. videos: paths, URLs or
     bytes. images: paths, URLs, bytes or PIL images. All in the order of the placeholders. prompt: the conversation in
-    the chat template's words and its learned characters `[start, end)`, once it is rendered.
+    the chat template's words and its learned characters `[start, end)`, once it is rendered. room: tokens that the last
+    answer may have, where it is yet to be written and what is there stands in for it.
     """
 
     id: str
@@ -49,6 +54,7 @@ class Sample:
     videos: list[Any]
     images: list[Any]
     prompt: tuple[str, list[tuple[int, int]]] | None = None
+    room: int = 0
 
 
 def row_id(row: Any, index: int | None = None) -> str:
@@ -76,6 +82,15 @@ def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
         sample = _read(row, name)
     sample.prompt = kept.get("prompt")
     return sample
+
+
+def is_unanswered(row: Mapping[str, Any]) -> bool:
+    """Whether a row asks nothing, or something that nothing in it answers."""
+    messages = row.get("messages")
+    if messages is None:
+        return row.get("answer") is None
+    last = messages[-1] if isinstance(messages, list | tuple) and messages else None
+    return isinstance(last, Mapping) and str(last.get("role")).lower() == "user"
 
 
 @contextlib.contextmanager
@@ -113,7 +128,8 @@ def _read(row: Any, name: str) -> Sample:
     if not isinstance(row, Mapping):
         raise TypeError(f"a row must be a dict of columns, got {type(row).__name__}.")
     root = Path(row["media_root"]) if row.get("media_root") else None
-    messages = _read_messages(row)
+    own = json.loads(row[ANSWER]) if row.get(ANSWER) else None
+    messages = _read_messages(row if own is None else _answered(row, own))
     media = {key: _fill(messages, kind, _read_media(row, kind, root), root) for kind, key in MEDIA.items()}
     if len(media["videos"]) > 1:
         raise ValueError(
@@ -123,7 +139,22 @@ def _read(row: Any, name: str) -> Sample:
         if messages[0]["role"] == "subtitle":
             raise ValueError("subtitles: messages begin with subtitles as well. Give them once.")
         messages.insert(0, {"role": "subtitle", "content": subtitle_text(row["subtitles"], root)})
-    return Sample(name, messages, media["videos"], media["images"])
+    if own is not None and not media["videos"]:
+        raise ValueError(
+            "it has no answer and no video. Text and images alone are never pruned: there is nothing to match. Leave "
+            "the row out."
+        )
+    return Sample(name, messages, media["videos"], media["images"], room=(own or {}).get("room", 0))
+
+
+def _answered(row: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without an answer with the `own` one of the model, or a stand-in for it."""
+    messages = row.get("messages")
+    if messages is None:
+        question = row.get("question")
+        messages = choice_messages(own["question"] if question is None else question, row.get("options"), None)
+    answer = {"role": "assistant", "content": own.get("answer", _STAND_IN)}
+    return {**row, "messages": [*messages, answer], "question": None}
 
 
 def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """`TrainingArguments` with what STTS adds; the parts of a model that have learning rates of their own or are frozen."""
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ class STTSTrainingArguments(TrainingArguments):
         connector, 1e-4 scorer). `adapter` is the rate of LoRA weights, which otherwise take their part's.
         `learning_rate` is the language model's rate.
     freeze: parts that are not trained.
+    distillation_weight: above 0, the scorer alone is trained, and what the model says with nothing dropped, times this,
+        takes the place of the task loss (`training/distillation.py`).
+    distillation_temperature: both distributions are softened by it.
     log_frame_positions: how many frame positions get a curve of their own share kept in TensorBoard; 0 for none.
 
     `remove_unused_columns` is off, because the collator needs the rows' own columns, and `logging_nan_inf_filter` too,
@@ -46,6 +50,13 @@ class STTSTrainingArguments(TrainingArguments):
         metadata={"help": f"Peak learning rate of each part ({', '.join(PARTS)}) and of the LoRA weights ({ADAPTER})."},
     )
     freeze: list[str] | None = field(default=None, metadata={"help": f"Parts not to train: {', '.join(PARTS)}."})
+    distillation_weight: float = field(
+        default=0.0,
+        metadata={"help": "Above 0: train the scorer alone to match the unpruned model, in place of the task loss."},
+    )
+    distillation_temperature: float = field(
+        default=1.0, metadata={"help": "What both distributions are softened by, where `distillation_weight` is."}
+    )
     log_frame_positions: int = field(
         default=64, metadata={"help": "Frame positions whose share of blocks kept goes to TensorBoard; 0 for none."}
     )
@@ -68,6 +79,10 @@ class STTSTrainingArguments(TrainingArguments):
         check_parts("freeze", self.freeze, PARTS)
         if self.log_frame_positions < 0:
             raise ValueError(f"`log_frame_positions` must be 0 or more, not {self.log_frame_positions}.")
+        if not 0 <= self.distillation_weight < math.inf:
+            raise ValueError(f"`distillation_weight` must be a number >= 0, not {self.distillation_weight}.")
+        if not 0 < self.distillation_temperature < math.inf:
+            raise ValueError(f"`distillation_temperature` must be a number > 0, not {self.distillation_temperature}.")
         off = {
             "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
             "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",

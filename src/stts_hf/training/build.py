@@ -20,6 +20,7 @@ from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.loading import accepts_option, load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows
+from stts_hf.data.rows import ANSWER, PROMPT
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
@@ -27,6 +28,8 @@ from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts
 from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
+from stts_hf.training.distillation import check_distillation, only_scorer_is_trained
+from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from stts_hf.training.trainer import STTSTrainer
 
 logger = logging.get_logger(__name__)
@@ -62,9 +65,19 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
     processor = load_processor(config, model_config)
     with arguments.main_process_first(desc="reading the data"):  # one process downloads, the others find it
         opened = {name: open_rows(config, name) for name in ("train", "eval") if getattr(data, f"{name}_data")}
+    return assemble(config, model_config, processor, opened, progress)
+
+
+def assemble(
+    config: TrainConfig, model_config: STTSConfig, processor: STTSProcessor, opened: dict[str, Any], progress: bool
+) -> TrainingSetup:
+    """The run of the rows that `open_rows` or `answer_rows` gave; raises as `prepare`."""
+    data, arguments = config.data, config.training
     rows = {name: make_rows(config, name, there, model_config, processor, progress) for name, there in opened.items()}
     train_rows, eval_rows = rows["train"][0], rows["eval"][0] if "eval" in rows else None
     check_sampling(config, train_rows)
+    if arguments.distillation_weight:
+        check_videos(config, train_rows, processor)
     collator = STTSDataCollator(
         processor,
         model_config=model_config,
@@ -119,9 +132,12 @@ def open_rows(config: TrainConfig, name: str) -> Any:
     if accepts_option(every_source, "revision") and not accepts_option(sources, "revision"):
         revision = None  # it is the other one's
     try:
-        return load_rows(sources, split=split, media_root=data.media_root, revision=revision)
+        rows = load_rows(sources, split=split, media_root=data.media_root, revision=revision)
     except (ValueError, OSError) as error:
         raise config.error(f"{name}_data", f"cannot be loaded: {error}") from error
+    if not config.training.distillation_weight:
+        return rows
+    return mark_unanswered(rows, data.default_question, data.max_answer_tokens)
 
 
 def make_rows(
@@ -162,6 +178,46 @@ def check_sampling(config: TrainConfig, rows: Any) -> None:
         raise config.error("train_sampling_strategy", problem)
 
 
+def check_videos(config: TrainConfig, rows: Any, processor: STTSProcessor) -> None:
+    """Raises `ConfigError` where no row has a video, so that the pruned model and the unpruned are the same."""
+    prepared = rows.rows if isinstance(rows, PackedDataset) else rows
+    if not any(processor.video_token in prompt for prompt in prepared[PROMPT]):
+        problem = "is above 0, but no row of `train_data` has a video, so there is nothing to match."
+        raise config.error("distillation_weight", problem)
+
+
+def answer_unlabelled(run: TrainingSetup, model: Any) -> TrainingSetup:
+    """
+    The run with an answer of `model`'s own to every row that has none, written on the run's device and kept in the
+    output folder. Raises `RowError` as `answer_rows`.
+    """
+    config, arguments = run.config, run.arguments
+    tables = {"train": run.train_rows, "eval": run.eval_rows}
+    rows = {name: getattr(table, "rows", table) for name, table in tables.items() if table is not None}
+    if not any(ANSWER in table.column_names for table in rows.values()):
+        return run
+    settings = config.model
+    identity = f"{settings.model_name_or_path} {settings.model_revision} {settings.dtype} {arguments.bf16}"
+    device, half = arguments.device, torch.bfloat16 if arguments.bf16 else torch.float16
+    model.to(device).eval()
+    with torch.autocast(device.type, half, enabled=arguments.bf16 or arguments.fp16):
+        answered = {
+            name: answer_rows(
+                table,
+                model,
+                run.processor,
+                folder=Path(str(arguments.output_dir)),
+                identity=identity,
+                on_error=config.data.on_error,
+            )
+            for name, table in rows.items()
+        }
+    new = assemble(config, run.model_config, run.processor, answered, arguments.process_index == 0)
+    lost = {name: len(rows[name]) - len(table) for name, table in answered.items()}
+    new.skipped = {name: run.skipped[name] + lost[name] + number for name, number in new.skipped.items()}
+    return new
+
+
 def make_empty_model(run: TrainingSetup) -> Any:
     """The model without weights, with its adapter and its frozen parts, for counting."""
     with torch.device("meta"):
@@ -173,12 +229,12 @@ def load_model(run: TrainingSetup) -> Any:
     The model with its weights, its adapter and its frozen parts. Raises `ConfigError` where weights are missing that
     are not the scorer's, and for half precision that training cannot keep.
 
-    Beside an adapter, what is trained of a model in half precision becomes float32: steps of 1e-4 are smaller than
-    bfloat16 can tell apart.
+    Beside an adapter, and where the scorer alone is trained, what is trained of a model in half precision becomes
+    float32: steps of 1e-4 are smaller than bfloat16 can tell apart.
     """
     model, dtype = _adapt(run, load_weights(run)), run.config.model.dtype
     half = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-    if half and not run.config.model.use_peft:
+    if half and not run.config.model.use_peft and not only_scorer_is_trained(model):
         logger.warning(
             f"`dtype` is {dtype!r}: trained weights in half precision lose small steps. Use `dtype: float32` with "
             "`bf16: true`, or an optimizer that keeps copies of its own."
@@ -225,6 +281,8 @@ def _adapt(run: TrainingSetup, model: Any) -> Any:
         model = add_adapter(run.config, model)
     try:
         freeze_parts(model, run.arguments.freeze or ())
+        if run.arguments.distillation_weight:
+            check_distillation(model)
     except ValueError as error:
         raise ConfigError(f"{run.config.source}: {error}") from error
     return model

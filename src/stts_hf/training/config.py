@@ -114,10 +114,15 @@ class DataArguments:
     num_frames: int | None = _arg(None, "Most frames of a video; by default the checkpoint's.")
     max_fps: float | None = _arg(None, "Most frames per second; by default the checkpoint's.")
     check_headers: bool = _arg(True, "Open every video and image before the first step.")
+    # With `distillation_weight`, for rows without an answer, which the unpruned model then writes.
+    default_question: str = _arg("Describe this video.", "What the model is asked about clips that come without words.")
+    max_answer_tokens: int = _arg(128, "Most tokens of an answer that the model writes itself.")
 
     def __post_init__(self) -> None:
         if not self.train_data:
             raise ValueError("`train_data` is missing: at least one file or data set.")
+        if not self.default_question.strip():
+            raise ValueError("`default_question` is empty. Leave it out, or give the words.")
         if self.max_fps is not None and not 0 < self.max_fps < math.inf:
             raise ValueError(f"`max_fps` is {self.max_fps}, but must be a number of frames per second above 0.")
         if self.pack_to is not None and self.max_length is not None:
@@ -160,6 +165,10 @@ class TrainConfig:
         if self.training.eval_strategy != "no" and not self.data.eval_data:
             raise ValueError(f"`eval_strategy` is {self.given['eval_strategy']!r}, but `eval_data` names no rows.")
 
+        for name in ("default_question", "max_answer_tokens", "distillation_temperature"):
+            if name in self.given and not self.training.distillation_weight:
+                raise ValueError(f"`{name}` has no use without `distillation_weight`. Set that, or leave it out.")
+
     def error(self, name: str, problem: object) -> ConfigError:
         """A `ConfigError` about a setting."""
         return ConfigError(f"{self.source}: `{name}` {problem}")
@@ -171,6 +180,7 @@ TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_f
 # Settings of at least 1.
 COUNTS = {
     *("lora_r", "lora_alpha", "pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"),
+    "max_answer_tokens",
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
 }
 REFUSED = {
@@ -188,7 +198,7 @@ REFUSED = {
 _KEPT = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed"),
     *("train_sampling_strategy", "length_column_name", "average_tokens_across_devices", "bf16", "fp16", "freeze"),
-    *("max_grad_norm", "neftune_noise_alpha"),
+    *("max_grad_norm", "neftune_noise_alpha", "distillation_weight", "distillation_temperature"),
     *(item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)),
 } - {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
 _OPTIMIZER = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_", "weight_decay")  # beginnings of names

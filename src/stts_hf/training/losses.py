@@ -1,9 +1,9 @@
-"""Both losses over an optimizer step, and what a run logs beside them.
+"""The losses over an optimizer step, and what a run logs beside them.
 
-A mean of micro-batches' means would weigh a label more the fewer labels share its micro-batch. So both losses are sums
-over the step, its micro-batches and processes, divided by its counts: of label tokens for the task loss, of blocks in
-frames `t >= 1` for the temporal loss. Counts and logged sums stay on the device and force no host-device sync, until a
-log reads the sums, once, over all processes.
+A mean of micro-batches' means would weigh a label more the fewer labels share its micro-batch. So all losses are sums
+over the step, its micro-batches and processes, divided by its counts: of label tokens for the task loss and for the
+matching of the unpruned model, of blocks in frames `t >= 1` for the temporal loss. Counts and logged sums stay on the
+device and force no host-device sync, until a log reads the sums, once, over all processes.
 """
 
 import contextlib
@@ -17,28 +17,37 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stts_hf.modeling.sequence_stts import find_samples
 
-LOSSES = ("task_loss", "temporal_loss", "labels", "blocks")
-SUMS = (*LOSSES, "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
+LOSSES = ("task_loss", "temporal_loss", "distillation_loss")
+SUMS = (*LOSSES, "labels", "blocks", "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
 
 
-def count(batch: Mapping[str, Any]) -> torch.Tensor:
+def predicted_labels(batch: Mapping[str, Any]) -> torch.Tensor:
     """
-    What the losses of a batch are divided by, (2,) float32: its label tokens that something predicts, so not a row's
-    first, nor the first of a packed sample; and the blocks in frames `t >= 1` of its videos. Raises `ValueError` where
-    there are no labels.
+    Which tokens of a batch are labels that something predicts, (B, L) bool: not a row's first, nor that of a packed
+    sample. Raises `ValueError` where there are no labels.
     """
-    labels, grids = batch.get("labels"), batch.get("video_grids")
+    labels = batch.get("labels")
     if labels is None:
         raise ValueError("A batch has no `labels`: the collator must add them, -100 where no loss is wanted.")
-    counted = labels != -100
+    predicted = labels != -100
+    predicted[:, 0] = False
     position_ids = batch.get("position_ids")
     if position_ids is not None:
         attention_mask = batch.get("attention_mask")
         padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         samples = find_samples(position_ids.expand(labels.shape), padding_mask)
-        counted = counted & (samples.diff(dim=-1, prepend=samples[:, :1]) == 0)
-    blocks = labels.new_zeros(()) if grids is None else ((grids[:, 0] - 1) * grids[:, 1] * grids[:, 2]).sum()
-    return torch.stack([counted[:, 1:].sum(), blocks.to(labels.device)]).float()
+        predicted = predicted & (samples.diff(dim=-1, prepend=samples[:, :1]) == 0)
+    return predicted
+
+
+def count(batch: Mapping[str, Any]) -> torch.Tensor:
+    """
+    What the losses of a batch are divided by, (2,) float32: its label tokens that something predicts, and the blocks in
+    frames `t >= 1` of its videos. Raises `ValueError` where there are no labels.
+    """
+    labels, grids = predicted_labels(batch).sum(), batch.get("video_grids")
+    blocks = torch.zeros_like(labels) if grids is None else ((grids[:, 0] - 1) * grids[:, 1] * grids[:, 2]).sum()
+    return torch.stack([labels, blocks.to(labels.device)]).float()
 
 
 def normalised_losses(outputs: Any, counts: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,16 +14,26 @@ from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.files import check_links
 from stts_hf.checkpoints.push import PushRefused, refusals
+from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import ADAPTER, PARTS, rate_of
-from stts_hf.training.build import TrainingSetup, load_model, load_weights, make_empty_model, make_trainer, prepare
+from stts_hf.training.build import (
+    TrainingSetup,
+    answer_unlabelled,
+    load_model,
+    load_weights,
+    make_empty_model,
+    make_trainer,
+    prepare,
+)
 from stts_hf.training.checkpointing import checkpoints_in, find_checkpoint
 from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check_unchanged, write_config
+from stts_hf.training.losses import LOSSES
 from stts_hf.training.trainer import STTSTrainer
 
 MERGED = "merged"
-_SHOWN = ("loss", "task_loss", "temporal_loss", "eval_loss", "eval_task_loss", "eval_temporal_loss")
+_SHOWN = [f"{prefix}{name}" for prefix in ("", "eval_") for name in ("loss", *LOSSES)]
 
 
 def dry_run(config: TrainConfig) -> str:
@@ -48,6 +58,8 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
     run = prepare(config)
     count_steps(run)
     model = load_model(run)
+    run = answer_unlabelled(run, model)
+    count_steps(run)
     trainer = make_trainer(run, model)
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)
@@ -128,6 +140,11 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
         "pruning": f"{vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, "
         f"{vision.packing}; temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
+    if arguments.distillation_weight:
+        lines["matching"] = (
+            f"the unpruned model's outputs x {arguments.distillation_weight:g}, "
+            f"temperature {arguments.distillation_temperature:g}"
+        )
     rates: Any = arguments.learning_rates
     for part, (total, trained) in count_parameters(model, rates).items():
         share = "" if trained in (0, total) else f"{trained:,} of them "
@@ -156,7 +173,10 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
 
 
 def _describe_rows(rows: Any) -> str:
-    return str(rows) if isinstance(rows, PackedDataset) else f"{len(rows)} samples"
+    table = rows.rows if isinstance(rows, PackedDataset) else rows
+    own = sum(mark is not None for mark in table[ANSWER]) if ANSWER in table.column_names else 0
+    answered = f", {own} of them answered by the unpruned model" if own else ""
+    return f"{rows if isinstance(rows, PackedDataset) else f'{len(rows)} samples'}{answered}"
 
 
 def count_parameters(model: Any, learning_rates: Any) -> dict[str, tuple[int, int]]:

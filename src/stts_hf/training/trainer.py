@@ -1,7 +1,7 @@
-"""`transformers.Trainer` with three learning rates, both losses normalised over the step, and logs of the pruning."""
+"""`transformers.Trainer` with three learning rates, all losses normalised over the step, and logs of the pruning."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
+from stts_hf.training.distillation import Teaching, check_distillation
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
 from stts_hf.training.losses import LOSSES, PruningMetrics, count, describe, normalised_losses
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
@@ -67,7 +68,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         self._eval_statistics: PruningMetrics | None = None
         self._step_counts: torch.Tensor | None = None  # (2,) of `count`, over the step
         self._stop: torch.Tensor | None = None
-        self._parts_of_loss: tuple[torch.Tensor, ...] = ()
+        self._parts_of_loss: dict[str, torch.Tensor] = {}
         self._gradient_norm: Any = None
 
     def _prepare_model(self, model: Any) -> None:
@@ -78,6 +79,13 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
                 "convert` makes one of a Molmo2 checkpoint."
             )
         freeze_parts(model, self.args.freeze or ())
+        if self.args.distillation_weight:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError(
+                    "`distillation_weight` is above 0, but FSDP or DeepSpeed would shard the model, of which all but "
+                    "the scorer is frozen. Use DDP: examples/accelerate/ddp.yaml."
+                )
+            check_distillation(model)
         checkpointing = self.args.gradient_checkpointing_kwargs
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             # It gives no gradient where no input needs one: with LoRA, or with frozen parts.
@@ -151,12 +159,11 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         # One host-device sync a micro-batch, where `logging_nan_inf_filter` would force two.
         flags = [finite.item()] if self._stop is None else torch.stack([finite.float(), self._stop]).tolist()
         if not flags[0]:
-            task, temporal = (part.item() for part in self._parts_of_loss)
+            parts = ", ".join(f"{name.replace('_', ' ')} {part.item():g}" for name, part in self._parts_of_loss.items())
             rows = ", ".join(map(str, ids)) if ids is not None else "unknown (the collator adds no `sample_ids`)"
             raise FloatingPointError(
                 f"The loss of step {self.state.global_step + 1} is not finite on process {self.args.process_index}: "
-                f"task loss {task:g}, temporal loss {temporal:g}. Rows of the batch: {rows}. The optimizer has not "
-                "taken the step."
+                f"{parts}. Rows of the batch: {rows}. The optimizer has not taken the step."
             )
         self.termination.agreed = self.termination.agreed or any(flags[1:])
         return loss
@@ -170,30 +177,49 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
+        # Text and images alone are never pruned, so there is nothing to match.
+        matches = self.args.distillation_weight and inputs.get("video_grids") is not None
+        teaching = Teaching.of(self.model, inputs) if matches else None
         outputs = model(**inputs, num_items_in_batch=step[0])
         task, temporal = normalised_losses(outputs, counts, step)
+        distillation = torch.zeros_like(task)
+        if teaching is not None:
+            distillation = teaching.divergence(outputs, self.args.distillation_temperature) / step[0].to(task.device)
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
-        loss = scale * (task + self.model.config.temporal_loss_weight * temporal)
+        losses = dict(zip(LOSSES, (task, temporal, distillation), strict=True))
+        loss = scale * self._total(losses)
         if training and not loss.requires_grad:  # text alone, while only the scorer is trained: nothing to learn
             loss = loss + 0 * next(p for p in model.parameters() if p.requires_grad).sum()
-        self._parts_of_loss = task.detach(), temporal.detach()
+        self._parts_of_loss = {name: losses[name].detach() for name in self._logged_losses}
         statistics = self.statistics if training else self._eval_statistics
         if statistics is not None:
             with torch.no_grad():
                 labels, blocks = counts
                 statistics.observe(outputs, inputs)
-                losses = (task * scale, temporal * scale) if training else (task * labels, temporal * blocks)
-                for name, value in zip(LOSSES, (*losses, labels, blocks), strict=True):
-                    statistics.add(name, value)
+                statistics.add("labels", labels)
+                statistics.add("blocks", blocks)
+                for name, value in losses.items():
+                    number = blocks if name == "temporal_loss" else labels
+                    statistics.add(name, value * (scale if training else number))
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _logged_losses(self) -> tuple[str, ...]:
+        return LOSSES if self.args.distillation_weight else LOSSES[:2]
+
+    def _total(self, losses: Mapping[str, Any]) -> Any:
+        """The loss that is trained on, of its parts; matching the unpruned model takes the place of the task loss."""
+        weight = self.args.distillation_weight
+        first = weight * losses["distillation_loss"] if weight else losses["task_loss"]
+        return first + self.model.config.temporal_loss_weight * losses["temporal_loss"]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the statistics of the steps since the last log in logs of the training loss."""
         if self.is_in_train and "loss" in logs:
             sums, kept_shares = self.statistics.read(self.accelerator)
             each = max(self.statistics.steps * self.args.world_size, 1)
-            logs |= {name: sums[name] / each for name in ("task_loss", "temporal_loss")}
+            logs |= {name: sums[name] / each for name in self._logged_losses}
             logs |= describe(sums)
             for name in ("llm_tokens", "video_tokens"):
                 logs[f"{name}_per_second"] = sums[name] / max(sums["seconds"], 1e-9)
@@ -240,9 +266,9 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
             self._eval_statistics = None
         sums, _ = statistics.read(self.accelerator)
         if sums["labels"]:
-            task, temporal = sums["task_loss"] / sums["labels"], sums["temporal_loss"] / max(sums["blocks"], 1)
-            total = task + self.model.config.temporal_loss_weight * temporal
-            found = {"loss": total, "task_loss": task, "temporal_loss": temporal} | describe(sums)
+            found = {name: sums[name] / sums["labels"] for name in self._logged_losses}
+            found["temporal_loss"] = sums["temporal_loss"] / max(sums["blocks"], 1)
+            found |= {"loss": self._total(found)} | describe(sums)
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         if sums["skipped_rows"]:
             output.metrics[f"{prefix}_skipped_rows"] = sums["skipped_rows"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -19,11 +20,12 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
-from stts_hf import STTSProcessor
+from stts_hf import STTSProcessor, load_rows, prepare_rows
 from stts_hf.training.config import load_config
+from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from stts_hf.training.run import train
 from stts_hf.training.trainer import STTSTrainer
-from tests.checkpoints import TINY
+from tests.checkpoints import TINY, load_tiny
 from tests.clips import write_clip
 from tests.stts_hf.training.runs import Rows, logged, trainer
 from tests.test_peft import TARGETS
@@ -41,6 +43,7 @@ MIXED: list[list[Part]] = [
     [20],
     [4, Image(), 3],
 ]
+LOSSES = ("loss", "task_loss", "temporal_loss", "distillation_loss")
 PARTS = ("language_model", "vision_tower", "connector", "scorer")
 OPTIONS: dict[str, Any] = {
     "learning_rates": dict.fromkeys(PARTS, 1e-3),
@@ -125,7 +128,7 @@ def make(folder: Path, **options: Any) -> STTSTrainer:
 def describe(run: STTSTrainer) -> dict[str, Any]:
     trained: Any = run.model
     return {
-        "losses": {name: logged(run, name) for name in ("loss", "task_loss", "temporal_loss")},
+        "losses": {name: logged(run, name) for name in LOSSES},
         "processes": run.args.world_size,
         "engine": run.accelerator.distributed_type.value,
         "sharded": [name for name, module in trained.named_modules() if isinstance(module, FSDPModule)],
@@ -159,6 +162,20 @@ def lora(folder: Path) -> dict[str, Any]:
     run.train()
     run.save_model(str(folder / "adapter"))
     return describe(run)
+
+
+def scorer_only(folder: Path) -> dict[str, Any]:
+    """And rows that wait for an answer, of which each process writes its share."""
+    run = make(folder, max_steps=4, freeze=list(PARTS[:3]), distillation_weight=1.0)
+    run.train()
+    folder.mkdir(exist_ok=True)
+    write_clip(folder / f"clip-{os.environ.get('RANK', '0')}.mp4", 10, fps=5)
+    clip = str(folder / f"clip-{os.environ.get('RANK', '0')}.mp4")
+    table = datasets.Dataset.from_list([{"question": word, "videos": [clip]} for word in ("One?", "Two?", "Three?")])
+    processor = STTSProcessor.from_pretrained(TINY)
+    rows = prepare_rows(mark_unanswered(load_rows(table), "What?", 4), processor, progress=False)
+    answered = answer_rows(rows, load_tiny(), processor, folder=folder / "answers", progress=False)
+    return describe(run) | {"answers": list(answered["stts_answer"])}
 
 
 def bf16(folder: Path) -> dict[str, Any]:
@@ -236,7 +253,9 @@ def refused(folder: Path) -> dict[str, Any]:
         return "nothing was raised"
 
     plain = {"data_collator": Plain(), "max_steps": 1, "ddp_find_unused_parameters": False}
+    matching = {"freeze": list(PARTS[:3]), "distillation_weight": 1.0}
     return {
+        "sharded_teacher": message(lambda: make(folder, **matching)),
         "no_video": message(lambda: make(folder, **plain).train()),
         "stream": message(lambda: make(folder, data=Stream(), max_steps=1).train()),
     }
@@ -244,7 +263,7 @@ def refused(folder: Path) -> dict[str, Any]:
 
 SCENARIOS = {
     run.__name__: run
-    for run in (full, checkpointed, lora, bf16, resumed, uneven, refused, resumed_from_shards, command)
+    for run in (full, checkpointed, lora, scorer_only, bf16, resumed, uneven, refused, resumed_from_shards, command)
 }
 
 

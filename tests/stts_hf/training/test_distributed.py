@@ -30,7 +30,7 @@ from tests.tiny import Video, build_inputs
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 SCENARIOS = {
-    "ddp": ("full", "checkpointed", "lora", "resumed", "uneven", "refused", "command"),
+    "ddp": ("full", "checkpointed", "lora", "scorer_only", "resumed", "uneven", "refused", "command"),
     "fsdp2": ("full", "checkpointed", "lora", "bf16", "resumed", "uneven", "refused", "resumed_from_shards", "command"),
 }
 ENGINES = list(SCENARIOS)
@@ -96,7 +96,7 @@ def launched(run_once):
 @pytest.fixture(scope="module")
 def alone(run_once) -> Path:
     """Folder of the same runs in this process."""
-    return run_once("alone", lambda folder: main(folder, ["full", "lora"]))
+    return run_once("alone", lambda folder: main(folder, ["full", "lora", "scorer_only"]))
 
 
 def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
 
 
 def assert_losses_close(found: dict[str, list[float]], expected: dict[str, list[float]], steps: int) -> None:
-    for name in ("loss", "task_loss", "temporal_loss"):
+    for name in (name for name, values in expected.items() if values):
         assert len(found[name]) == steps
         assert max(expected[name][:steps]) > 0
         torch.testing.assert_close(
@@ -161,6 +161,22 @@ def test_lora_with_the_scorer_in_full_trains_and_saves_as_with_one_process(launc
     assert_weights_close((launched(engine), alone), "lora/adapter/adapter_model.safetensors")
     adapters = [path / "lora" / "adapter" for path in (launched(engine), alone)]
     assert len({frozenset(file.name for file in adapter.iterdir()) for adapter in adapters}) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_match_the_unpruned_model_as_one_does(launched, alone):
+    found, expected = (results(folder, "scorer_only") for folder in (launched("ddp"), alone))
+    assert_losses_close(found["losses"], expected["losses"], 4)
+    assert max(expected["losses"]["distillation_loss"]) > 0
+    # Each wrote some of the answers, and both have them all.
+    assert found["answers"] == results(launched("ddp"), "scorer_only", rank=1)["answers"] == expected["answers"]
+    assert len(list((launched("ddp") / "scorer_only" / "answers").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_sharded_teacher_is_refused(launched):
+    assert "FSDP or DeepSpeed would shard the model" in results(launched("fsdp2"), "refused")["sharded_teacher"]
+    assert results(launched("ddp"), "refused")["sharded_teacher"] == "nothing was raised"
 
 
 @pytest.mark.slow

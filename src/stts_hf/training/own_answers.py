@@ -1,0 +1,165 @@
+"""Answers that the model itself writes, with nothing dropped, to rows that have none.
+
+A question alone says little of what to keep of its video: the unpruned model's distributions over its words, most of
+which the question itself tells. The words of an answer are about the video, and the model's own greedy ones are those
+whose distributions it is surest of. They are written once, before the first step, so every epoch and a resumed run meet
+the same rows, which are packed and measured like others.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from tqdm import tqdm
+from transformers.utils import logging
+
+from stts_hf.data.collator import check_on_error
+from stts_hf.data.encoding import process
+from stts_hf.data.prefetch import prefetch
+from stts_hf.data.preparing import LENGTH, with_column
+from stts_hf.data.rows import ANSWER, PROMPT, RowError, Sample, is_unanswered, read_row, row_errors
+from stts_hf.inference.answering import inputs_for
+from stts_hf.modeling.processing_stts import STTSProcessor
+
+logger = logging.get_logger(__name__)
+
+FILES = "_answers_{}.jsonl"  # one for each process; `Trainer` pushes nothing that begins with an underscore
+
+
+def mark_unanswered(rows: datasets.Dataset, question: str, max_new_tokens: int) -> datasets.Dataset:
+    """
+    Rows of `load_rows`, those without an answer marked as such, so that `prepare_rows` takes them and leaves room for
+    one. The same rows where all have one.
+
+    question: what rows are asked that hold no question. max_new_tokens: most tokens of an answer. Raises `ValueError`
+    for an empty question.
+    """
+    if not question.strip():
+        raise ValueError("question is empty. Give the words to ask about clips that come without any.")
+    columns = [name for name in ("messages", "question", "answer", "id") if name in rows.column_names]
+    mark = json.dumps({"question": question, "room": max_new_tokens})
+    marks = [mark if is_unanswered(row) else None for row in rows.select_columns(columns)]
+    return with_column(rows, ANSWER, marks, "string") if any(marks) else rows
+
+
+def answer_rows(
+    rows: datasets.Dataset,
+    model: Any,
+    processor: STTSProcessor,
+    *,
+    folder: Path | None = None,
+    identity: str = "",
+    on_error: str = "raise",
+    progress: bool = True,
+) -> datasets.Dataset:
+    """
+    Has `model` answer the marked rows greedily, at `k = 0`; every process its share. Videos are decoded meanwhile.
+
+    Args:
+        rows: of `mark_unanswered`, then `prepare_rows`.
+        model: an `STTSForConditionalGeneration` on its device.
+        processor: the one that prepared the rows.
+        folder: where answers are kept as they come, so that a run that is killed does not lose them.
+        identity: tells the model and its settings from others whose answers may lie in `folder`.
+        on_error: "raise", or "skip" to leave out rows that cannot be answered, with a warning.
+
+    Returns:
+        The rows with their answers, for `prepare_rows`: other words have other lengths.
+
+    Raises:
+        RowError: with on_error="raise", for a video that cannot be decoded, or where the model answers nothing.
+    """
+    check_on_error(on_error)
+    state = PartialState()
+    marks: list[str | None] = list(rows[ANSWER]) if ANSWER in rows.column_names else []
+    waiting = [index for index, mark in enumerate(marks) if mark is not None and "room" in json.loads(mark)]
+    known = _read_answers(folder)
+    settings = f"{identity} {processor.video_processor.num_frames} {processor.video_processor.max_fps}"
+
+    def prepare(index: int) -> tuple[int, Sample, str, Any] | RowError:
+        """The sample, a key that tells it from all others, and the inputs of its prompt where no answer is known."""
+        sample = read_row(rows[index])
+        assert sample.prompt is not None  # `prepare_rows` made it
+        text, spans = sample.prompt
+        prompt = text[: spans[-1][0]]  # up to the stand-in
+        media = [_digest(source) for source in (*sample.videos, *sample.images)]
+        key = _digest(json.dumps([settings, sample.room, prompt, media]))
+        try:
+            with row_errors(sample.id):
+                return index, sample, key, None if key in known else process(processor, sample, prompt)
+        except RowError as error:
+            return error
+
+    mine = waiting[state.process_index :: state.num_processes]
+    found: list[tuple[int, str]] = []
+    with _writer(folder, state.process_index) as write, contextlib.closing(prefetch(prepare, mine)) as prepared:
+        show = progress and state.is_main_process
+        for one in tqdm(prepared, total=len(mine), desc="Answering rows", disable=None if show else True):
+            try:
+                if isinstance(one, RowError):
+                    raise one
+                index, sample, key, inputs = one
+                answer = known[key] if inputs is None else _generate(model, processor, inputs, sample.room)
+                if inputs is not None:
+                    write({"key": key, "id": sample.id, "answer": answer})
+                if not answer:
+                    raise RowError(f"Row {sample.id!r}: the unpruned model answers nothing.", sample.id)
+                found.append((index, answer))
+            except RowError as error:
+                if on_error == "raise":
+                    raise
+                logger.warning(f"Left out: {error}")
+    answers = dict(gather_object(found))
+    for index, answer in answers.items():
+        marks[index] = json.dumps({"question": json.loads(marks[index] or "")["question"], "answer": answer})
+    if not waiting:
+        return rows
+    rows = with_column(rows.remove_columns([PROMPT]), ANSWER, marks, "string")
+    rows = rows.remove_columns([LENGTH]) if LENGTH in rows.column_names else rows
+    left_out = set(waiting) - answers.keys()
+    return rows.select([index for index in range(len(rows)) if index not in left_out])
+
+
+@torch.no_grad()
+def _generate(model: Any, processor: STTSProcessor, inputs: Any, max_new_tokens: int) -> str:
+    options: dict[str, Any] = {"pruning_ratio": 0.0, "do_sample": False, "num_beams": 1}
+    sequences = model.generate(**inputs_for(model, inputs), **options, max_new_tokens=max_new_tokens)
+    return processor.decode(sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def _digest(source: Any) -> str:
+    return hashlib.sha256(source if isinstance(source, bytes) else str(source).encode()).hexdigest()
+
+
+def _read_answers(folder: Path | None) -> dict[str, str]:
+    """The answers in `folder` by their keys. A line that a kill cut off is passed over."""
+    known: dict[str, str] = {}
+    for file in folder.glob(FILES.format("*")) if folder is not None else ():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                known[entry["key"]] = entry["answer"]
+    return known
+
+
+@contextlib.contextmanager
+def _writer(folder: Path | None, process: int) -> Generator[Any, None, None]:
+    """Gives a function that adds an entry to the file of the process, each on the disk before the next."""
+    if folder is None:
+        yield lambda entry: None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILES.format(process)).open("a", encoding="utf-8") as file:
+
+        def write(entry: dict[str, str]) -> None:
+            file.write(f"\n{json.dumps(entry, ensure_ascii=False)}")  # a line break first: the last may be cut off
+            file.flush()
+
+        yield write

@@ -1,0 +1,210 @@
+"""Matching the unpruned model: its divergence, whom the gradient reaches, and what cannot be matched."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from stts_hf.training.distillation import Teaching
+from tests.modeling.reference import assert_gradients_equal, one_by_one, pack
+from tests.stts_hf.training.runs import KeepGradients, Rows, arguments, logged, trainer
+from tests.tiny import Image, Part, Video, build_inputs, randomise, tiny_config, tiny_model
+
+FROZEN = ["language_model", "vision_tower", "connector"]
+SCORER_ONLY: dict[str, Any] = {"distillation_weight": 1.0, "freeze": FROZEN}
+# Mixed lengths; a row of text, one of an image, one of both kinds.
+MIXED: list[list[Part]] = [[3, Video(2), 4], [9], [2, Image(), 5], [3, Video(4), 12], [2, Image(), Video(3), 7]]
+
+
+def mixed_inputs(rows: list[list[Part]] = MIXED, **options: Any) -> dict[str, Any]:
+    """A batch whose first labels nothing predicts, as a collator makes them."""
+    inputs = build_inputs(rows, labels=True, **options)
+    first = inputs["attention_mask"].argmax(-1)
+    inputs["labels"][torch.arange(len(rows)), first] = -100
+    return inputs
+
+
+def naive_divergence(model: Any, inputs: dict[str, Any], rows: list[list[Part]], temperature: float) -> torch.Tensor:
+    """Row by row and token by token: T^2 * sum of p * (log p - log q), p of the unpruned model, q of the pruned."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in one_by_one(inputs, rows):
+        labels = row.pop("labels")[0].tolist()
+        with torch.no_grad():
+            unpruned = model(**row, pruning_ratio=0.0).logits[0].double()
+        pruned = model(**row)
+        column_of = {place: column for column, place in enumerate(pruned.kept_indices[0].tolist())}
+        for place, label in enumerate(labels):
+            if place and label != -100:
+                p = (unpruned[place - 1] / temperature).softmax(-1)
+                q = (pruned.logits[0, column_of[place] - 1].double() / temperature).softmax(-1)
+                total = total + temperature**2 * (p * (p.log() - q.log())).sum()
+    return total
+
+
+def divergence(model: Any, inputs: dict[str, Any], temperature: float = 1.0) -> torch.Tensor:
+    return Teaching.of(model, inputs).divergence(model(**inputs), temperature)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_divergence_of_a_mixed_batch(side, temperature):
+    model, inputs = tiny_model(), mixed_inputs(padding_side=side)
+    expected = naive_divergence(model, inputs, MIXED, temperature)
+    assert expected > 1
+    # float32 logits of about 5 and some 40 tokens against float64 sums.
+    assert divergence(model, inputs, temperature).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_divergence_of_packed_rows():
+    model, inputs = tiny_model(), mixed_inputs(padding_side="right")
+    packed = pack(inputs, MIXED)
+    expected = naive_divergence(model, inputs, MIXED, 1.0)
+    assert divergence(model, packed).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_divergence_of_rows_padded_to_one_length():
+    model, inputs = tiny_model(), mixed_inputs(padding_side="right")
+    expected = divergence(model, inputs).item()
+    padded = inputs | {"pruned_length": inputs["input_ids"].shape[1]}
+    assert divergence(model, padded).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_teacher_is_the_model_at_ratio_0():
+    """Exactly, in training too, and whatever its scorer says."""
+    model, inputs = tiny_model(), mixed_inputs([[3, Video(4), 6]])
+    with torch.no_grad():
+        logits = model(**inputs, pruning_ratio=0.0).logits
+    teaching = Teaching.of(model.train(), inputs)
+    assert model.training
+    assert model.model.vision_tower.training
+    assert torch.equal(teaching.logits, logits[teaching.rows, teaching.places - 1])
+    randomise(model.model.vision_tower.scorer, seed=5)
+    assert torch.equal(Teaching.of(model, inputs).logits, teaching.logits)
+    assert not teaching.logits.requires_grad
+
+
+def test_what_is_not_pruned_adds_nothing():
+    model = tiny_model()
+    unpruned = mixed_inputs([[9], [2, Image(), 5]])
+    assert divergence(model, unpruned).abs() < 1e-4  # the same sums in another order
+    rows: list[list[Part]] = [[3, Video(3), 5], [9]]
+    inputs = mixed_inputs(rows)
+    alone = one_by_one(inputs, rows)[0]
+    assert divergence(model, inputs).item() == pytest.approx(divergence(model, alone).item(), rel=1e-4)
+
+
+def test_the_loss_is_the_mean_over_labels_and_the_temporal_loss(tmp_path):
+    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.5}))
+    options = SCORER_ONLY | {"distillation_weight": 2.0, "distillation_temperature": 1.5}
+    run = trainer(tmp_path, model=model, **options)
+    inputs = mixed_inputs()
+    with torch.no_grad():
+        labels = (inputs["labels"][:, 1:] != -100).sum()
+        mean = naive_divergence(model, inputs, MIXED, 1.5) / labels
+        expected = 2.0 * mean + 0.5 * model(**inputs).temporal_loss
+        assert run.compute_loss(model.eval(), inputs).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_the_gradient_reaches_the_scorer_alone_and_is_that_of_the_divergence(tmp_path):
+    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.0}))
+    inputs = mixed_inputs()
+    run = trainer(tmp_path, model=model, **SCORER_ONLY)
+    found = []
+    labels = (inputs["labels"][:, 1:] != -100).sum()
+    for loss in (run.compute_loss(model, inputs), naive_divergence(model, inputs, MIXED, 1.0) / labels):
+        model.zero_grad()
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert {name.rpartition("scorer.")[0] for name in found[0]} == {"model.vision_tower."}
+    assert all(gradient.abs().max() > 1e-6 for name, gradient in found[0].items() if not name.endswith("k_proj.bias"))
+    assert_gradients_equal(found[0], found[1], tolerance=1e-3)  # float32 through the whole model, against rows alone
+
+
+def gradients(folder, **options: Any) -> dict[str, torch.Tensor]:
+    kept = KeepGradients()
+    run = trainer(folder, max_steps=1, train_sampling_strategy="sequential", max_grad_norm=0, **SCORER_ONLY, **options)
+    run.add_callback(kept)
+    run.train()
+    return kept.gradients
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
+    large = gradients(tmp_path, per_device_train_batch_size=4)
+    accumulated = gradients(tmp_path, gradient_accumulation_steps=4)
+    assert_gradients_equal(accumulated, large)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant):
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    plain = gradients(tmp_path, per_device_train_batch_size=4)
+    assert_gradients_equal(gradients(tmp_path, per_device_train_batch_size=4, **options), plain)
+
+
+def test_the_divergence_falls(tmp_path):
+    """Without the temporal loss, on one batch: the gradient leads to scores that change the outputs less."""
+    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.0}))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    rows = Rows([[3, Video(4), 12], [3, Video(5), 20]])
+    options = {"max_steps": 25, "per_device_train_batch_size": 2, "learning_rates": {"scorer": 1e-2}}
+    run = trainer(tmp_path, model=model, data=rows, **SCORER_ONLY, **options)
+    run.train()
+    losses = logged(run, "distillation_loss")
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert all(".scorer." in name for name in changed)
+    assert changed
+
+
+def test_logs_and_evaluations_name_it(tmp_path):
+    run = trainer(tmp_path, eval_dataset=Rows(), max_steps=1, per_device_train_batch_size=4, **SCORER_ONLY)
+    run.train()
+    [logs] = [logs for logs in run.state.log_history if "distillation_loss" in logs]
+    assert logs["loss"] == pytest.approx(logs["distillation_loss"] + logs["temporal_loss"], rel=1e-4)
+    alone = run.evaluate()
+    run.args.per_device_eval_batch_size = 4
+    together = run.evaluate()
+    for name in ("eval_loss", "eval_distillation_loss", "eval_temporal_loss"):
+        assert alone[name] == pytest.approx(together[name], rel=1e-4)
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
+    options = SCORER_ONLY | {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rates": {"scorer": 1e-2},
+    }
+    whole = trainer(tmp_path, **options)
+    whole.train()
+    resumed = trainer(tmp_path, model=tiny_model(seed=1), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed, "distillation_loss") == logged(whole, "distillation_loss")
+    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+@pytest.mark.parametrize(
+    ("vision", "options", "message"),
+    [
+        ({}, {"freeze": []}, r"\['connector', 'language_model', 'scorer', 'vision_tower'\] would be trained"),
+        ({}, {"freeze": [*FROZEN[1:], "scorer"]}, r"\['language_model'\] would be trained.*Set `freeze: \['language_"),
+        ({}, {"freeze": [*FROZEN, "scorer"]}, "Nothing is left to train"),
+        ({"pruning_ratio": 0.0}, {}, "`pruning_ratio` is 0: the model drops nothing"),
+        ({"pruning_ratio": 1.0}, {}, "`pruning_ratio` is 1: the model drops every video token"),
+        ({"selector": "cosine"}, {}, "`selector` is 'cosine', which has nothing to learn"),
+    ],
+    ids=["all_trained", "scorer_frozen", "all_frozen", "ratio_0", "ratio_1", "cosine"],
+)
+def test_what_cannot_be_matched(tmp_path, vision, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, model=tiny_model(tiny_config(**vision)), **SCORER_ONLY | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("distillation_weight", -1.0), ("distillation_weight", float("nan")), ("distillation_temperature", 0.0)],
+)
+def test_weights_and_temperatures_out_of_range(tmp_path, name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` must be a number >=? 0, not {value}"):
+        arguments(tmp_path, **{name: value})

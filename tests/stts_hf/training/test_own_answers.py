@@ -1,0 +1,182 @@
+"""Clips without answers, which the unpruned model writes itself: `stts-hf train` with `distillation_weight`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stts_hf import STTSForConditionalGeneration, STTSProcessor, answer_videos, load_rows, prepare_rows
+from stts_hf.data.collator import STTSDataCollator
+from stts_hf.data.rows import RowError
+from stts_hf.training.own_answers import answer_rows, mark_unanswered
+from tests.checkpoints import TINY, load_tiny, weights_of
+from tests.training_files import row, train, write_config, write_data, write_rows
+
+MORE = """\
+distillation_weight: 1.0
+freeze: [language_model, vision_tower, connector]
+max_answer_tokens: 6
+report_to: none
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Three clips: the first without words, the second with a question, the third with an answer."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    rows = [{"videos": ["clip_0.mp4"]}, {"question": "What moves?", "videos": ["clip_1.mp4"]}, row(2)]
+    return write_rows(folder, rows)
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    processor = STTSProcessor.from_pretrained(TINY)
+    processor.video_processor.num_frames = 2
+    return processor
+
+
+def marked(data: Path) -> Any:
+    return mark_unanswered(load_rows(data), "Describe this video.", 6)
+
+
+def test_answers_are_those_of_the_unpruned_model(data, processor):
+    model = load_tiny()
+    rows = prepare_rows(marked(data), processor, progress=False)
+    rows = prepare_rows(answer_rows(rows, model, processor, progress=False), processor, progress=False)
+    batch = STTSDataCollator(processor)([rows[index] for index in range(3)])
+    learned = [processor.decode(labels[labels != -100], skip_special_tokens=True) for labels in batch["labels"]]
+    clips = [data.parent / f"clip_{number}.mp4" for number in range(2)]
+    options = {"max_new_tokens": 6, "do_sample": False, "pruning_ratio": 0.0}
+    answers = answer_videos(model, processor, clips, ["Describe this video.", "What moves?"], **options)
+    assert learned == [*(answer.answer for answer in answers), "Number 2."]
+    assert all(learned)
+    texts = [processor.decode(ids) for ids in batch["input_ids"]]
+    assert "Describe this video." in texts[0]
+    assert "What moves?" in texts[1]
+
+
+def test_lengths_leave_room_for_answers(data, processor):
+    model = load_tiny()
+    before = prepare_rows(marked(data), processor, pruning_ratio=0.5, progress=False)
+    answered = answer_rows(before, model, processor, progress=False)
+    after = prepare_rows(answered, processor, pruning_ratio=0.5, progress=False)
+    assert all(now <= bound for now, bound in zip(after["length"], before["length"], strict=True))
+    assert after["length"][2] == before["length"][2]
+    with pytest.raises(RowError, match="tokens after pruning, but max_length is"):
+        prepare_rows(marked(data), processor, pruning_ratio=0.5, max_length=before["length"][0] - 1, progress=False)
+
+
+def test_rows_that_wait_for_an_answer_are_not_trained_on(data, processor):
+    rows = prepare_rows(marked(data), processor, progress=False)
+    with pytest.raises(RowError, match="its answer is yet to be written"):
+        STTSDataCollator(processor)([rows[0]])
+
+
+def test_a_row_without_answer_and_video_is_named(data, processor, tmp_path):
+    rows = write_rows(tmp_path, [{"id": "bare", "question": "What?"}])
+    with pytest.raises(RowError, match="Row 'bare': it has no answer and no video"):
+        prepare_rows(marked(rows), processor, progress=False)
+
+
+def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, processor):
+    asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
+    asked.append({"role": "user", "content": "And two?"})
+    rows = [
+        {"question": "Where?", "options": ["left", "right"], "videos": ["clip_0.mp4"]},
+        {"messages": asked, "videos": ["clip_1.mp4"]},
+    ]
+    file = write_rows(data.parent, rows, "asked.jsonl")
+    ready = prepare_rows(marked(file), processor, progress=False)
+    done = prepare_rows(answer_rows(ready, load_tiny(), processor, progress=False), processor, progress=False)
+    prompts = [json.loads(prompt)["prompt"][0] for prompt in done["stts_prompt"]]
+    assert "A. left\nB. right" in prompts[0]
+    assert prompts[1].index("One?") < prompts[1].index("Yes.") < prompts[1].index("And two?")
+    assert [len(json.loads(prompt)["prompt"][1]) for prompt in done["stts_prompt"]] == [1, 2]
+
+
+def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
+    rows = prepare_rows(marked(data), processor, progress=False)
+    first = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
+    with (tmp_path / "_answers_0.jsonl").open("a") as file:
+        file.write('\n{"key": "cut off')
+    written: list[Any] = []
+    generate = STTSForConditionalGeneration.generate
+    monkeypatch.setattr(
+        STTSForConditionalGeneration,
+        "generate",
+        lambda self, *args, **options: written.append(options) or generate(self, *args, **options),
+    )
+    again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
+    assert (list(again["stts_answer"]), written) == (list(first["stts_answer"]), [])
+    answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b", progress=False)
+    assert len(written) == 2
+
+
+def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
+    monkeypatch.setattr("stts_hf.training.own_answers._generate", lambda *args: "")
+    rows = prepare_rows(marked(data), processor, progress=False)
+    with pytest.raises(RowError, match=r"Row 'train.jsonl:1': the unpruned model answers nothing"):
+        answer_rows(rows, load_tiny(), processor, progress=False)
+    left = answer_rows(rows, load_tiny(), processor, on_error="skip", progress=False)
+    assert list(left["id"]) == ["row-2"]
+
+
+def test_from_clips_alone_to_a_checkpoint_and_on(data, tmp_path, capsys):
+    """bfloat16 weights, packed rows, the scorer in float32; killed after a step, and resumed."""
+    more = MORE + "dtype: bfloat16\nbf16: true\npack_to: 700\nsave_steps: 1\n"
+    whole = write_config(tmp_path, data, tmp_path / "whole", more=more)
+    assert train(whole, "--dry-run") == 0
+    assert "2 of them answered by the unpruned model" in capsys.readouterr().out
+    assert not (tmp_path / "whole").exists()
+    assert train(whole, "--max_steps=2") == 0
+    text = capsys.readouterr().out
+    assert "matching: " in text
+    log = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["distillation_loss"] > 0 for entry in log if "loss" in entry] == [True, True]
+    part = write_config(tmp_path / "again", data, tmp_path / "part", more=more)
+    assert train(part) == 0
+    assert train(part, "--max_steps=2", "--resume") == 0
+    weights, start = weights_of(tmp_path / "part"), weights_of(TINY)
+    for name, weight in weights_of(tmp_path / "whole").items():
+        assert torch.equal(weights[name], weight), name
+        assert weight.dtype == (torch.float32 if ".scorer." in name else torch.bfloat16)
+        changed = not torch.equal(weight, start[name].to(weight.dtype))
+        assert changed <= (".scorer." in name), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--pruning_ratio=0", "`pruning_ratio` is 0: the model drops nothing"),
+        ("--freeze=scorer", "would be trained"),
+        ("--use_peft=true", "Take the part out of `freeze`"),
+        ("--default_question= ", "`default_question` is empty"),
+        ("--max_answer_tokens=0", "`max_answer_tokens` is 0, but must be at least 1"),
+    ],
+)
+def test_what_a_dry_run_finds(data, tmp_path, capsys, change, message):
+    config = write_config(tmp_path, data, tmp_path / "out", more=MORE)
+    assert train(config, "--dry-run", change) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_settings_of_answers_need_the_weight(data, tmp_path, capsys):
+    config = write_config(tmp_path, data, tmp_path / "out", more="max_answer_tokens: 4\n")
+    assert train(config, "--dry-run") == 2
+    assert "`max_answer_tokens` has no use without `distillation_weight`" in capsys.readouterr().err
+
+
+def test_without_the_weight_rows_need_answers(data, tmp_path, capsys):
+    assert train(write_config(tmp_path, data, tmp_path / "out"), "--dry-run") == 2
+    found = capsys.readouterr().err
+    assert "Row 'train.jsonl:1': one of the columns messages and question must be filled" in found
+    assert "Row 'train.jsonl:2': answer is empty" in found
+
+
+def test_data_without_any_video(tmp_path, capsys):
+    rows = write_rows(tmp_path, [{"question": "What?", "answer": "That."}])
+    assert train(write_config(tmp_path, rows, tmp_path / "out", more=MORE), "--dry-run") == 2
+    assert "no row of `train_data` has a video, so there is nothing to match" in capsys.readouterr().err
