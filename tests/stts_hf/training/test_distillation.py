@@ -146,7 +146,7 @@ def test_the_divergence_falls(tmp_path):
     model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.0}))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     rows = Rows([[3, Video(4), 12], [3, Video(5), 20]])
-    options = {"max_steps": 25, "per_device_train_batch_size": 2, "learning_rates": {"scorer": 1e-2}}
+    options: dict[str, Any] = {"max_steps": 25, "per_device_train_batch_size": 2, "learning_rates": {"scorer": 1e-2}}
     run = trainer(tmp_path, model=model, data=rows, **SCORER_ONLY, **options)
     run.train()
     losses = logged(run, "distillation_loss")

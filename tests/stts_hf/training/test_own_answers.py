@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf import STTSForConditionalGeneration, STTSProcessor, answer_videos, load_rows, prepare_rows
+from stts_hf import STTSProcessor, answer_videos, load_rows, prepare_rows
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.rows import RowError
+from stts_hf.training import own_answers
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from tests.checkpoints import TINY, load_tiny, weights_of
 from tests.training_files import row, train, write_config, write_data, write_rows
@@ -27,7 +28,11 @@ def data(tmp_path_factory) -> Path:
     """Three clips: the first without words, the second with a question, the third with an answer."""
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
-    rows = [{"videos": ["clip_0.mp4"]}, {"question": "What moves?", "videos": ["clip_1.mp4"]}, row(2)]
+    rows: list[dict[str, Any]] = [
+        {"videos": ["clip_0.mp4"]},
+        {"question": "What moves?", "videos": ["clip_1.mp4"]},
+        row(2),
+    ]
     return write_rows(folder, rows)
 
 
@@ -49,7 +54,7 @@ def test_answers_are_those_of_the_unpruned_model(data, processor):
     batch = STTSDataCollator(processor)([rows[index] for index in range(3)])
     learned = [processor.decode(labels[labels != -100], skip_special_tokens=True) for labels in batch["labels"]]
     clips = [data.parent / f"clip_{number}.mp4" for number in range(2)]
-    options = {"max_new_tokens": 6, "do_sample": False, "pruning_ratio": 0.0}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pruning_ratio": 0.0}
     answers = answer_videos(model, processor, clips, ["Describe this video.", "What moves?"], **options)
     assert learned == [*(answer.answer for answer in answers), "Number 2."]
     assert all(learned)
@@ -84,7 +89,7 @@ def test_a_row_without_answer_and_video_is_named(data, processor, tmp_path):
 def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, processor):
     asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
     asked.append({"role": "user", "content": "And two?"})
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"question": "Where?", "options": ["left", "right"], "videos": ["clip_0.mp4"]},
         {"messages": asked, "videos": ["clip_1.mp4"]},
     ]
@@ -103,12 +108,13 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     with (tmp_path / "_answers_0.jsonl").open("a") as file:
         file.write('\n{"key": "cut off')
     written: list[Any] = []
-    generate = STTSForConditionalGeneration.generate
-    monkeypatch.setattr(
-        STTSForConditionalGeneration,
-        "generate",
-        lambda self, *args, **options: written.append(options) or generate(self, *args, **options),
-    )
+    generate = own_answers._generate
+
+    def note(*args: Any) -> str:
+        written.append(args)
+        return generate(*args)
+
+    monkeypatch.setattr(own_answers, "_generate", note)
     again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
     assert (list(again["stts_answer"]), written) == (list(first["stts_answer"]), [])
     answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b", progress=False)
@@ -116,7 +122,7 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
 
 
 def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
-    monkeypatch.setattr("stts_hf.training.own_answers._generate", lambda *args: "")
+    monkeypatch.setattr(own_answers, "_generate", lambda *args: "")
     rows = prepare_rows(marked(data), processor, progress=False)
     with pytest.raises(RowError, match=r"Row 'train.jsonl:1': the unpruned model answers nothing"):
         answer_rows(rows, load_tiny(), processor, progress=False)
