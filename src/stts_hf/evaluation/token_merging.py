@@ -36,7 +36,8 @@ def match_tokens(keys: torch.Tensor, num_left: int) -> torch.Tensor:
 
     keys: (F, M, d), compared by cosine similarity. Of equals, the earlier merges. num_left: at least M / 2.
     Returns (F, M): for each token its place among those that are left, which are what is left of the first set and then
-    the second, each in its order.
+    the second, each in its order (as in the authors' code for a ViT with a class token; without one it leaves the first
+    set in the order of likeness, which makes other pairs in the next layer).
     """
     unit = F.normalize(keys.float(), dim=-1)
     similarity, nearest = (unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)).max(dim=-1)  # (F, first set)

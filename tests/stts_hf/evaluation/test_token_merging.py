@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from stts_hf.evaluation.token_merging import (
     MergingForConditionalGeneration,
@@ -23,7 +24,9 @@ from tests.modeling.towers import (
     weighted,
 )
 from tests.naive import NaiveGeometry, naive_budget, naive_connector, weights_from_native
+from tests.stts_hf.benchmark import formulas
 from tests.stts_hf.evaluation.naive_merging import Token, merge, naive_frame, naive_matching, tokens_of_frames
+from tests.stts_hf.training.runs import Rows, trainer
 from tests.tiny import Image, Part, Video, build_inputs, patch_grid, tiny_config, tiny_model
 
 
@@ -230,6 +233,26 @@ def test_a_video_that_loses_nothing_is_encoded_as_without_pruning(image_size):
     assert first_whole[1].shape[0] < expected[1].shape[0]
 
 
+def test_counted_flops_are_those_written_out():
+    """Layers on fewer tokens each, and the matching: nothing else costs products."""
+    model = merging_model(feature_layers=(5,))
+    model.set_attn_implementation("eager")  # the counter knows not all kernels of a CPU
+    config = model.config
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        encode(model, video_inputs(config, [2]), 8 / 18)  # five tokens for either frame
+    width, mlp, head_dim = config.vision_config.hidden_size, config.vision_config.intermediate_size, 8
+    expected = formulas.patch_embedding(config, 2 * 81)
+    before = 81
+    for after in merging_schedule(81, 45, 6):
+        of_attention = head_dim if before == 81 else formulas.biased_head_dim(config, "float32")
+        heads = config.vision_config.num_attention_heads
+        expected += 2 * (8 * before * width**2 + 4 * before**2 * heads * of_attention + 4 * after * width * mlp)
+        expected += 2 * 2 * (before - before // 2) * (before // 2) * head_dim
+        before = after
+    assert sum(counter.get_flop_counts()["MergingVisionModel"].values()) == expected
+
+
 def test_bfloat16_sums_in_float32():
     """The mean of many equal vectors is that vector: sums in bfloat16 stop growing at 256."""
     states = torch.full((1, 600, 2), 1.0, dtype=torch.bfloat16)
@@ -317,3 +340,14 @@ def test_a_trained_model_is_saved_and_loaded(tmp_path):
     loaded = MergingForConditionalGeneration.from_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, model.eval()(**inputs).logits)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted(tmp_path):
+    options: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    whole = trainer(tmp_path, model=merging_model(), data=Rows(), **options)
+    whole.train()
+    run = trainer(tmp_path, model=merging_model(), data=Rows(), **options)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert run.state.global_step == 2
+    for (name, weight), other in zip(whole.model.named_parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
