@@ -5,12 +5,14 @@ for as long as the next run has not put that back. What a killed run leaves is a
 """
 
 import contextlib
+import errno
 import glob
 import os
 import re
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -54,6 +56,18 @@ def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Pat
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def atomic_file(destination: Path) -> Iterator[Path]:
+    """Gives a path beside `destination`, to be written; it takes the place when the `with` block ends without error."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".writing-") as beside:
+        new = Path(beside, destination.name)
+        yield new
+        _sync(new)
+        new.replace(destination)
+    _sync(destination.parent)
 
 
 def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
@@ -119,6 +133,15 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Also where PyTorch and safetensors wrap the system's error in one of their own."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    words = ("No space left on device", "Disk quota exceeded", "iostream error", "PytorchStreamWriter failed writing")
+    inner = error.__cause__ or error.__context__
+    return any(word in str(error) for word in words) or (inner is not None and is_disk_full(inner))
 
 
 def stale_weights(present: list[str], saved: list[str]) -> list[str]:

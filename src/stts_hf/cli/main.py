@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__, _check_versions
-from stts_hf.cli import bench, convert, doctor, make_dataset, push, run, train
+from stts_hf.cli import bench, convert, doctor, make_dataset, push, run, study, train
 from stts_hf.cli.errors import CommandError
 
 COMMANDS = {
@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": bench,
     "train": train,
     "make-dataset": make_dataset,
+    "study": study,
 }
 
 

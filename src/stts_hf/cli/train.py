@@ -1,7 +1,6 @@
 """`stts-hf train config.yaml`: fine-tunes as a configuration file says; also under `accelerate launch`."""
 
 import argparse
-import errno
 import sys
 
 from stts_hf import _check_versions
@@ -64,6 +63,7 @@ def execute(arguments: argparse.Namespace) -> None:
     except ImportError as error:
         needs = f"{' '.join(str(error).split())} Training needs more packages: pip install 'stts-hf[train]'"
         raise CommandError(needs) from error
+    from stts_hf.checkpoints.atomic_folder import is_disk_full
     from stts_hf.checkpoints.push import PushRefused
     from stts_hf.data.rows import RowError
     from stts_hf.training.config import ConfigError, load_config
@@ -86,7 +86,7 @@ def execute(arguments: argparse.Namespace) -> None:
     except (ConfigError, FloatingPointError) as error:
         raise CommandError(str(error)) from error
     except Exception as error:
-        if not _is_disk_full(error):
+        if not is_disk_full(error):
             raise
         raise CommandError(
             f"No space is left on the disk of {output!r}: {error}. Free some, then continue from the last whole "
@@ -94,12 +94,3 @@ def execute(arguments: argparse.Namespace) -> None:
         ) from error
     if trainer.is_world_process_zero():
         print(f"Saved to {output}", file=sys.stderr)
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    """Also where PyTorch and safetensors wrap the system's error in one of their own."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    words = ("No space left on device", "Disk quota exceeded", "iostream error", "PytorchStreamWriter failed writing")
-    inner = error.__cause__ or error.__context__
-    return any(word in str(error) for word in words) or (inner is not None and _is_disk_full(inner))

@@ -19,6 +19,7 @@ from .rows import RowError, check_files, read_row
 
 logger = logging.get_logger(__name__)
 
+Row = Mapping[str, Any] | Encoded
 _REPLACEMENT_TRIES = 16
 # Tables of places in a tensor of all patches, which shift when samples are joined.
 _POOLING = {"video_token_pooling": "pixel_values_videos", "image_token_pooling": "pixel_values"}
@@ -28,7 +29,8 @@ _POOLING = {"video_token_pooling": "pixel_values_videos", "image_token_pooling":
 class STTSDataCollator:
     """
     Makes batches for training. A row is a dict (see docs/training_data.md), or a list of dicts that share one row of
-    the batch: what `PackedDataset` gives. Videos and images are decoded here, so in the data loader's workers.
+    the batch: what `PackedDataset` gives. Videos and images are decoded here, so in the data loader's workers. In place
+    of a dict there may be what `encode` made of it, with nothing left to decode.
 
     Args:
         processor: an `STTSProcessor`.
@@ -85,10 +87,10 @@ class STTSDataCollator:
         if self.padding_side not in ("left", "right"):
             raise ValueError(f"padding_side must be 'left' or 'right', got {self.padding_side!r}.")
 
-    def __call__(self, rows: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-        packed = any(not isinstance(row, Mapping) for row in rows)
+    def __call__(self, rows: Sequence[Row | Sequence[Row]]) -> dict[str, Any]:
+        packed = any(not isinstance(row, Mapping | Encoded) for row in rows)
         skipped: list[str] = []
-        encoded = [self._encode_row([row] if isinstance(row, Mapping) else row, skipped) for row in rows]
+        encoded = [self._encode_row([row] if isinstance(row, Mapping | Encoded) else row, skipped) for row in rows]
         batch = [row for row in encoded if row]
         if not batch:
             raise RowError(
@@ -105,7 +107,7 @@ class STTSDataCollator:
             features |= {"sample_ids": ids, "skipped_ids": skipped}
         return features
 
-    def _encode_row(self, rows: Sequence[Mapping[str, Any]], skipped: list[str]) -> list[Encoded]:
+    def _encode_row(self, rows: Sequence[Row], skipped: list[str]) -> list[Encoded]:
         """The samples of one row of the batch."""
         samples: list[Encoded] = []
         used = 0
@@ -124,11 +126,14 @@ class STTSDataCollator:
             samples = [self._replacement(self.replacements, skipped[-1])]
         return samples
 
-    def _encode(self, row: Mapping[str, Any], used: int = 0) -> tuple[Encoded, int]:
+    def _encode(self, row: Row, used: int = 0) -> tuple[Encoded, int]:
         """A sample and its length after pruning, if that fits behind `used` tokens of its row."""
-        read = read_row(row)
-        check_files(read, self.allow_urls)
-        sample = encode(self.processor, read)
+        if isinstance(row, Encoded):
+            sample = row
+        else:
+            read = read_row(row)
+            check_files(read, self.allow_urls)
+            sample = encode(self.processor, read)
         if self.max_length is None:
             return sample, 0
         length = len(sample) - sample.dropped(self.pruning_ratio)
@@ -140,7 +145,7 @@ class STTSDataCollator:
         start = zlib.crc32(skipped.encode())
         for step in range(_REPLACEMENT_TRIES):
             row = rows[(start + step) % len(rows)]
-            for candidate in [row] if isinstance(row, Mapping) else row:
+            for candidate in [row] if isinstance(row, Mapping | Encoded) else row:
                 try:
                     return self._encode(candidate)[0]
                 except RowError as error:

@@ -270,10 +270,15 @@ def load_weights(run: TrainingSetup) -> Any:
         problem = f"lacks weights or holds some of other shapes: {', '.join(wrong[:3])}, ..."
         raise run.config.error("model_name_or_path", f"{model.model_name_or_path!r} {problem}")
     if model.new_scorer:
-        weights = new_scorer_weights(empty_model(run.model_config), run.arguments.seed)
-        scorer = loaded.model.vision_tower.scorer
-        scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
+        renew_scorer(loaded, run.arguments.seed)
     return loaded
+
+
+def renew_scorer(model: STTSForConditionalGeneration, seed: int) -> None:
+    """Puts a scorer that has learned nothing, the same for the same seed, in place of the model's."""
+    weights = new_scorer_weights(empty_model(model.config), seed)
+    scorer = model.model.vision_tower.scorer
+    scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
 
 
 def _adapt(run: TrainingSetup, model: Any) -> Any:

@@ -1,0 +1,249 @@
+"""What a study is: its settings, its runs in the order in which they tell most, and what each run's weights are asked.
+
+A run trains one method at one pruning ratio, layer and seed from the base checkpoint, and then answers all questions
+that any table needs of its weights. So runs need nothing of each other and may be done in any order, by any process.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stts_hf.checkpoints.files import read_json
+from stts_hf.evaluation.methods import METHODS
+from stts_hf.evaluation.study_data import (
+    StudyError,
+    check_dataset,
+    describe_questions,
+    digest_files,
+    fingerprint_dataset,
+    read_object,
+    write_json,
+)
+from stts_hf.training.arguments import PAPER_LEARNING_RATES
+from stts_hf.training.arguments import PARTS as MODEL_PARTS
+
+FORMAT = 1  # of a study's folder
+SETTINGS, QUESTIONS, RECORDS, ALL_RECORDS = "study.json", "questions.json", "records", "records.jsonl"
+MAIN_RATIO = 0.5  # the paper's, of every table that is not about ratios
+
+UNPRUNED = "none"
+FIRST = ("none", "stts", "random", "cosine")  # of several methods, so that half a study tells the more
+DEGRADING = ("random", "cosine", "stts", "stts-no-temporal", "tome")
+SCALED = (UNPRUNED, "stts", "random")
+IMAGES = (UNPRUNED, "stts")
+SCORED = ("stts", "stts-no-temporal", "cosine", "random")
+PARTS = {
+    "methods": "every method at 50 %",
+    "ratios": f"{', '.join(DEGRADING)} at every ratio",
+    "layers": "STTS after other layers of the ViT",
+    "scaling": "test-time scaling on long clips",
+    "images": "questions about images",
+    "motion": "scores against what moves",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """
+    What a study is done with. `GROWING` may get more values later; the rest stays for as long as its folder.
+
+    dataset, base: fingerprints of the data set and of the base checkpoint. base_layer: the pruning layer `l` of the
+    base, which every run has that is not about layers. steps, batch_size: of training; a row is a clip with its
+    conversation. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`.
+    """
+
+    dataset: str
+    base: str
+    base_layer: int
+    steps: int = 200
+    batch_size: int = 16
+    warmup_steps: int = 10
+    learning_rates: dict[str, float] = dataclasses.field(default_factory=lambda: dict(PAPER_LEARNING_RATES))
+    seeds: tuple[int, ...] = (0, 1, 2)
+    ratios: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
+    layers: tuple[int, ...] = (0, 1, 2, 3)
+    layer_ratios: tuple[float, ...] = (MAIN_RATIO,)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise StudyError(f"{_option(name)} is {getattr(self, name)}, but must be at least 1")
+        if self.warmup_steps >= self.steps:
+            raise StudyError(
+                f"--warmup-steps is {self.warmup_steps}, but must be less than the {self.steps} steps of a run"
+            )
+        if unknown := sorted(self.learning_rates.keys() - set(MODEL_PARTS)):
+            raise StudyError(f"--learning-rates names {unknown[0]!r}; the parts are {', '.join(MODEL_PARTS)}")
+        if MAIN_RATIO not in self.ratios:
+            raise StudyError(f"--ratios must hold {MAIN_RATIO}, at which the methods are compared")
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that stays: records of other settings are not this study's."""
+        fixed = {name: value for name, value in dataclasses.asdict(self).items() if name not in GROWING}
+        return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+GROWING = ("seeds", "ratios", "layers", "layer_ratios")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training: a method (a key of `METHODS`), the share `k` it drops after layer `l`, and the seed."""
+
+    method: str
+    pruning_ratio: float
+    pruning_layer: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{100 * self.pruning_ratio:g}-layer{self.pruning_layer}-seed{self.seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What a run's weights are asked: as which method, at which ratio, and with frames for which share dropped."""
+
+    method: str
+    pruning_ratio: float
+    scaling: float = 0.0
+
+    @property
+    def name(self) -> str:
+        scaled = f"-frames-for-{100 * self.scaling:g}" if self.scaling else ""
+        return f"{self.method}-{100 * self.pruning_ratio:g}{scaled}"
+
+
+def plan(settings: Settings, parts: Sequence[str] = tuple(PARTS)) -> list[Run]:
+    """All runs of these parts: of the first seed first, and of each seed the parts in the order of `PARTS`."""
+    chosen = [part for part in PARTS if part in parts]
+    runs = (run for seed in settings.seeds for part in chosen for run in _runs(settings, part, seed))
+    return list(dict.fromkeys(runs))
+
+
+def _runs(settings: Settings, part: str, seed: int) -> Iterator[Run]:
+    def run(method: str, ratio: float = MAIN_RATIO, layer: int = settings.base_layer) -> Run:
+        return Run(method, METHODS[method].settings.get("pruning_ratio", ratio), layer, seed)
+
+    if part == "ratios":
+        yield from (run(method, ratio) for ratio in sorted(settings.ratios) for method in DEGRADING)
+    elif part == "layers":
+        yield from (run("stts", ratio, layer) for ratio in settings.layer_ratios for layer in settings.layers)
+    else:
+        trained = [name for name, method in METHODS.items() if method.trained]
+        of_part = {"methods": trained, "scaling": SCALED, "images": IMAGES, "motion": SCORED}[part]
+        yield from map(run, sorted(of_part, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)))
+
+
+def evaluations(run: Run, settings: Settings) -> list[Evaluation]:
+    """All that the run's weights are asked, its own method first."""
+    asked = [Evaluation(run.method, run.pruning_ratio)]
+    if run.method == UNPRUNED:
+        untrained = [name for name, method in METHODS.items() if not method.trained]
+        asked += [Evaluation(name, ratio) for name in untrained for ratio in settings.ratios]
+    if run.method in SCALED and run.pruning_ratio in (0.0, MAIN_RATIO) and run.pruning_layer == settings.base_layer:
+        asked.append(Evaluation(run.method, run.pruning_ratio, scaling=MAIN_RATIO))
+    return asked
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study's folder with the data set and the base checkpoint that it was begun with."""
+
+    folder: Path
+    settings: Settings
+    dataset: Path
+    base: Path
+
+    def record_of(self, run: Run) -> Path:
+        """Where the run's record is, once it is done or has failed."""
+        return self.folder / RECORDS / f"{run.name}.json"
+
+
+def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any], command: str = "") -> Study:
+    """
+    The study in `folder`, begun there if need be. given: fields of `Settings`; the others are as before, or defaults.
+
+    Raises `StudyError` for a data set or checkpoint that cannot be used, and where either, or a setting, is not what
+    the study was begun with. Values of `GROWING` are added to those there are.
+    """
+    description = check_dataset(dataset)
+    given = dict(given) | {"dataset": fingerprint_dataset(dataset), "base": fingerprint_base(base)}
+    given["base_layer"] = read_json(base / "config.json").get("vision_config", {}).get("pruning_layer")
+    if (folder / SETTINGS).exists():
+        before = read_settings(folder)
+        for name in GROWING:
+            given[name] = tuple(dict.fromkeys((*getattr(before, name), *given.get(name, ()))))
+        for name, value in given.items():
+            if name not in GROWING and value != getattr(before, name):
+                raise StudyError(_changed(folder, name, getattr(before, name), value))
+        settings = dataclasses.replace(before, **given)
+    else:
+        settings = Settings(**given)
+    study = Study(folder, settings, dataset, base)
+    write_json(folder / QUESTIONS, describe_questions(dataset, description, command))
+    write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
+    return study
+
+
+def _changed(folder: Path, name: str, before: Any, now: Any) -> str:
+    if name in ("dataset", "base", "base_layer"):
+        what = "data set" if name == "dataset" else "base checkpoint"
+        return (
+            f"{_option(name.removesuffix('_layer'))} is another {what} than {folder} was begun with ({before}, now "
+            f"{now}): pass the one it was begun with, or begin another study in another folder"
+        )
+    return (
+        f"{_option(name)} is {now}, but {folder} was begun with {before}: leave the option out to go on with that, or "
+        "begin another study in another folder"
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def read_settings(folder: Path) -> Settings:
+    """The settings of the study in `folder`. Raises `StudyError` where there is none, or one of another version."""
+    content = read_object(folder / SETTINGS)
+    if content.pop("format", None) != FORMAT:
+        raise StudyError(f"{folder / SETTINGS} is of another version of stts-hf: begin a study in another folder")
+    names = {field.name for field in dataclasses.fields(Settings)}
+    if content.keys() != names:
+        odd = sorted(content.keys() ^ names)
+        raise StudyError(f"{folder / SETTINGS} lacks settings or has unknown ones ({', '.join(odd)}): restore the file")
+    return Settings(**{name: tuple(value) if name in GROWING else value for name, value in content.items()})
+
+
+def read_records(folder: Path, settings: Settings) -> dict[str, dict[str, Any]]:
+    """
+    All records of a study by their run's name, of `records/` and of `records.jsonl`, which a report puts them into.
+    Raises `StudyError` for one that cannot be read, or that is of other settings.
+    """
+    lines = folder / ALL_RECORDS
+    found = [(lines, line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    found += [(path, path.read_text()) for path in sorted((folder / RECORDS).glob("*.json"))]
+    records = {}
+    for path, text in found:
+        try:
+            record = json.loads(text)
+            of_study, name = record["study"], Run(**record["run"]).name
+        except (ValueError, TypeError, KeyError) as error:
+            raise StudyError(
+                f"{path} is no record of a study ({error}): delete it, and its run is done again"
+            ) from None
+        if of_study != settings.fingerprint:
+            raise StudyError(f"{path} is of a study with other settings: move it out of this folder")
+        records[name] = record
+    return records
+
+
+def fingerprint_base(base: Path) -> str:
+    """Of weights, configuration, tokenizer and processor. Raises `StudyError` where there is no checkpoint."""
+    if not (base / "config.json").is_file() or not any(base.glob("*.safetensors")):
+        raise StudyError(f"--base {base} is no checkpoint: it must be a folder with config.json and *.safetensors")
+    return digest_files(sorted([*base.glob("*.json"), *base.glob("*.safetensors"), *base.glob("*.jinja")]))

@@ -1,0 +1,121 @@
+"""What a study reads and writes but for weights: the data set, encoded once for all runs, and small JSON files."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
+from stts_hf.checkpoints.files import read_json
+from stts_hf.data.encoding import Encoded, encode
+from stts_hf.data.loading import load_rows
+from stts_hf.data.rows import check_files, read_row
+from stts_hf.evaluation.make_dataset import read_about
+
+TRAIN, TEST, MOTION = "train_conversations.jsonl", "test.jsonl", "motion/test.npz"
+ENCODED, CONVERSATIONS = "encoded", "conversations.pt"
+
+
+class StudyError(ValueError):
+    """What the user can mend, in a sentence."""
+
+
+def check_dataset(dataset: Path) -> dict[str, Any]:
+    """What `dataset.json` says. Raises `StudyError` for a folder that is no data set of this version, or not whole."""
+    try:
+        about = read_about(dataset)
+    except ValueError as error:
+        raise StudyError(f"--dataset: {error}") from error
+    for name in (TRAIN, TEST, MOTION):
+        if not (dataset / name).is_file():
+            raise StudyError(f"--dataset {dataset} has no {name}: make it again with stts-hf make-dataset")
+    return about
+
+
+def fingerprint_dataset(dataset: Path) -> str:
+    """Of everything that is asked and answered; the clips follow from it, but for their encoder."""
+    return digest_files([dataset / name for name in ("dataset.json", TRAIN, TEST)])
+
+
+class EncodedRows(Dataset):
+    """What `encode_conversations` wrote, as samples for `STTSDataCollator`; their tensors stay in the file."""
+
+    def __init__(self, folder: Path) -> None:
+        # Mapped: processes share the pages, and only what a batch needs is read.
+        self.rows = torch.load(folder / ENCODED / CONVERSATIONS, mmap=True, weights_only=True)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Encoded:
+        return Encoded(**self.rows[index])
+
+
+def encode_conversations(dataset: Path, processor: Any, folder: Path) -> None:
+    """
+    Decodes and tokenizes the training conversations of a data set, once for all runs of the study in `folder`, unless
+    that is done. Raises `RowError` for one that cannot be.
+    """
+    if (folder / ENCODED).exists():
+        return
+    rows = []
+    for row in tqdm(load_rows(dataset / TRAIN), desc="Decoding the training clips", disable=None):
+        sample = read_row(row)
+        check_files(sample)
+        rows.append(vars(encode(processor, sample)))
+    with atomic_folder(folder / ENCODED) as new:
+        torch.save(rows, new / CONVERSATIONS)
+
+
+def load_motion(dataset: Path) -> dict[str, np.ndarray]:
+    """Of each test clip which patches move in the frames that `make-dataset` counts with, (T, rows, columns) bool."""
+    with np.load(dataset / MOTION) as masks:
+        return dict(masks)
+
+
+def read_questions(dataset: Path) -> list[dict[str, Any]]:
+    """The rows of the test split."""
+    rows = [json.loads(line) for line in (dataset / TEST).read_text(encoding="utf-8").splitlines()]
+    if not rows:
+        raise StudyError(f"--dataset {dataset} has no question in {TEST}: make it again with stts-hf make-dataset")
+    return rows
+
+
+def describe_questions(dataset: Path, description: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """What a report needs of the data set, so that it can be made without: ids and kinds of the questions, levels."""
+    rows = read_questions(dataset)
+    return {
+        "command": command,
+        "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
+        **{name: description.get(name) for name in ("splits", "chance", "text_only")},
+    }
+
+
+def digest_files(paths: Sequence[Path]) -> str:
+    """Of names, sizes and contents."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes the file, whole or not at all."""
+    with atomic_file(path) as new:
+        new.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `StudyError` where there is none."""
+    if not path.is_file():
+        raise StudyError(f"there is no {path}")
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise StudyError(str(error)) from error

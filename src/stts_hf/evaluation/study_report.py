@@ -1,0 +1,330 @@
+"""A study's page: the paper's tables in the numbers found, two plots, and which of the paper's claims they bear out.
+
+It is made from the records alone, however many there are: what is missing is named, and its cells stay empty.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from stts_hf.checkpoints.atomic_folder import atomic_file
+from stts_hf.evaluation.methods import METHODS
+from stts_hf.evaluation.statistics import RESAMPLES, Interval
+from stts_hf.evaluation.study import (
+    ALL_RECORDS,
+    DEGRADING,
+    IMAGES,
+    MAIN_RATIO,
+    QUESTIONS,
+    SCALED,
+    SCORED,
+    SETTINGS,
+    UNPRUNED,
+    plan,
+)
+from stts_hf.evaluation.study_data import StudyError
+from stts_hf.evaluation.study_results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
+
+PAGE, DEGRADATION_PLOT, LAYERS_PLOT = "README.md", "degradation.png", "layers.png"
+COLUMNS = (*VIDEO_GROUPS, AVERAGE)
+# Of the average over 13 benchmarks at 50 %, the points that are lost against no pruning (63.0): "Scorer Pruning vs.
+# Heuristic Pruning" and "Comparison with ViT-Only Pruning Baselines".
+PAPER = {
+    UNPRUNED: 0.0,
+    "random": -1.6,
+    "cosine": -1.0,
+    "cosine-inference": -3.9,
+    "stts-no-temporal": -3.0,
+    "stts": -0.7,
+    "tome": -1.9,
+    "tome-inference": -3.8,
+}
+LEVELS = {"best without seeing": "text_only", "chance": "chance"}  # of `dataset.json`
+EMPTY = ""
+
+
+def write_report(folder: Path, output: Path) -> None:
+    """
+    Writes page and plots of the study in `folder` into `output` and, where that is another folder, all records in one
+    file and what else a report is made from. Raises `StudyError` where no run is done.
+    """
+    results = Results(folder)
+    if not results.done:
+        raise StudyError(f"{folder} holds no run that is done, so there is nothing to report")
+    for name, draw in ((DEGRADATION_PLOT, draw_degradation), (LAYERS_PLOT, draw_layers)):
+        with atomic_file(output / name) as new:
+            draw(results).savefig(new, dpi=110, format="png", bbox_inches="tight")
+    with atomic_file(output / PAGE) as new:
+        new.write_text(page(results), encoding="utf-8")
+    if output.resolve() == folder.resolve():
+        return
+    for name in (SETTINGS, QUESTIONS):
+        with atomic_file(output / name) as new:
+            shutil.copy(folder / name, new)
+    lines = [json.dumps(record, separators=(",", ":")) + "\n" for _, record in sorted(results.records.items())]
+    with atomic_file(output / ALL_RECORDS) as new:
+        new.write_text("".join(lines), encoding="utf-8")
+
+
+def page(results: Results) -> str:
+    """The whole page, as Markdown."""
+    parts = [
+        "# Study: which video tokens can go",
+        *header(results),
+        f"## Methods at {MAIN_RATIO:.0%}",
+        methods_table(results),
+        "## What the paper claims",
+        claims_table(results),
+        f"## By type of question, at {MAIN_RATIO:.0%}",
+        types_table(results),
+        "## More and more dropped",
+        "Average accuracy over motion, detail and long.",
+        degradation_table(results),
+        f"![degradation]({DEGRADATION_PLOT})",
+        "## Pruning layer",
+        layers_table(results),
+        f"![layers]({LAYERS_PLOT})",
+        "## Test-time scaling",
+        scaling_table(results),
+        "## Images",
+        images_table(results),
+        "## Scores against what moves",
+        motion_table(results),
+        "## How the figures are made",
+        notes(results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def header(results: Results) -> Iterator[str]:
+    """What was run, on what and where, and what is missing."""
+    settings, about, done = results.settings, results.about, list(results.done.values())
+    yield (
+        f"Made by `{about['command']}`; the page alone, from the records in this folder, by `stts-hf study FOLDER "
+        "--report-only`."
+    )
+    runs = plan(settings)
+    if missing := [run.name for run in runs if run.name not in results.done]:
+        names = f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
+        text = f"**Unfinished**: {len(missing)} of {len(runs)} runs are missing ({names})."
+        yield f"{text} Their cells are empty, or of fewer seeds."
+    for name, record in results.records.items():
+        if "failed" in record:
+            yield f"Run {name} failed: {record['failed']}."
+    rates = ", ".join(f"{part} {rate:g}" for part, rate in settings.learning_rates.items())
+    splits = ", ".join(f"{name} {size['clips']}" for name, size in about["splits"].items())
+    yield (
+        f"{len(done)} runs, seeds {', '.join(map(str, settings.seeds))}. Each starts from the base checkpoint "
+        f"{settings.base} and trains {settings.steps} steps of {settings.batch_size} clips with their conversations "
+        f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}). Data set {settings.dataset} "
+        f"(clips and pictures: {splits}): {len(results.types)} test questions about {len(set(results.clips))} of them."
+    )
+    machines = (record["machine"] for record in done)
+    places = sorted({f"{it['cpu']}, {it['threads']} threads a run, {it['device']}" for it in machines})
+    versions = {", ".join(f"{name} {text}" for name, text in record["versions"].items()) for record in done}
+    hours = sum(record["seconds"] for record in done) / 3600
+    yield f"{hours:.1f} hours of runs. {'; '.join(places)}. {'; '.join(sorted(versions))}."
+
+
+def methods_table(results: Results) -> str:
+    unpruned, random = results.find(UNPRUNED), results.find("random")
+    rows = []
+    for name, method in METHODS.items():
+        answers = results.find(name)
+        rows.append(
+            [
+                method.label,
+                *(interval(results.accuracy(answers, column)) for column in COLUMNS),
+                over(results, answers, unpruned),
+                over(results, answers, random),
+                f"{PAPER[name]:+.1f}" if name in PAPER else EMPTY,
+                number(mean_tokens(answers), 0),
+                number(results.step_seconds(name) if method.trained else None, 2),
+                str(len(answers)),
+            ]
+        )
+    for label, name in LEVELS.items():
+        rows.append([label, *(number(results.level(name, column)) for column in COLUMNS), *[EMPTY] * 6])
+    heads = ["over no pruning", "over random", "in the paper, over no pruning", "LLM tokens", "s a step", "seeds"]
+    return table(["", *COLUMNS, *heads], rows)
+
+
+def claims_table(results: Results) -> str:
+    """What the paper claims, in the numbers of the study's issue."""
+    find = results.find
+    stts, random, unpruned, highest = find("stts"), find("random"), find(UNPRUNED), max(results.settings.ratios)
+    no_temporal = find("stts-no-temporal")
+    curve = [(1, find("stts", highest)), (-1, stts), (-1, find("random", highest)), (1, random)]
+    claims = [
+        ("STTS - no pruning: -0.7 or more", results.difference(stts, unpruned, AVERAGE), -0.7),
+        ("STTS - random: above 0", results.difference(stts, random, AVERAGE), None),
+        ("STTS - heuristic, long clips: 0 or more", results.difference(stts, find("cosine"), "long"), 0.0),
+        (
+            "STTS - STTS without temporal loss: above 0",
+            results.difference(stts, find("stts-no-temporal"), AVERAGE),
+            None,
+        ),
+        (f"what {highest:.0%} adds to {MAIN_RATIO:.0%}, STTS - random: above 0", results.combine(curve, AVERAGE), None),
+        (
+            "STTS with test-time scaling - no pruning, long clips: above 0",
+            results.difference(find("stts", scaling=MAIN_RATIO), unpruned, "long"),
+            None,
+        ),
+    ]
+    rows = []
+    for text, found, least in claims:
+        holds = found is not None and (found.low > 0 if least is None else found.mean >= least)
+        rows.append([text, interval(found, signed=True), EMPTY if found is None else "yes" if holds else "**no**"])
+    return table(["points", "found", "holds"], rows) + '\n\n"Above 0" asks that the whole interval is.'
+
+
+def types_table(results: Results) -> str:
+    types = list(dict.fromkeys(results.types.tolist()))
+    rows = [
+        [method.label, *(number(results.accuracy_of_type(results.find(name), kind)) for kind in types)]
+        for name, method in METHODS.items()
+    ]
+    for label, name in LEVELS.items():
+        shares = results.about.get(name) or {}
+        rows.append([label, *(number(100 * shares[kind] if kind in shares else None) for kind in types)])
+    return table(["", *types], rows)
+
+
+def degradation_table(results: Results) -> str:
+    ratios = sorted(results.settings.ratios)
+    untrained = (name for name, method in METHODS.items() if not method.trained)
+    rows = []
+    for name in (UNPRUNED, *DEGRADING, *untrained):
+        accuracies = (results.accuracy(results.find(name, ratio), AVERAGE) for ratio in ratios)
+        rows.append([METHODS[name].label, *map(interval, accuracies)])
+    return table(["", *(f"{ratio:.0%}" for ratio in ratios)], rows)
+
+
+def layers_table(results: Results) -> str:
+    settings, rows = results.settings, []
+    for ratio in settings.layer_ratios:
+        for layer in settings.layers:
+            answers = results.find("stts", ratio, layer)
+            accuracies = (interval(results.accuracy(answers, column)) for column in COLUMNS)
+            seconds = number(results.step_seconds("stts", ratio, layer), 2)
+            compared = over(results, answers, results.find("stts", ratio))
+            rows.append([f"STTS at {ratio:.0%}, l = {layer}", *accuracies, compared, seconds])
+    return table(["", *COLUMNS, f"over l = {settings.base_layer}", "s a step"], rows)
+
+
+def scaling_table(results: Results) -> str:
+    unpruned, rows = results.find(UNPRUNED), []
+    for name in SCALED:
+        for scaling in (0.0, MAIN_RATIO):
+            answers = results.find(name, scaling=scaling)
+            frames = (
+                ", as many frames" if scaling and name == UNPRUNED else " with test-time scaling" if scaling else ""
+            )
+            accuracy = interval(results.accuracy(answers, "long"))
+            compared = over(results, answers, unpruned, "long")
+            tokens = (number(mean_tokens(answers, "long", kind), 0) for kind in ("video_tokens", "llm_tokens"))
+            rows.append([METHODS[name].label + frames, accuracy, compared, *tokens])
+    return table(["", "long", "over no pruning", "video tokens", "LLM tokens"], rows)
+
+
+def images_table(results: Results) -> str:
+    unpruned, rows = results.find(UNPRUNED), []
+    for name in IMAGES:
+        answers = results.find(name)
+        accuracy = interval(results.accuracy(answers, "image"))
+        rows.append([METHODS[name].label, accuracy, over(results, answers, unpruned, "image")])
+    return table(["trained with", "image", "over no pruning"], rows)
+
+
+def motion_table(results: Results) -> str:
+    rows = [[METHODS[name].label, interval(results.motion(name), digits=3)] for name in SCORED]
+    return table(["", "Spearman's correlation"], rows)
+
+
+def notes(results: Results) -> str:
+    return f"""\
+- **Accuracy** is the share of right answers in percent, the mean over the seeds that were run. The average weighs the
+  groups {", ".join(VIDEO_GROUPS)} alike. Questions that could not be asked count as wrong; there were
+  {results.num_unread()}.
+- **Intervals** hold the middle 95 % of {RESAMPLES} resamples. Each draws clips with replacement, all questions of a
+  clip together, and, crossed with that, seeds with replacement. A difference is taken question by question and seed by
+  seed before it is resampled, so what both methods share cancels. With few seeds the spread among them comes out too
+  small: of 3 seeds the variance by a third. Many intervals stand here; each is for itself, none is corrected for that.
+- **A seed** decides over the order of the training rows, a new scorer, and blocks drawn at random. The base checkpoint
+  is shared by all runs, as in the paper, so its luck is in no interval.
+- **Inference only** methods prune the model that was trained without pruning.
+- **LLM tokens** are those of a prompt about a video that reach the language model, the mean over the questions; with
+  more frames there are more timestamps among them. **Video tokens** are those of them that show frames.
+- **In the paper**: the average over 13 benchmarks, less that of its model without pruning.
+- **Seconds a step** are the median over a run's steps, and over the seeds, on a machine that may do other work.
+- **Scores against what moves**: for each clip Spearman's correlation of its blocks' scores with the share of their
+  patches that truly move, over all frames but the first; the mean over clips and seeds, with clips and seeds resampled.
+"""
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def interval(found: Interval | None, signed: bool = False, digits: int = 1) -> str:
+    if found is None:
+        return EMPTY
+    mean, low, high = (f"{value:{'+' if signed else ''}.{digits}f}" for value in (found.mean, found.low, found.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def over(results: Results, answers: Answers, others: Answers, column: str = AVERAGE) -> str:
+    """By how many points `answers` are above `others`; empty beside themselves."""
+    return EMPTY if answers is others else interval(results.difference(answers, others, column), signed=True)
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return EMPTY if value is None else f"{value:.{digits}f}"
+
+
+def draw_degradation(results: Results) -> Figure:
+    """Average accuracy against the share dropped, a line with its interval for each method."""
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
+    unpruned = results.accuracy(results.find(UNPRUNED), AVERAGE)
+    for name in DEGRADING:
+        found = {
+            ratio: results.accuracy(results.find(name, ratio), AVERAGE) for ratio in sorted(results.settings.ratios)
+        }
+        _draw_line(axes, {100 * ratio: it for ratio, it in found.items()}, METHODS[name].label)
+    if unpruned is not None:
+        axes.axhline(unpruned.mean, color="black", linewidth=1, linestyle="--", label=METHODS[UNPRUNED].label)
+    level = results.level("text_only", AVERAGE)
+    if level is not None:
+        axes.axhline(level, color="#999999", linewidth=1, linestyle=":", label="text alone")
+    axes.set(xlabel="video tokens dropped, %", ylabel="average accuracy, %")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def draw_layers(results: Results) -> Figure:
+    """Average accuracy of STTS against the pruning layer."""
+    figure = Figure(figsize=(5, 3.5))
+    axes = figure.subplots()
+    for ratio in results.settings.layer_ratios:
+        layers = sorted(results.settings.layers)
+        found = {float(layer): results.accuracy(results.find("stts", ratio, layer), AVERAGE) for layer in layers}
+        _draw_line(axes, found, f"STTS at {ratio:.0%}")
+    axes.set(xlabel="pruning layer l", ylabel="average accuracy, %")
+    axes.set_xticks(sorted(results.settings.layers))
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _draw_line(axes: Any, points: dict[float, Interval | None], label: str) -> None:
+    there = {place: found for place, found in points.items() if found is not None}
+    if there:
+        means = [found.mean for found in there.values()]
+        below = [max(found.mean - found.low, 0) for found in there.values()]
+        above = [max(found.high - found.mean, 0) for found in there.values()]
+        axes.errorbar(list(there), means, yerr=[below, above], marker="o", capsize=3, label=label)

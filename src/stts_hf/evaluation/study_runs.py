@@ -1,0 +1,295 @@
+"""Doing the runs of a study: one trained and asked, by as many processes as wanted, each run by one of them.
+
+A process takes a run by locking a file of its name, a lock that goes with the process however that ends. Weights are
+saved before they are asked anything and a record is written last, each whole or not at all: a killed study goes on
+where it was, and a run that was being trained starts again.
+"""
+
+import dataclasses
+import datetime
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from stts_hf.benchmark.measure import describe_machine, describe_versions
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, is_disk_full
+from stts_hf.data.collator import STTSDataCollator
+from stts_hf.evaluation.evaluate import evaluate
+from stts_hf.evaluation.methods import load_method
+from stts_hf.evaluation.statistics import rank_correlation
+from stts_hf.evaluation.study import FORMAT, SCORED, Evaluation, Run, Study, evaluations
+from stts_hf.evaluation.study_data import (
+    EncodedRows,
+    StudyError,
+    encode_conversations,
+    load_motion,
+    read_object,
+    read_questions,
+    write_json,
+)
+from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.build import renew_scorer
+from stts_hf.training.trainer import STTSTrainer
+
+CHECKPOINTS, FAILURES, LOCKS, TRAINING = "checkpoints", "failures", "locks", "training.json"
+QUESTIONS_AT_ONCE = 32
+RIGHT, WRONG, UNREAD, NOT_ASKED = "1", "0", "x", "-"  # a question's mark in a record
+_SECONDS_BETWEEN_LOOKS = 1.0  # at runs that other processes are at
+Say = Callable[[str], None]
+
+
+def run_study(
+    study: Study, runs: Sequence[Run], say: Say, *, workers: int = 1, keep_checkpoints: bool = False
+) -> list[Run]:
+    """
+    Does those of `runs` that are not done; those that failed before are tried again. Returns those that failed.
+
+    workers: processes, with an equal share of the cores each. keep_checkpoints: whether the trained models stay, in
+    `checkpoints/`. say: takes a line about each run. Raises `StudyError` where processes were killed and left runs
+    undone; `OSError` where the disk is full. What is done by then stays done.
+    """
+    for run in runs:
+        if failed(study, run):
+            study.record_of(run).unlink(missing_ok=True)
+    if all(study.record_of(run).exists() for run in runs):
+        return []
+    encode_conversations(study.dataset, STTSProcessor.from_pretrained(study.base), study.folder)
+    if workers == 1:
+        work(study, runs, say, keep_checkpoints)
+    else:
+        _start_workers(study, runs, say, keep_checkpoints, workers)
+    if undone := [run.name for run in runs if not study.record_of(run).exists()]:
+        raise StudyError(
+            f"{len(undone)} runs are not done, because their processes ended ({undone[0]}, ...): start again"
+        )
+    return [run for run in runs if failed(study, run)]
+
+
+def failed(study: Study, run: Run) -> bool:
+    """Whether the run has a record that says so."""
+    return study.record_of(run).exists() and "failed" in read_object(study.record_of(run))
+
+
+def _start_workers(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool, workers: int) -> None:
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    context = multiprocessing.get_context("spawn")
+    arguments = (study, runs, say, keep_checkpoints, threads)
+    processes = [context.Process(target=work, args=arguments, daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def work(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool, threads: int | None = None) -> None:
+    """Does runs that nobody else is at until all have a record. threads: for PyTorch, its own choice if None."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    desk = Desk(study)
+    (study.folder / LOCKS).mkdir(exist_ok=True)
+    while undone := [run for run in runs if not study.record_of(run).exists()]:
+        took = False
+        for run in undone:
+            parent = multiprocessing.parent_process()
+            if parent is not None and not parent.is_alive():
+                return
+            try:
+                with filelock.FileLock(study.folder / LOCKS / f"{run.name}.lock", timeout=0):
+                    if not study.record_of(run).exists():
+                        took = True
+                        say(carry_out(run, desk, keep_checkpoints))
+            except filelock.Timeout:
+                continue
+        if not took:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+class Desk:
+    """What all runs of a process share: the study, its rows, its questions and its processor."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.rows = EncodedRows(study.folder)
+        self.questions = [{**row, "media_root": str(study.dataset)} for row in read_questions(study.dataset)]
+        self.motion = load_motion(study.dataset)
+        self.processor = STTSProcessor.from_pretrained(study.base)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def carry_out(run: Run, desk: Desk, keep_checkpoints: bool = False) -> str:
+    """Trains and asks, and writes the run's record, also where it fails; returns a line about it. `OSError` where the
+    disk is full: then nothing is recorded."""
+    study, started = desk.study, time.perf_counter()
+    record: dict[str, Any] = {"format": FORMAT, "study": study.settings.fingerprint, "run": dataclasses.asdict(run)}
+    record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"}
+    record |= {"machine": describe_machine(desk.device), "versions": describe_versions()}
+    checkpoint = study.folder / CHECKPOINTS / run.name
+    try:
+        if not checkpoint.exists():
+            train(run, desk, checkpoint)
+        record["training"] = read_object(checkpoint / TRAINING)
+        record["evaluations"] = {
+            asked.name: ask(run, asked, desk, checkpoint) for asked in evaluations(run, study.settings)
+        }
+        if run.method in SCORED:
+            record["motion"] = correlate_with_motion(run, desk, checkpoint)
+    except Exception as error:
+        if is_disk_full(error):
+            raise
+        path = study.folder / FAILURES / f"{run.name}.txt"
+        with atomic_file(path) as new:
+            new.write_text(traceback.format_exc(), encoding="utf-8")
+        record["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        record["traceback"] = str(path.relative_to(study.folder))
+    record["seconds"] = round(time.perf_counter() - started, 1)
+    write_json(study.record_of(run), record)
+    if "failed" in record:
+        return f"{run.name}: failed, {record['failed']} (traceback in {study.folder / record['traceback']})"
+    if not keep_checkpoints:
+        shutil.rmtree(checkpoint)
+    marks = next(iter(record["evaluations"].values()))["marks"]
+    return f"{run.name}: {marks.count(RIGHT) / len(marks):.1%} right, {record['seconds']:.0f} s"
+
+
+class _StepClock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def median(self) -> float | None:
+        """Seconds from the end of a step to the end of the next; None for a run of one step."""
+        return statistics.median(np.diff(self.ends).tolist()) if len(self.ends) > 1 else None
+
+
+def train(run: Run, desk: Desk, checkpoint: Path) -> None:
+    """
+    Trains the run's model into the folder `checkpoint`, with `training.json` beside it. Its seed decides over the order
+    of the rows, a new scorer, and blocks that are drawn.
+    """
+    settings = desk.study.settings
+    model = load_method(run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed)
+    if model.config.vision_config.selector == "scorer":
+        renew_scorer(model, run.seed)
+    clock = _StepClock()
+    with tempfile.TemporaryDirectory() as output:
+        arguments = STTSTrainingArguments(
+            output_dir=output,
+            max_steps=settings.steps,
+            per_device_train_batch_size=settings.batch_size,
+            learning_rates=dict(settings.learning_rates),
+            lr_scheduler_type="cosine",
+            warmup_steps=settings.warmup_steps,
+            seed=run.seed,
+            logging_steps=max(1, settings.steps // 10),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        collator = STTSDataCollator(desk.processor, model_config=model.config, return_ids=True)
+        trainer = STTSTrainer(model, arguments, train_dataset=desk.rows, data_collator=collator, callbacks=[clock])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "task_loss" in entry]
+    training = {
+        "seconds_per_step": clock.median(),
+        "losses": [[entry["step"], round(entry["task_loss"], 4), round(entry["temporal_loss"], 5)] for entry in logs],
+    }
+    with atomic_folder(checkpoint) as new:
+        model.save_pretrained(new)
+        desk.processor.save_pretrained(new)
+        write_json(new / TRAINING, training)
+
+
+def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
+    """The trained model as the method that is asked."""
+    model = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
+    return model.to(desk.device).eval()
+
+
+def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, Any]:
+    """
+    The run's weights asked all questions, with more frames those about long clips: `marks`, a character for each
+    question in their order, seconds, and of each group the mean tokens, and video tokens, that reach the language model.
+    """
+    model = load(run, asked, desk, checkpoint)
+    questions, processing = desk.questions, None
+    if asked.scaling:
+        questions = [row for row in questions if row["group"] == "long"]
+        processing = {"test_time_scaling": True, "pruning_ratio": asked.scaling}
+    started = time.perf_counter()
+    answers = evaluate(model, desk.processor, questions, batch_size=QUESTIONS_AT_ONCE, processing=processing)
+    found = {answer["id"]: answer for answer in answers}
+    result = dataclasses.asdict(asked) | {
+        "marks": "".join(_mark(found.get(row["id"])) for row in desk.questions),
+        "seconds": round(time.perf_counter() - started, 2),
+        "llm_tokens": {},
+        "video_tokens": {},
+    }
+    for group in dict.fromkeys(row["group"] for row in questions):
+        of_group = [one for one in found.values() if one["group"] == group and not one["error"]]
+        if of_group:
+            kept = statistics.mean(one["video_tokens_kept"] for one in of_group)
+            left_out = statistics.mean(one["video_tokens"] for one in of_group) - kept
+            result["llm_tokens"][group] = round(statistics.mean(one["prompt_tokens"] for one in of_group) - left_out, 2)
+            result["video_tokens"][group] = round(kept, 2)
+    if errors := [answer["error"] for answer in found.values() if answer["error"]]:
+        result["error"] = f"{len(errors)} questions could not be asked: {errors[0]}"
+    return result
+
+
+def _mark(answer: Mapping[str, Any] | None) -> str:
+    if answer is None:
+        return NOT_ASKED
+    return UNREAD if answer["error"] else RIGHT if answer["right"] else WRONG
+
+
+@torch.no_grad()
+def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, float]:
+    """
+    Of each clip whose motion is known, Spearman's correlation of its blocks' scores with how many of their patches
+    move, over the frames `t >= 1`. Left out are clips in which no block differs from the others, and those whose motion
+    is of other frames than the model sees.
+    """
+    model = load(run, Evaluation(run.method, run.pruning_ratio), desk, checkpoint)
+    videos = {row["clip"]: row["videos"][0] for row in desk.questions if row.get("videos")}
+    correlations = {}
+    for clip in videos.keys() & desk.motion.keys():
+        inputs = desk.processor.video_processor([str(desk.study.dataset / videos[clip])], return_tensors="pt")
+        scores = model.model.get_video_features(**inputs.to(desk.device)).token_scores[0].cpu()  # (T, n)
+        moving = share_of_blocks(desk.motion[clip], tuple(inputs["video_grids"][0].tolist()))
+        correlation = float("nan") if moving is None else rank_correlation(scores[1:].numpy(), moving[1:])
+        if np.isfinite(correlation):
+            correlations[clip] = round(correlation, 3)
+    return correlations
+
+
+def share_of_blocks(moving: np.ndarray, grid: tuple[int, ...]) -> np.ndarray | None:
+    """
+    Which patches (T, rows, columns) move, as the share of each block's, (T, n). grid: frames, and rows and columns of
+    blocks, as the model sees them. None where the model sees other frames, or blocks that do not hold whole patches.
+    """
+    frames, rows, columns = grid
+    if len(moving) != frames or moving.shape[1] % rows or moving.shape[2] % columns:
+        return None
+    blocks = moving.reshape(frames, rows, moving.shape[1] // rows, columns, -1)
+    return blocks.mean(axis=(2, 4)).reshape(frames, rows * columns)
