@@ -77,6 +77,8 @@ def load_model(checkpoint: str, config: Any, device: Any, arguments: argparse.Na
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
     options = {"config": config, "dtype": arguments.dtype, "revision": arguments.revision or "main"}
+    if getattr(arguments, "attn_implementation", None) is not None:
+        options["attn_implementation"] = arguments.attn_implementation
     with loading(checkpoint):
         if type(config) is STTSConfig:
             model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, **options)

@@ -157,23 +157,16 @@ def claims_table(results: Results) -> str:
     """What the paper claims, in the numbers of the study's issue."""
     find = results.find
     stts, random, unpruned, highest = find("stts"), find("random"), find(UNPRUNED), max(results.settings.ratios)
-    no_temporal = find("stts-no-temporal")
-    curve = [(1, find("stts", highest)), (-1, stts), (-1, find("random", highest)), (1, random)]
+    beside = results.difference
+    losing = [(1, find("stts", highest)), (-1, stts), (-1, find("random", highest)), (1, random)]
+    scaled = find("stts", scaling=MAIN_RATIO)
     claims = [
-        ("STTS - no pruning: -0.7 or more", results.difference(stts, unpruned, AVERAGE), -0.7),
-        ("STTS - random: above 0", results.difference(stts, random, AVERAGE), None),
-        ("STTS - heuristic, long clips: 0 or more", results.difference(stts, find("cosine"), "long"), 0.0),
-        (
-            "STTS - STTS without temporal loss: above 0",
-            results.difference(stts, find("stts-no-temporal"), AVERAGE),
-            None,
-        ),
-        (f"what {highest:.0%} adds to {MAIN_RATIO:.0%}, STTS - random: above 0", results.combine(curve, AVERAGE), None),
-        (
-            "STTS with test-time scaling - no pruning, long clips: above 0",
-            results.difference(find("stts", scaling=MAIN_RATIO), unpruned, "long"),
-            None,
-        ),
+        ("STTS - no pruning: -0.7 or more", beside(stts, unpruned, AVERAGE), -0.7),
+        ("STTS - random: above 0", beside(stts, random, AVERAGE), None),
+        ("STTS - heuristic, long: 0 or more", beside(stts, find("cosine"), "long"), 0.0),
+        ("STTS - STTS without temporal loss: above 0", beside(stts, find("stts-no-temporal"), AVERAGE), None),
+        (f"from {MAIN_RATIO:.0%} to {highest:.0%}, STTS - random: above 0", results.combine(losing, AVERAGE), None),
+        ("STTS with test-time scaling - no pruning, long: above 0", beside(scaled, unpruned, "long"), None),
     ]
     rows = []
     for text, found, least in claims:
@@ -293,17 +286,16 @@ def draw_degradation(results: Results) -> Figure:
     axes = figure.subplots()
     unpruned = results.accuracy(results.find(UNPRUNED), AVERAGE)
     for name in DEGRADING:
-        found = {
-            ratio: results.accuracy(results.find(name, ratio), AVERAGE) for ratio in sorted(results.settings.ratios)
-        }
-        _draw_line(axes, {100 * ratio: it for ratio, it in found.items()}, METHODS[name].label)
+        ratios = sorted(results.settings.ratios)
+        found = {100 * ratio: results.accuracy(results.find(name, ratio), AVERAGE) for ratio in ratios}
+        _draw_line(axes, found, METHODS[name].label)
     if unpruned is not None:
         axes.axhline(unpruned.mean, color="black", linewidth=1, linestyle="--", label=METHODS[UNPRUNED].label)
+        axes.legend(fontsize=8)
     level = results.level("text_only", AVERAGE)
     if level is not None:
         axes.axhline(level, color="#999999", linewidth=1, linestyle=":", label="text alone")
     axes.set(xlabel="video tokens dropped, %", ylabel="average accuracy, %")
-    axes.legend(fontsize=8)
     return figure
 
 
@@ -317,7 +309,6 @@ def draw_layers(results: Results) -> Figure:
         _draw_line(axes, found, f"STTS at {ratio:.0%}")
     axes.set(xlabel="pruning layer l", ylabel="average accuracy, %")
     axes.set_xticks(sorted(results.settings.layers))
-    axes.legend(fontsize=8)
     return figure
 
 
@@ -328,3 +319,4 @@ def _draw_line(axes: Any, points: dict[float, Interval | None], label: str) -> N
         below = [max(found.mean - found.low, 0) for found in there.values()]
         above = [max(found.high - found.mean, 0) for found in there.values()]
         axes.errorbar(list(there), means, yerr=[below, above], marker="o", capsize=3, label=label)
+        axes.legend(fontsize=8)

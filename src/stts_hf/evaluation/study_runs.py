@@ -229,7 +229,7 @@ def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
 def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, Any]:
     """
     The run's weights asked all questions, with more frames those about long clips: `marks`, a character for each
-    question in their order, seconds, and of each group the mean tokens, and video tokens, that reach the language model.
+    question in their order, seconds, and of each group the mean tokens and video tokens that the language model gets.
     """
     model = load(run, asked, desk, checkpoint)
     questions, processing = desk.questions, None

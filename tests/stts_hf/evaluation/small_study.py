@@ -1,21 +1,14 @@
-"""A study in miniature: a base checkpoint of a few thousand weights, and a data set of a few clips, both made in a second."""
+"""A study in miniature: a base checkpoint of a few thousand weights, and a data set of a few clips."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
+from stts_hf.evaluation.make_dataset import FRAMES_LOOKED_AT, MAX_FPS, make_dataset
 from tests.checkpoints import TINY
-from tests.clips import write_clip
 from tests.tiny import randomise
 
-SIZE = {"height": 36, "width": 36}  # 9 x 9 patches, 3 x 3 blocks
-FRAMES = 2
-COLOURS = ("red", "green", "blue")
-TYPES = {"direction": "motion", "colour": "detail", "what-came-first": "long"}
+SIZE = {"height": 48, "width": 48}  # 12 x 12 patches, 4 x 4 blocks: the grid in which `make_dataset` says what moves
 
 
 def write_base(folder: Path) -> Path:
@@ -24,11 +17,12 @@ def write_base(folder: Path) -> Path:
     for part in (processor.video_processor, processor.image_processor):
         part.size = SIZE
     processor.image_processor.max_crops = 1
-    processor.video_processor.num_frames = FRAMES
+    processor.video_processor.num_frames = FRAMES_LOOKED_AT
+    processor.video_processor.max_fps = MAX_FPS
     processor.save_pretrained(folder)
     config = STTSConfig.from_pretrained(TINY)
     contents = config.to_dict()
-    small = {"image_size": [36, 36], "num_hidden_layers": 5, "num_position_embeddings": 81, "pruning_layer": 2}
+    small = {"image_size": [48, 48], "num_hidden_layers": 5, "num_position_embeddings": 144, "pruning_layer": 2}
     config = STTSConfig(
         **contents
         | {
@@ -43,36 +37,10 @@ def write_base(folder: Path) -> Path:
     return folder
 
 
-def write_dataset(folder: Path, clips: int = 3, version: int = 1) -> Path:
-    """Clips with a conversation about each for training, others with questions of three types, and an image."""
-    (folder / "videos").mkdir(parents=True)
-    (folder / "motion").mkdir()
-    train, test, motion = [], [], {}
-    for number in range(clips):
-        clip = f"train-{number:05d}"
-        write_clip(folder / "videos" / f"{clip}.mp4", 10 + number, fps=10)
-        messages = [
-            {"role": role, "content": text}
-            for colour in COLOURS[:2]
-            for role, text in (("user", f"Is it {colour}?"), ("assistant", "yes" if colour == "red" else "no"))
-        ]
-        train.append({"id": clip, "videos": [f"videos/{clip}.mp4"], "messages": messages})
-        clip = f"test-{number:05d}"
-        write_clip(folder / "videos" / f"{clip}.mp4", 12 + number, fps=10)
-        for kind, group in TYPES.items():
-            row = {"id": f"{clip}-{kind}", "clip": clip, "videos": [f"videos/{clip}.mp4"], "type": kind, "group": group}
-            test.append(row | {"question": f"Which {kind}?", "options": list(COLOURS), "answer": COLOURS[number % 3]})
-        motion[clip] = np.zeros((FRAMES, 9, 9), dtype=bool)
-        motion[clip][:, 3:6, number : number + 2] = True
-    Image.new("RGB", (36, 36), (200, 0, 0)).save(folder / "picture.png")
-    row = {"id": "test-picture", "clip": "picture", "images": ["picture.png"], "type": "picture", "group": "image"}
-    test.append(row | {"question": "Which colour?", "answer": "red"})
-    for name, rows in (("train_conversations", train), ("test", test)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    np.savez(folder / "motion" / "test.npz", **motion)
-    chance = dict.fromkeys(TYPES, 1 / 3) | {"picture": 0.0}
-    description = {"format": version, "seed": 0, "splits": {"train": {"clips": clips}}, "chance": chance}
-    (folder / "dataset.json").write_text(json.dumps(description | {"text_only": chance}))
+def write_dataset(folder: Path, seed: int = 0) -> Path:
+    """Of all kinds of clips, a few."""
+    for _ in make_dataset(folder, {"train": 4, "test": 6}, seed):
+        pass
     return folder
 
 
@@ -83,5 +51,3 @@ def study_command(folder: Path, dataset: Path, base: Path, *options: str) -> lis
         *("--steps", "2", "--batch-size", "2", "--warmup-steps", "0", "--seeds", "0", "1"),
         *options,
     ]
-
-

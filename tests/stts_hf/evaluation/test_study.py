@@ -1,0 +1,199 @@
+"""`stts-hf study` in miniature: records, going on, failures, a full disk, and the page of half a study."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stts_hf.cli.main import main
+from stts_hf.evaluation import study_runs
+from stts_hf.evaluation.study import open_study
+from stts_hf.evaluation.study_data import EncodedRows, encode_conversations
+from tests.stts_hf.evaluation.small_study import study_command, write_base, write_dataset
+
+RUNS = ["none-0-layer2-seed0", "none-0-layer2-seed1", "stts-50-layer2-seed0", "stts-50-layer2-seed1"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> tuple[Path, Path]:
+    """A data set and a base checkpoint."""
+    folder = tmp_path_factory.mktemp("parts")
+    return write_dataset(folder / "data"), write_base(folder / "base")
+
+
+@pytest.fixture(scope="module")
+def done(parts, tmp_path_factory) -> Path:
+    """A study of two methods and two seeds that ran to its end."""
+    folder = tmp_path_factory.mktemp("study")
+    assert main(study_command(folder, *parts, "--only", "images")) == 0
+    return folder
+
+
+def records(folder: Path) -> dict[str, dict]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted((folder / "records").glob("*.json"))}
+
+
+def outcomes(folder: Path) -> dict[str, tuple]:
+    """What of the records must not depend on when, where and in which order runs were done."""
+    return {
+        name: (record["training"]["losses"], {asked: it["marks"] for asked, it in record["evaluations"].items()})
+        for name, record in records(folder).items()
+    }
+
+
+def cells(page: str, heading: str, row: str) -> list[str]:
+    """The cells of a row of the table under a heading."""
+    table = page.partition(f"## {heading}")[2].partition("\n## ")[0]
+    line = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_every_run_has_a_record_with_a_mark_for_every_question(done):
+    found = records(done)
+    questions = json.loads((done / "questions.json").read_text())["questions"]
+    assert sorted(found) == RUNS
+    asked = found[RUNS[2]]["evaluations"]
+    assert list(asked) == ["stts-50", "stts-50-frames-for-50"]
+    assert len(asked["stts-50"]["marks"]) == len(questions)
+    assert set(asked["stts-50"]["marks"]) <= {"0", "1"}
+    of_long_clips = [question["group"] == "long" for question in questions]
+    assert [mark != "-" for mark in asked["stts-50-frames-for-50"]["marks"]] == of_long_clips
+    assert all(of_long_clips.count(value) for value in (True, False))
+
+
+def test_scaled_frames_cost_the_video_tokens_of_the_unpruned_model(done):
+    found = records(done)
+    scaled = found[RUNS[2]]["evaluations"]["stts-50-frames-for-50"]["video_tokens"]["long"]
+    assert scaled == found[RUNS[0]]["evaluations"]["none-0"]["video_tokens"]["long"]
+
+
+def test_a_study_that_is_done_does_nothing_again(done, parts, monkeypatch):
+    monkeypatch.setattr(study_runs, "carry_out", lambda *arguments: pytest.fail("a run was done again"))
+    assert main(study_command(done, *parts, "--only", "images")) == 0
+
+
+def test_a_run_gives_the_same_again(done, parts, tmp_path):
+    assert main(study_command(tmp_path, *parts, "--only", "images", "--seeds", "0")) == 0
+    again = outcomes(tmp_path)
+    assert again == {name: outcomes(done)[name] for name in again}
+
+
+def test_checkpoints_go_unless_they_are_kept(done):
+    assert not list((done / "checkpoints").iterdir())
+
+
+def test_half_a_study_has_a_page_that_says_so(done, tmp_path):
+    assert main(["study", str(done), "--report-only", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "runs are missing (" in page
+    assert "random-50-layer2-seed0" in page
+    assert cells(page, "Methods", "Random") == ["", "", "", "", "", "", "-1.6", "", "", "0"]
+    assert cells(page, "Methods", "STTS")[-1] == "2"
+
+
+def test_the_page_can_be_made_of_what_a_report_wrote(done, tmp_path):
+    assert main(["study", str(done), "--report-only", "--output", str(tmp_path / "one")]) == 0
+    assert main(["study", str(tmp_path / "one"), "--report-only", "--output", str(tmp_path / "two")]) == 0
+    names = ("README.md", "records.jsonl")
+    assert [(tmp_path / "one" / name).read_text() for name in names] == [
+        (tmp_path / "two" / name).read_text() for name in names
+    ]
+
+
+def test_a_failed_run_is_recorded_and_the_rest_goes_on(parts, tmp_path, monkeypatch, capsys):
+    load_method = study_runs.load_method
+
+    def broken(method, *arguments, **options):
+        if method == "stts":
+            raise RuntimeError("the scorer burnt out")
+        return load_method(method, *arguments, **options)
+
+    command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0", "--ratios", "0.5")
+    monkeypatch.setattr(study_runs, "load_method", broken)
+    assert main(command) == 1
+    assert "stts-50-layer2-seed0 failed" in capsys.readouterr().err
+    failed = records(tmp_path)[RUNS[2]]
+    assert failed["failed"] == "RuntimeError: the scorer burnt out"
+    assert "Traceback" in (tmp_path / failed["traceback"]).read_text()
+    assert "Run stts-50-layer2-seed0 failed" in (tmp_path / "README.md").read_text()
+    monkeypatch.undo()
+    assert main(command) == 0
+    assert "failed" not in records(tmp_path)[RUNS[2]]
+
+
+def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypatch, capsys):
+    write_json, trained = study_runs.write_json, []
+
+    def full(path, content):
+        if path.name == "none-0-layer2-seed0.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_json(path, content)
+
+    command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0", "--ratios", "0.5")
+    monkeypatch.setattr(study_runs, "write_json", full)
+    assert main(command) == 2
+    assert "no space is left" in capsys.readouterr().err
+    assert records(tmp_path) == {}
+    monkeypatch.undo()
+    train = study_runs.train
+    monkeypatch.setattr(study_runs, "train", lambda run, *rest: (trained.append(run.method), train(run, *rest)))
+    assert main(command) == 0
+    assert trained == ["stts"]  # the other's weights were there
+
+
+def test_changed_settings_are_refused(done, parts, capsys):
+    assert main(study_command(done, *parts, "--steps", "3")) == 2
+    assert "--steps is 3, but" in capsys.readouterr().err
+
+
+def test_a_report_of_nothing_is_refused(parts, tmp_path, capsys):
+    open_study(tmp_path, *parts, {})
+    assert main(["study", str(tmp_path), "--report-only"]) == 2
+    assert "no run that is done" in capsys.readouterr().err
+
+
+def test_an_encoded_conversation_is_what_the_collator_would_decode(parts, tmp_path):
+    from stts_hf import STTSDataCollator, STTSProcessor, load_rows
+
+    dataset, base = parts
+    processor = STTSProcessor.from_pretrained(base)
+    encode_conversations(dataset, processor, tmp_path)
+    encoded, rows = EncodedRows(tmp_path), load_rows(dataset / "train_conversations.jsonl")
+    collator = STTSDataCollator(processor)
+    decoded = collator([rows[0], rows[3]])
+    for name, values in collator([encoded[0], encoded[3]]).items():
+        assert torch.equal(values, decoded[name]), name
+
+
+@pytest.mark.slow
+def test_killed_workers_lose_nothing(done, parts, tmp_path):
+    """One of two workers is killed, then all; what the third start finishes equals the study that nobody disturbed."""
+    command = [sys.executable, "-m", "stts_hf.cli.main", *study_command(tmp_path, *parts, "--only", "images")]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen([*command, "--workers", "2"], start_new_session=True, stderr=subprocess.DEVNULL)
+
+    def wait_for(pattern: str) -> None:
+        until = time.monotonic() + 300
+        while not list(tmp_path.glob(pattern)):
+            assert time.monotonic() < until, f"no {pattern}"
+            time.sleep(0.05)
+
+    process = start()
+    wait_for("locks/*")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process = start()
+    wait_for("records/*.json")
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    assert process.wait(timeout=600) in (0, 2)
+    assert main(study_command(tmp_path, *parts, "--only", "images")) == 0
+    assert outcomes(tmp_path) == outcomes(done)
