@@ -1,6 +1,7 @@
 """`stts-hf study FOLDER`: trains and evaluates every method, and writes the paper's tables in the numbers found."""
 
 import argparse
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "batch_size": {"type": count, "metavar": "B", "help": "clips with their conversations in a step (default: 16)"},
     "warmup_steps": {"type": int, "metavar": "N", "help": "steps of warm-up, before a cosine schedule (default: 10)"},
     "learning_rates": {"nargs": "+", "metavar": "PART=RATE", "help": "peak rate of a part (default: the paper's)"},
+    "model_settings": {
+        "nargs": "+",
+        "metavar": "NAME=VALUE",
+        "help": "such as temporal_loss_weight=0.5 (default: none)",
+    },
     "seeds": {"nargs": "+", "type": int, "metavar": "SEED", "help": "(default: 0 1 2)"},
     "ratios": {"nargs": "+", "type": share, "metavar": "K", "help": "pruning ratios (default: 0.5 0.7 0.8 0.9)"},
     "layers": {"nargs": "+", "type": int, "metavar": "L", "help": "pruning layers (default: 0 1 2 3)"},
@@ -112,15 +118,27 @@ def report(arguments: argparse.Namespace, output: Path) -> int:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given. Raises `CommandError` for rates that cannot be read."""
+    """The settings that were given. Raises `CommandError` for pairs that cannot be read."""
     given = {name: getattr(arguments, name) for name in SETTINGS if getattr(arguments, name) is not None}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if "model_settings" in given:
+        given["model_settings"] = read_pairs("--model-settings", given["model_settings"])
     if "learning_rates" in given:
         from stts_hf.training.arguments import PAPER_LEARNING_RATES
 
-        try:
-            rates = dict(pair.split("=") for pair in given["learning_rates"])
-            given["learning_rates"] = PAPER_LEARNING_RATES | {part: float(rate) for part, rate in rates.items()}
-        except ValueError as error:
-            raise CommandError(f"--learning-rates must be like scorer=1e-3 vision_tower=5e-4: {error}") from error
+        given["learning_rates"] = PAPER_LEARNING_RATES | read_pairs("--learning-rates", given["learning_rates"])
     return given
+
+
+def read_pairs(option: str, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """`NAME=VALUE` each: a number, true, false, or a word."""
+    read = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign:
+            raise CommandError(f"{option} {pair!r} must be like NAME=VALUE")
+        try:
+            read[name] = json.loads(value)
+        except ValueError:
+            read[name] = value
+    return read

@@ -34,6 +34,8 @@ FIRST = ("none", "stts", "random", "cosine")  # of several methods, so that half
 DEGRADING = ("random", "cosine", "stts", "stts-no-temporal", "tome")
 SCALED = (UNPRUNED, "stts", "random")
 IMAGES = (UNPRUNED, "stts")
+# Those of the configuration that no run decides over.
+MODEL_SETTINGS = ("temporal_loss_weight", "detach_temporal_target", "score_rescaling", "pruned_position_ids", "packing")
 SCORED = ("stts", "stts-no-temporal", "cosine", "random")
 PARTS = {
     "methods": "every method at 50 %",
@@ -52,7 +54,8 @@ class Settings:
 
     dataset, base: fingerprints of the data set and of the base checkpoint. base_layer: the pruning layer `l` of the
     base, which every run has that is not about layers. steps, batch_size: of training; a row is a clip with its
-    conversation. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`.
+    conversation. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`. model_settings: of the
+    model's configuration, such as `temporal_loss_weight`; a method's own come before them.
     """
 
     dataset: str
@@ -62,6 +65,7 @@ class Settings:
     batch_size: int = 16
     warmup_steps: int = 10
     learning_rates: dict[str, float] = dataclasses.field(default_factory=lambda: dict(PAPER_LEARNING_RATES))
+    model_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     seeds: tuple[int, ...] = (0, 1, 2)
     ratios: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
     layers: tuple[int, ...] = (0, 1, 2, 3)
@@ -77,6 +81,13 @@ class Settings:
             )
         if unknown := sorted(self.learning_rates.keys() - set(MODEL_PARTS)):
             raise StudyError(f"--learning-rates names {unknown[0]!r}; the parts are {', '.join(MODEL_PARTS)}")
+        for part, rate in self.learning_rates.items():
+            if not isinstance(rate, float) or not 0 <= rate < float("inf"):
+                raise StudyError(
+                    f"--learning-rates gives {part!r} the rate {rate!r}; it must be a number of at least 0"
+                )
+        if unknown := sorted(self.model_settings.keys() - set(MODEL_SETTINGS)):
+            raise StudyError(f"--model-settings names {unknown[0]!r}; it may name {', '.join(MODEL_SETTINGS)}")
         if MAIN_RATIO not in self.ratios:
             raise StudyError(f"--ratios must hold {MAIN_RATIO}, at which the methods are compared")
 
@@ -216,7 +227,8 @@ def read_settings(folder: Path) -> Settings:
     if content.keys() != names:
         odd = sorted(content.keys() ^ names)
         raise StudyError(f"{folder / SETTINGS} lacks settings or has unknown ones ({', '.join(odd)}): restore the file")
-    return Settings(**{name: tuple(value) if name in GROWING else value for name, value in content.items()})
+    content |= {name: tuple(content[name]) for name in GROWING}
+    return Settings(**content)
 
 
 def read_records(folder: Path, settings: Settings) -> dict[str, dict[str, Any]]:

@@ -116,6 +116,9 @@ def header(results: Results) -> Iterator[str]:
         if "failed" in record:
             yield f"Run {name} failed: {record['failed']}."
     rates = ", ".join(f"{part} {rate:g}" for part, rate in settings.learning_rates.items())
+    if settings.model_settings:
+        changes = ", ".join(f"`{name}` {value}" for name, value in settings.model_settings.items())
+        yield f"The model's settings but for the method's own: {changes}."
     splits = ", ".join(f"{name} {size['clips']}" for name, size in about["splits"].items())
     yield (
         f"{len(done)} runs, seeds {', '.join(map(str, settings.seeds))}. Each starts from the base checkpoint "
@@ -284,17 +287,15 @@ def draw_degradation(results: Results) -> Figure:
     """Average accuracy against the share dropped, a line with its interval for each method."""
     figure = Figure(figsize=(7, 4.5))
     axes = figure.subplots()
-    unpruned = results.accuracy(results.find(UNPRUNED), AVERAGE)
+    level, unpruned = results.level("text_only", AVERAGE), results.accuracy(results.find(UNPRUNED), AVERAGE)
+    if level is not None:
+        axes.axhline(level, color="#999999", linewidth=1, linestyle=":", label="best without seeing")
+    if unpruned is not None:
+        axes.axhline(unpruned.mean, color="black", linewidth=1, linestyle="--", label=METHODS[UNPRUNED].label)
     for name in DEGRADING:
         ratios = sorted(results.settings.ratios)
         found = {100 * ratio: results.accuracy(results.find(name, ratio), AVERAGE) for ratio in ratios}
         _draw_line(axes, found, METHODS[name].label)
-    if unpruned is not None:
-        axes.axhline(unpruned.mean, color="black", linewidth=1, linestyle="--", label=METHODS[UNPRUNED].label)
-        axes.legend(fontsize=8)
-    level = results.level("text_only", AVERAGE)
-    if level is not None:
-        axes.axhline(level, color="#999999", linewidth=1, linestyle=":", label="text alone")
     axes.set(xlabel="video tokens dropped, %", ylabel="average accuracy, %")
     return figure
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -23,11 +24,12 @@ import numpy as np
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
+from stts_hf import register_auto_classes
 from stts_hf.benchmark.measure import describe_machine, describe_versions
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, is_disk_full
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.evaluation.evaluate import evaluate
-from stts_hf.evaluation.methods import load_method
+from stts_hf.evaluation.methods import METHODS, load_method
 from stts_hf.evaluation.statistics import rank_correlation
 from stts_hf.evaluation.study import FORMAT, SCORED, Evaluation, Run, Study, evaluations
 from stts_hf.evaluation.study_data import (
@@ -66,6 +68,7 @@ def run_study(
             study.record_of(run).unlink(missing_ok=True)
     if all(study.record_of(run).exists() for run in runs):
         return []
+    register_auto_classes()
     encode_conversations(study.dataset, STTSProcessor.from_pretrained(study.base), study.folder)
     if workers == 1:
         work(study, runs, say, keep_checkpoints)
@@ -87,7 +90,7 @@ def _start_workers(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints
     threads = max(1, (os.cpu_count() or 1) // workers)
     context = multiprocessing.get_context("spawn")
     arguments = (study, runs, say, keep_checkpoints, threads)
-    processes = [context.Process(target=work, args=arguments, daemon=True) for _ in range(workers)]
+    processes = [context.Process(target=_be_worker, args=arguments, daemon=True) for _ in range(workers)]
     for process in processes:
         process.start()
     try:
@@ -98,10 +101,21 @@ def _start_workers(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints
             process.terminate()
 
 
-def work(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool, threads: int | None = None) -> None:
-    """Does runs that nobody else is at until all have a record. threads: for PyTorch, its own choice if None."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+def _be_worker(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool, threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        work(study, runs, say, keep_checkpoints)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        say(f"a worker ends: {error}")
+        sys.exit(1)
+
+
+def work(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool) -> None:
+    """Does runs that nobody else is at, until all have a record."""
     desk = Desk(study)
     (study.folder / LOCKS).mkdir(exist_ok=True)
     while undone := [run for run in runs if not study.record_of(run).exists()]:
@@ -125,6 +139,7 @@ class Desk:
     """What all runs of a process share: the study, its rows, its questions and its processor."""
 
     def __init__(self, study: Study) -> None:
+        register_auto_classes()  # a process of its own begins without
         self.study = study
         self.rows = EncodedRows(study.folder)
         self.questions = [{**row, "media_root": str(study.dataset)} for row in read_questions(study.dataset)]
@@ -186,7 +201,8 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
     of the rows, a new scorer, and blocks that are drawn.
     """
     settings = desk.study.settings
-    model = load_method(run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed)
+    options = {k: v for k, v in settings.model_settings.items() if k not in METHODS[run.method].settings}
+    model = load_method(run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed, **options)
     if model.config.vision_config.selector == "scorer":
         renew_scorer(model, run.seed)
     clock = _StepClock()
@@ -222,7 +238,7 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
 
 def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
     """The trained model as the method that is asked."""
-    model = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
+    model: Any = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
     return model.to(desk.device).eval()
 
 

@@ -25,7 +25,7 @@ def test_questions_of_a_clip_are_drawn_together():
     values = (np.arange(60) % 3 == 0).astype(float)[None]
     once = Bootstrap(range(60)).mean(values, everything(values))
     four_times = np.repeat(values, 4, axis=1)
-    assert Bootstrap(np.repeat(range(60), 4)).mean(four_times, everything(four_times)) == once
+    assert Bootstrap(np.repeat(range(60), 4).tolist()).mean(four_times, everything(four_times)) == once
 
 
 def test_seeds_are_drawn_too():
@@ -57,7 +57,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     for _ in range(400):
         level = generator.beta(0.6, 0.4, size=80)  # mean 0.6
         values = (generator.random((1, 320)) < level[clips]).astype(float)
-        found = Bootstrap(clips, resamples=400).mean(values, everything(values))
+        found = Bootstrap(clips.tolist(), resamples=400).mean(values, everything(values))
         held += found.low <= 0.6 <= found.high
     assert 0.91 < held / 400 < 0.98  # two standard errors of 400 studies are 0.02; percentile intervals are a bit short
 

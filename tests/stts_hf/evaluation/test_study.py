@@ -129,7 +129,7 @@ def test_a_failed_run_is_recorded_and_the_rest_goes_on(parts, tmp_path, monkeypa
 
 
 def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypatch, capsys):
-    write_json, trained = study_runs.write_json, []
+    write_json, train, trained = study_runs.write_json, study_runs.train, []
 
     def full(path, content):
         if path.name == "none-0-layer2-seed0.json":
@@ -142,8 +142,12 @@ def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypat
     assert "no space is left" in capsys.readouterr().err
     assert records(tmp_path) == {}
     monkeypatch.undo()
-    train = study_runs.train
-    monkeypatch.setattr(study_runs, "train", lambda run, *rest: (trained.append(run.method), train(run, *rest)))
+
+    def note_training(run, *rest):
+        trained.append(run.method)
+        train(run, *rest)
+
+    monkeypatch.setattr(study_runs, "train", note_training)
     assert main(command) == 0
     assert trained == ["stts"]  # the other's weights were there
 
@@ -154,7 +158,7 @@ def test_changed_settings_are_refused(done, parts, capsys):
 
 
 def test_a_report_of_nothing_is_refused(parts, tmp_path, capsys):
-    open_study(tmp_path, *parts, {})
+    open_study(tmp_path, parts[0], parts[1], {})
     assert main(["study", str(tmp_path), "--report-only"]) == 2
     assert "no run that is done" in capsys.readouterr().err
 
