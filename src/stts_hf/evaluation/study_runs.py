@@ -23,12 +23,12 @@ import filelock
 import numpy as np
 import torch
 from transformers import PrinterCallback, TrainerCallback
+from transformers.utils import logging
 
 from stts_hf import register_auto_classes
 from stts_hf.benchmark.measure import describe_machine, describe_versions
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, is_disk_full
 from stts_hf.data.collator import STTSDataCollator
-from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.evaluation.methods import METHODS, load_method
 from stts_hf.evaluation.statistics import rank_correlation
 from stts_hf.evaluation.study import FORMAT, SCORED, Evaluation, Run, Study, evaluations
@@ -103,6 +103,7 @@ def _start_workers(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints
 
 def _be_worker(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool, threads: int) -> None:
     torch.set_num_threads(threads)
+    logging.disable_progress_bar()  # those of several processes would write over each other
     try:
         work(study, runs, say, keep_checkpoints)
     except KeyboardInterrupt:
@@ -247,6 +248,8 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
     The run's weights asked all questions, with more frames those about long clips: `marks`, a character for each
     question in their order, seconds, and of each group the mean tokens and video tokens that the language model gets.
     """
+    from stts_hf.evaluation.evaluate import evaluate
+
     model = load(run, asked, desk, checkpoint)
     questions, processing = desk.questions, None
     if asked.scaling:
