@@ -169,6 +169,11 @@ def make_rows(
     return PackedDataset(good, good[LENGTH], data.pack_to, seed=seed, max_samples=most_samples), skipped
 
 
+def table_of(rows: Any) -> Any:
+    """The data set that `rows` are, or that they pack."""
+    return rows.rows if isinstance(rows, PackedDataset) else rows
+
+
 def check_sampling(config: TrainConfig, rows: Any) -> None:
     """Raises `ConfigError` for an order by lengths that the rows do not have: `Trainer` would look for `input_ids`."""
     strategy, column = config.training.train_sampling_strategy, config.training.length_column_name
@@ -180,42 +185,9 @@ def check_sampling(config: TrainConfig, rows: Any) -> None:
 
 def check_videos(config: TrainConfig, rows: Any, processor: STTSProcessor) -> None:
     """Raises `ConfigError` where no row has a video, so that the pruned model and the unpruned are the same."""
-    prepared = rows.rows if isinstance(rows, PackedDataset) else rows
-    if not any(processor.video_token in prompt for prompt in prepared[PROMPT]):
+    if not any(processor.video_token in prompt for prompt in table_of(rows)[PROMPT]):
         problem = "is above 0, but no row of `train_data` has a video, so there is nothing to match."
         raise config.error("distillation_weight", problem)
-
-
-def answer_unlabelled(run: TrainingSetup, model: Any) -> TrainingSetup:
-    """
-    The run with an answer of `model`'s own to every row that has none, written on the run's device and kept in the
-    output folder. Raises `RowError` as `answer_rows`.
-    """
-    config, arguments = run.config, run.arguments
-    tables = {"train": run.train_rows, "eval": run.eval_rows}
-    rows = {name: getattr(table, "rows", table) for name, table in tables.items() if table is not None}
-    if not any(ANSWER in table.column_names for table in rows.values()):
-        return run
-    settings = config.model
-    identity = f"{settings.model_name_or_path} {settings.model_revision} {settings.dtype} {arguments.bf16}"
-    device, half = arguments.device, torch.bfloat16 if arguments.bf16 else torch.float16
-    model.to(device).eval()
-    with torch.autocast(device.type, half, enabled=arguments.bf16 or arguments.fp16):
-        answered = {
-            name: answer_rows(
-                table,
-                model,
-                run.processor,
-                folder=Path(str(arguments.output_dir)),
-                identity=identity,
-                on_error=config.data.on_error,
-            )
-            for name, table in rows.items()
-        }
-    new = assemble(config, run.model_config, run.processor, answered, arguments.process_index == 0)
-    lost = {name: len(rows[name]) - len(table) for name, table in answered.items()}
-    new.skipped = {name: run.skipped[name] + lost[name] + number for name, number in new.skipped.items()}
-    return new
 
 
 def make_empty_model(run: TrainingSetup) -> Any:
@@ -339,3 +311,37 @@ def make_trainer(run: TrainingSetup, model: Any) -> STTSTrainer:
             raise run.config.error("push_to_hub", f"cannot be done: {hub}.") from error
         raise ConfigError(f"{run.config.source}: {' '.join(str(error).split())}") from error
     return trainer
+
+
+def answer_unlabelled(run: TrainingSetup, trainer: STTSTrainer) -> TrainingSetup:
+    """
+    The run, and its trainer, with an answer of the model's own to every row that has none; they are kept in the output
+    folder. Raises `RowError` as `answer_rows`.
+    """
+    config, arguments = run.config, run.arguments
+    tables = {"train": run.train_rows, "eval": run.eval_rows}
+    rows = {name: table_of(table) for name, table in tables.items() if table is not None}
+    if not any(ANSWER in table.column_names for table in rows.values()):
+        return run
+    settings = config.model
+    identity = f"{settings.model_name_or_path} {settings.model_revision} {settings.dtype} {arguments.bf16}"
+    device, half = arguments.device, torch.bfloat16 if arguments.bf16 else torch.float16
+    model = trainer.model.to(device).eval()
+    with torch.autocast(device.type, half, enabled=arguments.bf16 or arguments.fp16):
+        answered = {
+            name: answer_rows(
+                table,
+                model,
+                run.processor,
+                folder=Path(str(arguments.output_dir)),
+                identity=identity,
+                on_error=config.data.on_error,
+            )
+            for name, table in rows.items()
+        }
+    new = assemble(config, run.model_config, run.processor, answered, arguments.process_index == 0)
+    lost = {name: len(rows[name]) - len(table) for name, table in answered.items()}
+    new.skipped = {name: run.skipped[name] + lost[name] + number for name, number in new.skipped.items()}
+    trainer.train_dataset, trainer.eval_dataset = new.train_rows, new.eval_rows
+    trainer.data_collator, trainer.eval_collator = new.collator, new.eval_collator
+    return new

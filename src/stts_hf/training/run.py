@@ -26,6 +26,7 @@ from stts_hf.training.build import (
     make_empty_model,
     make_trainer,
     prepare,
+    table_of,
 )
 from stts_hf.training.checkpointing import checkpoints_in, find_checkpoint
 from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check_unchanged, write_config
@@ -58,9 +59,9 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
     run = prepare(config)
     count_steps(run)
     model = load_model(run)
-    run = answer_unlabelled(run, model)
-    count_steps(run)
     trainer = make_trainer(run, model)
+    run = answer_unlabelled(run, trainer)
+    count_steps(run)
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)
         output.mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,7 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
 
 
 def _describe_rows(rows: Any) -> str:
-    table = rows.rows if isinstance(rows, PackedDataset) else rows
+    table = table_of(rows)
     own = sum(mark is not None for mark in table[ANSWER]) if ANSWER in table.column_names else 0
     answered = f", {own} of them answered by the unpruned model" if own else ""
     return f"{rows if isinstance(rows, PackedDataset) else f'{len(rows)} samples'}{answered}"
