@@ -19,7 +19,7 @@ CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-matrix lint clean
+.PHONY: demo test test-all test-matrix test-eval lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -37,6 +37,15 @@ test-all: test
 # Half an hour, in environments of its own; ENVIRONMENTS="lowest newest" runs some of them.
 test-matrix: $(VENV)/.installed-dev
 	$(TEST_ENV) $(BIN)/python tests/matrix.py $(ENVIRONMENTS)
+
+# Tests with lmms-eval, whose requirements (av<16) exclude those of constraints.txt: in an environment of its own.
+test-eval: .venv-eval/.installed
+	$(TEST_ENV) .venv-eval/bin/python -m pytest tests/stts_hf/evaluation tests/modeling/test_video_reading.py
+
+.venv-eval/.installed: pyproject.toml
+	@test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
+	@.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e ".[eval]" pytest==9.2.0
+	@touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

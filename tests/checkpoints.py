@@ -42,6 +42,17 @@ def load_tiny(folder: Path | str = TINY, **options: Any) -> STTSForConditionalGe
     return STTSForConditionalGeneration.from_pretrained(folder, **options).eval()
 
 
+def load_talkative() -> STTSForConditionalGeneration:
+    """The tiny model with a random text model: what it writes says nothing, but differs from prompt to prompt."""
+    model = load_tiny()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in [*model.model.language_model.parameters(), model.lm_head.weight]:
+            if weight.dim() == 2:
+                weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+    return model
+
+
 def prepare(clip: Path | str, folder: Path | str = TINY) -> dict[str, Any]:
     """Inputs for the conversation about a clip."""
     processor: Any = STTSProcessor.from_pretrained(folder)

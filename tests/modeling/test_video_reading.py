@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 from stts_hf.modeling import video_reading_stts
 from stts_hf.modeling.video_reading_stts import VideoFile, resize
@@ -82,8 +83,10 @@ def test_frames_are_those_a_full_decode_shows(clip, way):
 def test_duration_reaches_to_the_end_of_the_last_frame(clip):
     path, times, _, duration = clip
     _, metadata = read_clip(path, lambda _: [0])
-    # Exact but for containers that do not store how long the last frame lasts: there it is the average.
-    assert metadata.duration == pytest.approx(float(duration), abs=1e-9 if path.suffix != ".ts" else 1e-3)
+    # Exact but for containers that do not store how long the last frame lasts: there it is the average. PyAV before 16
+    # does not tell that of an mp4 with an uneven rate either, so the reference takes another average.
+    tolerance = {".ts": 1e-3, ".mp4": 0.01 if Version(av.__version__) < Version("16") else 1e-9}
+    assert metadata.duration == pytest.approx(float(duration), abs=tolerance.get(path.suffix, 1e-9))
     assert metadata.total_num_frames == len(times)
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__, _check_versions
-from stts_hf.cli import bench, convert, doctor, make_dataset, push, run, study, train
+from stts_hf.cli import bench, convert, doctor, eval, make_dataset, push, run, study, train
 from stts_hf.cli.errors import CommandError
 
 COMMANDS = {
@@ -15,6 +15,7 @@ COMMANDS = {
     "push": push,
     "bench": bench,
     "train": train,
+    "eval": eval,
     "make-dataset": make_dataset,
     "study": study,
 }
@@ -35,9 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `run` could not
-    read some of several videos and where `bench` could measure nothing, 2 for a mistake of the user's (one line on
-    stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
+    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `run` or `eval`
+    could not read some of several videos and where `bench` could measure nothing, 2 for a mistake of the user's (one
+    line on stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
     try:

@@ -1,11 +1,14 @@
 """Values of options that several commands take."""
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.errors import CommandError, one_line
+
+SELECTORS = ("scorer", "cosine", "random")
 
 
 def count(text: str) -> int:
@@ -20,6 +23,49 @@ def share(text: str) -> float:
     if not 0 <= float(text) <= 1:  # NaN fails too
         raise argparse.ArgumentTypeError(f"is {text}, but must be a share from 0 (drop nothing) to 1 (drop all)")
     return float(text)
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text}, but must be above 0")
+    return float(text)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what says which model looks at how much of a video."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="PATH_OR_REPO",
+        help="folder or Hub repository of an STTS checkpoint; its own code runs (trust_remote_code). "
+        "Default: stts-tiny of a source checkout, a model for tests",
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
+    parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens; default: the checkpoint's")
+    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames to look at (default: checkpoint's)")
+    parser.add_argument(
+        "--test-time-scaling", action="store_true", help="look at 1 / (1 - K) times as many frames for the same tokens"
+    )
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Adds where and in which precision the model runs, and what may be downloaded."""
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps, ...")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--allow-urls", action="store_true", help="download videos that are http(s) addresses")
+
+
+def processing(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of the processor that a command's options stand for."""
+    options = {name: getattr(arguments, name, None) for name in ("num_frames", "max_fps", "test_time_scaling")}
+    return {name: value for name, value in options.items() if value not in (None, False)}
+
+
+def check_scaling(arguments: argparse.Namespace) -> None:
+    """Raises `CommandError` where no number of frames is enough."""
+    if arguments.test_time_scaling and arguments.pruning_ratio == 1:
+        raise CommandError("--test-time-scaling needs a --pruning-ratio below 1: at 1 no number of frames is enough")
 
 
 def check_writable(option: str, folder: Path) -> None:

@@ -1,9 +1,7 @@
 """What `stts-hf run` gives: lines and pictures for a person, JSON Lines for a program; and where it may write them."""
 
 import contextlib
-import errno
 import io
-import json
 import os
 import re
 import warnings
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import check_writable
+from stts_hf.data.lines import write_line
 
 if TYPE_CHECKING:
     from stts_hf.inference.answering import VideoAnswer
@@ -77,14 +76,9 @@ def answers_file(path: Path | None) -> Iterator[Callable[["VideoAnswer"], None]]
         raise CommandError(f"--answers {path} cannot be written: {one_line(error, 120)}") from error
 
     def write(answer: "VideoAnswer") -> None:
-        whole_lines = file.tell()
-        # An undecodable byte of a file's name becomes the JSON escape \udcXX.
-        line = (json.dumps(row(answer), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         try:
-            if file.write(line) < len(line):  # the disk had room for a part of it
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write_line(file, row(answer))
         except OSError as error:
-            file.truncate(whole_lines)
             raise CommandError(f"--answers {path} cannot be written: {one_line(error, 120)}") from error
 
     with file:

@@ -11,11 +11,17 @@ from typing import Any
 from stts_hf.cli import report
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import choose_device, count, share
+from stts_hf.cli.options import (
+    add_device_options,
+    add_model_options,
+    check_scaling,
+    choose_device,
+    count,
+    processing,
+)
 from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
 
 HELP = "answer a question about a video, or about each of several, and draw which video tokens were dropped"
-SELECTORS = ("scorer", "cosine", "random")
 PICTURE = Path("contact_sheet.png")
 
 
@@ -29,19 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "answers about this one",
     )
     parser.add_argument("question", metavar="QUESTION", help="what to ask about it, or about each of them")
-    parser.add_argument(
-        "--checkpoint",
-        metavar="PATH_OR_REPO",
-        help="folder or Hub repository of an STTS checkpoint; its own code runs (trust_remote_code). "
-        "Default: stts-tiny of a source checkout, a model for tests",
-    )
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
-    parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens; default: the checkpoint's")
-    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames to look at (default: checkpoint's)")
-    parser.add_argument(
-        "--test-time-scaling", action="store_true", help="look at 1 / (1 - K) times as many frames for the same tokens"
-    )
+    add_model_options(parser)
     parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
     parser.add_argument(
         "--answers", type=Path, metavar="FILE.jsonl", help="a new file for the answers: one JSON object per video"
@@ -53,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write the picture (default: contact_sheet.png); with several videos a folder, which is made if "
         "needed, for one picture each (default: no pictures)",
     )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps, ...")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--allow-urls", action="store_true", help="download videos that are http(s) addresses")
+    add_device_options(parser)
     parser.add_argument(
         "--time",
         action="store_true",
@@ -101,8 +93,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise CommandError(f"QUESTION is missing after the videos: the last argument, {arguments.question}, is a file")
     if not arguments.question.strip():
         raise CommandError("QUESTION is empty; ask something about the video")
-    if arguments.test_time_scaling and arguments.pruning_ratio == 1:
-        raise CommandError("--test-time-scaling needs a --pruning-ratio below 1: at 1 no number of frames is enough")
+    check_scaling(arguments)
     if arguments.answers is not None:
         report.check_answers(arguments.answers)
     if len(arguments.videos) == 1:
@@ -204,12 +195,6 @@ def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable
     if failed:
         note(f"stts-hf run: error: {failed} of {total} videos could not be read")
     return 1 if failed else 0
-
-
-def processing(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of the processor."""
-    options = {"num_frames": arguments.num_frames, "test_time_scaling": arguments.test_time_scaling or None}
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def generation(arguments: argparse.Namespace) -> dict[str, Any]:

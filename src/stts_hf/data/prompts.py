@@ -80,14 +80,15 @@ def choice_messages(question: Any, options: Any, answer: Any) -> list[dict[str, 
         texts = [str(option) for option in options]
         lines = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=False)]
         question = "\n".join([question, *lines, CHOICE_INSTRUCTION])
-        answer = None if answer is None else letters[_find_option(texts, answer)]
+        answer = None if answer is None else letters[find_option(texts, answer)]
     messages = [{"role": "user", "content": question}]
     if answer is not None:
         messages.append({"role": "assistant", "content": str(answer)})
     return messages
 
 
-def _find_option(options: list[str], answer: Any) -> int:
+def find_option(options: Sequence[str], answer: Any) -> int:
+    """Where the right option stands, by its number from 0, letter or text. Raises `ValueError` for none and several."""
     found = set()
     text = str(answer).strip()
     if isinstance(answer, bool):

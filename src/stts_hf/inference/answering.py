@@ -160,10 +160,8 @@ def prepare_video(
     check_question(processor, question)
     content = [{"type": "video"}, {"type": "text", "text": question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    options: dict[str, Any] = {**(processing or {}), "return_metadata": True, "return_tensors": "pt"}
-    if options.get("test_time_scaling", processor.video_processor.test_time_scaling):
-        options.setdefault("pruning_ratio", pruning_ratio)
-    inputs = processor(text=[prompt], videos=[video], **options)
+    options = processing_options(processor, processing, pruning_ratio)
+    inputs = processor(text=[prompt], videos=[video], **options, return_tensors="pt")
     metadata = inputs.pop("video_metadata")[0]
     if metadata.fps is None:  # frames that came without it: the rate that the prompt goes by
         metadata.fps = processor.video_processor.max_fps
@@ -178,6 +176,14 @@ def prepare_video(
         prompt_tokens=inputs["input_ids"].shape[1],
     )
     return answer, inputs
+
+
+def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
+    """Options of the processor's call; with test-time scaling, also the ratio that it makes up for."""
+    options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
+    if options.get("test_time_scaling", processor.video_processor.test_time_scaling):
+        options.setdefault("pruning_ratio", pruning_ratio)
+    return options
 
 
 def answer_prepared(
@@ -198,8 +204,8 @@ def answer_prepared(
 
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A processor's output on the model's device, in its dtype; `video_grids` stay on the host, where they are read."""
-    grids = inputs["video_grids"]
-    return {**BatchFeature(dict(inputs)).to(model.device, dtype=model.dtype), "video_grids": grids}
+    moved = {**BatchFeature(dict(inputs)).to(model.device, dtype=model.dtype)}
+    return moved | {name: inputs[name] for name in ("video_grids",) if name in inputs}
 
 
 def check_question(processor: Any, question: str) -> None:

@@ -1,13 +1,10 @@
 """`stts-hf run` with several videos, and its answers file: what comes when, what is kept, and what is refused."""
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from stts_hf.cli.report import answers_file, sheet_paths
 from stts_hf.inference import answering
 from stts_hf.inference.answering import VideoAnswer
 from tests.clips import write_clip
+from tests.small_disk import small_disk
 
 PATIENCE = 20  # seconds until a test that would hang fails
 QUESTION = "What moves?"
@@ -193,17 +191,6 @@ def test_interrupting_before_the_first_answer_leaves_no_file(run, here, before_a
     before_answer(interrupt)
     assert run("a.mp4", "b.mp4", QUESTION, "--answers", "answers.jsonl")[0] == 130
     assert not (here / "answers.jsonl").exists()
-
-
-@contextlib.contextmanager
-def small_disk(size: int) -> Iterator[None]:
-    """No file of this process grows beyond `size` bytes, pytest's own log included; a write gets as far as that."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_is_one_clear_line_and_keeps_whole_lines(tmp_path):

@@ -1,0 +1,210 @@
+"""`stts-hf eval ROWS.jsonl`: asks the questions of a data set and says how many answers are right, by type."""
+
+import argparse
+import contextlib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stts_hf import _check_versions
+from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
+from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.options import (
+    add_device_options,
+    add_model_options,
+    check_scaling,
+    choose_device,
+    count,
+    positive,
+    processing,
+)
+from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
+from stts_hf.cli.report import check_folder
+
+HELP = "score a checkpoint on the questions of a JSONL file, by question type"
+COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "rows",
+        type=Path,
+        metavar="ROWS.jsonl",
+        help="questions with their answers, options, videos or images, and type; see docs/evaluation.md",
+    )
+    add_model_options(parser)
+    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
+    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="longest answer (default: 16)")
+    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions at once (default: 8)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="ANSWERS.jsonl",
+        help="a line per question, and ANSWERS.summary.json beside it; where it is there already, the run goes on",
+    )
+    add_device_options(parser)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Runs the command. Returns 1 where some rows could not be read; raises `CommandError` for the user's mistakes."""
+    check_scaling(arguments)
+    check_paths(arguments.rows, arguments.output)
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    try:
+        _check_versions("train")
+    except ImportError as error:
+        raise CommandError(
+            f"{one_line(error)} Reading rows needs more packages: pip install 'stts-hf[train]'"
+        ) from None
+    import_libraries()
+    from stts_hf.evaluation.evaluate import evaluate
+    from stts_hf.evaluation.scoring import summarize
+
+    device = choose_device(arguments.device)
+    rows = read_rows(arguments.rows)
+    config, processor = load_processor(checkpoint, arguments)
+    if arguments.pruning_ratio is None:
+        arguments.pruning_ratio = config.vision_config.pruning_ratio
+        check_scaling(arguments)
+    with answers(arguments, settings_of(arguments, checkpoint, config)) as (records, write, finish):
+        left = [row for row in rows if row["id"] not in records]
+        if len(left) < len(rows):
+            note(f"{len(rows) - len(left)} of {len(rows)} questions are answered in {arguments.output} already")
+        if left:
+            with stage(f"Loading {checkpoint} on {device}"):
+                model = load_model(checkpoint, config, device, arguments)
+            note(f"Asking {len(left)} questions with {arguments.pruning_ratio:.0%} of the video tokens dropped ...")
+            found = evaluate(
+                model,
+                processor,
+                left,
+                pruning_ratio=arguments.pruning_ratio,
+                batch_size=arguments.batch_size,
+                processing=processing(arguments),
+                max_new_tokens=arguments.max_new_tokens,
+                allow_urls=arguments.allow_urls,
+            )
+            with progress_bar(len(left), "question") as bar, contextlib.closing(found):
+                for record in found:
+                    write(record)
+                    bar.update()
+        summary = summarize(records[row["id"]] for row in rows)
+        finish(summary)
+    print_table(summary)
+    print_problems(records.values())
+    return 1 if summary["all"]["errors"] else 0
+
+
+def check_paths(rows: Path, output: Path | None) -> None:
+    """Refuses what can be refused before anything slow happens."""
+    if not rows.is_file():
+        raise CommandError(f"ROWS.jsonl {rows} {'is a folder' if rows.is_dir() else 'does not exist'}; name a file")
+    if output is None:
+        return
+    if output.is_dir() or output.suffix != ".jsonl":
+        raise CommandError(f"--output {output} must be a file that ends in .jsonl")
+    if output.exists() and os.path.samefile(rows, output):
+        raise CommandError(f"--output {output} is the file of the questions; name another")
+    check_folder("--output", output)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; raises `CommandError` where it is damaged, or two rows have one id."""
+    from stts_hf.data.loading import load_rows
+
+    try:
+        rows = list(load_rows(path))
+    except ValueError as error:
+        raise CommandError(one_line(error)) from error
+    twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
+    if twice:
+        more = f" and {len(twice) - 3} more" if len(twice) > 3 else ""
+        raise CommandError(f"{path} has several rows of the id {', '.join(twice[:3])}{more}; give each its own")
+    return rows
+
+
+def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> dict[str, Any]:
+    """Whatever changes the answers; batches and devices change them by rounding only."""
+    folder = Path(checkpoint)
+    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() and arguments.output else []
+    return {
+        "rows": {"file": arguments.rows.name, "sha256": digest([arguments.rows])},
+        "checkpoint": {"weights": digest(weights)} if weights else {"name": checkpoint, "commit": commit_of(config)},
+        "pruning_ratio": arguments.pruning_ratio,
+        "selector": config.vision_config.selector,
+        "processing": processing(arguments),
+        "max_new_tokens": arguments.max_new_tokens,
+        "dtype": arguments.dtype,
+    }
+
+
+def commit_of(config: Any) -> str | None:
+    """The commit of the Hub that a configuration was downloaded at."""
+    return getattr(config, "_commit_hash", None)
+
+
+def digest(files: Sequence[Path]) -> str:
+    """SHA-256 of the files' contents, one after another."""
+    found = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def answers(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Any, Any]]:
+    """
+    The answers that are there, what adds one, and what ends the file; without `--output` in memory alone. Raises
+    `CommandError` where the file is refused or cannot be written.
+    """
+    path = arguments.output
+    if path is None:
+        records: dict[str, Any] = {}
+        yield records, lambda record: records.update({record["id"]: record}), lambda summary: None
+        return
+    from stts_hf.evaluation.answers_file import AnswersError, open_answers
+
+    try:
+        with open_answers(path, settings) as file:
+            try:
+                yield file.answered, file.write, file.finish
+            except KeyboardInterrupt:
+                note(f"\n{len(file.answered)} answers are in {path}; the same command goes on from there")
+                raise
+    except AnswersError as error:
+        raise CommandError(f"--output {one_line(error)}") from error
+
+
+def print_table(summary: Mapping[str, Any]) -> None:
+    """Prints a line for each type and group, and one for all."""
+    lines = {"all": summary["all"]}
+    for kind in ("group", "type"):
+        lines = {f"{kind} {name}": sums for name, sums in summary[f"{kind}s"].items()} | lines
+    width = max(map(len, lines))
+    print(" " * width + "".join(f"{column:>14}" for column in COLUMNS))
+    for name, sums in lines.items():
+        cells = (
+            sums["questions"],
+            sums["right"],
+            f"{sums['accuracy']:.1%}",
+            sums["no_option"],
+            sums["errors"],
+            f"{sums['video_tokens']:.1f}",
+            f"{sums['video_tokens_kept']:.1f}",
+            f"{sums['seconds']:.1f}",
+        )
+        print(f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
+
+
+def print_problems(records: Iterable[Mapping[str, Any]], most: int = 5) -> None:
+    """Says on stderr which rows could not be read."""
+    errors = [f"{record['id']}: {record['error']}" for record in records if record["error"] is not None]
+    for line in errors[:most]:
+        note(line)
+    if errors:
+        note(f"stts-hf eval: error: {len(errors)} questions could not be asked; they count as wrong")

@@ -1,0 +1,41 @@
+"""JSON Lines that grow while a command works, each line whole or not there at all."""
+
+import errno
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_line(file: io.FileIO, row: Mapping[str, Any]) -> None:
+    """Appends a row at once. Raises `OSError` where there is no room for all of it; the file is then as it was."""
+    whole_lines = file.tell()
+    # An undecodable byte of a file's name becomes the JSON escape \udcXX.
+    line = (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    try:
+        if file.write(line) < len(line):  # the disk had room for a part of it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(whole_lines)
+        file.seek(whole_lines)
+        raise
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """
+    The rows of a file that `write_line` wrote, and whether a kill tore its last line, which is then left out. Raises
+    `ValueError` that names the line where another is damaged.
+    """
+    *lines, torn = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number} is no JSON object")
+        rows.append(row)
+    return rows, bool(torn)

@@ -1,0 +1,158 @@
+"""
+The answers of an evaluation, a line per question, which a killed run leaves whole and the same command continues.
+
+Beside `answers.jsonl` lies `answers.summary.json`: the settings that the answers were made with, and, once all are
+there, what they add up to.
+"""
+
+import contextlib
+import io
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stts_hf.checkpoints.files import read_json
+from stts_hf.data.lines import read_lines, write_line
+
+FORMAT = 1
+
+
+class AnswersError(ValueError):
+    """A file that answers may not be added to, or cannot."""
+
+
+class AnswersFile:
+    """
+    Answers in a file that is open for more. Made by `open_answers`.
+
+    Attributes:
+        answered: the answers that are there, by id.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], file: io.FileIO, answered: dict[str, dict[str, Any]]):
+        self.path, self.settings, self.answered = path, settings, answered
+        self._file = file
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds an answer, whole or not at all; raises `AnswersError` where the disk is full."""
+        with _writing(self.path):
+            write_line(self._file, record)
+        self.answered[record["id"]] = dict(record)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes what all answers add up to."""
+        with _writing(self.path):
+            os.fsync(self._file.fileno())
+            _write_summary(self.path, self.settings, summary)
+
+
+def summary_path(path: Path) -> Path:
+    """Where the settings and the sums of an answers file lie."""
+    return path.with_suffix(".summary.json")
+
+
+@contextlib.contextmanager
+def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFile]:
+    """
+    Opens a new file, or one of an earlier run with the same settings: a line that a kill tore is dropped, and so are
+    questions with an error, which are asked again.
+
+    settings: plain JSON: whatever changes what is answered. Raises `AnswersError` where the file holds something else,
+    another process writes to it, or it cannot be written.
+    """
+    settings = json.loads(json.dumps(settings))
+    answered: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        with _writing(path):
+            resumed = path.is_file() and path.stat().st_size > 0
+            if not resumed:
+                _write_summary(path, settings, None)
+            file = stack.enter_context(io.FileIO(path, "a"))
+            _lock(file, path)
+            if resumed:
+                answered, changed = _read(path, settings)
+                if changed:
+                    file = stack.enter_context(_write_again(path, answered))
+        yield AnswersFile(path, settings, file, answered)
+
+
+def _read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], bool]:
+    """The answers of an earlier run, and whether there is more in its file. Raises `AnswersError`."""
+    advice = "Name another file, or move that one away."
+    try:
+        made_with = read_json(summary_path(path))
+        rows, torn = read_lines(path)
+    except ValueError as error:
+        raise AnswersError(f"{error}. {advice}") from error
+    if made_with.get("format") != FORMAT or not isinstance(made_with.get("settings"), dict):
+        raise AnswersError(
+            f"{path} holds something already, but {summary_path(path).name} beside it does not say with which "
+            f"settings it was made. {advice}"
+        )
+    differences = [
+        f"{name} was {_shown(made_with['settings'].get(name))}, and is {_shown(settings.get(name))} now"
+        for name in sorted(made_with["settings"].keys() | settings.keys())
+        if made_with["settings"].get(name) != settings.get(name)
+    ]
+    if differences:
+        raise AnswersError(f"{path} holds answers of other settings: {'; '.join(differences)}. {advice}")
+    good = {row["id"]: row for row in rows if row.get("error") is None and "id" in row}
+    return good, torn or len(good) < len(rows)
+
+
+def _write_again(path: Path, answered: Mapping[str, Mapping[str, Any]]) -> io.FileIO:
+    """Puts a file of these answers in place of the one that is there; returns it, open for more."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    file = io.FileIO(beside, "x")
+    try:
+        _lock(file, path)
+        for record in answered.values():
+            write_line(file, record)
+        os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        file.close()
+        beside.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def _write_summary(path: Path, settings: Mapping[str, Any], summary: Mapping[str, Any] | None) -> None:
+    """Whole or not at all."""
+    content = {"format": FORMAT, "settings": settings, "finished": summary is not None} | dict(summary or {})
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        beside.replace(summary_path(path))
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise AnswersError(
+            f"{path} cannot be written: {error}. What it holds stays; the same command goes on."
+        ) from error
+
+
+def _lock(file: io.FileIO, path: Path) -> None:
+    """Keeps the file from other processes until it is closed. Raises `AnswersError` where one has it already."""
+    if os.name != "posix":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise AnswersError(f"Another process writes to {path}. Wait for it, or name another file.") from error
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

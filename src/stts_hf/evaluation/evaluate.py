@@ -1,0 +1,99 @@
+"""A model's answers to the questions of a data set, scored: the code behind `stts-hf eval`."""
+
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+from stts_hf.data.collator import resolve_ratio
+from stts_hf.data.rows import RowError, check_files, read_row, row_errors, row_id
+from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
+
+from .scoring import find_choice, is_right
+
+
+def evaluate(
+    model: Any,
+    processor: Any,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    pruning_ratio: float | None = None,
+    batch_size: int = 8,
+    processing: Mapping[str, Any] | None = None,
+    max_new_tokens: int = 16,
+    allow_urls: bool = False,
+) -> Generator[dict[str, Any], None, None]:
+    """
+    Asks every question of `rows` (docs/training_data.md) greedily and says which answers are right. Questions about the
+    same video are answered in one batch; it is decoded, and read by the model, once.
+
+    Args:
+        model: an `STTSForConditionalGeneration`, or a model made of one.
+        processor: its processor.
+        rows: dicts with `question`, `answer` and, as the case may be, `options`, `videos`, `images`, `subtitles`, and
+            `type` and `group`, which name what the question is about.
+        pruning_ratio: share `k` of video tokens to drop, by default the model's.
+        batch_size: most questions at once.
+        processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
+        max_new_tokens: tokens that an answer may have.
+        allow_urls: whether videos and images may be fetched from http(s) URLs.
+
+    Returns:
+        A record for each row, as soon as it is answered, rows that cannot be read first: `id`, `type`, `group`,
+        `written`, `right`, `no_option` (what was written is none of the options), `error` (None where all went well,
+        else what is wrong with the row, and `written` is None), `prompt_tokens`, `video_tokens`, `video_tokens_kept`,
+        and `seconds`, the model's for the batch divided by its questions.
+
+    Raises:
+        ValueError: an argument is out of range. What the model raises comes through.
+    """
+    ratio = resolve_ratio(model.config, pruning_ratio)
+    assert ratio is not None  # a model has one
+    asked: list[Mapping[str, Any]] = []
+    prompts: list[Prompt] = []
+    for index, row in enumerate(rows):
+        try:
+            prompts.append(read_question(processor, row, index, allow_urls))
+            asked.append({**row, "id": row_id(row, index)})
+        except RowError as error:
+            yield record_of({**row, "id": row_id(row, index)}, error)
+    answers = answer_prompts(
+        model,
+        processor,
+        prompts,
+        pruning_ratio=ratio,
+        batch_size=batch_size,
+        processing=processing,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+    )
+    for place, answer in answers:
+        yield record_of(asked[place], answer)
+
+
+def read_question(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:
+    """The prompt of a row's question, its answer left out. Raises `RowError` for a row that cannot be asked."""
+    sample = read_row(row, index)
+    with row_errors(sample.id):
+        if row.get("question") is None:
+            raise ValueError("question is empty: a conversation in messages is for training, not for scoring.")
+        check_files(sample, allow_urls)
+        return make_prompt(processor, sample.messages[:-1], sample.videos, sample.images)
+
+
+def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:
+    """`evaluate`'s record of a row; what is not known of a row that could not be read is None, or 0 for `seconds`."""
+    record = {"id": row["id"], "type": row.get("type"), "group": row.get("group")}
+    if isinstance(answer, Exception):
+        tokens = dict.fromkeys(("prompt_tokens", "video_tokens", "video_tokens_kept"))
+        outcome = {"written": None, "right": False, "no_option": False, "error": str(answer)}
+        return record | outcome | tokens | {"seconds": 0.0}
+    options = row.get("options")
+    return record | {
+        "written": answer.written,
+        "right": is_right(answer.written, row),
+        "no_option": options is not None and find_choice(answer.written, options) is None,
+        "error": None,
+        "prompt_tokens": answer.prompt_tokens,
+        "video_tokens": answer.video_tokens,
+        "video_tokens_kept": answer.video_tokens_kept,
+        "seconds": answer.seconds,
+    }

@@ -1,0 +1,214 @@
+"""The model `stts` of lmms-eval: `lmms_eval --model stts --model_args pretrained=my-stts,pruning_ratio=0.5`."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
+from lmms_eval.api.model import lmms
+from lmms_eval.models.model_utils.gen_metrics import log_metrics
+from lmms_eval.protocol import ChatMessages
+from tqdm import tqdm
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from stts_hf.cli.checkpoints import load_model, load_processor
+from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.options import SELECTORS, choose_device
+from stts_hf.cli.report import PICTURES
+from stts_hf.data.collator import resolve_ratio
+from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
+from stts_hf.modeling.video_reading_stts import is_url
+
+logger = logging.get_logger(__name__)
+
+_WINDOW = 32  # batches whose prompts are made at once: their images are in memory
+_MAX_NEW_TOKENS = 1024  # of tasks that do not say
+_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+
+
+class STTS(lmms):
+    """
+    An STTS checkpoint of any backbone, or a stock Molmo2 one with `selector=cosine` or `random`.
+
+    Args:
+        pretrained: folder or Hub repository; its own code runs.
+        pruning_ratio: share of video tokens to drop, by default the checkpoint's.
+        selector: "scorer", "cosine" or "random", by default the checkpoint's.
+        num_frames, max_fps: frames to look at, by default the checkpoint's.
+        test_time_scaling: look at `1 / (1 - pruning_ratio)` times as many frames.
+        batch_size: most questions at once.
+        device, dtype, revision: by default the process's GPU or else the CPU, "auto" and "main".
+        attn_implementation: as in transformers, also as JSON: `{"text_config": "flex_attention"}`.
+        allow_urls: whether tasks may name http(s) URLs.
+
+    Raises:
+        ValueError: an argument is unknown or does not fit.
+    """
+
+    is_simple = False
+
+    def __init__(
+        self,
+        pretrained: str,
+        pruning_ratio: float | None = None,
+        selector: str | None = None,
+        num_frames: int | None = None,
+        max_fps: float | None = None,
+        test_time_scaling: bool = False,
+        batch_size: int | str = 1,
+        device: str | None = None,
+        dtype: str = "auto",
+        revision: str | None = None,
+        attn_implementation: str | None = None,
+        allow_urls: bool = False,
+        **unknown: Any,
+    ):
+        super().__init__()
+        if unknown:
+            raise ValueError(f"model_args has {', '.join(sorted(unknown))}, which the model stts does not know.")
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
+        if selector not in (None, *SELECTORS):
+            raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}.")
+        if attn_implementation is not None and attn_implementation.startswith("{"):
+            attn_implementation = json.loads(attn_implementation)
+        self.batch_size = int(batch_size)
+        self.accelerator = Accelerator()
+        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        options = argparse.Namespace(
+            revision=revision, selector=selector, dtype=dtype, attn_implementation=attn_implementation
+        )
+        try:
+            several = self._world_size > 1
+            self.device = self.accelerator.device if several else choose_device(device or "auto")
+            config, self.processor = load_processor(pretrained, options)
+            self.pruning_ratio = resolve_ratio(config, pruning_ratio)
+            self.model = load_model(pretrained, config, self.device, options)
+        except CommandError as error:
+            raise ValueError(str(error).replace("--checkpoint", "pretrained")) from error
+        given = {"num_frames": num_frames, "max_fps": max_fps, "test_time_scaling": test_time_scaling or None}
+        self.processing = {name: value for name, value in given.items() if value is not None}
+        self.allow_urls = allow_urls
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """
+        Answers requests, those with the same generation settings in batches. A video or image that cannot be read is
+        logged as an error and answered with nothing: an exception would cost lmms-eval the answers to all others.
+        """
+        results: dict[int, GenerationResult] = {}
+        unreadable: list[str] = []
+        alike: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[2], sort_keys=True, default=str), []).append(place)
+        started = time.perf_counter()
+        with tqdm(total=len(requests), desc="Model Responding", disable=self.rank != 0) as bar:
+            for places in alike.values():
+                options, until = generation_options(requests[places[0]].args[2])
+                for start in range(0, len(places), _WINDOW * self.batch_size):
+                    window = places[start : start + _WINDOW * self.batch_size]
+                    for number, answer in self._answers([requests[place] for place in window], options):
+                        if isinstance(answer, Exception):
+                            unreadable.append(f"{_name(requests[window[number]])} cannot be read: {one_line(answer)}")
+                            logger.error(unreadable[-1])
+                        results[window[number]] = result_of(answer, until)
+                        bar.update()
+        if unreadable and len(unreadable) == len(requests):
+            raise ValueError(f"None of {len(requests)} questions could be asked. {unreadable[0]}")
+        counts = [result.token_counts.output_tokens or 0 for result in results.values() if result.token_counts]
+        seconds = time.perf_counter() - started
+        log_metrics(seconds, sum(counts), sum(counts) / seconds, {"rank": self.rank, "unreadable": len(unreadable)})
+        return [results[place] for place in range(len(requests))]
+
+    def _answers(
+        self, requests: Sequence[Instance], options: Mapping[str, Any]
+    ) -> Iterator[tuple[int, PromptAnswer | Exception]]:
+        assert self.pruning_ratio is not None  # a configuration has one
+        return answer_prompts(
+            self.model,
+            self.processor,
+            [self._prompt(request) for request in requests],
+            pruning_ratio=self.pruning_ratio,
+            batch_size=self.batch_size,
+            processing=self.processing,
+            **options,
+        )
+
+    def _prompt(self, request: Instance) -> Prompt:
+        """What a task's messages say. Raises `ValueError` for what the model does not take."""
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        conversation = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
+        messages: list[dict[str, Any]] = []
+        media: dict[str, list[Any]] = {"video": [], "image": []}
+        try:
+            for message in conversation.messages:
+                for part in message.content:
+                    if part.type != "text":
+                        media[part.type].append(self._source(part))
+                parts = [
+                    {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
+                ]
+                messages.append({"role": message.role, "content": parts})
+            return make_prompt(self.processor, messages, media["video"], media["image"])
+        except ValueError as error:
+            raise ValueError(f"{_name(request)}: {error}") from error
+
+    def _source(self, part: Any) -> Any:
+        """What the processor reads a video or image from."""
+        source = part.url
+        if part.type not in ("video", "image"):
+            raise ValueError(f"the task shows {part.type}, but the model takes videos, images and text.")
+        if part.type == "video" and (isinstance(source, Mapping) or (part.start_time, part.end_time) != (None, None)):
+            raise ValueError("the task shows a part of a video, and only whole ones can be read. Cut it out first.")
+        if is_url(source) and not self.allow_urls:
+            raise ValueError(f"{source!r} is a URL, and nothing is fetched unasked. Add allow_urls=True to model_args.")
+        if part.type == "video" and isinstance(source, str) and os.path.isdir(source):
+            return sorted(str(path) for path in Path(source).iterdir() if path.suffix.lower() in PICTURES)
+        return source
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
+        """Refused: a task of several rounds asks about its own answers."""
+        raise NotImplementedError(f"{_name(requests[0])} asks in several rounds, which the model stts does not take.")
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Refused: none of the video benchmarks needs it."""
+        raise NotImplementedError(f"{_name(requests[0])} compares likelihoods, but the model stts writes answers only.")
+
+
+def generation_options(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """
+    A task's `generation_kwargs` as options of `model.generate`, greedy unless they ask for sampling, and the texts that
+    an answer ends before. What `generate` has no option for is left out with a warning.
+    """
+    until = asked.get("until") or []
+    given = {name: value for name, value in asked.items() if name != "until" and value is not None}
+    unknown = sorted(name for name in given if not hasattr(GenerationConfig(), name))
+    if unknown:
+        logger.warning_once(
+            f"generation_kwargs has {', '.join(unknown)}, for which `generate` has no option: left out."
+        )
+    options = {name: value for name, value in given.items() if name not in unknown}
+    options.setdefault("max_new_tokens", _MAX_NEW_TOKENS)
+    temperature = options.get("temperature")
+    options["do_sample"] = options.get("do_sample", bool(temperature)) and temperature != 0
+    if not options["do_sample"]:
+        options = {name: value for name, value in options.items() if name not in _FOR_SAMPLING}
+    return options, [until] if isinstance(until, str) else list(until)
+
+
+def result_of(answer: PromptAnswer | Exception, until: Sequence[str]) -> GenerationResult:
+    """What lmms-eval takes for an answer, which ends before any of the texts `until`."""
+    if isinstance(answer, Exception):
+        return GenerationResult(text="")
+    ends = [answer.written.find(stop) for stop in until if stop in answer.written]
+    counts = TokenCounts(input_tokens=answer.prompt_tokens, output_tokens=answer.new_tokens)
+    return GenerationResult(text=answer.written[: min(ends, default=None)], token_counts=counts)
+
+
+def _name(request: Instance) -> str:
+    return f"Question {request.doc_id} of the task {request.task_name}"

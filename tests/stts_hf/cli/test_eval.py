@@ -1,0 +1,198 @@
+"""`stts-hf eval` on the tiny checkpoint, which says one sentence whatever it is asked."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stts_hf.cli.main import main
+from tests.checkpoints import TINY
+from tests.clips import write_clip
+from tests.small_disk import small_disk
+from tests.stts_tiny.answer import ANSWER
+from tests.training_files import write_rows
+
+FIELDS = ["id", "type", "group", "written", "right", "no_option", "error"]
+TOKENS = ["prompt_tokens", "video_tokens", "video_tokens_kept", "seconds"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """Two questions about a clip of 2 frames, one about a clip of 3, one of text."""
+    folder = tmp_path_factory.mktemp("rows")
+    write_clip(folder / "two.mp4", 5, fps=10)
+    write_clip(folder / "three.mp4", 10, fps=10)
+    choice = {"options": ["left", "right"], "answer": "left"}
+    return write_rows(
+        folder,
+        [
+            {"id": "a", "type": "what", "group": "g", "question": "What?", "answer": ANSWER, "videos": ["two.mp4"]},
+            {"id": "b", "type": "where", "group": "g", "question": "Where?", "videos": ["three.mp4"], **choice},
+            {"id": "c", "type": "where", "group": "h", "question": "Where then?", "videos": ["two.mp4"], **choice},
+            {"id": "d", "type": "what", "question": "Who?", "answer": "nobody"},
+        ],
+        "rows.jsonl",
+    )
+
+
+@pytest.fixture
+def run(rows, tmp_path, capsys):
+    """Runs the command; returns exit status, stdout, stderr and the lines of the answers file."""
+
+    def run(*arguments: str, rows: Path = rows) -> tuple[int, str, str, list[dict[str, Any]]]:
+        output = tmp_path / "answers.jsonl"
+        command = ["eval", str(rows), "--checkpoint", str(TINY), "--output", str(output), "--max-new-tokens", "40"]
+        status = main([*command, *arguments])
+        printed = capsys.readouterr()
+        lines = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+        return status, printed.out, printed.err, lines
+
+    return run
+
+
+def summary(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "answers.summary.json").read_text())
+
+
+def test_it_scores_by_type_and_writes_a_line_for_each_question(run, tmp_path):
+    status, out, _, lines = run("--pruning-ratio", "0.5")
+    assert status == 0
+    assert sorted(line["id"] for line in lines) == ["a", "b", "c", "d"]
+    assert list(lines[0]) == FIELDS + TOKENS
+    by_id = {line["id"]: line for line in lines}
+    assert [by_id[name]["right"] for name in "abcd"] == [True, False, False, False]
+    assert [by_id[name]["no_option"] for name in "abcd"] == [False, True, True, False]
+    # floor(0.5 * 243) = 121 of 3 frames are dropped.
+    assert [by_id[name]["video_tokens_kept"] for name in "abcd"] == [81, 122, 81, 0]
+    table = {line.split("  ")[0]: line.split()[-8:] for line in out.splitlines()[1:]}
+    assert table["type what"][:5] == ["2", "1", "50.0%", "0", "0"]
+    assert table["type where"][:5] == ["2", "0", "0.0%", "2", "0"]
+    assert table["group h"][:3] == ["1", "0", "0.0%"]
+    assert table["all"][:3] == ["4", "1", "25.0%"]
+    assert summary(tmp_path)["finished"]
+    assert summary(tmp_path)["types"]["what"]["accuracy"] == 0.5
+
+
+def test_without_output_it_prints_alone(rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", str(rows), "--checkpoint", str(TINY), "--max-new-tokens", "1"]) == 0
+    assert re.search(r"^all +4 ", capsys.readouterr().out, re.M)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_goes_on_where_a_killed_run_ended(run, tmp_path):
+    whole = run()[3]
+    path = tmp_path / "answers.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:20])
+    status, out, err, again = run("--batch-size", "1")
+    assert status == 0
+    assert "2 of 4 questions are answered" in err
+
+    def without_time(lines):
+        return sorted(({**line, "seconds": 0} for line in lines), key=lambda line: line["id"])
+
+    assert without_time(again) == without_time(whole)
+    assert re.search(r"^all +4 +1 ", out, re.M)
+
+
+def test_a_finished_run_is_summed_up_without_loading_weights(run, monkeypatch):
+    first = run()
+    monkeypatch.setattr("stts_hf.cli.eval.load_model", None)
+    again = run()
+    assert (again[0], again[1], again[3]) == (0, first[1], first[3])
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        (["--pruning-ratio", "0.3"], r"pruning_ratio was 0\.5, and is 0\.3 now"),
+        (["--num-frames", "2"], r"processing was \{\}, and is \{\"num_frames\": 2\} now"),
+        (["--selector", "cosine"], 'selector was "scorer", and is "cosine" now'),
+    ],
+)
+def test_answers_of_other_settings_are_refused(run, options, setting):
+    before = run("--max-new-tokens", "1")[3]
+    status, _, err, after = run("--max-new-tokens", "1", *options)
+    assert status == 2
+    assert re.search(rf"--output .*answers\.jsonl holds answers of other settings: {setting}", err)
+    assert after == before
+
+
+def test_answers_to_other_rows_are_refused(run, rows):
+    run("--max-new-tokens", "1")
+    other = rows.with_name("other.jsonl")
+    other.write_text(rows.read_text().splitlines(keepends=True)[0])
+    assert "rows was {" in run("--max-new-tokens", "1", rows=other)[2]
+
+
+def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "two.mp4").write_bytes(b"no video")
+    (folder / "three.mp4").write_bytes(rows.with_name("three.mp4").read_bytes())
+    (folder / "rows.jsonl").write_bytes(rows.read_bytes())
+    status, out, err, lines = run(rows=folder / "rows.jsonl")
+    assert status == 1
+    assert re.search(r"^all +4 +0 +0\.0% +1 +2 ", out, re.M)
+    assert "a: Cannot read video file" in err
+    assert "2 questions could not be asked" in err
+    assert sorted(line["id"] for line in lines if line["error"]) == ["a", "c"]
+    (folder / "two.mp4").write_bytes(rows.with_name("two.mp4").read_bytes())
+    status, out, err, lines = run(rows=folder / "rows.jsonl")
+    assert status == 0
+    assert "2 of 4 questions are answered" in err
+    assert sorted(line["id"] for line in lines) == ["a", "b", "c", "d"]
+    assert re.search(r"^all +4 +1 ", out, re.M)
+
+
+def test_test_time_scaling_looks_at_more_frames(run):
+    options = ["--num-frames", "1", "--test-time-scaling", "--pruning-ratio", "0.5", "--max-new-tokens", "1"]
+    # ceil(1 / (1 - 0.5)) = 2 frames.
+    assert [line["video_tokens"] for line in run(*options)[3] if line["id"] == "b"] == [162]
+
+
+def test_max_fps(run):
+    # A clip of a second: 0, 0.25, 0.5, 0.75 s and the end, where the checkpoint's 2 per second give 3 frames.
+    lines = run("--max-fps", "4", "--max-new-tokens", "1")[3]
+    assert [line["video_tokens"] for line in lines if line["id"] == "b"] == [5 * 81]
+
+
+def test_a_full_disk_is_one_clear_line(run, tmp_path):
+    with small_disk(700):
+        status, _, err, lines = run()
+    assert status == 2
+    assert re.search(r"error: --output .*answers\.jsonl cannot be written: .*No space left", err)
+    assert "Traceback" not in err
+    assert 0 < len(lines) < 4
+    assert run()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (None, [], r"ROWS\.jsonl .*gone\.jsonl does not exist"),
+        ('{"question": "a", "answer": "b"}\nx\n', [], r"rows\.jsonl:2 is not JSON"),
+        ('{"id": "x", "question": "a", "answer": "b"}\n' * 2, [], r"several rows of the id x; give each its own"),
+        ('{"question": "a", "answer": "b"}\n', ["--output", "answers.csv"], "must be a file that ends in .jsonl"),
+        ('{"question": "a", "answer": "b"}\n', ["--output", "no/a.jsonl"], "lies in a folder that does not exist"),
+        ('{"question": "a", "answer": "b"}\n', ["--test-time-scaling", "--pruning-ratio", "1"], "below 1"),
+    ],
+    ids=["no file", "damaged", "same id", "ending", "folder", "scaling"],
+)
+def test_what_cannot_be_asked_is_refused_before_weights_are_loaded(run, tmp_path, monkeypatch, rows, options, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stts_hf.cli.eval.load_model", None)
+    path = tmp_path / ("gone.jsonl" if rows is None else "rows.jsonl")
+    if rows is not None:
+        path.write_text(rows)
+    status, _, err, _ = run(*options, rows=path)
+    assert status == 2
+    assert re.search(message, err)
+    assert "Traceback" not in err
+
+
+def test_the_file_of_the_questions_is_not_written_to(run, rows):
+    assert "is the file of the questions" in run("--output", str(rows))[2]

@@ -1,0 +1,140 @@
+"""A file of answers: what survives a kill, a full disk and a second run, and what is refused."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from stts_hf.evaluation.answers_file import AnswersError, open_answers, summary_path
+from tests.small_disk import small_disk
+
+SETTINGS = {"pruning_ratio": 0.5, "rows": {"file": "rows.jsonl"}}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "answers.jsonl"
+
+
+def record(name, error=None):
+    return {"id": name, "written": "B", "error": error}
+
+
+def write(path, *records, settings=SETTINGS):
+    with open_answers(path, settings) as file:
+        for one in records:
+            file.write(one)
+        return dict(file.answered)
+
+
+def ids(path):
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def test_a_second_run_has_the_answers_of_the_first(path):
+    write(path, record("a"), record("b"))
+    assert write(path, record("c")).keys() == {"a", "b", "c"}
+    assert ids(path) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, -1])
+def test_a_line_that_a_kill_tore_is_dropped(path, cut):
+    write(path, record("a"), record("b"))
+    last = path.read_bytes().splitlines(keepends=True)[-1]
+    path.write_bytes(path.read_bytes()[: -len(last)] + last[:cut])
+    write(path, record("b"), record("c"))
+    assert ids(path) == ["a", "b", "c"]
+
+
+def test_questions_with_an_error_are_asked_again(path):
+    write(path, record("a", error="gone"), record("b"))
+    assert write(path).keys() == {"b"}
+    assert ids(path) == ["b"]
+
+
+def test_nothing_is_left_beside_the_two_files(path):
+    write(path, record("a", error="gone"))
+    write(path, record("a"))
+    assert sorted(file.name for file in path.parent.iterdir()) == ["answers.jsonl", "answers.summary.json"]
+
+
+def test_sums_are_there_when_all_answers_are(path):
+    write(path, record("a"))
+    assert json.loads(summary_path(path).read_text()) == {"format": 1, "settings": SETTINGS, "finished": False}
+    with open_answers(path, SETTINGS) as file:
+        file.finish({"all": {"questions": 1}})
+    finished = json.loads(summary_path(path).read_text())
+    assert (finished["finished"], finished["all"]) == (True, {"questions": 1})
+
+
+def test_other_settings_are_refused_by_name_and_nothing_is_lost(path):
+    write(path, record("a"))
+    with pytest.raises(AnswersError, match=r"other settings: pruning_ratio was 0\.5, and is 0\.3 now\. Name another"):
+        write(path, record("b"), settings=SETTINGS | {"pruning_ratio": 0.3})
+    assert ids(path) == ["a"]
+
+
+@pytest.mark.parametrize("content", ["notes\n", '{"id": "a"}\n'])
+def test_a_file_of_something_else_is_refused(path, content):
+    path.write_text(content)
+    with pytest.raises(AnswersError, match=r"answers\.jsonl"):
+        write(path)
+    assert path.read_text() == content
+
+
+def test_a_damaged_line_in_the_middle_is_refused_by_number(path):
+    write(path, record("a"), record("b"))
+    path.write_text("x\n" + path.read_text())
+    with pytest.raises(AnswersError, match=r"answers\.jsonl:1 is not JSON"):
+        write(path)
+
+
+def test_two_processes_do_not_write_to_one_file(path):
+    with open_answers(path, SETTINGS), pytest.raises(AnswersError, match="Another process writes to"):
+        write(path)
+    write(path, record("a", error="gone"))
+    with open_answers(path, SETTINGS), pytest.raises(AnswersError, match="Another process writes to"):
+        write(path)
+
+
+def test_a_full_disk_keeps_whole_lines_and_the_next_run_goes_on(path):
+    with small_disk(150), pytest.raises(AnswersError, match=r"answers\.jsonl cannot be written: .*No space left"):
+        write(path, *map(record, "abcdefgh"))
+    there = ids(path)
+    assert 0 < len(there) < 8
+    write(path, *(record(name) for name in "abcdefgh" if name not in there))
+    assert sorted(ids(path)) == list("abcdefgh")
+
+
+def test_a_disk_full_from_the_start_blocks_no_later_run(path):
+    with small_disk(5), pytest.raises(AnswersError, match="cannot be written"):
+        write(path, record("a"))
+    write(path, record("a"))
+    assert ids(path) == ["a"]
+
+
+def test_runs_killed_at_any_moment_leave_each_answer_once(path):
+    names = [f"question-{number}" for number in range(2000)]
+    moments = random.Random(0)
+    killed = 0
+    for _ in range(12):
+        child = os.fork()
+        if child == 0:
+            try:
+                with open_answers(path, SETTINGS) as file:
+                    for name in names:
+                        if name not in file.answered:
+                            # Some cannot be read at first, so the next run writes the file again.
+                            file.write(record(name, "gone" if moments.random() < 0.05 else None))
+            finally:
+                os._exit(0)
+        time.sleep(moments.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert killed > 3
+    there = write(path)
+    assert write(path, *(record(name) for name in names if name not in there)).keys() == set(names)
+    assert sorted(ids(path)) == sorted(names)

@@ -1,0 +1,129 @@
+"""`evaluate`: what is asked, in which words, and what a record says of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stts_hf.evaluation import evaluate as module
+from stts_hf.evaluation.evaluate import evaluate, read_question
+from stts_hf.inference.asking import PromptAnswer
+from tests.checkpoints import load_tiny
+from tests.stts_tiny.answer import ANSWER
+
+MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
+CHOICE = {
+    "id": "c",
+    "question": "Where?",
+    "options": ["left", "up"],
+    "answer": "up",
+    "type": "where",
+    "group": "motion",
+}
+OPEN = {"id": "o", "question": "Which colour?", "answer": "red", "type": "colour"}
+
+
+@pytest.fixture
+def says(monkeypatch, processor):
+    """`evaluate` with a model that writes these texts; returns the records, and the prompts it was asked with."""
+
+    def says(rows: list[dict[str, Any]], *texts: str):
+        asked = []
+
+        def answer_prompts(model, processor, prompts, **options):
+            asked.extend(prompts)
+            answers = [PromptAnswer(text, 2, 100, 81, 40, 0.5) for text in texts]
+            return enumerate(answers)
+
+        monkeypatch.setattr(module, "answer_prompts", answer_prompts)
+        return list(evaluate(MODEL, processor, rows)), asked
+
+    return says
+
+
+def test_a_record_of_a_choice(says):
+    [record], _ = says([CHOICE], "B")
+    assert record == {
+        "id": "c",
+        "type": "where",
+        "group": "motion",
+        "written": "B",
+        "right": True,
+        "no_option": False,
+        "error": None,
+        "prompt_tokens": 100,
+        "video_tokens": 81,
+        "video_tokens_kept": 40,
+        "seconds": 0.5,
+    }
+
+
+def test_an_answer_that_is_no_option_is_wrong_and_said_to_be_none(says):
+    [record], _ = says([CHOICE], "I cannot see it")
+    assert (record["right"], record["no_option"], record["error"]) == (False, True, None)
+
+
+def test_an_open_question_has_no_options_to_miss(says):
+    [record], _ = says([OPEN], "Blue")
+    assert (record["right"], record["no_option"], record["group"]) == (False, False, None)
+
+
+def test_the_answer_is_not_in_the_prompt_and_the_options_are(says):
+    _, [prompt] = says([CHOICE], "B")
+    assert prompt.tail == (
+        "<|im_start|>user\nWhere?\nA. left\nB. up\nAnswer with the option's letter from the given choices directly."
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_subtitles_stand_before_the_question(processor, media):
+    row = OPEN | {"videos": [str(media / "two.mp4")], "subtitles": str(media / "speech.srt")}
+    prompt = read_question(processor, row)
+    assert prompt.head == "<|video|>"
+    assert prompt.tail.startswith("0.0 - 1.2 Hello there<|im_start|>user\nWhich colour?")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**OPEN, "videos": ["gone.mp4"]}, r"Row 'o': videos: the file 'gone\.mp4' does not exist"),
+        ({**CHOICE, "answer": "down"}, r"Row 'c': answer 'down' is none of the options \['left', 'up'\]"),
+        ({"id": "n", "question": "Why?"}, "Row 'n': answer is empty"),
+        (
+            {"id": "m", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            "Row 'm': question is empty: a conversation in messages is for training",
+        ),
+        ({**OPEN, "question": "What is <|video|>?"}, "Row 'o': .* holds '<|video|>'"),
+        ({**OPEN, "videos": ["https://a.b/c.mp4"]}, "is a URL, and nothing is fetched unasked"),
+    ],
+    ids=["missing file", "answer no option", "no answer", "conversation", "control token", "URL"],
+)
+def test_a_row_that_cannot_be_asked_is_a_record_with_its_error(says, row, message):
+    records, _ = says([row, OPEN | {"id": "good"}], "red")
+    bad, good = records
+    assert good["right"]
+    assert (bad["id"], bad["right"], bad["written"], bad["video_tokens"]) == (row["id"], False, None, None)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(bad["error"])
+
+
+def test_rows_without_id_are_numbered(says):
+    records, _ = says([{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}], "b", "e")
+    assert [record["id"] for record in records] == ["row 0", "row 1"]
+
+
+def test_real_rows_on_the_tiny_model(processor, media):
+    """It says one sentence, whatever it is asked, so its accuracy is known."""
+    rows = [
+        {"id": "right", "question": "What moves?", "answer": ANSWER, "videos": [str(media / "two.mp4")]},
+        {"id": "wrong", "question": "What else?", "answer": "A ball", "videos": [str(media / "two.mp4")]},
+        {"id": "choice", **CHOICE, "images": [str(media / "wide.png")]} | {"id": "choice"},
+        {"id": "damaged", **OPEN, "videos": [str(media / "damaged.mp4")]} | {"id": "damaged"},
+    ]
+    found = evaluate(load_tiny(), processor, rows, pruning_ratio=0.5, max_new_tokens=40)
+    records = {record["id"]: record for record in found}
+    assert [records[name]["right"] for name in ("right", "wrong", "choice", "damaged")] == [True, False, False, False]
+    assert records["choice"]["no_option"]
+    assert "damaged.mp4" in records["damaged"]["error"]
+    assert (records["right"]["video_tokens"], records["right"]["video_tokens_kept"]) == (162, 81)
+    assert records["choice"]["video_tokens"] == 0

@@ -1,0 +1,154 @@
+"""Prompts answered in batches, against one plain call of processor and `generate` for each."""
+
+from typing import Any
+
+import pytest
+
+from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_batches, make_prompt
+from tests.checkpoints import load_talkative, load_tiny
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+# Kind of media, file, question; neither the clips nor the questions are of one length.
+QUESTIONS = [
+    ("video", "two.mp4", "What moves?"),
+    ("video", "five.mkv", "What moves in this one, and where to?"),
+    ("video", "two.mp4", "How many times does it turn around before it stops?"),
+    ("image", "wide.png", "Which colour?"),
+    ("text", None, "Hello?"),
+    ("video", "two.mp4", "Why?"),
+    ("image", "wide.png", "What is it a picture of, and who made it?"),
+    ("video", "three.mp4", "Where?"),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_talkative()
+
+
+@pytest.fixture(scope="module")
+def prompts(processor, media) -> list[Prompt]:
+    return [make(processor, kind, str(media / file) if file else None, text) for kind, file, text in QUESTIONS]
+
+
+def make(processor, kind: str, source: Any, text: str) -> Prompt:
+    parts = [{"type": "text", "text": text}]
+    if kind == "text":
+        return make_prompt(processor, [{"role": "user", "content": parts}])
+    return make_prompt(processor, [{"role": "user", "content": [{"type": kind}, *parts]}], **{f"{kind}s": [source]})
+
+
+def one_by_one(model, processor, prompts, pruning_ratio: float, **options: Any) -> list[tuple[str, int, int, int]]:
+    """What was written, tokens of the prompt, of the video, and those kept of it; in calls that know no batches."""
+    found = []
+    for prompt in prompts:
+        images = list(prompt.images) or None
+        inputs = processor(
+            text=[prompt.head + prompt.tail], videos=list(prompt.videos) or None, images=images, return_tensors="pt"
+        )
+        inputs.pop("video_metadata", None)
+        length = inputs["input_ids"].shape[1]
+        output = model.generate(**inputs, pruning_ratio=pruning_ratio, return_dict_in_generate=True, **options)
+        masks = output["keep_mask"] or []
+        written = processor.decode(output.sequences[0, length:], skip_special_tokens=True).strip()
+        found.append((written, length, sum(m.numel() for m in masks), sum(int(m.sum()) for m in masks)))
+    return found
+
+
+def answers_of(model, processor, prompts, **options: Any) -> list[PromptAnswer]:
+    """The answers in the order of the prompts; none may have failed."""
+    found = dict(answer_prompts(model, processor, prompts, **options))
+    answers = [answer for _, answer in sorted(found.items()) if isinstance(answer, PromptAnswer)]
+    assert len(answers) == len(prompts)
+    return answers
+
+
+def batched(model, processor, prompts, **options: Any) -> list[tuple[str, int, int, int]]:
+    answers = answers_of(model, processor, prompts, **options)
+    return [(a.written, a.prompt_tokens, a.video_tokens, a.video_tokens_kept) for a in answers]
+
+
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+def test_batches_give_what_one_prompt_after_the_other_does(model, processor, prompts, pruning_ratio):
+    expected = one_by_one(model, processor, prompts, pruning_ratio, **GREEDY)
+    assert len({written for written, *_ in expected}) >= 4
+    # In one batch: "two.mp4" has more questions than there is room for at once.
+    for batch_size in (1, 2, 8):
+        found = batched(model, processor, prompts, pruning_ratio=pruning_ratio, batch_size=batch_size, **GREEDY)
+        assert found == expected
+
+
+def test_compact_positions_are_continued_too(model, processor, prompts, monkeypatch):
+    monkeypatch.setattr(model.config, "pruned_position_ids", "compact")
+    expected = one_by_one(model, processor, prompts[:3], 0.5, **GREEDY)
+    assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **GREEDY) == expected
+
+
+def test_beam_search_gives_what_it_gives_one_by_one(model, processor, prompts):
+    beams = GREEDY | {"num_beams": 2}
+    expected = one_by_one(model, processor, prompts[:3], 0.5, **beams)
+    assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **beams) == expected
+
+
+def test_a_clip_is_decoded_and_encoded_once_for_all_its_questions(model, processor, prompts, monkeypatch):
+    read, encoded = [], []
+    load = type(processor.video_processor)._load
+
+    def note_down(self, video, *rest):
+        read.append(video)
+        return load(self, video, *rest)
+
+    monkeypatch.setattr(type(processor.video_processor), "_load", note_down)
+    tower = model.model.vision_tower.register_forward_pre_hook(lambda *_: encoded.append(1))
+    about_one = [prompts[0], prompts[2], prompts[5]]
+    batched(model, processor, about_one, pruning_ratio=0.5, batch_size=2, **GREEDY)
+    tower.remove()
+    assert (len(read), len(encoded)) == (1, 1)
+
+
+def test_a_damaged_clip_is_an_error_in_its_place_alone(model, processor, prompts, media):
+    damaged = make(processor, "video", str(media / "damaged.mp4"), "What moves?")
+    asked = [prompts[0], damaged, prompts[7], prompts[2]]
+    answers = dict(answer_prompts(model, processor, asked, pruning_ratio=0.5, **GREEDY))
+    assert "damaged.mp4" in str(answers[1])
+    expected = one_by_one(model, processor, [prompts[0], prompts[7], prompts[2]], 0.5, **GREEDY)
+    written = {place: answer.written for place, answer in answers.items() if isinstance(answer, PromptAnswer)}
+    assert written == dict(zip((0, 2, 3), (words for words, *_ in expected), strict=True))
+
+
+def test_test_time_scaling_goes_by_the_calls_ratio(model, processor, prompts):
+    options = {"num_frames": 2, "test_time_scaling": True}
+    [(_, _, tokens, kept)] = batched(
+        model, processor, prompts[1:2], pruning_ratio=0.5, processing=options, max_new_tokens=1
+    )
+    # ceil(2 / (1 - 0.5)) = 4 frames of 81 blocks, half of which are kept.
+    assert (tokens, kept) == (324, 162)
+
+
+def test_images_beside_videos_keep_the_options_of_videos(model, processor, prompts):
+    found = batched(model, processor, prompts[3:4], pruning_ratio=0.5, processing={"num_frames": 2}, **GREEDY)
+    assert found == one_by_one(model, processor, prompts[3:4], 0.5, **GREEDY)
+
+
+def test_new_tokens_end_with_the_one_that_ends_the_answer(processor, prompts):
+    # The tiny model says one sentence, whatever it is asked.
+    for answer in answers_of(load_tiny(), processor, prompts[:3], pruning_ratio=0.5, max_new_tokens=40):
+        assert answer.new_tokens == len(processor.tokenizer(answer.written)["input_ids"]) + 1
+
+
+def test_batches_hold_whole_clips_of_one_kind(prompts):
+    batches = [batch.heads for batch in make_batches(prompts, 3)]
+    assert [[0, 2, 5]] in batches
+    assert sorted(place for heads in batches for head in heads for place in head) == list(range(len(prompts)))
+    kinds = [{QUESTIONS[place][0] for head in heads for place in head} for heads in batches]
+    assert all(len(kind) == 1 for kind in kinds)
+
+
+def test_a_control_token_in_a_question_is_refused(processor):
+    with pytest.raises(ValueError, match=r"messages\[0\] holds '<\|video\|>'"):
+        make(processor, "text", None, "What is <|video|>?")
+
+
+def test_a_batch_of_nothing_is_refused(model, processor, prompts):
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
+        answer_prompts(model, processor, prompts, pruning_ratio=0.5, batch_size=0)
