@@ -12,11 +12,9 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -24,6 +22,7 @@ from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.data.prompts import choice_messages
 from stts_hf.modeling.video_processing_stts import sample_indices
 
+from .clip_files import write_video
 from .questions import (
     FPS,
     GROUP_OF,
@@ -140,15 +139,9 @@ def _write_media(folder: Path, scene: Scene, kind: str, clip: str) -> dict[str, 
     if kind == "image":
         Image.fromarray(scene.draw([0.0], SIZE)[0]).save(path)
         return {"images": [name]}
-    frames = scene.draw([index / _fps(scene) for index in range(_num_frames(scene))], SIZE)
-    with av.open(os.fspath(path), "w") as container:
-        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
-        stream: Any = container.add_stream(codec, rate=Fraction(_fps(scene)), options={"crf": "24", "threads": "1"})
-        stream.width = stream.height = SIZE
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
+    fps = _fps(scene)
+    frames = scene.frames((index / fps for index in range(_num_frames(scene))), SIZE, SIZE)
+    write_video(path, frames, fps, crf="24")
     return {"videos": [name]}
 
 

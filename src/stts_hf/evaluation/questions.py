@@ -20,7 +20,7 @@ LONG_SHOWN_FOR = 1.1  # with 16 frames some are missed, with 32 none
 MAX_BLINKS = 4
 NUM_OPTIONS = 4
 GROUPS = {
-    "motion": ("direction", "mover", "order", "count", "change"),
+    "motion": ("direction", "start", "end", "mover", "order", "count", "change"),
     "detail": ("mover-colour", "mover-shape", "still", "mark", "where", "letter"),
     "long": ("long-mark", "long-letter", "long-order", "long-half"),
     "image": ("image-colour", "image-shape", "image-where", "image-letter"),
@@ -30,6 +30,8 @@ _NUMBERS = tuple(str(number) for number in range(1, MAX_BLINKS + 1))
 # What may be answered; "order" asks for one of two colours that the question names.
 ANSWERS = {
     "direction": tuple(DIRECTIONS),
+    "start": tuple(PLACES),
+    "end": tuple(PLACES),
     "mover": tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES),
     "count": _NUMBERS,
     "change": tuple(COLOURS),
@@ -93,18 +95,27 @@ class _Composer:
         for colour in self.shuffled(COLOURS)[:number]:
             shape, radius = self.shapes.pop(), self.random.uniform(0.085, 0.12)
             direction = self.shuffled(DIRECTIONS)[0]
-            length, across = self.random.uniform(0.45, 0.65), self.random.uniform(0.15, 0.85)
-            begin = self.random.uniform(0.12, 0.88 - length)
             dx, dy = DIRECTIONS[direction]
-            forwards = begin if dx + dy > 0 else begin + length
-            start = (forwards, across) if dx else (across, forwards)
-            speed = length / self.duration
-            self.things.append(Thing(shape, colour, radius, start, (dx * speed, dy * speed)))
+            # From one of three places in a row to a later one: which is asked, and it must not lie between two.
+            first, last = sorted(self.random.permutation(3)[:2].tolist())
+            steps = (first, last) if dx + dy > 0 else (last, first)
+            line = int(self.random.integers(3))
+            cells = [(line, step) if dx else (step, line) for step in steps]  # row and column of start and end
+            names = [list(PLACES)[3 * row + col] for row, col in cells]
+            across, *along = self.random.uniform(-0.06, 0.06, 3)
+            start, end = (
+                (PLACES[name][0] + (shift if dx else across), PLACES[name][1] + (across if dx else shift))
+                for name, shift in zip(names, along, strict=True)
+            )
+            velocity = ((end[0] - start[0]) / self.duration, (end[1] - start[1]) / self.duration)
+            self.things.append(Thing(shape, colour, radius, start, velocity))
             self.ask(
                 "direction",
                 (f"Which way does the {colour} {shape} move?", f"In which direction does the {shape} move?"),
                 direction,
             )
+            self.ask("start", (f"Where is the {colour} {shape} at first?",), names[0])
+            self.ask("end", (f"Where is the {colour} {shape} at last?",), names[1])
             self.ask("mover-colour", (f"What colour is the {shape} that moves?",), colour)
             self.ask("mover-shape", (f"What shape is the {colour} thing that moves?",), shape)
             if number == 1:
@@ -191,9 +202,12 @@ def compose_short(seed: int, level: int = 3, shown_for: float = SHOWN_FOR) -> tu
     random = composer.random
     composer.movers(1 if level == 1 or random.random() < 0.5 else 2)
     composer.marks(int(random.integers(1, 1 + level)) if level < 3 else int(random.integers(2, 5)))
-    for add in (composer.light, lambda: composer.letter("letter"), lambda: composer.still(random.random() < 0.6)):
-        if random.random() < 0.6:
-            add()
+    if level > 1 and random.random() < 0.6:
+        composer.light()
+    if random.random() < 0.6:
+        composer.letter("letter")
+    if random.random() < 0.6:
+        composer.still(random.random() < 0.6)
     return composer.scene(), composer.questions
 
 

@@ -6,6 +6,7 @@ heuristic that goes by change is put in on purpose: the camera drifts, regions f
 Coordinates are shares of the frame's side, x to the right and y down; times are seconds.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,26 +81,30 @@ class Scene:
     drift: tuple[float, float] = (0.0, 0.0)
     flicker: tuple[tuple[float, float, float, float], ...] = ()
 
-    def draw(self, times: list[float], size: int) -> np.ndarray:
-        """The frames at `times` (seconds), uint8 (T, size, size, 3)."""
+    def draw(self, times: list[float], height: int, width: int | None = None) -> np.ndarray:
+        """The frames at `times` (seconds), uint8 (T, height, width, 3); square where no `width` is given."""
+        return np.stack(list(self.frames(times, height, height if width is None else width)))
+
+    def frames(self, times: Iterable[float], height: int, width: int) -> Iterator[np.ndarray]:
+        """As `draw`, frame by frame, each (height, width, 3)."""
         generator = np.random.default_rng(self.seed)
-        margin = int(np.ceil(max(map(abs, self.drift)) * size)) + 1
-        canvas = _background(generator, size + 2 * margin)
-        noise = generator.normal(0, 1.5, (2 * size, 2 * size, 1)).astype(np.float32)
-        frames = np.empty((len(times), size, size, 3), np.uint8)
-        for index, time in enumerate(times):
+        margin = int(np.ceil(max(map(abs, self.drift)) * max(height, width))) + 1
+        canvas = _background(generator, height + 2 * margin, width + 2 * margin)
+        noise = generator.normal(0, 1.5, (2 * height, 2 * width, 1)).astype(np.float32)
+        for time in times:
             # Noise and flicker go by the time, so that a frame is the same in whatever company it is drawn.
             chance = np.random.default_rng((self.seed, round(time * 1000)))
-            right, down = (round(shift * time / self.duration * size) for shift in self.drift)
-            frame = canvas[margin + down :, margin + right :][:size, :size].copy()
-            for left, top, width, height in self.flicker:
-                rows, cols = _pixels(top - down / size, height, size), _pixels(left - right / size, width, size)
+            shift = np.multiply(self.drift, time / self.duration)
+            right, down = round(shift[0] * width), round(shift[1] * height)
+            frame = canvas[margin + down :, margin + right :][:height, :width].copy()
+            for x, y, region_width, region_height in self.flicker:
+                rows = _pixels(y - down / height, region_height, height)
+                cols = _pixels(x - right / width, region_width, width)
                 frame[rows, cols] += chance.uniform(-45, 45)
-            self._draw_things(frame, time, (-right / size, -down / size))
-            top, left = chance.integers(0, size, 2)
-            frame += noise[top : top + size, left : left + size] + chance.uniform(-3, 3)
-            frames[index] = frame.clip(0, 255)
-        return frames
+            self._draw_things(frame, time, (-right / width, -down / height))
+            top, left = chance.integers(0, (height, width))
+            frame += noise[top : top + height, left : left + width] + chance.uniform(-3, 3)
+            yield frame.clip(0, 255).astype(np.uint8)
 
     def motion(self, times: list[float], cells: int) -> np.ndarray:
         """
@@ -119,7 +124,7 @@ class Scene:
         return changed
 
     def _draw_things(self, frame: np.ndarray, time: float, shift: tuple[float, float]) -> None:
-        size = len(frame)
+        height, width = frame.shape[:2]
         for thing in self.things:
             if not thing.is_shown(time):
                 continue
@@ -127,11 +132,12 @@ class Scene:
                 place + speed * time + offset
                 for place, speed, offset in zip(thing.start, thing.velocity, shift, strict=True)
             )
-            rows = _pixels(y - thing.radius - 1 / size, 2 * thing.radius + 2 / size, size)
-            cols = _pixels(x - thing.radius - 1 / size, 2 * thing.radius + 2 / size, size)
-            down = ((np.arange(rows.start, rows.stop) + 0.5) / size - y)[:, None] / thing.radius
-            right = ((np.arange(cols.start, cols.stop) + 0.5) / size - x)[None, :] / thing.radius
-            inside = (0.5 - _distance(thing.shape, right, down) * thing.radius * size).clip(0, 1)[..., None]
+            radius = thing.radius * height  # pixels, both ways
+            rows = _pixels(y - (radius + 1) / height, 2 * (radius + 1) / height, height)
+            cols = _pixels(x - (radius + 1) / width, 2 * (radius + 1) / width, width)
+            down = (np.arange(rows.start, rows.stop) + 0.5 - y * height)[:, None] / radius
+            right = (np.arange(cols.start, cols.stop) + 0.5 - x * width)[None, :] / radius
+            inside = (0.5 - _distance(thing.shape, right, down) * radius).clip(0, 1)[..., None]
             colour = np.array(COLOURS[thing.colour_at(time)], np.float32)
             frame[rows, cols] += inside * (colour - frame[rows, cols])
 
@@ -141,16 +147,16 @@ def _pixels(start: float, length: float, size: int) -> slice:
     return slice(first, min(max(int(np.ceil((start + length) * size)), first), size))
 
 
-def _background(generator: np.random.Generator, size: int) -> np.ndarray:
-    """A muted gradient with stripes and grain that stand still, float32 (size, size, 3)."""
-    rows, cols = np.mgrid[:size, :size].astype(np.float32) / size
+def _background(generator: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """A muted gradient with stripes and grain that stand still, float32 (height, width, 3)."""
+    rows, cols = np.mgrid[:height, :width].astype(np.float32) / np.array((height, width)).reshape(2, 1, 1)
     corners = generator.uniform(60, 150, (4, 3)) + generator.uniform(-15, 15)
     weights = np.stack([(1 - rows) * (1 - cols), (1 - rows) * cols, rows * (1 - cols), rows * cols], axis=-1)
     angle, waves, phase = generator.uniform(0, np.pi), generator.uniform(4, 14), generator.uniform(0, 6)
     stripes = np.sin(2 * np.pi * waves * (np.cos(angle) * rows + np.sin(angle) * cols) + phase)
     cells = int(generator.integers(12, 40))
-    grain = generator.normal(0, generator.uniform(4, 12), (cells, cells)).repeat(-(-size // cells), 0)
-    grain = grain.repeat(-(-size // cells), 1)[:size, :size]
+    grain = generator.normal(0, generator.uniform(4, 12), (cells, cells))
+    grain = grain.repeat(-(-height // cells), 0)[:height].repeat(-(-width // cells), 1)[:, :width]
     return (weights @ corners + (generator.uniform(3, 14) * stripes + grain)[..., None]).astype(np.float32)
 
 

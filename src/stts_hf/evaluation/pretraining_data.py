@@ -1,0 +1,146 @@
+"""
+What the study's base learns from: scenes drawn as they are needed, frame by frame or as clips one talks about, and what
+is in each block of every frame.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from stts_hf.data.collator import STTSDataCollator
+from stts_hf.data.encoding import Encoded, encode
+from stts_hf.data.prompts import choice_messages
+from stts_hf.data.rows import Sample
+
+from .questions import (
+    LONG_FPS,
+    LONG_SECONDS,
+    Question,
+    compose_image,
+    compose_long,
+    compose_short,
+    with_options,
+)
+from .scenes import COLOURS, LETTERS, SHAPES, Scene
+from .tiny_model import MAX_FPS, NUM_FRAMES, SIZE
+
+FIRST_SEED = 1 << 40  # scenes of data sets have lower ones
+KINDS = (*SHAPES, "diamond", "bar", *LETTERS)
+FRAMES_AT_ONCE, FRAMES_PER_SCENE = 64, 4
+QUESTIONS_AT_ONCE = 8
+LONG_FRAMES = (16, 24, 32)  # more than the processor's, so that test-time scaling shows nothing new
+
+
+def block_targets(scene: Scene, time: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    What is in each of `blocks x blocks` blocks of the frame at `time`: (n, kinds + colours) of 0 and 1 for the block
+    that a thing's centre lies in, and (n,) bool, False for blocks that only its border touches: they may say either.
+    """
+    targets = np.zeros((blocks, blocks, len(KINDS) + len(COLOURS)), np.float32)
+    known = np.ones((blocks, blocks), bool)
+    centres = np.stack(np.meshgrid(np.arange(blocks), np.arange(blocks)), axis=-1) / blocks + 0.5 / blocks
+    shown = [thing for thing in scene.things if thing.is_shown(time)]
+    places = [
+        np.add(thing.start, np.multiply(thing.velocity, time)) - np.multiply(scene.drift, time / scene.duration)
+        for thing in shown
+    ]
+    for thing, place in zip(shown, places, strict=True):
+        known &= (np.abs(centres - place) >= 0.5 / blocks + thing.radius).any(-1)
+    for thing, place in zip(shown, places, strict=True):
+        col, row = (place * blocks).astype(int).clip(0, blocks - 1)
+        known[row, col] = True
+        targets[row, col, KINDS.index(thing.shape)] = 1
+        targets[row, col, len(KINDS) + list(COLOURS).index(thing.colour_at(time))] = 1
+    return targets.reshape(blocks**2, -1), known.reshape(-1)
+
+
+class SceneFrames(Dataset):
+    """Batches of single frames, uint8 (F, 3, height, width), with `block_targets` of each."""
+
+    def __init__(self, batches: int, blocks: int) -> None:
+        self.batches, self.blocks = batches, blocks
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        random = np.random.default_rng((FIRST_SEED, batch))
+        frames, targets = [], []
+        for number in range(FRAMES_AT_ONCE // FRAMES_PER_SCENE):
+            compose = (compose_short, compose_short, compose_long, compose_image)[number % 4]
+            scene, _ = compose(FIRST_SEED + int(random.integers(FIRST_SEED)))
+            # Mostly while something is seen that is not always there.
+            shown = [interval for thing in scene.things for interval in thing.shown]
+            times = [
+                float(
+                    random.uniform(*shown[random.integers(len(shown))] if shown and random.random() < 0.8 else bounds)
+                )
+                for bounds in [(0, scene.duration)] * FRAMES_PER_SCENE
+            ]
+            frames.append(scene.draw(times, SIZE))
+            targets += [block_targets(scene, time, self.blocks) for time in times]
+        pixels = torch.from_numpy(np.concatenate(frames)).permute(0, 3, 1, 2)
+        inside, known = (torch.from_numpy(np.stack(part)) for part in zip(*targets, strict=True))
+        return pixels, inside, known
+
+
+class SceneConversations(Dataset):
+    """
+    Batches of conversations about scenes, as `STTSDataCollator` makes them, with `block_targets` of all frames of their
+    videos. level: of `compose_short`; level 1 has nothing but clips in which little happens.
+    """
+
+    def __init__(self, processor: Any, batches: int, batch_size: int, level: int, blocks: int) -> None:
+        self.processor, self.batches, self.batch_size, self.level = processor, batches, batch_size, level
+        self.blocks = blocks
+        self.collator = STTSDataCollator(processor)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, batch: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        first = (4 + self.level) * FIRST_SEED + batch * self.batch_size
+        samples, targets = zip(*(self.sample(first + number) for number in range(self.batch_size)), strict=True)
+        frames = itertools.chain.from_iterable(targets)
+        inside, known = (torch.from_numpy(np.stack(part)) for part in zip(*frames, strict=True))
+        return self.collator(samples), inside, known
+
+    def sample(self, seed: int) -> tuple[Encoded, list[tuple[np.ndarray, np.ndarray]]]:
+        """A conversation about the scene of a seed, and `block_targets` of its video's frames."""
+        random = np.random.default_rng((seed, 5))
+        drawn = random.random()
+        if self.level == 1:
+            scene, questions = compose_short(seed, level=1, shown_for=0.6)
+            times = np.arange(8) * 2 / MAX_FPS
+        elif drawn < 0.7:
+            scene, questions = compose_short(seed, self.level)
+            times = np.arange(NUM_FRAMES) / MAX_FPS
+        elif drawn < 0.85:
+            scene, questions = compose_long(seed)
+            times = np.linspace(0, LONG_SECONDS - 1 / LONG_FPS, random.choice(LONG_FRAMES))
+        else:
+            scene, questions = compose_image(seed)
+            times = np.zeros(1)
+        frames = scene.draw(times.tolist(), SIZE)
+        messages = self._conversation(questions, seed, random)
+        if len(times) == 1:
+            messages[0]["content"].insert(0, {"type": "image"})
+            return encode(self.processor, Sample(str(seed), messages, [], [Image.fromarray(frames[0])])), []
+        messages[0]["content"].insert(0, {"type": "video"})
+        settings = self.processor.video_processor  # of this worker's own copy
+        settings.num_frames, settings.max_fps = len(times), 1 / (times[1] - times[0])
+        targets = [block_targets(scene, float(time), self.blocks) for time in times]
+        return encode(self.processor, Sample(str(seed), messages, [frames], [])), targets
+
+    def _conversation(self, questions: list[Question], seed: int, random: np.random.Generator) -> list[dict[str, Any]]:
+        messages = []
+        for index in random.permutation(len(questions))[:QUESTIONS_AT_ONCE].tolist():
+            question = questions[index]
+            lettered = self.level > 1 and random.random() < 0.25
+            options = with_options(question, seed + index) if lettered else None
+            messages += choice_messages(question.text, options, question.answer)
+        return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
