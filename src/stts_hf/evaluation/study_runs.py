@@ -29,6 +29,7 @@ from stts_hf import register_auto_classes
 from stts_hf.benchmark.measure import describe_machine, describe_versions
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, is_disk_full
 from stts_hf.data.collator import STTSDataCollator
+from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.evaluation.methods import METHODS, load_method
 from stts_hf.evaluation.statistics import rank_correlation
 from stts_hf.evaluation.study import FORMAT, SCORED, Evaluation, Run, Study, evaluations
@@ -248,8 +249,6 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
     The run's weights asked all questions, with more frames those about long clips: `marks`, a character for each
     question in their order, seconds, and of each group the mean tokens and video tokens that the language model gets.
     """
-    from stts_hf.evaluation.evaluate import evaluate
-
     model = load(run, asked, desk, checkpoint)
     questions, processing = desk.questions, None
     if asked.scaling:

@@ -18,7 +18,6 @@ from stts_hf.evaluation.study import open_study
 from stts_hf.evaluation.study_data import EncodedRows, encode_conversations
 from tests.stts_hf.evaluation.small_study import study_command, write_base, write_dataset
 
-pytest.importorskip("stts_hf.evaluation.evaluate")
 RUNS = ["none-0-layer2-seed0", "none-0-layer2-seed1", "stts-50-layer2-seed0", "stts-50-layer2-seed1"]
 
 
