@@ -37,8 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `run` or `eval`
-    could not read some of several videos and where `bench` could measure nothing, 2 for a mistake of the user's (one
-    line on stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
+    could not read some of several videos, where `bench` could measure nothing and where runs of `study` failed, 2 for a
+    mistake of the user's (one line on stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
     try:

@@ -1,5 +1,6 @@
 """`stts-hf study` in miniature: records, going on, failures, a full disk, and the page of half a study."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
 from stts_hf.cli.main import main
 from stts_hf.evaluation import study_runs
-from stts_hf.evaluation.study import open_study
+from stts_hf.evaluation.study import open_study, plan
 from stts_hf.evaluation.study_data import EncodedRows, encode_conversations
+from stts_hf.evaluation.study_runs import run_study
 from tests.stts_hf.evaluation.small_study import study_command, write_base, write_dataset
 
 RUNS = ["none-0-layer2-seed0", "none-0-layer2-seed1", "stts-50-layer2-seed0", "stts-50-layer2-seed1"]
@@ -79,10 +82,13 @@ def test_a_study_that_is_done_does_nothing_again(done, parts, monkeypatch):
     assert main(study_command(done, *parts, "--only", "images")) == 0
 
 
-def test_a_run_gives_the_same_again(done, parts, tmp_path):
-    assert main(study_command(tmp_path, *parts, "--only", "images", "--seeds", "0")) == 0
-    again = outcomes(tmp_path)
-    assert again == {name: outcomes(done)[name] for name in again}
+def test_a_run_gives_the_same_in_another_study(done, parts, tmp_path):
+    study = open_study(tmp_path, *parts, {"steps": 2, "batch_size": 2, "warmup_steps": 0, "ratios": (0.5,)})
+    [run] = [run for run in plan(study.settings, ["images"]) if run.name == RUNS[2]]
+    assert run_study(study, [run], print, keep_checkpoints=True) == []
+    assert outcomes(tmp_path) == {run.name: outcomes(done)[run.name]}
+    model = STTSForConditionalGeneration.from_pretrained(tmp_path / "checkpoints" / run.name)
+    assert model.config.vision_config.pruning_ratio == 0.5
 
 
 def test_checkpoints_go_unless_they_are_kept(done):
@@ -107,49 +113,82 @@ def test_the_page_can_be_made_of_what_a_report_wrote(done, tmp_path):
     ]
 
 
-def test_a_failed_run_is_recorded_and_the_rest_goes_on(parts, tmp_path, monkeypatch, capsys):
-    load_method = study_runs.load_method
+@pytest.fixture
+def trained(monkeypatch) -> list[str]:
+    """Runs cost nothing: their checkpoints are empty, their answers right. Gives the names of those that trained."""
+    names = []
 
-    def broken(method, *arguments, **options):
-        if method == "stts":
+    def train(run, desk, checkpoint):
+        names.append(run.name)
+        checkpoint.mkdir(parents=True)
+        study_runs.write_json(checkpoint / study_runs.TRAINING, {"seconds_per_step": 1.0, "losses": []})
+
+    def ask(run, asked, desk, checkpoint):
+        return dataclasses.asdict(asked) | {"marks": "1" * len(desk.questions), "llm_tokens": {}, "video_tokens": {}}
+
+    monkeypatch.setattr(study_runs, "train", train)
+    monkeypatch.setattr(study_runs, "ask", ask)
+    monkeypatch.setattr(study_runs, "correlate_with_motion", lambda *arguments: {})
+    return names
+
+
+def test_a_failed_run_is_recorded_and_the_rest_goes_on(parts, tmp_path, monkeypatch, capsys, trained):
+    train = study_runs.train
+
+    def broken(run, *arguments):
+        if run.name == RUNS[2]:
             raise RuntimeError("the scorer burnt out")
-        return load_method(method, *arguments, **options)
+        train(run, *arguments)
 
-    command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0", "--ratios", "0.5")
-    monkeypatch.setattr(study_runs, "load_method", broken)
-    assert main(command) == 1
+    command = study_command(tmp_path, *parts, "--only", "images")
+    with monkeypatch.context() as patch:
+        patch.setattr(study_runs, "train", broken)
+        assert main(command) == 1
     assert "stts-50-layer2-seed0 failed" in capsys.readouterr().err
-    failed = records(tmp_path)[RUNS[2]]
-    assert failed["failed"] == "RuntimeError: the scorer burnt out"
-    assert "Traceback" in (tmp_path / failed["traceback"]).read_text()
-    assert "Run stts-50-layer2-seed0 failed" in (tmp_path / "README.md").read_text()
-    monkeypatch.undo()
+    found = records(tmp_path)
+    assert [name for name in RUNS if "failed" in found[name]] == [RUNS[2]]
+    assert found[RUNS[2]]["failed"] == "RuntimeError: the scorer burnt out"
+    assert "Traceback" in (tmp_path / found[RUNS[2]]["traceback"]).read_text()
+    assert "Run stts-50-layer2-seed0 failed: RuntimeError" in (tmp_path / "README.md").read_text()
+    trained.clear()
     assert main(command) == 0
-    assert "failed" not in records(tmp_path)[RUNS[2]]
+    assert trained == [RUNS[2]]
+    assert "failed" not in (tmp_path / "README.md").read_text()
 
 
-def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypatch, capsys):
-    write_json, train, trained = study_runs.write_json, study_runs.train, []
+def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypatch, capsys, trained):
+    write_json = study_runs.write_json
 
     def full(path, content):
-        if path.name == "none-0-layer2-seed0.json":
+        if path.name == "stts-50-layer2-seed0.json":
             raise OSError(errno.ENOSPC, "No space left on device")
         write_json(path, content)
 
-    command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0", "--ratios", "0.5")
-    monkeypatch.setattr(study_runs, "write_json", full)
-    assert main(command) == 2
+    command = study_command(tmp_path, *parts, "--only", "images")
+    with monkeypatch.context() as patch:
+        patch.setattr(study_runs, "write_json", full)
+        assert main(command) == 2
     assert "no space is left" in capsys.readouterr().err
-    assert records(tmp_path) == {}
-    monkeypatch.undo()
-
-    def note_training(run, *rest):
-        trained.append(run.method)
-        train(run, *rest)
-
-    monkeypatch.setattr(study_runs, "train", note_training)
+    assert list(records(tmp_path)) == [RUNS[0]]
     assert main(command) == 0
-    assert trained == ["stts"]  # the other's weights were there
+    assert trained == [RUNS[0], RUNS[2], RUNS[1], RUNS[3]]  # none twice: the weights were there
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(parts, tmp_path, trained):
+    study = open_study(tmp_path, *parts, {})
+    first, second = plan(study.settings, ["images"])[:2]
+    encode_conversations(study.dataset, STTSProcessor.from_pretrained(study.base), tmp_path)
+    lock = tmp_path / "locks" / f"{first.name}.lock"
+    lock.parent.mkdir()
+    holding = f"import filelock; lock = filelock.FileLock({str(lock)!r}); lock.acquire(); print(1, flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder.stdout.readline()
+
+    def say(line):
+        holder.kill()  # which frees what it was at
+
+    assert run_study(study, [first, second], say) == []
+    assert trained == [second.name, first.name]
 
 
 def test_changed_settings_are_refused(done, parts, capsys):
@@ -158,14 +197,12 @@ def test_changed_settings_are_refused(done, parts, capsys):
 
 
 def test_a_report_of_nothing_is_refused(parts, tmp_path, capsys):
-    open_study(tmp_path, parts[0], parts[1], {})
+    open_study(tmp_path, *parts, {})
     assert main(["study", str(tmp_path), "--report-only"]) == 2
     assert "no run that is done" in capsys.readouterr().err
 
 
 def test_an_encoded_conversation_is_what_the_collator_would_decode(parts, tmp_path):
-    from stts_hf import STTSDataCollator, STTSProcessor, load_rows
-
     dataset, base = parts
     processor = STTSProcessor.from_pretrained(base)
     encode_conversations(dataset, processor, tmp_path)
