@@ -83,7 +83,7 @@ def test_a_study_that_is_done_does_nothing_again(done, parts, monkeypatch):
 
 
 def test_a_run_gives_the_same_in_another_study(done, parts, tmp_path):
-    study = open_study(tmp_path, *parts, {"steps": 2, "batch_size": 2, "warmup_steps": 0, "ratios": (0.5,)})
+    study = open_study(tmp_path, parts[0], parts[1], {"steps": 2, "batch_size": 2, "warmup_steps": 0, "ratios": (0.5,)})
     [run] = [run for run in plan(study.settings, ["images"]) if run.name == RUNS[2]]
     assert run_study(study, [run], print, keep_checkpoints=True) == []
     assert outcomes(tmp_path) == {run.name: outcomes(done)[run.name]}
@@ -175,13 +175,14 @@ def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypat
 
 
 def test_a_run_that_another_process_is_at_is_left_to_it(parts, tmp_path, trained):
-    study = open_study(tmp_path, *parts, {})
+    study = open_study(tmp_path, parts[0], parts[1], {})
     first, second = plan(study.settings, ["images"])[:2]
     encode_conversations(study.dataset, STTSProcessor.from_pretrained(study.base), tmp_path)
     lock = tmp_path / "locks" / f"{first.name}.lock"
     lock.parent.mkdir()
     holding = f"import filelock; lock = filelock.FileLock({str(lock)!r}); lock.acquire(); print(1, flush=True); input()"
     holder = subprocess.Popen([sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
     holder.stdout.readline()
 
     def say(line):
@@ -197,7 +198,7 @@ def test_changed_settings_are_refused(done, parts, capsys):
 
 
 def test_a_report_of_nothing_is_refused(parts, tmp_path, capsys):
-    open_study(tmp_path, *parts, {})
+    open_study(tmp_path, parts[0], parts[1], {})
     assert main(["study", str(tmp_path), "--report-only"]) == 2
     assert "no run that is done" in capsys.readouterr().err
 
