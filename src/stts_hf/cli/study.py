@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf import _check_versions
-from stts_hf.cli.bench import command_line
 from stts_hf.cli.errors import CommandError
 from stts_hf.cli.options import check_writable, count, share
 from stts_hf.cli.progress import keep_bars_out_of_logs, note
@@ -90,12 +89,12 @@ def run(arguments: argparse.Namespace, output: Path) -> int:
     for name in ("dataset", "base"):
         if getattr(arguments, name) is None:
             raise CommandError(f"--{name} is needed; only --report-only goes without")
-    study = open_study(arguments.folder, arguments.dataset, arguments.base, settings_of(arguments), command_line())
+    study = open_study(arguments.folder, arguments.dataset, arguments.base, settings_of(arguments))
     runs = plan(study.settings, arguments.only or tuple(PARTS))
-    done = sum(study.record_of(run).exists() for run in runs)
-    note(f"stts-hf study: {len(runs)} runs, {done} of them done, in {arguments.folder}")
+    done = [study.is_over(run) and not study.has_failed(run) for run in runs]
+    note(f"stts-hf study: {len(runs)} runs, {sum(done)} of them done, in {arguments.folder}")
     if arguments.plan:
-        print("\n".join(f"{'done' if study.record_of(run).exists() else 'to do':<7}{run.name}" for run in runs))
+        print("\n".join(f"{'done' if it else 'to do':<7}{run.name}" for it, run in zip(done, runs, strict=True)))
         return 0
     failed = run_study(study, runs, note, workers=arguments.workers, keep_checkpoints=arguments.keep_checkpoints)
     if len(failed) < len(runs):

@@ -82,7 +82,7 @@ class Settings:
         if unknown := sorted(self.learning_rates.keys() - set(MODEL_PARTS)):
             raise StudyError(f"--learning-rates names {unknown[0]!r}; the parts are {', '.join(MODEL_PARTS)}")
         for part, rate in self.learning_rates.items():
-            if not isinstance(rate, float) or not 0 <= rate < float("inf"):
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < float("inf"):
                 raise StudyError(
                     f"--learning-rates gives {part!r} the rate {rate!r}; it must be a number of at least 0"
                 )
@@ -174,8 +174,18 @@ class Study:
         """Where the run's record is, once it is done or has failed."""
         return self.folder / RECORDS / f"{run.name}.json"
 
+    def has_failed(self, run: Run) -> bool:
+        return self.record_of(run).exists() and "failed" in read_object(self.record_of(run))
 
-def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any], command: str = "") -> Study:
+    def is_over(self, run: Run) -> bool:
+        """Whether the run failed, or was asked all there is; with ratios that came later, there is more."""
+        if not self.record_of(run).exists():
+            return False
+        record = read_object(self.record_of(run))
+        return "failed" in record or record["evaluations"].keys() >= {it.name for it in evaluations(run, self.settings)}
+
+
+def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]) -> Study:
     """
     The study in `folder`, begun there if need be. given: fields of `Settings`; the others are as before, or defaults.
 
@@ -196,7 +206,7 @@ def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]
     else:
         settings = Settings(**given)
     study = Study(folder, settings, dataset, base)
-    write_json(folder / QUESTIONS, describe_questions(dataset, description, command))
+    write_json(folder / QUESTIONS, describe_questions(dataset, description))
     write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
     return study
 
@@ -231,6 +241,19 @@ def read_settings(folder: Path) -> Settings:
     return Settings(**content)
 
 
+def command_of(settings: Settings) -> str:
+    """The command that does all of the study; what is as by default is left out."""
+    defaults = Settings(settings.dataset, settings.base, settings.base_layer)
+    words = ["stts-hf study FOLDER --dataset DATA --base CHECKPOINT"]
+    for field in dataclasses.fields(Settings):
+        value = getattr(settings, field.name)
+        if value != getattr(defaults, field.name):
+            pairs = [f"{name}={one}" for name, one in value.items()] if isinstance(value, dict) else value
+            values = pairs if isinstance(pairs, list | tuple) else [pairs]
+            words.append(" ".join([_option(field.name), *map(str, values)]))
+    return " ".join(words)
+
+
 def read_records(folder: Path, settings: Settings) -> dict[str, dict[str, Any]]:
     """
     All records of a study by their run's name, of `records/` and of `records.jsonl`, which a report puts them into.
@@ -243,13 +266,13 @@ def read_records(folder: Path, settings: Settings) -> dict[str, dict[str, Any]]:
     for path, text in found:
         try:
             record = json.loads(text)
-            of_study, name = record["study"], Run(**record["run"]).name
+            of_study, name = (record["format"], record["study"]), Run(**record["run"]).name
         except (ValueError, TypeError, KeyError) as error:
             raise StudyError(
                 f"{path} is no record of a study ({error}): delete it, and its run is done again"
             ) from None
-        if of_study != settings.fingerprint:
-            raise StudyError(f"{path} is of a study with other settings: move it out of this folder")
+        if of_study != (FORMAT, settings.fingerprint):
+            raise StudyError(f"{path} is of a study of another version or with other settings: move it elsewhere")
         records[name] = record
     return records
 

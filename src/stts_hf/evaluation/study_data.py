@@ -87,11 +87,10 @@ def read_questions(dataset: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def describe_questions(dataset: Path, description: Mapping[str, Any], command: str) -> dict[str, Any]:
+def describe_questions(dataset: Path, description: Mapping[str, Any]) -> dict[str, Any]:
     """What a report needs of the data set, so that it can be made without: ids and kinds of the questions, levels."""
     rows = read_questions(dataset)
     return {
-        "command": command,
         "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
         **{name: description.get(name) for name in ("splits", "chance", "text_only")},
     }

@@ -24,6 +24,7 @@ from stts_hf.evaluation.study import (
     SCORED,
     SETTINGS,
     UNPRUNED,
+    command_of,
     plan,
 )
 from stts_hf.evaluation.study_data import StudyError
@@ -104,7 +105,7 @@ def header(results: Results) -> Iterator[str]:
     """What was run, on what and where, and what is missing."""
     settings, about, done = results.settings, results.about, list(results.done.values())
     yield (
-        f"Made by `{about['command']}`; the page alone, from the records in this folder, by `stts-hf study FOLDER "
+        f"Made by `{command_of(settings)}`; the page alone, from the records in this folder, by `stts-hf study FOLDER "
         "--report-only`."
     )
     runs = plan(settings)

@@ -65,9 +65,9 @@ def run_study(
     undone; `OSError` where the disk is full. What is done by then stays done.
     """
     for run in runs:
-        if failed(study, run):
+        if study.has_failed(run):
             study.record_of(run).unlink(missing_ok=True)
-    if all(study.record_of(run).exists() for run in runs):
+    if all(map(study.is_over, runs)):
         return []
     register_auto_classes()
     encode_conversations(study.dataset, STTSProcessor.from_pretrained(study.base), study.folder)
@@ -75,16 +75,11 @@ def run_study(
         work(study, runs, say, keep_checkpoints)
     else:
         _start_workers(study, runs, say, keep_checkpoints, workers)
-    if undone := [run.name for run in runs if not study.record_of(run).exists()]:
+    if undone := [run.name for run in runs if not study.is_over(run)]:
         raise StudyError(
             f"{len(undone)} runs are not done, because their processes ended ({undone[0]}, ...): start again"
         )
-    return [run for run in runs if failed(study, run)]
-
-
-def failed(study: Study, run: Run) -> bool:
-    """Whether the run has a record that says so."""
-    return study.record_of(run).exists() and "failed" in read_object(study.record_of(run))
+    return list(filter(study.has_failed, runs))
 
 
 def _start_workers(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool, workers: int) -> None:
@@ -117,10 +112,10 @@ def _be_worker(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bo
 
 
 def work(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool) -> None:
-    """Does runs that nobody else is at, until all have a record."""
+    """Does runs that nobody else is at, until all are over."""
     desk = Desk(study)
     (study.folder / LOCKS).mkdir(exist_ok=True)
-    while undone := [run for run in runs if not study.record_of(run).exists()]:
+    while undone := [run for run in runs if not study.is_over(run)]:
         took = False
         for run in undone:
             parent = multiprocessing.parent_process()
@@ -128,7 +123,7 @@ def work(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool) ->
                 return
             try:
                 with filelock.FileLock(study.folder / LOCKS / f"{run.name}.lock", timeout=0):
-                    if not study.record_of(run).exists():
+                    if not study.is_over(run):
                         took = True
                         say(carry_out(run, desk, keep_checkpoints))
             except filelock.Timeout:
@@ -291,7 +286,7 @@ def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, f
     model = load(run, Evaluation(run.method, run.pruning_ratio), desk, checkpoint)
     videos = {row["clip"]: row["videos"][0] for row in desk.questions if row.get("videos")}
     correlations = {}
-    for clip in videos.keys() & desk.motion.keys():
+    for clip in sorted(videos.keys() & desk.motion.keys()):
         inputs = desk.processor.video_processor([str(desk.study.dataset / videos[clip])], return_tensors="pt")
         scores = model.model.get_video_features(**inputs.to(desk.device)).token_scores[0].cpu()  # (T, n)
         moving = share_of_blocks(desk.motion[clip], tuple(inputs["video_grids"][0].tolist()))

@@ -174,6 +174,15 @@ def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypat
     assert trained == [RUNS[0], RUNS[2], RUNS[1], RUNS[3]]  # none twice: the weights were there
 
 
+def test_ratios_that_come_later_are_asked_too(parts, tmp_path, trained):
+    command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0")
+    assert main(command) == 0
+    trained.clear()
+    assert main([*command, "--ratios", "0.7"]) == 0
+    assert trained == [RUNS[0]]  # what prunes without training is asked of its weights
+    assert "cosine-inference-70" in records(tmp_path)[RUNS[0]]["evaluations"]
+
+
 def test_a_run_that_another_process_is_at_is_left_to_it(parts, tmp_path, trained):
     study = open_study(tmp_path, parts[0], parts[1], {})
     first, second = plan(study.settings, ["images"])[:2]

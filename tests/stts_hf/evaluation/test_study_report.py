@@ -49,7 +49,7 @@ def write_study(folder: Path, runs: list[Run]) -> Path:
         for group in GROUPS
         for number in range(PER_GROUP)
     ]
-    about = {"command": "stts-hf study", "questions": questions, "splits": {"train": {"clips": 9}}}
+    about = {"questions": questions, "splits": {"train": {"clips": 9}}}
     levels = {"chance": {f"{group}-type": 0.25 for group in GROUPS}, "text_only": {}}
     (folder / QUESTIONS).write_text(json.dumps(about | levels))
     (folder / SETTINGS).write_text(json.dumps({"format": 1, **dataclasses.asdict(STUDY)}))
@@ -131,3 +131,7 @@ def test_intervals_of_a_difference_are_of_pairs(page):
     """STTS and no pruning are right on the same questions: whatever is drawn, they differ by nothing."""
     table = page.partition("\n## Methods")[2].partition("\n## ")[0]
     assert "+0.0 [+0.0, +0.0]" in next(line for line in table.splitlines() if line.startswith("| STTS |"))
+
+
+def test_the_command_gives_what_is_not_by_default(page):
+    assert "Made by `stts-hf study FOLDER --dataset DATA --base CHECKPOINT --layer-ratios 0.5 0.8`" in page
