@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from stts_hf.cli.checkpoints import load_model, load_processor
+from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import SELECTORS, choose_device
 from stts_hf.cli.report import PICTURES
@@ -87,6 +87,7 @@ class STTS(lmms):
         try:
             several = self._world_size > 1
             self.device = self.accelerator.device if several else choose_device(device or "auto")
+            pretrained = find_checkpoint(pretrained)
             config, self.processor = load_processor(pretrained, options)
             self.pruning_ratio = resolve_ratio(config, pruning_ratio)
             self.model = load_model(pretrained, config, self.device, options)
@@ -149,7 +150,8 @@ class STTS(lmms):
             for message in conversation.messages:
                 for part in message.content:
                     if part.type != "text":
-                        media[part.type].append(self._source(part))
+                        source = self._source(part)
+                        media[part.type].append(source)
                 parts = [
                     {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
                 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import BatchFeature
 from transformers.image_utils import load_image
 
@@ -29,7 +30,7 @@ class Prompt:
     One conversation in the words of the chat template, up to where the answer begins.
 
     head: up to the last placeholder of a video or image, "" where there is none. tail: the rest. videos, images: in the
-    order of the placeholders: paths, URLs, bytes or whatever else the processor takes.
+    order of the placeholders: paths, URLs or bytes, images also PIL images; a video may be a list of images.
     """
 
     head: str
@@ -182,12 +183,20 @@ def prepare_prompts(
     processor: Any, heads: Sequence[Sequence[Prompt]], options: Mapping[str, Any], share: bool = True
 ) -> PreparedPrompts:
     """Decodes the videos and images of prompts, given by head, each once. share: whether heads may be read once."""
+
+    def read_image(source: Any) -> Image.Image:
+        return load_image(open_image(source, processor))
+
     prompts = [prompt for head in heads for prompt in head]
     rows = [number for number, head in enumerate(heads) for _ in head]
     shared = share and len(heads) < len(prompts)
     read = [head[0] for head in heads] if shared else prompts
-    videos = [video for prompt in read for video in prompt.videos]
-    images = [load_image(open_image(image, processor)) for prompt in read for image in prompt.images]
+    videos = [
+        [read_image(frame) for frame in video] if isinstance(video, list) else video
+        for prompt in read
+        for video in prompt.videos
+    ]
+    images = [read_image(image) for prompt in read for image in prompt.images]
     inputs = processor(
         text=[prompt.head if shared else prompt.head + prompt.tail for prompt in read],
         videos=videos or None,

@@ -1,7 +1,12 @@
 """The model `stts` in the real lmms-eval, on a local task: answers and scores of `stts-hf eval`, to the question."""
 
 import json
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +21,14 @@ from tests.training_files import write_rows
 
 lmms_eval = pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test-eval`")
 
+from lmms_eval.api.instance import Instance  # noqa: E402
 from lmms_eval.evaluator import simple_evaluate  # noqa: E402
 from lmms_eval.tasks import TaskManager  # noqa: E402
 
-TASK = REPOSITORY / "examples" / "eval" / "local"
+from stts_hf.evaluation.lmms_model import STTS, generation_options, result_of  # noqa: E402
+
+EXAMPLES = REPOSITORY / "examples" / "eval"
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "until": []}
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +86,8 @@ def run_evaluate(checkpoint: Path, rows: list[dict[str, Any]], folder: Path) -> 
 def task(rows, tmp_path_factory) -> Path:
     """The shipped task, with the paths of these rows in it."""
     folder = tmp_path_factory.mktemp("task")
-    (folder / "utils.py").write_bytes((TASK / "utils.py").read_bytes())
-    text = (TASK / "stts_local.yaml").read_text().replace("data/test.jsonl", str(rows))
+    (folder / "utils.py").write_bytes((EXAMPLES / "local" / "utils.py").read_bytes())
+    text = (EXAMPLES / "local" / "stts_local.yaml").read_text().replace("data/test.jsonl", str(rows))
     text = text.replace("folder: data", f"folder: {rows.parent}").replace("max_new_tokens: 16", "max_new_tokens: 4")
     (folder / "stts_local.yaml").write_text(text)
     return folder
@@ -86,7 +95,38 @@ def task(rows, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def manager(task) -> TaskManager:
+    """All tasks of lmms-eval, the paper's lists, and the local task."""
+    for path in (EXAMPLES / "paper").iterdir():
+        (task / path.name).write_bytes(path.read_bytes())
     return TaskManager(include_path=str(task))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> STTS:
+    return STTS(str(checkpoint), pruning_ratio=0.5, num_frames=3, batch_size=2, device="cpu")
+
+
+@pytest.fixture
+def ask(model):
+    """Asks what these contents of a user's message say; returns the texts."""
+
+    def ask(*contents: list[dict[str, Any]], **options: Any) -> list[str]:
+        model.task_dict = {"made_up": {"test": contents}}
+        return [result.text for result in model.generate_until([request(n, **options) for n in range(len(contents))])]
+
+    return ask
+
+
+def request(doc_id: int, kind: str = "generate_until", **options: Any) -> Instance:
+    def doc_to_messages(doc):
+        return [{"role": "user", "content": doc}]
+
+    arguments = ("", doc_to_messages, GREEDY | options, doc_id, "made_up", "test")
+    return Instance(kind, arguments, 0, {"task": "made_up", "doc_id": doc_id, "repeats": 1})
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +154,154 @@ def test_answers_and_scores_are_those_of_stts_hf_eval(results, checkpoint, rows)
     right = [record["right"] for record in ours.values()]
     assert 0 < sum(right) < len(right)
     assert results["results"]["stts_local"]["accuracy,none"] == pytest.approx(sum(right) / len(right))
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_questions(results, checkpoint, task, tmp_path):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "-m", "lmms_eval"]
+    command = [*launch, "--model=stts", f"--model_args=pretrained={checkpoint},pruning_ratio=0.5,num_frames=3"]
+    command += ["--tasks=stts_local", f"--include_path={task}", "--batch_size=4", "--log_samples"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*command, f"--output_path={tmp_path}"], check=True, cwd=REPOSITORY, env=environment)
+    [samples] = tmp_path.rglob("*samples_stts_local.jsonl")
+    found = [json.loads(line) for line in samples.read_text().splitlines()]
+    expected = {sample["doc"]["id"]: sample["filtered_resps"][0] for sample in results["samples"]["stts_local"]}
+    assert {sample["doc"]["id"]: sample["filtered_resps"][0] for sample in found} == expected
+    assert len(found) == len(expected)
+
+
+def test_a_batch_of_several_kinds_comes_in_order(ask, rows):
+    clip, picture = str(rows.parent / "10.mp4"), str(rows.parent / "wide.png")
+    contents = [
+        [{"type": "video", "url": clip}, text("Where does it go?")],
+        [{"type": "image", "url": Image.open(picture)}, text("Which colour?")],
+        [text("Hello?")],
+        [{"type": "image", "url": picture}, {"type": "image", "url": Image.open(picture)}, text("Which is left?")],
+        [{"type": "video", "url": clip}, text("How often?")],
+    ]
+    alone = [ask(content)[0] for content in contents]
+    assert ask(*contents) == alone
+    assert len(set(alone)) >= 3
+
+
+def test_a_folder_of_pictures_is_a_video(ask, model, tmp_path):
+    for number in range(3):
+        Image.new("RGB", (64, 48), (80 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    pictures = sorted(map(str, tmp_path.glob("*.png")))
+    [folder, files] = ask(*[[{"type": "video", "url": url}, text("What?")] for url in (str(tmp_path), pictures)])
+    assert folder == files != ""
+    [shown] = model.generate_until([request(0)])
+    assert shown.token_counts.input_tokens > 3 * 81
+
+
+def test_a_video_that_cannot_be_read_costs_its_own_answer_only(ask, rows, tmp_path, caplog):
+    clip = [{"type": "video", "url": str(rows.parent / "10.mp4")}, text("Where does it go?")]
+    gone = [{"type": "video", "url": str(tmp_path / "gone.mp4")}, text("Where does it go?")]
+    assert ask(clip, gone) == [*ask(clip), ""]
+    with pytest.raises(ValueError, match=r"None of 1 questions could be asked\. Question 0 of the task made_up .*gone"):
+        ask(gone)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "audio", "url": "a.wav"}, "shows audio, but the model takes videos, images and text"),
+        ({"type": "video", "url": "a.mp4", "start_time": 1.0}, "shows a part of a video"),
+        ({"type": "video", "url": {"url": "a.mp4", "video_end": 2}}, "shows a part of a video"),
+        ({"type": "image", "url": "https://a.b/c.png"}, "is a URL, and nothing is fetched unasked. Add allow_urls"),
+        (text("<|video|>"), r"messages\[0\] holds '<\|video\|>'"),
+    ],
+    ids=["audio", "part", "part as dict", "URL", "control token"],
+)
+def test_what_the_model_does_not_take_is_refused_by_question_and_task(ask, part, message):
+    with pytest.raises(ValueError, match=f"Question 0 of the task made_up: .*{message}"):
+        ask([part, text("What?")])
+
+
+def test_several_rounds_and_likelihoods_are_refused(model):
+    with pytest.raises(NotImplementedError, match="made_up asks in several rounds"):
+        model.generate_until_multi_round([request(0)])
+    with pytest.raises(NotImplementedError, match="made_up compares likelihoods"):
+        model.loglikelihood([request(0)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prune": 0.5}, "model_args has prune, which the model stts does not know"),
+        ({"batch_size": "auto"}, "batch_size must be a whole number of at least 1, got 'auto'"),
+        ({"selector": "best"}, "selector must be one of scorer, cosine, random, got 'best'"),
+        ({"pruning_ratio": 1.5}, "1.5"),
+        ({"pretrained": "./gone"}, r"pretrained \./gone is not a folder"),
+        ({"device": "cuda:99"}, "cuda:99 cannot be used here"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_refused(checkpoint, options, message):
+    with pytest.raises(ValueError, match=message):
+        STTS(**({"pretrained": str(checkpoint), "device": "cpu"} | options))
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"max_new_tokens": 8, "temperature": 0, "top_p": 1.0}, {"max_new_tokens": 8, "do_sample": False}),
+        ({"temperature": 0, "do_sample": True}, {"max_new_tokens": 1024, "do_sample": False}),
+        (
+            {"temperature": 0.7, "top_p": 0.9, "image_aspect_ratio": "pad"},
+            {"max_new_tokens": 1024, "do_sample": True, "temperature": 0.7, "top_p": 0.9},
+        ),
+        ({"do_sample": True}, {"max_new_tokens": 1024, "do_sample": True}),
+        ({"num_beams": 3, "top_p": None}, {"max_new_tokens": 1024, "do_sample": False, "num_beams": 3}),
+    ],
+)
+def test_generation_settings_of_tasks(asked, options):
+    assert generation_options(asked) == (options, [])
+
+
+def test_an_answer_ends_before_what_the_task_stops_at(ask, rows):
+    [whole] = ask([text("Hello there, what is it?")])
+    assert ask([text("Hello there, what is it?")], until=[whole[1:3], "never said"]) == [whole[0]]
+    assert generation_options({"until": "\n"})[1] == ["\n"]
+    assert result_of(ValueError("gone"), ["\n"]).text == ""
+
+
+def test_lmms_eval_has_the_papers_benchmarks(manager):
+    """13 of videos, one of them from a file beside the list, and 12 of images: MMIU is missing."""
+    found = {group: manager._get_config(f"stts_{group}")["task"] for group in ("short_video", "long_video", "image")}
+    assert {group: len(tasks) for group, tasks in found.items()} == {"short_video": 6, "long_video": 7, "image": 12}
+    for tasks in found.values():
+        assert set(tasks) <= set(manager.all_tasks)
+    assert not [name for name in manager.all_tasks if "mmiu" in name.lower()]
+    assert manager._get_config("stts_video")["task"] == ["stts_short_video", "stts_long_video"]
+
+
+def test_subtitles_of_longvideobench(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "decord", SimpleNamespace(VideoReader=None, cpu=None))
+    names = runpy.run_path(str(EXAMPLES / "paper" / "longvideobench.py"))
+    video = tmp_path / "videos" / "a.mp4"
+    monkeypatch.setattr(names["utils"], "longvideobench_doc_to_visual_v", lambda doc: [str(video)])
+    (tmp_path / "subtitles").mkdir()
+    doc = {"question": "Who?", "option0": "he", "option1": "she", "duration": 10, "subtitle_path": "a.json"}
+    doc |= {f"option{number}": "N/A" for number in (2, 3, 4)} | {"starting_timestamp_for_subtitles": 5}
+    question = "Who?\nA. he\nB. she\nAnswer."
+    prompts = {"pre_prompt": "", "post_prompt": "Answer."}
+    both = [
+        [
+            {"timestamp": [1, 4.5], "text": "before"},
+            {"timestamp": [4, 6.5], "text": "Hello"},
+            {"timestamp": [12.0, None], "text": "there"},
+        ],
+        [
+            {"start": "00:00:01.000", "end": "00:00:04.500", "line": "before"},
+            {"start": "00:00:04.000", "end": "00:00:06.500", "line": "Hello"},
+            {"start": "00:00:12.000", "end": "00:00:15.000", "line": "there"},
+            {"start": "00:00:16.000", "end": "00:00:17.000", "line": "after"},
+        ],
+    ]
+    for lines in both:
+        (tmp_path / "subtitles" / "a.json").write_text(json.dumps(lines))
+        assert names["doc_to_text"](doc, prompts) == f"0.0 - 1.5 Hello\n7.0 - 10.0 there\n{question}"
+    (tmp_path / "subtitles" / "a.json").write_text("[]")
+    assert names["doc_to_text"](doc, prompts) == question
