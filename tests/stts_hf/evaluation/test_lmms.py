@@ -1,9 +1,7 @@
 """The model `stts` in the real lmms-eval, on a local task: answers and scores of `stts-hf eval`, to the question."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,20 +152,6 @@ def test_answers_and_scores_are_those_of_stts_hf_eval(results, checkpoint, rows)
     right = [record["right"] for record in ours.values()]
     assert 0 < sum(right) < len(right)
     assert results["results"]["stts_local"]["accuracy,none"] == pytest.approx(sum(right) / len(right))
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_questions(results, checkpoint, task, tmp_path):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "-m", "lmms_eval"]
-    command = [*launch, "--model=stts", f"--model_args=pretrained={checkpoint},pruning_ratio=0.5,num_frames=3"]
-    command += ["--tasks=stts_local", f"--include_path={task}", "--batch_size=4", "--log_samples"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([*command, f"--output_path={tmp_path}"], check=True, cwd=REPOSITORY, env=environment)
-    [samples] = tmp_path.rglob("*samples_stts_local.jsonl")
-    found = [json.loads(line) for line in samples.read_text().splitlines()]
-    expected = {sample["doc"]["id"]: sample["filtered_resps"][0] for sample in results["samples"]["stts_local"]}
-    assert {sample["doc"]["id"]: sample["filtered_resps"][0] for sample in found} == expected
-    assert len(found) == len(expected)
 
 
 def test_a_batch_of_several_kinds_comes_in_order(ask, rows):
