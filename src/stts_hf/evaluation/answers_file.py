@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import read_json
 from stts_hf.data.lines import read_lines, write_line
 
@@ -67,12 +68,13 @@ def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFil
     answered: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         with _writing(path):
-            resumed = path.is_file() and path.stat().st_size > 0
-            if not resumed:
-                _write_summary(path, settings, None)
             file = stack.enter_context(io.FileIO(path, "a"))
             _lock(file, path)
-            if resumed:
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # written again by one that ended just now
+                raise AnswersError(f"Another process wrote to {path} just now. Try again, or name another file.")
+            if path.stat().st_size == 0:
+                _write_summary(path, settings, None)
+            else:
                 answered, changed = _read(path, settings)
                 if changed:
                     file = stack.enter_context(_write_again(path, answered))
@@ -121,14 +123,9 @@ def _write_again(path: Path, answered: Mapping[str, Mapping[str, Any]]) -> io.Fi
 
 
 def _write_summary(path: Path, settings: Mapping[str, Any], summary: Mapping[str, Any] | None) -> None:
-    """Whole or not at all."""
     content = {"format": FORMAT, "settings": settings, "finished": summary is not None} | dict(summary or {})
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        beside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        beside.replace(summary_path(path))
-    finally:
-        beside.unlink(missing_ok=True)
+    with atomic_file(summary_path(path)) as new:
+        new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from stts_hf.data.prompts import find_option
 # What may stand in front of a letter or an option: "Answer: B", "The correct option is (B)".
 _LEAD = re.compile(r"^(?:the\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*", re.I)
 _LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.):,]?\s*|[.):,]\s.*|\n.*)", re.DOTALL)
+# Letters and nothing else: "A, B", "(A) or (B)".
+_LETTERS = re.compile(r"\W*[a-z](?:(?:\W|\band\b|\bor\b)+[a-z])*\W*", re.I)
 _AROUND = " \t\r\n*`\"'"  # also of Markdown
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(string.punctuation, " " * len(string.punctuation))
@@ -30,18 +32,24 @@ def find_choice(written: str, options: Sequence[Any]) -> int | None:
     """
     Which option was chosen, from 0: the one whose letter was written, alone ("B", "(b)", "B.") or in front of more
     ("B. left"), or else the one whose text was; after "The answer is" or not. None where that is none: a sentence that
-    begins with the word "A" chooses nothing.
+    begins with the word "A" chooses nothing, and so do several letters.
     """
     text = written.strip(_AROUND)
     for words in (text, _LEAD.sub("", text, count=1).strip(_AROUND)):
         letter = _LETTER.fullmatch(words)
         place = string.ascii_uppercase.index(letter[1].upper()) if letter else len(options)
-        if place < len(options):
+        if place < len(options) and not _names_several(words, f"{string.ascii_uppercase[place]}. {options[place]}"):
             return place
         same = [place for place, option in enumerate(options) if normalize(str(option)) == normalize(words)]
         if len(same) == 1:
             return same[0]
     return None
+
+
+def _names_several(words: str, option: str) -> bool:
+    """Whether `words` are different letters, but not the letter of an option in front of one that is its text."""
+    several = _LETTERS.fullmatch(words) and len(set(re.findall(r"\b[A-Z]\b", words.upper()))) > 1
+    return bool(several) and normalize(words) != normalize(option)
 
 
 def normalize(text: str) -> str:

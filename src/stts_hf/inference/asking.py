@@ -138,14 +138,14 @@ def answer_prompts(
     def prepare(batch: _Batch) -> list[tuple[list[int], PreparedPrompts | Exception]]:
         try:
             chosen = [[prompts[place] for place in head] for head in batch.heads]
-            return [(batch.places, prepare_prompts(processor, chosen, options, share=not beams))]
+            return [(batch.places, prepare_prompts(processor, chosen, options))]
         except Exception as error:
             if len(batch.heads) == 1:
                 return [(batch.places, error)]
             return [found for head in batch.heads for found in prepare(_Batch([head]))]
 
     def answers() -> Generator[tuple[int, PromptAnswer | Exception], None, None]:
-        batches = make_batches(prompts, batch_size)
+        batches = make_batches(prompts, batch_size, share=not beams)
         with contextlib.closing(prefetch(prepare, batches, ahead=1)) as prepared_batches:
             for parts in prepared_batches:
                 for places, prepared in parts:
@@ -160,14 +160,15 @@ def answer_prompts(
     return answers()
 
 
-def make_batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[_Batch]:
+def make_batches(prompts: Sequence[Prompt], batch_size: int, share: bool = True) -> Iterator[_Batch]:
     """
     All prompts of a head in one batch, and as many heads of one kind (video, image, neither: they differ in length) as
-    `batch_size` has room for, in the order of the heads.
+    `batch_size` has room for, in the order of the heads. share: whether heads may be read once; else each prompt has
+    its own.
     """
-    heads: dict[tuple[Any, ...], list[int]] = {}
+    heads: dict[Any, list[int]] = {}
     for place, prompt in enumerate(prompts):
-        heads.setdefault(prompt.key, []).append(place)
+        heads.setdefault(prompt.key if share else place, []).append(place)
     batches: dict[tuple[bool, bool], _Batch] = {}
     for head in heads.values():
         kind = bool(prompts[head[0]].videos), bool(prompts[head[0]].images)
@@ -179,17 +180,15 @@ def make_batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[_Batch]
     yield from batches.values()
 
 
-def prepare_prompts(
-    processor: Any, heads: Sequence[Sequence[Prompt]], options: Mapping[str, Any], share: bool = True
-) -> PreparedPrompts:
-    """Decodes the videos and images of prompts, given by head, each once. share: whether heads may be read once."""
+def prepare_prompts(processor: Any, heads: Sequence[Sequence[Prompt]], options: Mapping[str, Any]) -> PreparedPrompts:
+    """Decodes the videos and images of prompts, given by head, each once."""
 
     def read_image(source: Any) -> Image.Image:
         return load_image(open_image(source, processor))
 
     prompts = [prompt for head in heads for prompt in head]
     rows = [number for number, head in enumerate(heads) for _ in head]
-    shared = share and len(heads) < len(prompts)
+    shared = len(heads) < len(prompts)
     read = [head[0] for head in heads] if shared else prompts
     videos = [
         [read_image(frame) for frame in video] if isinstance(video, list) else video

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from stts_hf.evaluation import answers_file
 from stts_hf.evaluation.answers_file import AnswersError, open_answers, summary_path
 from tests.small_disk import small_disk
 
@@ -98,6 +99,30 @@ def test_two_processes_do_not_write_to_one_file(path):
     write(path, record("a", error="gone"))
     with open_answers(path, SETTINGS), pytest.raises(AnswersError, match="Another process writes to"):
         write(path)
+
+
+def test_a_process_that_is_refused_changes_nothing(path):
+    with open_answers(path, SETTINGS) as file:
+        with pytest.raises(AnswersError, match="Another process writes to"):
+            write(path, settings=SETTINGS | {"pruning_ratio": 0.3})
+        file.write(record("a"))
+    assert write(path).keys() == {"a"}
+
+
+def test_a_file_that_was_put_in_place_of_the_one_opened_is_not_missed(path, monkeypatch):
+    """Another process writes the file again, and ends, between this one's opening and locking it."""
+    write(path, record("a", error="gone"), record("b"))
+    lock = answers_file._lock
+
+    def late(file, path):
+        monkeypatch.setattr(answers_file, "_lock", lock)
+        write(path)
+        lock(file, path)
+
+    monkeypatch.setattr(answers_file, "_lock", late)
+    with pytest.raises(AnswersError, match=r"Another process wrote to .* just now"):
+        write(path, record("c"))
+    assert write(path, record("c")).keys() == {"b", "c"}
 
 
 def test_a_full_disk_keeps_whole_lines_and_the_next_run_goes_on(path):

@@ -33,6 +33,12 @@ OPTIONS = ["left", "up", "the right", "a red ball"]
         ("I cannot tell", None),
         ("left or up", None),
         ("AB", None),
+        ("A, B", None),
+        ("(A), (C)", None),
+        ("B\nD", None),
+        ("The answer is A, B and C.", None),
+        ("B. B", 1),
+        ("A. a ball", 0),
         ("7", None),
     ],
 )
@@ -44,6 +50,8 @@ def test_a_letter_is_that_of_the_option_even_where_options_are_letters():
     """The prompt asks for the option's letter."""
     assert find_choice("A", ["K", "A", "X"]) == 0
     assert find_choice("X", ["K", "A", "X"]) == 2
+    assert find_choice("B. A", ["K", "A", "X"]) == 1
+    assert find_choice("B. K", ["K", "A", "X"]) is None
 
 
 def test_options_of_the_same_words_are_not_told_apart_by_them():

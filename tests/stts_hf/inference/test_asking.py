@@ -90,6 +90,20 @@ def test_beam_search_gives_what_it_gives_one_by_one(model, processor, prompts):
     assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **beams) == expected
 
 
+def test_beam_search_answers_no_more_at_once_than_asked(model, processor, prompts, monkeypatch):
+    sizes = []
+    generate = model.generate
+
+    def note_down(**inputs):
+        sizes.append(len(inputs["input_ids"]))
+        return generate(**inputs)
+
+    monkeypatch.setattr(model, "generate", note_down)
+    about_one = [prompts[0], prompts[2], prompts[5]]
+    answers_of(model, processor, about_one, pruning_ratio=0.5, batch_size=2, max_new_tokens=1, num_beams=2)
+    assert sizes == [2, 1]
+
+
 def test_a_clip_is_decoded_and_encoded_once_for_all_its_questions(model, processor, prompts, monkeypatch):
     read, encoded = [], []
     load = type(processor.video_processor)._load
