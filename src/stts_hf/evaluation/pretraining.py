@@ -4,14 +4,16 @@ it `hub_configs/stts-tiny`, which prunes.
 
     python -m stts_hf.evaluation.pretraining outputs/base --tiny hub_configs/stts-tiny
 
-Binding words to what is seen is hard to learn from answers alone, so there are three stages, on scenes of which none is
-seen twice: the vision tower learns to say what is in each block of single frames, as a VLM starts from a vision tower
-that can see; then the whole model talks about clips in which little happens, and last about those of the data set,
-while the tower goes on saying what is in each block. Nothing is pruned, and the scorer stays as it is made. The tiny
-checkpoint then learns to do with fewer blocks, at several pruning ratios in turn.
+A VLM starts from a language model that can read and a vision tower that can see, and so does this one. The language
+model learns first, from frames it is told: the features of each block are the words for what is in it. So it learns in
+minutes to tie colours to places and places to times, which it did not in an hour from pixels. Then the tower learns to
+say those words of each block of a frame, and last both learn together from pixels. Steps are small and many: tying what
+belongs together comes after a thousand steps, whatever their size. No scene is seen twice, nothing is pruned, and the
+scorer stays as it is made. The tiny checkpoint then learns to do with fewer blocks.
 """
 
 import argparse
+import functools
 import itertools
 import shutil
 import tempfile
@@ -24,18 +26,61 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from stts_hf.checkpoints.atomic_folder import atomic_folder
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, move_files
+from stts_hf.modeling.pruning_stts import PruningPlan, VideoFeatures
 
-from .pretraining_data import KINDS, SceneConversations, SceneFrames
+from .pretraining_data import FIRST_SEED, KINDS, LEVELS, SceneConversations, SceneFrames
 from .scenes import COLOURS
 from .tiny_model import build_config, build_model, build_processor
 
-TOWER_RATE, RATE, TOWER_SHARE = 3e-3, 2e-3, 0.3
-BLOCK_WEIGHT = 0.5  # of what is in each block, beside the task's loss
-PRUNED_RATE, SCORER_RATE = 5e-4, 2e-3
+TEXT_RATE, TOWER_RATE, BOTH_RATE = 1e-3, 2e-3, 5e-4
+NOISE = 0.05  # of the features that the language model is told, beside embeddings of 0.5
+PRUNED_RATE, SCORER_RATE = 3e-4, 2e-3
 RATIOS = (0.5, 0.7, 0.5, 0.9)  # of the tiny checkpoint's steps, in turn
+CALLED = {"diamond": "mark", "bar": "light"}  # what questions call them
+EDGES = ("top", None, None, "bottom"), ("left", None, None, "right")
+
+
+class BlockCodes:
+    """
+    The features (text hidden size) that say what is in a block: the sum of the embeddings of the words for its things,
+    their colours and its place in the frame. `words` (kinds + colours, ...), `places` (n, ...).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        embeddings = model.get_input_embeddings().weight.detach().clone()
+        letters = [kind for kind in KINDS if len(kind) == 1]
+        names = [CALLED.get(kind, kind) for kind in KINDS] + list(COLOURS)
+        ids = [tokenizer(name if name in letters else f" {name}")["input_ids"] for name in names]
+        self.words = torch.stack([embeddings[one].mean(0) for one in ids])
+        generator = torch.Generator().manual_seed(0)
+        rows, cols = (
+            [
+                embeddings[tokenizer(f" {word}")["input_ids"]].mean(0)
+                if word
+                else torch.randn(embeddings.shape[1], generator=generator) * embeddings.std()
+                for word in words
+            ]
+            for words in EDGES
+        )
+        self.places = torch.stack([row + col for row in rows for col in cols])
+        self.power = self.words.square().sum(-1).mean()
+        self.scale = torch.nn.Parameter(torch.tensor(5.0))
+        self.bias = torch.nn.Parameter(torch.full((len(names),), -2.0))
+
+    def of(self, inside: torch.Tensor) -> torch.Tensor:
+        """The features (F * n, ...) of frames with these `block_targets` (F, n, ...)."""
+        return (inside @ self.words + self.places).flatten(0, 1)
+
+    def loss(self, features: torch.Tensor, inside: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        """How far features (F * n, ...) are from saying this, as squares and as words that one would read from them."""
+        features, known = features.unflatten(0, known.shape), known.float()
+        squares = (features.flatten(0, 1) - self.of(inside)).square().sum(-1).view_as(known) / self.power
+        weights = known * (1 + 4 * inside.sum(-1))  # most blocks are empty
+        read = (features - self.places) @ self.words.T / self.power * self.scale + self.bias
+        errors = F.binary_cross_entropy_with_logits(read, inside, reduction="none").sum(-1)
+        return (squares * weights).sum() / weights.sum() + (errors * known).sum() / known.sum()
 
 
 def fit(
@@ -60,134 +105,154 @@ def _load(dataset: Dataset) -> DataLoader:
     return DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=4)
 
 
-class BlockReader(torch.nn.Linear):
-    """Says of a block's features (..., text hidden size) what is in it, and which of the frame's `n` blocks it is."""
-
-    def __init__(self, hidden_size: int, blocks_per_frame: int) -> None:
-        super().__init__(hidden_size, len(KINDS) + len(COLOURS) + blocks_per_frame)
-
-    def loss(self, features: torch.Tensor, inside: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        """features: (F * n, text hidden size) of frames with these `block_targets`."""
-        said, place = self(features).unflatten(0, known.shape).tensor_split([inside.shape[-1]], dim=-1)
-        errors = F.binary_cross_entropy_with_logits(said, inside, reduction="none").sum(-1)
-        places = torch.arange(known.shape[1]).expand_as(known)
-        return errors[known].mean() + 0.3 * F.cross_entropy(place.flatten(0, 1), places.flatten())
+def _tower_parts(model: Any) -> list[torch.nn.Parameter]:
+    """Parameters of the vision tower, but for its scorer, and of the connector."""
+    scorer = {id(parameter) for parameter in model.model.vision_tower.scorer.parameters()}
+    parts = (model.model.vision_tower, model.model.multi_modal_projector)
+    return [parameter for part in parts for parameter in part.parameters() if id(parameter) not in scorer]
 
 
-def pretrain_tower(model: Any, reader: BlockReader, video_processor: Any, steps: int) -> list[float]:
-    """Trains tower and connector to say what is in each block of a frame, and which block it is."""
+def _text_parts(model: Any) -> list[torch.nn.Parameter]:
+    """Parameters of the language model and its head."""
+    return [*model.model.language_model.parameters(), *model.lm_head.parameters()]
+
+
+def teach_text(model: Any, codes: BlockCodes, processor: Any, batch_size: int, level: int, steps: int) -> list[float]:
+    """Trains the language model on conversations about frames that it is told, not shown."""
+    told: list[torch.Tensor] = []
+
+    def tell(pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
+        whole = [torch.ones(frames, rows * cols) for frames, rows, cols in plan.grids]
+        return VideoFeatures(
+            pooler_output=told[0].split(plan.num_kept),
+            token_scores=tuple(whole),
+            keep_mask=tuple(one.bool() for one in whole),
+        )
+
+    def loss_of(batch: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, inside, _ = batch
+        features = codes.of(inside)
+        told[:] = [features + NOISE * torch.randn_like(features)]
+        return model(**inputs, pruning_ratio=0.0).task_loss
+
+    rows, _ = model.config.vision_config.block_grid
+    batches = _load(SceneConversations(processor, steps, batch_size, level, rows, False, (4 + level) * FIRST_SEED))
+    groups = [{"params": _text_parts(model), "lr": TEXT_RATE}]
+    model.model.encode_videos = tell
+    try:
+        return list(fit(groups, batches, steps, loss_of, f"Language model, {LEVELS[level]}"))
+    finally:
+        del model.model.encode_videos
+
+
+def teach_tower(model: Any, codes: BlockCodes, video_processor: Any, steps: int) -> list[float]:
+    """Trains tower and connector to say what is in each block of a frame."""
     rows, _ = model.config.vision_config.block_grid
 
     def loss_of(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
         frames, inside, known = batch
         inputs = video_processor([frames], do_sample_frames=False, return_tensors="pt")
         features = model.model.get_video_features(**inputs, pruning_ratio=0.0).pooler_output
-        return reader.loss(torch.cat(features), inside, known)
+        return codes.loss(torch.cat(features), inside, known)
 
-    parts = (model.model.vision_tower, model.model.multi_modal_projector, reader)
-    group = {"params": [p for part in parts for p in part.parameters()], "lr": TOWER_RATE}
-    return list(fit([group], _load(SceneFrames(steps, rows)), steps, loss_of, "Vision tower"))
-
-
-def pretrain_conversations(
-    model: Any, reader: BlockReader, processor: Any, steps: int, batch_size: int, level: int
-) -> list[float]:
-    """Trains the whole model but the scorer on conversations, without pruning."""
-    rows, _ = model.config.vision_config.block_grid
-    connected: list[torch.Tensor] = []
-    hook = model.model.multi_modal_projector.register_forward_hook(
-        lambda module, inputs, output: connected.append(output.last_hidden_state)
-    )
-
-    def loss_of(batch: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        inputs, inside, known = batch
-        connected.clear()
-        task = model(**inputs, pruning_ratio=0.0).task_loss
-        [features] = [output for output in connected if len(output) == known.numel()]  # the others are images'
-        return task + BLOCK_WEIGHT * reader.loss(features, inside, known)
-
-    tower = [p for name, p in model.model.vision_tower.named_parameters() if not name.startswith("scorer")]
-    others = [p for name, p in model.named_parameters() if ".vision_tower." not in name]
     groups = [
-        {"params": tower, "lr": TOWER_SHARE * RATE},
-        {"params": [*others, *reader.parameters()], "lr": RATE},
+        {"params": _tower_parts(model), "lr": TOWER_RATE},
+        {"params": [codes.scale, codes.bias], "lr": 5 * TOWER_RATE},
     ]
-    batches = _load(SceneConversations(processor, steps, batch_size, level, rows))
-    losses = list(fit(groups, batches, steps, loss_of, f"Conversations, level {level}"))
-    hook.remove()
-    return losses
+    return list(fit(groups, _load(SceneFrames(steps, rows)), steps, loss_of, "Vision tower"))
 
 
-def train_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> list[float]:
+def teach_both(model: Any, processor: Any, steps: int, batch_size: int) -> list[float]:
+    """Trains the whole model but the scorer on conversations about what it sees, without pruning."""
+    rows, _ = model.config.vision_config.block_grid
+    batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 8 * FIRST_SEED))
+    groups = [{"params": [*_tower_parts(model), *_text_parts(model)], "lr": BOTH_RATE}]
+    return list(fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=0.0).task_loss, "Both"))
+
+
+def teach_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> list[float]:
     """Trains the whole model, scorer and all, with the loss of the paper, at each of `RATIOS` in turn."""
     rows, _ = model.config.vision_config.block_grid
     ratios = itertools.cycle(RATIOS)
-
-    def loss_of(batch: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return model(**batch[0], pruning_ratio=next(ratios)).loss
-
-    scorer = list(model.model.vision_tower.scorer.parameters())
-    ids = {id(parameter) for parameter in scorer}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    groups = [{"params": scorer, "lr": SCORER_RATE}, {"params": others, "lr": PRUNED_RATE}]
-    batches = _load(SceneConversations(processor, steps, batch_size, 3, rows))
-    return list(fit(groups, batches, steps, loss_of, "With pruning"))
+    batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 9 * FIRST_SEED))
+    groups = [
+        {"params": list(model.model.vision_tower.scorer.parameters()), "lr": SCORER_RATE},
+        {"params": [*_tower_parts(model), *_text_parts(model)], "lr": PRUNED_RATE},
+    ]
+    return list(
+        fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=next(ratios)).loss, "With pruning")
+    )
 
 
-def make_base(
-    folder: Path, template: str, *, tower_steps: int, level_steps: tuple[int, int], batch_size: int = 16, seed: int = 0
-) -> None:
+def make_base(folder: Path, template: str, steps: dict[str, int], *, batch_size: int = 4, seed: int = 0) -> None:
     """
-    Makes the base checkpoint and saves it, whole or not at all. template: the chat template. level_steps: of clips in
-    which little happens, and of those as in the data set. Raises `FileExistsError` where the folder is there.
+    Makes the base checkpoint and saves it, whole or not at all. template: the chat template. steps: of the stages, as
+    in `STEPS`. A stage that was done when it was last tried, with the same steps and seed, is not done again: its
+    weights wait in `folder.stages`. Raises `FileExistsError` where the folder is there.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists: name another folder, or delete that one.")
     processor = build_processor(template)
     model = build_model(build_config(processor.tokenizer), processor.tokenizer, seed).train()
-    rows, cols = model.config.vision_config.block_grid
-    reader = BlockReader(model.config.text_config.hidden_size, rows * cols)
-    pretrain_tower(model, reader, processor.video_processor, tower_steps)
-    for level, steps in zip((1, 3), level_steps, strict=True):
-        pretrain_conversations(model, reader, processor, steps, batch_size, level)
+    codes = BlockCodes(model, processor.tokenizer)
+    stages: dict[str, Callable[[int], Any]] = {
+        f"text_{level}": functools.partial(teach_text, model, codes, processor, batch_size, level) for level in LEVELS
+    }
+    stages["tower"] = lambda number: teach_tower(model, codes, processor.video_processor, number)
+    stages["both"] = lambda number: teach_both(model, processor, number, batch_size)
+    done = folder.with_name(f"{folder.name}.stages")
+    done.mkdir(parents=True, exist_ok=True)
+    name = f"seed{seed}-batch{batch_size}"
+    for stage, teach in stages.items():
+        name += f"-{stage}{steps[stage]}"
+        if not (done / name).exists():
+            torch.manual_seed(seed)
+            teach(steps[stage])
+            with atomic_file(done / name) as new:
+                torch.save(model.state_dict(), new)
+        model.load_state_dict(torch.load(done / name, weights_only=True))
     with atomic_folder(folder) as new:
         model.eval().save_pretrained(new)
         processor.save_pretrained(new)
+    shutil.rmtree(done)
 
 
-def make_tiny(base: Path, folder: Path, *, steps: int, batch_size: int = 16) -> None:
+def make_tiny(base: Path, folder: Path, *, steps: int, batch_size: int = 4) -> None:
     """Trains the base checkpoint on with pruning, and saves it into `folder`, whose card and code links stay."""
     processor, model = STTSProcessor.from_pretrained(base), STTSForConditionalGeneration.from_pretrained(base)
-    train_pruned(model.train(), processor, steps, batch_size)
-    with tempfile.TemporaryDirectory() as temporary:
+    teach_pruned(model.train(), processor, steps, batch_size)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
         model.eval().save_pretrained(temporary)
         processor.save_pretrained(temporary)
         for file in Path(temporary).iterdir():
             target = folder / file.name
-            if not target.is_symlink() and not (file.name == "README.md" and target.is_file()):
-                shutil.copyfile(file, target)
+            if target.is_symlink() or (file.name == "README.md" and target.is_file()):
+                file.unlink()
+        move_files(Path(temporary), folder, "config.json")
+
+
+STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 10000, "both": 2000, "pruned": 1500}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the study's base checkpoint, and hub_configs/stts-tiny of it.")
     parser.add_argument("base", type=Path, help="folder of the base checkpoint; made unless it is there")
     parser.add_argument("--tiny", type=Path, required=True, help="hub_configs/stts-tiny, whose chat template is used")
-    parser.add_argument("--tower-steps", type=int, default=2500)
-    parser.add_argument("--level-steps", type=int, nargs=2, default=(500, 1000), metavar=("LITTLE", "MUCH"))
-    parser.add_argument("--pruned-steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
+    for stage, steps in STEPS.items():
+        parser.add_argument(f"--{stage.replace('_', '-')}-steps", type=int, default=steps, metavar="N")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    if not arguments.base.exists():
-        make_base(
-            arguments.base,
-            (arguments.tiny / "chat_template.jinja").read_text(encoding="utf-8"),
-            tower_steps=arguments.tower_steps,
-            level_steps=tuple(arguments.level_steps),
-            seed=arguments.seed,
-        )
-    if arguments.pruned_steps:
-        make_tiny(arguments.base, arguments.tiny, steps=arguments.pruned_steps)
+    steps = {stage: getattr(arguments, f"{stage}_steps") for stage in STEPS}
+    if arguments.base.exists():
+        given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
+        if idle := sorted(set(given) - {"base", "tiny", "pruned_steps"}):
+            parser.error(f"{arguments.base} is there already, so --{idle[0].replace('_', '-')} would have no effect")
+    else:
+        template = (arguments.tiny / "chat_template.jinja").read_text(encoding="utf-8")
+        make_base(arguments.base, template, steps, seed=arguments.seed)
+    if steps["pruned"]:
+        make_tiny(arguments.base, arguments.tiny, steps=steps["pruned"])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ What the study's base learns from: scenes drawn as they are needed, frame by fra
 is in each block of every frame.
 """
 
+import copy
 import itertools
 from typing import Any
 
@@ -28,11 +29,13 @@ from .questions import (
 from .scenes import COLOURS, LETTERS, SHAPES, Scene
 from .tiny_model import MAX_FPS, NUM_FRAMES, SIZE
 
-FIRST_SEED = 1 << 40  # scenes of data sets have lower ones
+FIRST_SEED = 1 << 40  # scenes of data sets made with the usual seeds have lower ones
 KINDS = (*SHAPES, "diamond", "bar", *LETTERS)
-FRAMES_AT_ONCE, FRAMES_PER_SCENE = 64, 4
-QUESTIONS_AT_ONCE = 8
+FRAMES_AT_ONCE, FRAMES_PER_SCENE = 24, 4
+QUESTIONS_AT_ONCE = 12
+WITH_OPTIONS = 0.35  # of the questions, in every stage: which letter stands for what is one more thing to tie
 LONG_FRAMES = (16, 24, 32)  # more than the processor's, so that test-time scaling shows nothing new
+LEVELS = {0: "pictures", 2: "clips in which little happens", 3: "all kinds of clips"}
 
 
 def block_targets(scene: Scene, time: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,8 +73,8 @@ class SceneFrames(Dataset):
     def __getitem__(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         random = np.random.default_rng((FIRST_SEED, batch))
         frames, targets = [], []
-        for number in range(FRAMES_AT_ONCE // FRAMES_PER_SCENE):
-            compose = (compose_short, compose_short, compose_long, compose_image)[number % 4]
+        for _ in range(FRAMES_AT_ONCE // FRAMES_PER_SCENE):
+            compose = (compose_short, compose_short, compose_long, compose_image)[random.integers(4)]
             scene, _ = compose(FIRST_SEED + int(random.integers(FIRST_SEED)))
             # Mostly while something is seen that is not always there.
             shown = [interval for thing in scene.things for interval in thing.shown]
@@ -91,21 +94,26 @@ class SceneFrames(Dataset):
 class SceneConversations(Dataset):
     """
     Batches of conversations about scenes, as `STTSDataCollator` makes them, with `block_targets` of all frames of their
-    videos. level: of `compose_short`; level 1 has nothing but clips in which little happens.
+    videos. level: one of `LEVELS`. drawn: whether the frames are, or stay black. first_seed: of the scenes.
     """
 
-    def __init__(self, processor: Any, batches: int, batch_size: int, level: int, blocks: int) -> None:
-        self.processor, self.batches, self.batch_size, self.level = processor, batches, batch_size, level
-        self.blocks = blocks
-        self.collator = STTSDataCollator(processor)
+    def __init__(
+        self, processor: Any, batches: int, batch_size: int, level: int, blocks: int, drawn: bool, first_seed: int
+    ) -> None:
+        self.processor = copy.deepcopy(processor)  # its frames change from sample to sample
+        self.batches, self.batch_size, self.level = batches, batch_size, level
+        self.blocks, self.drawn, self.first_seed = blocks, drawn, first_seed
+        self.collator = STTSDataCollator(self.processor)
 
     def __len__(self) -> int:
         return self.batches
 
     def __getitem__(self, batch: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-        first = (4 + self.level) * FIRST_SEED + batch * self.batch_size
+        first = self.first_seed + batch * self.batch_size
         samples, targets = zip(*(self.sample(first + number) for number in range(self.batch_size)), strict=True)
-        frames = itertools.chain.from_iterable(targets)
+        frames = list(itertools.chain.from_iterable(targets))
+        if not frames:  # pictures alone
+            return self.collator(samples), torch.empty(0), torch.empty(0)
         inside, known = (torch.from_numpy(np.stack(part)) for part in zip(*frames, strict=True))
         return self.collator(samples), inside, known
 
@@ -113,25 +121,31 @@ class SceneConversations(Dataset):
         """A conversation about the scene of a seed, and `block_targets` of its video's frames."""
         random = np.random.default_rng((seed, 5))
         drawn = random.random()
-        if self.level == 1:
-            scene, questions = compose_short(seed, level=1, shown_for=0.6)
+        if self.level == 0:
+            scene, questions = compose_image(seed)
+            times = np.arange(2) / MAX_FPS
+        elif self.level == 2:
+            scene, questions = compose_short(seed, level=2, shown_for=0.6)
+            questions = [question for question in questions if question.kind != "count"]  # not every blink is seen
             times = np.arange(8) * 2 / MAX_FPS
         elif drawn < 0.7:
-            scene, questions = compose_short(seed, self.level)
+            scene, questions = compose_short(seed)
             times = np.arange(NUM_FRAMES) / MAX_FPS
-        elif drawn < 0.85:
+        elif drawn < 0.85 or not self.drawn:
             scene, questions = compose_long(seed)
             times = np.linspace(0, LONG_SECONDS - 1 / LONG_FPS, random.choice(LONG_FRAMES))
         else:
             scene, questions = compose_image(seed)
             times = np.zeros(1)
-        frames = scene.draw(times.tolist(), SIZE)
         messages = self._conversation(questions, seed, random)
+        frames = np.zeros((len(times), SIZE, SIZE, 3), np.uint8)
+        if self.drawn:
+            frames = scene.draw(times.tolist(), SIZE)
         if len(times) == 1:
             messages[0]["content"].insert(0, {"type": "image"})
             return encode(self.processor, Sample(str(seed), messages, [], [Image.fromarray(frames[0])])), []
         messages[0]["content"].insert(0, {"type": "video"})
-        settings = self.processor.video_processor  # of this worker's own copy
+        settings = self.processor.video_processor
         settings.num_frames, settings.max_fps = len(times), 1 / (times[1] - times[0])
         targets = [block_targets(scene, float(time), self.blocks) for time in times]
         return encode(self.processor, Sample(str(seed), messages, [frames], [])), targets
@@ -140,7 +154,6 @@ class SceneConversations(Dataset):
         messages = []
         for index in random.permutation(len(questions))[:QUESTIONS_AT_ONCE].tolist():
             question = questions[index]
-            lettered = self.level > 1 and random.random() < 0.25
-            options = with_options(question, seed + index) if lettered else None
+            options = with_options(question, seed + index) if random.random() < WITH_OPTIONS else None
             messages += choice_messages(question.text, options, question.answer)
         return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]

@@ -7,6 +7,7 @@ where it was, and a run that was being trained starts again.
 
 import dataclasses
 import datetime
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -234,8 +235,15 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
 
 
 def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
-    """The trained model as the method that is asked."""
-    model: Any = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
+    """
+    The trained model as the method that is asked. One that draws its blocks draws others for every batch, the same
+    every time: with one seed for all, it would be one draw that all clips share.
+    """
+    model = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
+    tower = model.model.vision_tower
+    if tower.config.selector == "random":
+        seeds = itertools.count(run.seed << 32)
+        tower.register_forward_pre_hook(lambda *_: setattr(tower.config, "selector_seed", next(seeds)))
     return model.to(desk.device).eval()
 
 

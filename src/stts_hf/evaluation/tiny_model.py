@@ -31,6 +31,8 @@ VISION_TOKENS = (
     "<frame_end>",
     "<|video|>",
 )
+SPACE = "\u0120"  # as byte-level tokenizers write it
+EMBEDDING_STD = 0.5
 PATCH_SIZE, GRID, NUM_FRAMES, MAX_FPS = 8, 12, 16, 4
 SIZE = PATCH_SIZE * GRID
 
@@ -131,13 +133,24 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> STTSConfig:
 
 
 def build_model(config: STTSConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> STTSForConditionalGeneration:
-    """The model with seeded random weights; its scorer knows nothing yet."""
+    """
+    The model with seeded random weights; its scorer knows nothing yet. Its head begins as its embeddings, in which a
+    word is the same with and without a space before it, so that what was seen can be said by copying.
+    """
     torch.manual_seed(seed)
     model = STTSForConditionalGeneration(config)
     for name, module in model.named_modules():
         # With the library's 0.02, narrow layers say next to nothing, and nothing is learned.
         if isinstance(module, torch.nn.Linear) and "scorer" not in name:
             torch.nn.init.normal_(module.weight, std=0.8 / module.in_features**0.5)
+    embeddings = model.get_input_embeddings().weight
+    torch.nn.init.normal_(embeddings, std=EMBEDDING_STD)
+    vocabulary = tokenizer.get_vocab()
+    with torch.no_grad():
+        for token, index in vocabulary.items():
+            if token.startswith(SPACE) and token[1:] in vocabulary:
+                embeddings[vocabulary[token[1:]]] = embeddings[index]
+        model.lm_head.weight.copy_(embeddings[:VOCAB_SIZE] / (EMBEDDING_STD * config.text_config.hidden_size**0.5))
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

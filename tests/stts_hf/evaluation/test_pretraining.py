@@ -5,14 +5,17 @@ import pytest
 import torch
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf.evaluation import pretraining
 from stts_hf.evaluation.pretraining import (
-    BlockReader,
+    STEPS,
+    BlockCodes,
     make_base,
     make_tiny,
-    pretrain_conversations,
-    pretrain_tower,
+    teach_both,
+    teach_text,
+    teach_tower,
 )
-from stts_hf.evaluation.pretraining_data import KINDS, SceneConversations, SceneFrames, block_targets
+from stts_hf.evaluation.pretraining_data import KINDS, LEVELS, SceneConversations, SceneFrames, block_targets
 from stts_hf.evaluation.questions import compose_short
 from stts_hf.evaluation.scenes import COLOURS, Scene, Thing
 from stts_hf.evaluation.tiny_model import build_config, build_model, build_processor
@@ -64,34 +67,83 @@ def test_batches_follow_from_their_number(processor):
     for once, again in zip(frames[1], SceneFrames(2, BLOCKS)[1], strict=True):
         assert torch.equal(once, again)
     assert not torch.equal(frames[0][0], frames[1][0])
-    batch, inside, known = SceneConversations(processor, 1, 4, 3, BLOCKS)[0]
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_conversations_are_about_the_frames_of_the_targets(processor, level, drawn):
+    batch, inside, known = SceneConversations(processor, 1, 3, level, BLOCKS, drawn, 7)[0]
     assert len(inside) == len(known) == batch["video_grids"][:, 0].sum()
-    assert (batch["labels"] != -100).sum() > 4 * 8
+    assert (batch["labels"] != -100).sum() > 3 * 2 * 3  # an answer is a word or more and its end
+    assert (batch["pixel_values_videos"].std() > 0) == drawn
+
+
+def test_codes_say_what_they_are_made_of(processor, model):
+    """Read by the words nearest to them, features are what they were made of, at every place."""
+    codes = BlockCodes(model, processor.tokenizer)
+    inside = torch.zeros(2, BLOCKS**2, len(KINDS) + len(COLOURS))
+    inside[0, 5, KINDS.index("ring")] = inside[0, 5, len(KINDS) + 2] = 1
+    features = codes.of(inside)
+    embeddings = model.get_input_embeddings().weight
+    [ring] = processor.tokenizer(" ring")["input_ids"]
+    near = torch.cosine_similarity(features, embeddings[ring].expand_as(features), dim=-1)
+    assert near.argmax() == 5
+    assert codes.loss(features, inside, torch.ones(2, BLOCKS**2, dtype=torch.bool)) < codes.loss(
+        features.roll(1, 0), inside, torch.ones(2, BLOCKS**2, dtype=torch.bool)
+    )
 
 
 @pytest.mark.slow
-def test_each_stage_learns(processor, model):
-    reader = BlockReader(128, BLOCKS**2)
-    before = model.model.vision_tower.scorer.input_layer.weight.clone()
-    losses = pretrain_tower(model, reader, processor.video_processor, 25)
-    assert losses[-1] < 0.3 * losses[0]
-    losses = pretrain_conversations(model, reader, processor, 12, 4, 1)
-    assert np.mean(losses[-3:]) < 0.8 * np.mean(losses[:3])
-    assert torch.equal(model.model.vision_tower.scorer.input_layer.weight, before)
+def test_each_stage_learns_and_leaves_the_rest(processor, model):
+    codes = BlockCodes(model, processor.tokenizer)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def changed() -> set[str]:
+        names = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+        before.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        return {name.split(".")[1] if name.startswith("model.") else name.split(".")[0] for name in names}
+
+    losses = teach_text(model, codes, processor, 2, 0, 12)
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    assert changed() == {"language_model", "lm_head"}
+    losses = teach_tower(model, codes, processor.video_processor, 20)
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    assert changed() == {"vision_tower", "multi_modal_projector"}
+    scorer = model.model.vision_tower.scorer.input_layer.weight.clone()
+    teach_both(model, processor, 2, 2)
+    assert changed() == {"vision_tower", "multi_modal_projector", "language_model", "lm_head"}
+    assert torch.equal(model.model.vision_tower.scorer.input_layer.weight, scorer)
 
 
-def test_the_base_is_a_whole_checkpoint(template, tmp_path):
-    make_base(tmp_path / "base", template, tower_steps=2, level_steps=(2, 2), batch_size=2)
+def test_the_base_is_a_whole_checkpoint_and_its_stages_are_not_done_twice(template, tmp_path, monkeypatch):
+    steps = dict.fromkeys(STEPS, 2)
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining, "teach_both", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make_base(tmp_path / "base", template, steps, batch_size=2)
+    assert not (tmp_path / "base").exists()
+    with monkeypatch.context() as patch:
+        for stage in ("teach_text", "teach_tower"):
+            patch.setattr(pretraining, stage, stop)
+        make_base(tmp_path / "base", template, steps, batch_size=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"base"}
     model = STTSForConditionalGeneration.from_pretrained(tmp_path / "base")
-    processor = STTSProcessor.from_pretrained(tmp_path / "base")
     assert sum(parameter.numel() for parameter in model.parameters()) < 1.5e6
-    assert processor.video_processor.num_frames == 16
+    assert STTSProcessor.from_pretrained(tmp_path / "base").video_processor.num_frames == 16
+    with pytest.raises(FileExistsError, match="name another folder"):
+        make_base(tmp_path / "base", template, STEPS)
+
+
+def test_the_tiny_checkpoint_has_a_scorer_that_learned_and_keeps_its_card(processor, model, tmp_path):
+    for part in (model, processor):
+        part.save_pretrained(tmp_path / "base")
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "README.md").write_text("a card")
     make_tiny(tmp_path / "base", tmp_path / "tiny", steps=2, batch_size=2)
     tiny = STTSForConditionalGeneration.from_pretrained(tmp_path / "tiny")
-    scorers = [m.model.vision_tower.scorer.score_layer.weight for m in (model, tiny)]
-    assert not torch.equal(*scorers)
+    assert not torch.equal(*(m.model.vision_tower.scorer.score_layer.weight for m in (model, tiny)))
     assert (tmp_path / "tiny" / "README.md").read_text() == "a card"
-    with pytest.raises(FileExistsError, match="name another folder"):
-        make_base(tmp_path / "base", template, tower_steps=2, level_steps=(2, 2))

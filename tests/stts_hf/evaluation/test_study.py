@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -248,3 +250,27 @@ def test_killed_workers_lose_nothing(done, parts, tmp_path):
     assert process.wait(timeout=600) in (0, 2)
     assert main(study_command(tmp_path, *parts, "--only", "images")) == 0
     assert outcomes(tmp_path) == outcomes(done)
+
+
+def test_blocks_drawn_at_random_are_others_for_each_batch_and_the_same_again(parts):
+    _, base = parts
+    run = study_runs.Run("random", 0.5, 2, 3)
+    asked = study_runs.Evaluation("random-inference", 0.5)
+    pixels = torch.zeros(16, 144, 192)
+    pooling = torch.arange(144).view(4, 3, 4, 3).permute(0, 2, 1, 3).reshape(16, 9)
+    inputs = {
+        "pixel_values_videos": pixels,
+        "video_token_pooling": torch.cat([pooling + 144 * frame for frame in range(16)]),
+        "video_grids": torch.tensor([[16, 4, 4]]),
+    }
+
+    def masks() -> list[torch.Tensor]:
+        desk: Any = SimpleNamespace(device=torch.device("cpu"))
+        model = study_runs.load(run, asked, desk, base)
+        return [model.model.get_video_features(**inputs).keep_mask[0] for _ in range(2)]
+
+    with torch.no_grad():
+        first, second = masks()
+        again = masks()
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.stack(again), torch.stack([first, second]))
