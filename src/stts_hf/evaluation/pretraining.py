@@ -239,8 +239,8 @@ def main() -> None:
     parser.add_argument("base", type=Path, help="folder of the base checkpoint; made unless it is there")
     parser.add_argument("--tiny", type=Path, required=True, help="hub_configs/stts-tiny, whose chat template is used")
     parser.add_argument("--seed", type=int, default=0)
-    for stage, steps in STEPS.items():
-        parser.add_argument(f"--{stage.replace('_', '-')}-steps", type=int, default=steps, metavar="N")
+    for stage, usual in STEPS.items():
+        parser.add_argument(f"--{stage.replace('_', '-')}-steps", type=int, default=usual, metavar="N")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     steps = {stage: getattr(arguments, f"{stage}_steps") for stage in STEPS}

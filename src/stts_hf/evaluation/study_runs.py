@@ -239,7 +239,7 @@ def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
     The trained model as the method that is asked. One that draws its blocks draws others for every batch, the same
     every time: with one seed for all, it would be one draw that all clips share.
     """
-    model = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
+    model: Any = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
     tower = model.model.vision_tower
     if tower.config.selector == "random":
         seeds = itertools.count(run.seed << 32)

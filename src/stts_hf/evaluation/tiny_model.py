@@ -3,6 +3,7 @@ The model of the study: Molmo2 in small, which sees 16 frames of 12 x 12 patches
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -143,7 +144,7 @@ def build_model(config: STTSConfig, tokenizer: PreTrainedTokenizerFast, seed: in
         # With the library's 0.02, narrow layers say next to nothing, and nothing is learned.
         if isinstance(module, torch.nn.Linear) and "scorer" not in name:
             torch.nn.init.normal_(module.weight, std=0.8 / module.in_features**0.5)
-    embeddings = model.get_input_embeddings().weight
+    embeddings: Any = model.get_input_embeddings().weight
     torch.nn.init.normal_(embeddings, std=EMBEDDING_STD)
     vocabulary = tokenizer.get_vocab()
     with torch.no_grad():
