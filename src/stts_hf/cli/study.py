@@ -83,13 +83,15 @@ def execute(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace, output: Path) -> int:
     """Does what is not done yet of the parts asked for, and writes the report."""
     from stts_hf.evaluation.study import PARTS, open_study, plan
-    from stts_hf.evaluation.study_report import write_report
+    from stts_hf.evaluation.study_report import check_output, write_report
     from stts_hf.evaluation.study_runs import run_study
 
     for name in ("dataset", "base"):
         if getattr(arguments, name) is None:
             raise CommandError(f"--{name} is needed; only --report-only goes without")
-    study = open_study(arguments.folder, arguments.dataset, arguments.base, settings_of(arguments))
+    check_output(output)
+    given = settings_of(arguments)
+    study = open_study(arguments.folder, arguments.dataset, arguments.base, given, write=not arguments.plan)
     runs = plan(study.settings, arguments.only or tuple(PARTS))
     done = [study.is_over(run) and not study.has_failed(run) for run in runs]
     note(f"stts-hf study: {len(runs)} runs, {sum(done)} of them done, in {arguments.folder}")

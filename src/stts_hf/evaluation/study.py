@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stts_hf.checkpoints.files import read_json
+from stts_hf import STTSConfig
 from stts_hf.evaluation.methods import METHODS
 from stts_hf.evaluation.study_data import (
     StudyError,
@@ -25,7 +25,7 @@ from stts_hf.evaluation.study_data import (
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
 from stts_hf.training.arguments import PARTS as MODEL_PARTS
 
-FORMAT = 1  # of a study's folder
+FORMAT = 2  # of a study's folder and records; 2: blocks drawn at random are others for each batch
 SETTINGS, QUESTIONS, RECORDS, ALL_RECORDS = "study.json", "questions.json", "records", "records.jsonl"
 MAIN_RATIO = 0.5  # the paper's, of every table that is not about ratios
 
@@ -90,6 +90,12 @@ class Settings:
             raise StudyError(f"--model-settings names {unknown[0]!r}; it may name {', '.join(MODEL_SETTINGS)}")
         if MAIN_RATIO not in self.ratios:
             raise StudyError(f"--ratios must hold {MAIN_RATIO}, at which the methods are compared")
+        for name in ("ratios", "layer_ratios"):
+            for ratio in getattr(self, name):
+                if not 0 < ratio < 1:
+                    raise StudyError(f"{_option(name)} holds {ratio}, but a ratio must be above 0 and below 1")
+        if negative := [seed for seed in self.seeds if seed < 0]:
+            raise StudyError(f"--seeds holds {negative[0]}, but a seed must be at least 0")
 
     @property
     def fingerprint(self) -> str:
@@ -174,27 +180,38 @@ class Study:
         """Where the run's record is, once it is done or has failed."""
         return self.folder / RECORDS / f"{run.name}.json"
 
+    def read_record(self, run: Run) -> dict[str, Any] | None:
+        """The run's record; None where there is none, or another process deletes it to try the run again."""
+        path = self.record_of(run)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        return parse_record(path, text, self.settings)
+
     def has_failed(self, run: Run) -> bool:
-        return self.record_of(run).exists() and "failed" in read_object(self.record_of(run))
+        return "failed" in (self.read_record(run) or {})
 
     def is_over(self, run: Run) -> bool:
         """Whether the run failed, or was asked all there is; with ratios that came later, there is more."""
-        if not self.record_of(run).exists():
+        record = self.read_record(run)
+        if record is None:
             return False
-        record = read_object(self.record_of(run))
         return "failed" in record or record["evaluations"].keys() >= {it.name for it in evaluations(run, self.settings)}
 
 
-def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]) -> Study:
+def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any], *, write: bool = True) -> Study:
     """
     The study in `folder`, begun there if need be. given: fields of `Settings`; the others are as before, or defaults.
+    write: False leaves the folder as it is, without values that are new.
 
     Raises `StudyError` for a data set or checkpoint that cannot be used, and where either, or a setting, is not what
     the study was begun with. Values of `GROWING` are added to those there are.
     """
     description = check_dataset(dataset)
     given = dict(given) | {"dataset": fingerprint_dataset(dataset), "base": fingerprint_base(base)}
-    given["base_layer"] = read_json(base / "config.json").get("vision_config", {}).get("pruning_layer")
+    config = _read_config(base)
+    given["base_layer"] = config.vision_config.pruning_layer
     if (folder / SETTINGS).exists():
         before = read_settings(folder)
         for name in GROWING:
@@ -205,10 +222,31 @@ def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]
         settings = dataclasses.replace(before, **given)
     else:
         settings = Settings(**given)
-    study = Study(folder, settings, dataset, base)
-    write_json(folder / QUESTIONS, describe_questions(dataset, description))
-    write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
-    return study
+    _check_layers(settings.layers, config)
+    questions = describe_questions(dataset, description)
+    if write:
+        write_json(folder / QUESTIONS, questions)
+        write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
+    return Study(folder, settings, dataset, base)
+
+
+def _read_config(base: Path) -> STTSConfig:
+    try:
+        return STTSConfig.from_pretrained(base)
+    except (ValueError, OSError) as error:
+        raise StudyError(f"--base {base} has a config.json that cannot be used: {error}") from error
+
+
+def _check_layers(layers: Sequence[int], config: STTSConfig) -> None:
+    """The layer after `l` takes the score bias, so the connector must read that one or a later one."""
+    count = config.vision_config.num_hidden_layers
+    last = max(layer % count for layer in config.adapter_config.vision_feature_layer or [-1]) - 1
+    for layer in layers:
+        if not 0 <= layer <= last:
+            raise StudyError(
+                f"--layers holds {layer}, but the base's ViT has {count} layers, of which the last that is used is "
+                f"{last + 1}, counted from 0: name layers from 0 to {last}"
+            )
 
 
 def _changed(folder: Path, name: str, before: Any, now: Any) -> str:
@@ -231,8 +269,8 @@ def _option(name: str) -> str:
 def read_settings(folder: Path) -> Settings:
     """The settings of the study in `folder`. Raises `StudyError` where there is none, or one of another version."""
     content = read_object(folder / SETTINGS)
-    if content.pop("format", None) != FORMAT:
-        raise StudyError(f"{folder / SETTINGS} is of another version of stts-hf: begin a study in another folder")
+    if (number := content.pop("format", None)) != FORMAT:
+        raise StudyError(_of_another_format(folder / SETTINGS, number))
     names = {field.name for field in dataclasses.fields(Settings)}
     if content.keys() != names:
         odd = sorted(content.keys() ^ names)
@@ -264,17 +302,32 @@ def read_records(folder: Path, settings: Settings) -> dict[str, dict[str, Any]]:
     found += [(path, path.read_text()) for path in sorted((folder / RECORDS).glob("*.json"))]
     records = {}
     for path, text in found:
-        try:
-            record = json.loads(text)
-            of_study, name = (record["format"], record["study"]), Run(**record["run"]).name
-        except (ValueError, TypeError, KeyError) as error:
-            raise StudyError(
-                f"{path} is no record of a study ({error}): delete it, and its run is done again"
-            ) from None
-        if of_study != (FORMAT, settings.fingerprint):
-            raise StudyError(f"{path} is of a study of another version or with other settings: move it elsewhere")
-        records[name] = record
+        record = parse_record(path, text, settings)
+        records[Run(**record["run"]).name] = record
     return records
+
+
+def parse_record(path: Path, text: str, settings: Settings) -> dict[str, Any]:
+    """The record in `text`. Raises `StudyError` where that is none, or of another format or other settings."""
+    try:
+        record = json.loads(text)
+        number, of_study = record["format"], record["study"]
+        if number == FORMAT:
+            Run(**record["run"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise StudyError(f"{path} is no record of a study ({error}): delete it, and its run is done again") from None
+    if number != FORMAT:
+        raise StudyError(_of_another_format(path, number))
+    if of_study != settings.fingerprint:
+        raise StudyError(f"{path} is of a study with other settings: move it elsewhere")
+    return record
+
+
+def _of_another_format(path: Path, number: Any) -> str:
+    return (
+        f"{path} is of format {number}, and this version of stts-hf reads and writes {FORMAT}, whose figures do not "
+        "compare with others: begin a study in another folder"
+    )
 
 
 def fingerprint_base(base: Path) -> str:

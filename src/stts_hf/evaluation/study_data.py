@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -60,17 +61,18 @@ class EncodedRows(Dataset):
 def encode_conversations(dataset: Path, processor: Any, folder: Path) -> None:
     """
     Decodes and tokenizes the training conversations of a data set, once for all runs of the study in `folder`, unless
-    that is done. Raises `RowError` for one that cannot be.
+    that is done; where another process is at it, waits for that one. Raises `RowError` for one that cannot be.
     """
-    if (folder / ENCODED).exists():
-        return
-    rows = []
-    for row in tqdm(load_rows(dataset / TRAIN), desc="Decoding the training clips", disable=None):
-        sample = read_row(row)
-        check_files(sample)
-        rows.append(vars(encode(processor, sample)))
-    with atomic_folder(folder / ENCODED) as new:
-        torch.save(rows, new / CONVERSATIONS)
+    with filelock.FileLock(folder / f"{ENCODED}.lock"):
+        if (folder / ENCODED).exists():
+            return
+        rows = []
+        for row in tqdm(load_rows(dataset / TRAIN), desc="Decoding the training clips", disable=None):
+            sample = read_row(row)
+            check_files(sample)
+            rows.append(vars(encode(processor, sample)))
+        with atomic_folder(folder / ENCODED) as new:
+            torch.save(rows, new / CONVERSATIONS)
 
 
 def load_motion(dataset: Path) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ It is made from the records alone, however many there are: what is missing is na
 """
 
 import json
+import operator
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from stts_hf.evaluation.study import (
 from stts_hf.evaluation.study_data import StudyError
 from stts_hf.evaluation.study_results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
 
+TITLE = "# Study: which video tokens can go"
 PAGE, DEGRADATION_PLOT, LAYERS_PLOT = "README.md", "degradation.png", "layers.png"
 COLUMNS = (*VIDEO_GROUPS, AVERAGE)
 # Of the average over 13 benchmarks at 50 %, the points that are lost against no pruning (63.0): "Scorer Pruning vs.
@@ -48,11 +50,20 @@ LEVELS = {"best without seeing": "text_only", "chance": "chance"}  # of `dataset
 EMPTY = ""
 
 
+def check_output(output: Path) -> None:
+    """Raises `StudyError` where a report in `output` would overwrite a page that is no study's."""
+    path = output / PAGE
+    if path.exists() and not path.read_bytes().startswith(TITLE.encode()):
+        raise StudyError(f"{path} is not a study's page, and would be overwritten: name another folder with --output")
+
+
 def write_report(folder: Path, output: Path) -> None:
     """
     Writes page and plots of the study in `folder` into `output` and, where that is another folder, all records in one
-    file and what else a report is made from. Raises `StudyError` where no run is done.
+    file and what else a report is made from. Raises `StudyError` where no run is done, and for what `check_output`
+    refuses.
     """
+    check_output(output)
     results = Results(folder)
     if not results.done:
         raise StudyError(f"{folder} holds no run that is done, so there is nothing to report")
@@ -74,7 +85,7 @@ def write_report(folder: Path, output: Path) -> None:
 def page(results: Results) -> str:
     """The whole page, as Markdown."""
     parts = [
-        "# Study: which video tokens can go",
+        TITLE,
         *header(results),
         f"## Methods at {MAIN_RATIO:.0%}",
         methods_table(results),
@@ -165,18 +176,28 @@ def claims_table(results: Results) -> str:
     losing = [(1, find("stts", highest)), (-1, stts), (-1, find("random", highest)), (1, random)]
     scaled = find("stts", scaling=MAIN_RATIO)
     claims = [
-        ("STTS - no pruning: -0.7 or more", beside(stts, unpruned, AVERAGE), -0.7),
-        ("STTS - random: above 0", beside(stts, random, AVERAGE), None),
-        ("STTS - heuristic, long: 0 or more", beside(stts, find("cosine"), "long"), 0.0),
-        ("STTS - STTS without temporal loss: above 0", beside(stts, find("stts-no-temporal"), AVERAGE), None),
-        (f"from {MAIN_RATIO:.0%} to {highest:.0%}, STTS - random: above 0", results.combine(losing, AVERAGE), None),
-        ("STTS with test-time scaling - no pruning, long: above 0", beside(scaled, unpruned, "long"), None),
+        ("STTS - no pruning: -0.7 or more", beside(stts, unpruned, AVERAGE), "or more", -0.7),
+        ("STTS - random: above 0", beside(stts, random, AVERAGE), "above", 0.0),
+        ("STTS - heuristic, long: 0 or more", beside(stts, find("cosine"), "long"), "or more", 0.0),
+        ("STTS - STTS without temporal loss: above 0", beside(stts, find("stts-no-temporal"), AVERAGE), "above", 0.0),
+        ("STTS with test-time scaling - no pruning, long: above 0", beside(scaled, unpruned, "long"), "above", 0.0),
     ]
-    rows = []
-    for text, found, least in claims:
-        holds = found is not None and (found.low > 0 if least is None else found.mean >= least)
-        rows.append([text, interval(found, signed=True), EMPTY if found is None else "yes" if holds else "**no**"])
-    return table(["points", "found", "holds"], rows) + '\n\n"Above 0" asks that the whole interval is.'
+    if highest > MAIN_RATIO:
+        text = f"from {MAIN_RATIO:.0%} to {highest:.0%}, STTS - random: above 0"
+        claims.append((text, results.combine(losing, AVERAGE), "above", 0.0))
+    rows = [
+        [text, interval(found, signed=True), verdict(found, relation, least)] for text, found, relation, least in claims
+    ]
+    rule = '"Yes" asks that all of the interval is as claimed, "no" that none of it is; all else is undecided.'
+    return f"{table(['points', 'found', 'holds'], rows)}\n\n{rule}"
+
+
+def verdict(found: Interval | None, relation: str, least: float) -> str:
+    """Whether an interval is "above" `least`, or that "or more"."""
+    if found is None:
+        return EMPTY
+    holds = {"above": operator.gt, "or more": operator.ge}[relation]
+    return "yes" if holds(found.low, least) else "undecided" if holds(found.high, least) else "**no**"
 
 
 def types_table(results: Results) -> str:
@@ -250,7 +271,8 @@ def notes(results: Results) -> str:
 - **Intervals** hold the middle 95 % of {RESAMPLES} resamples. Each draws clips with replacement, all questions of a
   clip together, and, crossed with that, seeds with replacement. A difference is taken question by question and seed by
   seed before it is resampled, so what both methods share cancels. With few seeds the spread among them comes out too
-  small: of 3 seeds the variance by a third. Many intervals stand here; each is for itself, none is corrected for that.
+  small: where seeds differ more than clips do, the interval of 3 goes from the lowest to the highest, and so holds the
+  truth in only 3 of 4 studies. Many intervals stand here; each is for itself, none is corrected for that.
 - **A seed** decides over the order of the training rows, a new scorer, and blocks drawn at random. The base checkpoint
   is shared by all runs, as in the paper, so its luck is in no interval.
 - **Inference only** methods prune the model that was trained without pruning.

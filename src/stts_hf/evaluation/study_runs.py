@@ -33,7 +33,7 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.evaluation.methods import METHODS, load_method
 from stts_hf.evaluation.statistics import rank_correlation
-from stts_hf.evaluation.study import FORMAT, SCORED, Evaluation, Run, Study, evaluations
+from stts_hf.evaluation.study import FORMAT, SCORED, UNPRUNED, Evaluation, Run, Study, evaluations
 from stts_hf.evaluation.study_data import (
     EncodedRows,
     StudyError,
@@ -148,18 +148,20 @@ class Desk:
 
 def carry_out(run: Run, desk: Desk, keep_checkpoints: bool = False) -> str:
     """Trains and asks, and writes the run's record, also where it fails; returns a line about it. `OSError` where the
-    disk is full: then nothing is recorded."""
+    disk is full: then nothing is recorded. What the same weights were asked before, with fewer ratios, stays."""
     study, started = desk.study, time.perf_counter()
     record: dict[str, Any] = {"format": FORMAT, "study": study.settings.fingerprint, "run": dataclasses.asdict(run)}
     record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"}
     record |= {"machine": describe_machine(desk.device), "versions": describe_versions()}
     checkpoint = study.folder / CHECKPOINTS / run.name
+    before = (study.read_record(run) if checkpoint.exists() else None) or {"evaluations": {}, "seconds": 0}
     try:
         if not checkpoint.exists():
             train(run, desk, checkpoint)
         record["training"] = read_object(checkpoint / TRAINING)
         record["evaluations"] = {
-            asked.name: ask(run, asked, desk, checkpoint) for asked in evaluations(run, study.settings)
+            asked.name: before["evaluations"].get(asked.name) or ask(run, asked, desk, checkpoint)
+            for asked in evaluations(run, study.settings)
         }
         if run.method in SCORED:
             record["motion"] = correlate_with_motion(run, desk, checkpoint)
@@ -171,11 +173,11 @@ def carry_out(run: Run, desk: Desk, keep_checkpoints: bool = False) -> str:
             new.write_text(traceback.format_exc(), encoding="utf-8")
         record["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         record["traceback"] = str(path.relative_to(study.folder))
-    record["seconds"] = round(time.perf_counter() - started, 1)
+    record["seconds"] = round(before["seconds"] + time.perf_counter() - started, 1)
     write_json(study.record_of(run), record)
     if "failed" in record:
         return f"{run.name}: failed, {record['failed']} (traceback in {study.folder / record['traceback']})"
-    if not keep_checkpoints:
+    if not keep_checkpoints and run.method != UNPRUNED:  # which more ratios would ask more
         shutil.rmtree(checkpoint)
     marks = next(iter(record["evaluations"].values()))["marks"]
     return f"{run.name}: {marks.count(RIGHT) / len(marks):.1%} right, {record['seconds']:.0f} s"

@@ -93,8 +93,8 @@ def test_a_run_gives_the_same_in_another_study(done, parts, tmp_path):
     assert model.config.vision_config.pruning_ratio == 0.5
 
 
-def test_checkpoints_go_unless_they_are_kept(done):
-    assert not list((done / "checkpoints").iterdir())
+def test_checkpoints_go_but_for_those_that_more_ratios_would_ask(done):
+    assert sorted(path.name for path in (done / "checkpoints").iterdir()) == RUNS[:2]
 
 
 def test_half_a_study_has_a_page_that_says_so(done, tmp_path):
@@ -176,13 +176,23 @@ def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypat
     assert trained == [RUNS[0], RUNS[2], RUNS[1], RUNS[3]]  # none twice: the weights were there
 
 
-def test_ratios_that_come_later_are_asked_too(parts, tmp_path, trained):
+def test_ratios_that_come_later_are_asked_too_and_nothing_else(parts, tmp_path, trained, monkeypatch):
     command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0")
     assert main(command) == 0
+    before, ask, asked = records(tmp_path)[RUNS[0]]["evaluations"], study_runs.ask, []
+
+    def listen(run, one, *rest):
+        asked.append(one.name)
+        return ask(run, one, *rest)
+
+    monkeypatch.setattr(study_runs, "ask", listen)
     trained.clear()
     assert main([*command, "--ratios", "0.7"]) == 0
-    assert trained == [RUNS[0]]  # what prunes without training is asked of its weights
-    assert "cosine-inference-70" in records(tmp_path)[RUNS[0]]["evaluations"]
+    assert trained == []
+    assert asked == ["random-inference-70", "cosine-inference-70", "tome-inference-70"]
+    after = records(tmp_path)[RUNS[0]]["evaluations"]
+    assert set(after) == {*before, *asked}
+    assert {name: after[name] for name in before} == before
 
 
 def test_a_run_that_another_process_is_at_is_left_to_it(parts, tmp_path, trained):

@@ -1,12 +1,24 @@
 """Which runs a study has, in which order, and what a folder refuses when it is gone on with."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 
+from stts_hf.cli.main import main
 from stts_hf.evaluation.methods import METHODS
-from stts_hf.evaluation.study import Evaluation, Run, Settings, evaluations, open_study, plan, read_records
+from stts_hf.evaluation.study import (
+    FORMAT,
+    Evaluation,
+    Run,
+    Settings,
+    Study,
+    evaluations,
+    open_study,
+    plan,
+    read_records,
+)
 from stts_hf.evaluation.study_data import StudyError
 from tests.stts_hf.evaluation.small_study import write_base, write_dataset
 
@@ -60,6 +72,30 @@ def test_settings_stay_and_lists_grow(tmp_path, base, dataset):
         open_study(tmp_path, dataset, base, {"steps": 30})
 
 
+def test_layers_that_the_base_lacks_are_refused_and_nothing_is_written(tmp_path, base, dataset):
+    study = tmp_path / "study"  # the base has layers 0 to 4, and the last takes the score bias of l = 3
+    for layer in (-1, 4):
+        with pytest.raises(StudyError, match=rf"--layers holds {layer}, .* from 0 to 3"):
+            open_study(study, dataset, base, {"layers": (2, layer)})
+    assert not study.exists()
+
+
+def test_lists_that_grew_by_a_mistake_stay_as_they_were(tmp_path, base, dataset):
+    open_study(tmp_path, dataset, base, {"layers": (2,)})
+    before = (tmp_path / "study.json").read_text()
+    for wrong in ({"layers": (20,)}, {"seeds": (-1,)}, {"ratios": (5.0,)}):
+        with pytest.raises(StudyError, match=r"^--"):
+            open_study(tmp_path, dataset, base, wrong)
+    assert (tmp_path / "study.json").read_text() == before
+
+
+def test_a_plan_writes_nothing(tmp_path, base, dataset, capsys):
+    options = ["--dataset", str(dataset), "--base", str(base), "--seeds", "7", "--plan"]
+    assert main(["study", str(tmp_path / "study"), *options]) == 0
+    assert "none-0-layer2-seed7" in capsys.readouterr().out
+    assert not (tmp_path / "study").exists()
+
+
 def test_another_data_set_or_base_is_refused(tmp_path, base, dataset):
     study = tmp_path / "study"
     open_study(study, dataset, base, {})
@@ -100,6 +136,10 @@ def test_a_base_without_weights_is_refused(tmp_path, dataset):
         ({"learning_rates": {"scorer": "fast"}}, "'scorer' the rate 'fast'"),
         ({"model_settings": {"pruning_layer": 1}}, "names 'pruning_layer'; it may name temporal_loss_weight"),
         ({"ratios": (0.7,)}, "--ratios must hold 0.5"),
+        ({"ratios": (0.5, 1.0)}, "--ratios holds 1.0"),
+        ({"ratios": (0.5, float("nan"))}, "--ratios holds nan"),
+        ({"layer_ratios": (0.0,)}, "--layer-ratios holds 0.0"),
+        ({"seeds": (0, -1)}, "--seeds holds -1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, problem):
@@ -107,7 +147,7 @@ def test_settings_that_cannot_be_are_refused(given, problem):
         Settings(dataset="d", base="b", base_layer=3, **given)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "study": "x", "run": {}}'])
+@pytest.mark.parametrize("text", ["{", "[]", f'{{"format": {FORMAT}, "study": "x", "run": {{}}}}'])
 def test_a_damaged_record_is_named(tmp_path, text):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "bad.json").write_text(text)
@@ -118,6 +158,17 @@ def test_a_damaged_record_is_named(tmp_path, text):
 def test_a_record_of_other_settings_is_refused(tmp_path):
     (tmp_path / "records").mkdir()
     run = {"method": "stts", "pruning_ratio": 0.5, "pruning_layer": 3, "seed": 0}
-    (tmp_path / "records" / "alien.json").write_text(json.dumps({"format": 1, "study": "other", "run": run}))
+    (tmp_path / "records" / "alien.json").write_text(json.dumps({"format": FORMAT, "study": "other", "run": run}))
     with pytest.raises(StudyError, match="with other settings"):
         read_records(tmp_path, SETTINGS)
+
+
+def test_records_of_another_format_are_refused(tmp_path):
+    (tmp_path / "records").mkdir()
+    run = Run("random", 0.5, 3, 0)
+    record = {"format": 1, "study": SETTINGS.fingerprint, "run": dataclasses.asdict(run), "evaluations": {}}
+    (tmp_path / "records" / f"{run.name}.json").write_text(json.dumps(record))
+    with pytest.raises(StudyError, match=r"seed0\.json is of format 1, .* begin a study in another folder"):
+        read_records(tmp_path, SETTINGS)
+    with pytest.raises(StudyError, match="is of format 1"):
+        Study(tmp_path, SETTINGS, tmp_path, tmp_path).is_over(run)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stts_hf.evaluation.study import QUESTIONS, RECORDS, SETTINGS, Run, Settings, evaluations, plan
-from stts_hf.evaluation.study_report import write_report
+from stts_hf.evaluation.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
+from stts_hf.evaluation.study_data import StudyError
+from stts_hf.evaluation.study_report import claims_table, write_report
+from stts_hf.evaluation.study_results import Results
 
 PER_GROUP = 40
 GROUPS = ("motion", "detail", "long", "image")
@@ -25,16 +28,34 @@ def rights(method: str, ratio: float, scaling: float, layer: int, group: str) ->
     return number - (STUDY.base_layer - layer)
 
 
-def record_of(run: Run) -> dict:
+def as_claimed(one: Evaluation, layer: int, group: str) -> str:
+    number = rights(one.method, one.pruning_ratio, one.scaling, layer, group)
+    return "1" * number + "0" * (PER_GROUP - number)
+
+
+def contrary(one: Evaluation, layer: int, group: str) -> str:
+    """STTS is the worst, and the worse the more it drops."""
+    number = 36 if one.method != "stts" else 20 if one.pruning_ratio == 0.5 else 8
+    return "1" * number + "0" * (PER_GROUP - number)
+
+
+def as_good(one: Evaluation, layer: int, group: str) -> str:
+    """All are right as often, STTS on other questions than the others."""
+    number = 36 if one.pruning_ratio in (0.0, 0.5) else 32
+    marks = "1" * number + "0" * (PER_GROUP - number)
+    return marks[::-1] if one.method == "stts" else marks
+
+
+def record_of(run: Run, marks_of: Callable[[Evaluation, int, str], str]) -> dict:
     asked = {}
     for one in evaluations(run, STUDY):
         marks = ""
         for group in GROUPS:
-            number = rights(one.method, one.pruning_ratio, one.scaling, run.pruning_layer, group)
-            marks += "-" * PER_GROUP if one.scaling and group != "long" else "1" * number + "0" * (PER_GROUP - number)
+            not_asked = one.scaling and group != "long"
+            marks += "-" * PER_GROUP if not_asked else marks_of(one, run.pruning_layer, group)
         tokens = dict.fromkeys(["long"] if one.scaling else GROUPS, 100 * (1 + one.scaling - one.pruning_ratio))
         asked[one.name] = dataclasses.asdict(one) | {"marks": marks, "llm_tokens": tokens, "video_tokens": tokens}
-    record = {"format": 1, "study": STUDY.fingerprint, "run": dataclasses.asdict(run), "evaluations": asked}
+    record = {"format": FORMAT, "study": STUDY.fingerprint, "run": dataclasses.asdict(run), "evaluations": asked}
     record |= {"machine": {"cpu": "abacus", "threads": 1, "device": "cpu"}, "versions": {"stts_hf": "0"}, "seconds": 36}
     record |= {"training": {"seconds_per_step": 1.5 - run.pruning_ratio, "losses": []}}
     if run.method in ("stts", "cosine", "random", "stts-no-temporal"):
@@ -42,7 +63,7 @@ def record_of(run: Run) -> dict:
     return record
 
 
-def write_study(folder: Path, runs: list[Run]) -> Path:
+def write_study(folder: Path, runs: list[Run], marks_of: Callable = as_claimed, settings: Settings = STUDY) -> Path:
     (folder / RECORDS).mkdir(parents=True)
     questions = [
         {"id": f"{group}-{number}", "clip": f"{group}-{number // 2}", "type": f"{group}-type", "group": group}
@@ -52,9 +73,9 @@ def write_study(folder: Path, runs: list[Run]) -> Path:
     about = {"questions": questions, "splits": {"train": {"clips": 9}}}
     levels = {"chance": {f"{group}-type": 0.25 for group in GROUPS}, "text_only": {}}
     (folder / QUESTIONS).write_text(json.dumps(about | levels))
-    (folder / SETTINGS).write_text(json.dumps({"format": 1, **dataclasses.asdict(STUDY)}))
+    (folder / SETTINGS).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(settings)}))
     for run in runs:
-        (folder / RECORDS / f"{run.name}.json").write_text(json.dumps(record_of(run)))
+        (folder / RECORDS / f"{run.name}.json").write_text(json.dumps(record_of(run, marks_of)))
     return folder
 
 
@@ -92,6 +113,36 @@ def test_claims_are_held_to_their_numbers(page):
     # From 50 to 90 % STTS loses 4 of 40 and random 16.
     assert cells(page, "What the paper claims", "from 50% to 90%, STTS - random: above 0") == ["+30.0", "yes"]
     assert cells(page, "What the paper claims", "STTS with test-time scaling - no pruning, long: above 0")[0] == "+5.0"
+
+
+@pytest.mark.parametrize(
+    ("marks_of", "verdicts"),
+    [
+        # More frames mend one clip, which three resamples of eight do not hold.
+        (as_claimed, [*["yes"] * 4, "undecided", "yes"]),
+        (contrary, ["**no**"] * 6),
+        (as_good, ["undecided"] * 6),
+    ],
+)
+def test_claims_hold_or_fail_or_are_undecided(tmp_path, marks_of, verdicts):
+    write_study(tmp_path, plan(STUDY, ["methods", "ratios"]), marks_of)
+    rows = [line.split(" | ") for line in claims_table(Results(tmp_path)).splitlines() if line.startswith("| ")][2:]
+    assert [row[-1].removesuffix(" |") for row in rows] == verdicts
+
+
+def test_one_ratio_has_no_claim_about_more(tmp_path):
+    settings = dataclasses.replace(STUDY, ratios=(0.5,))
+    table = claims_table(Results(write_study(tmp_path, plan(settings, ["methods"]), settings=settings)))
+    assert "to 50%" not in table
+    assert "STTS - random: above 0" in table
+
+
+def test_a_page_that_is_no_study_s_is_not_overwritten(tmp_path):
+    study = write_study(tmp_path / "study", plan(STUDY, ["images"]))
+    (tmp_path / "README.md").write_text("# My project\n")
+    with pytest.raises(StudyError, match=r"README\.md is not a study's page.*--output"):
+        write_report(study, tmp_path)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["README.md", "study"]
 
 
 def test_the_curve_has_every_ratio(page):
