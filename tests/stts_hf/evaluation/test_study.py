@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
+from stts_hf.checkpoints.files import read_json
 from stts_hf.cli.main import main
 from stts_hf.evaluation import study_runs
 from stts_hf.evaluation.study import open_study, plan
@@ -266,7 +267,8 @@ def test_blocks_drawn_at_random_are_others_for_each_batch_and_the_same_again(par
     _, base = parts
     run = study_runs.Run("random", 0.5, 2, 3)
     asked = study_runs.Evaluation("random-inference", 0.5)
-    pixels = torch.zeros(16, 144, 192)
+    patch_size = read_json(base / "config.json")["vision_config"]["patch_size"]
+    pixels = torch.zeros(16, 144, 3 * patch_size**2)
     pooling = torch.arange(144).view(4, 3, 4, 3).permute(0, 2, 1, 3).reshape(16, 9)
     inputs = {
         "pixel_values_videos": pixels,
