@@ -6,7 +6,11 @@ from pathlib import Path
 
 from stts_hf.visualize.sample_clip import write_sample_clip
 
-QUESTIONS = {"What is moving?": "A ball.", "Where is it?": "On a beach.", "What appears on the sand?": "A box."}
+QUESTIONS = {
+    "What is moving?": "A ring.",
+    "Which way does it move?": "To the right.",
+    "What changes its colour?": "A square.",
+}
 
 
 def make_smoke_data(folder: Path | str, clips: int = 6) -> Path:

@@ -13,9 +13,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
 
+from stts_hf.evaluation import tiny_model
+from stts_hf.evaluation.tiny_model import CHAT_TOKENS as CHAT_TOKENS
+from stts_hf.evaluation.tiny_model import VISION_TOKENS, VOCAB_SIZE
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
@@ -24,50 +26,12 @@ from tests.stts_tiny.answer import fit_answer
 from tests.stts_tiny.scorer import fit_scorer
 from tests.stts_tiny.text import training_sentences
 
-VOCAB_SIZE = 1024
-CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# In the released tokenizers' order. Their ids follow the text vocabulary: the LM head has no row for them.
-VISION_TOKENS = (
-    "<im_start>",
-    "<im_end>",
-    "<im_patch>",
-    "<im_col>",
-    "<low_res_im_start>",
-    "<|image|>",
-    "<im_low>",
-    "<frame_start>",
-    "<frame_end>",
-    "<|video|>",
-)
 PATCH_SIZE, IMAGE_SIZE = 4, {"height": 108, "width": 108}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer of `VOCAB_SIZE` tokens, followed by the vision tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(CHAT_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(training_sentences(), trainer)
-    # The special tokens' ids must not depend on how many merges the text gave.
-    missing = VOCAB_SIZE - len(CHAT_TOKENS) - tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens([f"|<EXTRA_TOKENS_{index}>|" for index in range(missing)])
-    tokenizer.add_special_tokens([*CHAT_TOKENS, *VISION_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        # As in the released checkpoints: no BOS of its own, the end of a turn serves.
-        bos_token="<|im_end|>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        padding_side="left",
-        model_max_length=36864,
-    )
+    return tiny_model.build_tokenizer(training_sentences())
 
 
 def build_processor(chat_template: str) -> STTSProcessor:

@@ -2,7 +2,7 @@
 The model of the study: Molmo2 in small, which sees 16 frames of 12 x 12 patches (4 x 4 blocks) and knows few words.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ def texts() -> Iterator[str]:
                 yield f"{CHOICE_INSTRUCTION}<"
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens, followed by the vision tokens."""
+def build_tokenizer(sentences: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens, trained on the sentences, followed by the vision tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -61,7 +61,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(sentences, trainer)
     # The special tokens' ids must not depend on how many merges the text gave.
     missing = VOCAB_SIZE - len(CHAT_TOKENS) - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"|<EXTRA_TOKENS_{index}>|" for index in range(missing)])
@@ -85,7 +85,7 @@ def build_processor(chat_template: str) -> STTSProcessor:
         video_processor=STTSVideoProcessor(
             pooling_size=[3, 3], size=size, patch_size=PATCH_SIZE, num_frames=NUM_FRAMES, max_fps=MAX_FPS
         ),
-        tokenizer=build_tokenizer(),
+        tokenizer=build_tokenizer(texts()),
         chat_template=chat_template,
         use_single_crop_col_tokens=False,
         use_frame_special_tokens=False,
@@ -93,7 +93,7 @@ def build_processor(chat_template: str) -> STTSProcessor:
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast) -> STTSConfig:
-    """A configuration of 1.2 million parameters: 6 ViT layers of width 64, 4 text layers of width 128."""
+    """A configuration of 1.3 million parameters: 6 ViT layers of width 64, 4 text layers of width 128."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in VISION_TOKENS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     return STTSConfig(
