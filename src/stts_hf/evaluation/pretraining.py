@@ -16,8 +16,11 @@ import argparse
 import functools
 import itertools
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ NOISE = 0.05  # of the features that the language model is told, beside embeddin
 PRUNED_RATE, SCORER_RATE = 3e-4, 2e-3
 RATIOS = (0.5, 0.7, 0.5, 0.9)  # of the tiny checkpoint's steps, in turn
 CALLED = {"diamond": "mark", "bar": "light"}  # what questions call them
+HALVES = {"text": ("text_0", "text_2", "text_3"), "tower": ("tower",)}  # what each learns, in order
 EDGES = ("top", None, None, "bottom"), ("left", None, None, "right")
 
 
@@ -85,12 +89,15 @@ class BlockCodes:
 
 def fit(
     groups: list[dict[str, Any]], batches: Iterable[Any], steps: int, loss_of: Callable[[Any], torch.Tensor], name: str
-) -> Iterator[float]:
-    """Takes a step of AdamW on the loss of each batch, at rates that rise and fall; yields the losses."""
+) -> list[float]:
+    """Takes a step of AdamW on the loss of each batch, at rates that rise and fall; returns the losses."""
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01, betas=(0.9, 0.98))
     rates = [group["lr"] for group in groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps, pct_start=0.1)
+    total, rising = max(3, steps), max(2, steps // 10)  # of fewer, the schedule divides by zero
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=total, pct_start=rising / total)
     parameters = [parameter for group in groups for parameter in group["params"]]
+    losses: list[float] = []
+    told = max(1, steps // 10)
     for batch in tqdm(batches, desc=name, total=steps, unit="step", disable=None):
         loss = loss_of(batch)
         loss.backward()
@@ -98,7 +105,10 @@ def fit(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        yield loss.item()
+        losses.append(loss.item())
+        if len(losses) % told == 0:
+            tqdm.write(f"{name}: step {len(losses)} of {steps}, loss {sum(losses[-told:]) / told:.3f}", file=sys.stderr)
+    return losses
 
 
 def _load(dataset: Dataset) -> DataLoader:
@@ -140,7 +150,7 @@ def teach_text(model: Any, codes: BlockCodes, processor: Any, batch_size: int, l
     groups = [{"params": _text_parts(model), "lr": TEXT_RATE}]
     model.model.encode_videos = tell
     try:
-        return list(fit(groups, batches, steps, loss_of, f"Language model, {LEVELS[level]}"))
+        return fit(groups, batches, steps, loss_of, f"Language model, {LEVELS[level]}")
     finally:
         del model.model.encode_videos
 
@@ -159,7 +169,7 @@ def teach_tower(model: Any, codes: BlockCodes, video_processor: Any, steps: int)
         {"params": _tower_parts(model), "lr": TOWER_RATE},
         {"params": [codes.scale, codes.bias], "lr": 5 * TOWER_RATE},
     ]
-    return list(fit(groups, _load(SceneFrames(steps, rows)), steps, loss_of, "Vision tower"))
+    return fit(groups, _load(SceneFrames(steps, rows)), steps, loss_of, "Vision tower")
 
 
 def teach_both(model: Any, processor: Any, steps: int, batch_size: int) -> list[float]:
@@ -167,7 +177,7 @@ def teach_both(model: Any, processor: Any, steps: int, batch_size: int) -> list[
     rows, _ = model.config.vision_config.block_grid
     batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 8 * FIRST_SEED))
     groups = [{"params": [*_tower_parts(model), *_text_parts(model)], "lr": BOTH_RATE}]
-    return list(fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=0.0).task_loss, "Both"))
+    return fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=0.0).task_loss, "Both")
 
 
 def teach_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> list[float]:
@@ -179,38 +189,61 @@ def teach_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> lis
         {"params": list(model.model.vision_tower.scorer.parameters()), "lr": SCORER_RATE},
         {"params": [*_tower_parts(model), *_text_parts(model)], "lr": PRUNED_RATE},
     ]
-    return list(
-        fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=next(ratios)).loss, "With pruning")
-    )
+    return fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=next(ratios)).loss, "With pruning")
 
 
-def make_base(folder: Path, template: str, steps: dict[str, int], *, batch_size: int = 4, seed: int = 0) -> None:
+def _begin(template: str, seed: int) -> tuple[Any, Any, BlockCodes]:
+    """The processor, the model before its first step, and the codes that both of its halves are to speak."""
+    processor = build_processor(template)
+    model = build_model(build_config(processor.tokenizer), processor.tokenizer, seed).train()
+    return processor, model, BlockCodes(model, processor.tokenizer)
+
+
+def _teach_half(half: str, template: str, done: Path, steps: Mapping[str, int], batch_size: int, seed: int) -> Path:
+    """
+    Trains one of `HALVES`, by itself, and returns where its weights are. Stages that were done before are not done
+    again.
+    """
+    processor, model, codes = _begin(template, seed)
+    stages: dict[str, Callable[[int], list[float]]] = {
+        f"text_{level}": functools.partial(teach_text, model, codes, processor, batch_size, level) for level in LEVELS
+    }
+    stages["tower"] = functools.partial(teach_tower, model, codes, processor.video_processor)
+    name = f"seed{seed}-batch{batch_size}"
+    for stage in HALVES[half]:
+        name += f"-{stage}{steps[stage]}"
+        if (done / name).exists():
+            model.load_state_dict(torch.load(done / name, weights_only=True), strict=False)
+            continue
+        torch.manual_seed(seed)
+        stages[stage](steps[stage])
+        parts = {id(parameter) for parameter in (_tower_parts if half == "tower" else _text_parts)(model)}
+        weights = {name: parameter.data for name, parameter in model.named_parameters() if id(parameter) in parts}
+        with atomic_file(done / name) as new:
+            torch.save(weights, new)
+    return done / name
+
+
+def make_base(folder: Path, template: str, steps: Mapping[str, int], *, batch_size: int = 4, seed: int = 0) -> None:
     """
     Makes the base checkpoint and saves it, whole or not at all. template: the chat template. steps: of the stages, as
     in `STEPS`. A stage that was done when it was last tried, with the same steps and seed, is not done again: its
-    weights wait in `folder.stages`. Raises `FileExistsError` where the folder is there.
+    weights wait in `folder.stages`. Language model and tower learn side by side, in two processes. Raises
+    `FileExistsError` where the folder is there.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists: name another folder, or delete that one.")
-    processor = build_processor(template)
-    model = build_model(build_config(processor.tokenizer), processor.tokenizer, seed).train()
-    codes = BlockCodes(model, processor.tokenizer)
-    stages: dict[str, Callable[[int], Any]] = {
-        f"text_{level}": functools.partial(teach_text, model, codes, processor, batch_size, level) for level in LEVELS
-    }
-    stages["tower"] = lambda number: teach_tower(model, codes, processor.video_processor, number)
-    stages["both"] = lambda number: teach_both(model, processor, number, batch_size)
     done = folder.with_name(f"{folder.name}.stages")
     done.mkdir(parents=True, exist_ok=True)
-    name = f"seed{seed}-batch{batch_size}"
-    for stage, teach in stages.items():
-        name += f"-{stage}{steps[stage]}"
-        if not (done / name).exists():
-            torch.manual_seed(seed)
-            teach(steps[stage])
-            with atomic_file(done / name) as new:
-                torch.save(model.state_dict(), new)
-        model.load_state_dict(torch.load(done / name, weights_only=True))
+    threads = max(1, torch.get_num_threads() // len(HALVES))
+    with ProcessPoolExecutor(len(HALVES), get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+        halves = [pool.submit(_teach_half, half, template, done, steps, batch_size, seed) for half in HALVES]
+        weights = [torch.load(half.result(), weights_only=True) for half in halves]
+    processor, model, _ = _begin(template, seed)
+    for half in weights:
+        model.load_state_dict(half, strict=False)
+    torch.manual_seed(seed)
+    teach_both(model, processor, steps["both"], batch_size)
     with atomic_folder(folder) as new:
         model.eval().save_pretrained(new)
         processor.save_pretrained(new)
@@ -231,7 +264,7 @@ def make_tiny(base: Path, folder: Path, *, steps: int, batch_size: int = 4) -> N
         move_files(Path(temporary), folder, "config.json")
 
 
-STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 10000, "both": 2000, "pruned": 1500}
+STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 9000, "both": 1500, "pruned": 1500}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.prompts import choice_messages
 from stts_hf.data.rows import Sample
 
+from .make_dataset import SIZE
 from .questions import (
     LONG_FPS,
     LONG_SECONDS,
@@ -27,7 +28,7 @@ from .questions import (
     with_options,
 )
 from .scenes import COLOURS, LETTERS, SHAPES, Scene
-from .tiny_model import MAX_FPS, NUM_FRAMES, SIZE
+from .tiny_model import MAX_FPS, NUM_FRAMES
 
 FIRST_SEED = 1 << 40  # scenes of data sets made with the usual seeds have lower ones
 KINDS = (*SHAPES, "diamond", "bar", *LETTERS)
@@ -93,8 +94,9 @@ class SceneFrames(Dataset):
 
 class SceneConversations(Dataset):
     """
-    Batches of conversations about scenes, as `STTSDataCollator` makes them, with `block_targets` of all frames of their
-    videos. level: one of `LEVELS`. drawn: whether the frames are, or stay black. first_seed: of the scenes.
+    Batches of conversations about scenes of one length, as `STTSDataCollator` makes them, with `block_targets` of all
+    frames of their videos. level: one of `LEVELS`. drawn: whether the frames are, or stay black. first_seed: of the
+    scenes.
     """
 
     def __init__(
@@ -110,17 +112,25 @@ class SceneConversations(Dataset):
 
     def __getitem__(self, batch: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         first = self.first_seed + batch * self.batch_size
-        samples, targets = zip(*(self.sample(first + number) for number in range(self.batch_size)), strict=True)
+        random = np.random.default_rng((first, 6))
+        kind, frames_of_long = random.random(), int(random.choice(LONG_FRAMES))
+        samples, targets = zip(
+            *(self.sample(first + number, kind, frames_of_long) for number in range(self.batch_size)), strict=True
+        )
         frames = list(itertools.chain.from_iterable(targets))
         if not frames:  # pictures alone
             return self.collator(samples), torch.empty(0), torch.empty(0)
         inside, known = (torch.from_numpy(np.stack(part)) for part in zip(*frames, strict=True))
         return self.collator(samples), inside, known
 
-    def sample(self, seed: int) -> tuple[Encoded, list[tuple[np.ndarray, np.ndarray]]]:
-        """A conversation about the scene of a seed, and `block_targets` of its video's frames."""
+    def sample(
+        self, seed: int, kind: float, frames_of_long: int
+    ) -> tuple[Encoded, list[tuple[np.ndarray, np.ndarray]]]:
+        """
+        A conversation about the scene of a seed, and `block_targets` of its video's frames. kind: below 1, which of the
+        last level's kinds of scenes it is.
+        """
         random = np.random.default_rng((seed, 5))
-        drawn = random.random()
         if self.level == 0:
             scene, questions = compose_image(seed)
             times = np.arange(2) / MAX_FPS
@@ -128,12 +138,12 @@ class SceneConversations(Dataset):
             scene, questions = compose_short(seed, level=2, shown_for=0.6)
             questions = [question for question in questions if question.kind != "count"]  # not every blink is seen
             times = np.arange(8) * 2 / MAX_FPS
-        elif drawn < 0.7:
+        elif kind < 0.7:
             scene, questions = compose_short(seed)
             times = np.arange(NUM_FRAMES) / MAX_FPS
-        elif drawn < 0.85 or not self.drawn:
+        elif kind < 0.85 or not self.drawn:
             scene, questions = compose_long(seed)
-            times = np.linspace(0, LONG_SECONDS - 1 / LONG_FPS, random.choice(LONG_FRAMES))
+            times = np.linspace(0, LONG_SECONDS - 1 / LONG_FPS, frames_of_long)
         else:
             scene, questions = compose_image(seed)
             times = np.zeros(1)
