@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 MIN_RESCALED_SCORE = math.exp(-2)
+# Scores begin near the small values they are to learn (paper 3.4: `1 - similarity`). From 0.5 all of them would fall
+# at once, as far as the sigmoid's flat end, and there they would stay: see docs/training.md.
+FIRST_LOGIT = -2.0
 SIMILARITY_CHUNK = 16
 
 
@@ -51,7 +54,8 @@ class TokenScorer(nn.Module):
     """
     Token pooler and three-layer MLP on `[previous frame | current frame]` (paper 3.1): one score in (0, 1) per block.
 
-    Until `score_layer` is trained it is zero, so every score is 0.5 and the bias is the same for all keys of a frame.
+    Until `score_layer` is trained its weights are zero and its bias `FIRST_LOGIT`: every score is 0.12, and the bias of
+    attention the same for all keys of a frame.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_heads: int, head_dim: int | None = None):

@@ -33,6 +33,7 @@ from .layout_stts import (
 )
 from .pruning_stts import PruningPlan
 from .scoring_stts import (
+    FIRST_LOGIT,
     TokenScorer,
     num_blocks,
     random_ranking,
@@ -169,7 +170,7 @@ class STTSVisionModel(Molmo2VisionModel):
         # transformers skips modules of custom code that hold no parameters themselves, so this asks for the layer.
         if hasattr(self, "scorer") and module is self.scorer.score_layer:
             init.zeros_(module.weight)
-            init.zeros_(module.bias)
+            init.constant_(module.bias, FIRST_LOGIT)
 
     def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs: Any) -> Any:
         """

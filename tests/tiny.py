@@ -17,6 +17,7 @@ from torch import nn
 
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.scoring_stts import FIRST_LOGIT
 
 TEXT_VOCABULARY = 512
 IMAGE_START, IMAGE_END, PATCH, LOW_RES_IMAGE_START, FRAME_START, FRAME_END = 512, 513, 514, 516, 519, 520
@@ -98,12 +99,12 @@ def tiny_model(
 ) -> STTSForConditionalGeneration:
     """A model in eval mode and float32 whose every weight is random and large enough to matter.
 
-    `trained_scorer=False` leaves the scorer's last layer at zero, so every score is 0.5."""
+    `trained_scorer=False` leaves the scorer's last layer as it begins, so every score is 0.12."""
     model = STTSForConditionalGeneration(config or tiny_config()).float().eval()
     randomise(model, seed)
     if not trained_scorer:
         nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
-        nn.init.zeros_(model.model.vision_tower.scorer.score_layer.bias)
+        nn.init.constant_(model.model.vision_tower.scorer.score_layer.bias, FIRST_LOGIT)
     return model
 
 

@@ -8,6 +8,7 @@ from transformers import Molmo2ForConditionalGeneration
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.scoring_stts import FIRST_LOGIT
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.tiny import Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
@@ -59,10 +60,10 @@ def test_weights_are_stock_names_and_the_scorer(model, stock):
     assert scorer == {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
 
 
-def test_the_scorer_starts_with_a_last_layer_of_zeros():
+def test_the_scorer_starts_with_last_weights_of_zero():
     scorer = STTSForConditionalGeneration(tiny_config()).model.vision_tower.scorer
     assert not scorer.score_layer.weight.any()
-    assert not scorer.score_layer.bias.any()
+    assert scorer.score_layer.bias.tolist() == [FIRST_LOGIT]
     assert scorer.input_layer.weight.any()
 
 

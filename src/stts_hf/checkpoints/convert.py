@@ -202,7 +202,7 @@ def new_scorer_weights(model: STTSForConditionalGeneration, seed: int) -> dict[s
 
 
 def is_trained(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether the scorer's last layer, which starts at zero, holds anything else."""
+    """Whether the scorer's last layer, whose weights start at zero, holds anything else."""
     last = next(tensor for name, tensor in tensors.items() if name.endswith(".scorer.score_layer.weight"))
     return any(bool(rows.any()) for rows in last.blocks(0, last.shape[0]))
 

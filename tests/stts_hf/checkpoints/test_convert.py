@@ -172,7 +172,7 @@ def test_a_checkpoint_without_pruning_gets_the_defaults_and_a_new_scorer(sources
     assert "untrained" in result.notes[0]
 
 
-def test_a_new_scorer_ends_in_zeros_and_follows_the_seed(sources, tmp_path):
+def test_a_new_scorer_ends_in_weights_of_zero_and_follows_the_seed(sources, tmp_path):
     for name, seed in (("one", 0), ("same", 0), ("other", 1)):
         convert_checkpoint(sources / "native", tmp_path / name, seed=seed)
     one, same, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "same", "other"))

@@ -18,6 +18,7 @@ from transformers import Trainer
 
 from stts_hf import STTSConfig
 from stts_hf.cli.main import main
+from stts_hf.modeling.scoring_stts import FIRST_LOGIT
 from stts_hf.training.build import load_model
 from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
@@ -237,9 +238,9 @@ def test_new_scorer_begins_untrained(data, tmp_path):
     rates = ["--learning_rates={scorer: 0}"]
     assert train(config, "--new_scorer=true", *rates) == 0
     weights = weights_of(tmp_path / "out")
-    last = [tensor for name, tensor in weights.items() if "scorer.score_layer" in name]
-    assert len(last) == 2
-    assert not any(tensor.any() for tensor in last)
+    last = {name.rsplit(".", 1)[1]: tensor for name, tensor in weights.items() if "scorer.score_layer" in name}
+    assert not last["weight"].any()
+    assert last["bias"].tolist() == [FIRST_LOGIT]
 
 
 def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
