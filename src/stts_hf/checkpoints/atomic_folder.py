@@ -16,13 +16,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .files import read_json
+from .files import DECIDING, read_json
 
 _NEW, _OLD = ".stts-new", ".stts-old"
 # What saving, downloading or converting a checkpoint leaves in a folder; anything else is someone's own.
 _CHECKPOINT_FILES = re.compile(
-    r"((generation_|.*processor_)?config|tokenizer.*|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
-    r"|chat_template\..*|additional_chat_templates|.*\.safetensors(\.index\.json)?|.*_(stts|molmo2)\.py"
+    DECIDING + r"|additional_chat_templates|.*_(stts|molmo2)\.py"
     r"|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__"
 )
 

@@ -1,6 +1,8 @@
 """What lies in a checkpoint folder: its JSON files, which files belong to it, and where its links may lead."""
 
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -10,6 +12,11 @@ from typing import Any
 INSTALLED_CODE = Path(__file__).resolve().parents[1] / "modeling"
 # Of no use to whoever loads a checkpoint, and never pushed; a pickle can carry code.
 LEFT_OUT = ("_*", ".*", "checkpoint-*", "__pycache__", "*.pt", "*.pth", "*.bin", "*.pkl", "*.pyc")
+# Whatever decides what a checkpoint answers, but for its code.
+DECIDING = (
+    r"((generation_|.*processor_)?config|tokenizer.*|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"|chat_template\..*|.*\.safetensors(\.index\.json)?"
+)
 MAX_DEPTH = 100  # copying settings goes down level by level, and Python's stack ends at 1000 calls
 
 
@@ -30,6 +37,22 @@ def raise_findings(subject: str, findings: Iterable[Finding]) -> None:
     listed = list(findings)
     if listed:
         raise ValueError(f"{subject}: {'; '.join(map(str, listed))}.")
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Of a checkpoint folder's weights, configuration, tokenizer, chat template and processor."""
+    return digest_files(sorted(path for path in checkpoint.iterdir() if re.fullmatch(DECIDING, path.name)))
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """Of names, sizes and contents."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 import argparse
 import contextlib
-import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from stts_hf import _check_versions
+from stts_hf.checkpoints.files import digest_files, fingerprint
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import (
@@ -130,10 +130,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> dict[str, Any]:
     """Whatever changes the answers; batches and devices change them by rounding only."""
     folder = Path(checkpoint)
-    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() and arguments.output else []
+    local = folder.is_dir() and arguments.output
     return {
-        "rows": {"file": arguments.rows.name, "sha256": digest([arguments.rows])},
-        "checkpoint": {"weights": digest(weights)} if weights else {"name": checkpoint, "commit": commit_of(config)},
+        "rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])},
+        "checkpoint": {"digest": fingerprint(folder)} if local else {"name": checkpoint, "commit": commit_of(config)},
         "pruning_ratio": arguments.pruning_ratio,
         "selector": config.vision_config.selector,
         "processing": processing(arguments),
@@ -145,15 +145,6 @@ def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> 
 def commit_of(config: Any) -> str | None:
     """The commit of the Hub that a configuration was downloaded at."""
     return getattr(config, "_commit_hash", None)
-
-
-def digest(files: Sequence[Path]) -> str:
-    """SHA-256 of the files' contents, one after another."""
-    found = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
 
 
 @contextlib.contextmanager

@@ -99,8 +99,9 @@ class STTS(lmms):
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """
-        Answers requests, those with the same generation settings in batches. A video or image that cannot be read is
-        logged as an error and answered with nothing: an exception would cost lmms-eval the answers to all others.
+        Answers requests, those with the same generation settings in batches. One that cannot be asked, also because its
+        video cannot be read, is logged as an error and answered with nothing: an exception would cost lmms-eval the
+        answers to all others.
         """
         results: dict[int, GenerationResult] = {}
         unreadable: list[str] = []
@@ -115,7 +116,7 @@ class STTS(lmms):
                     window = places[start : start + _WINDOW * self.batch_size]
                     for number, answer in self._answers([requests[place] for place in window], options):
                         if isinstance(answer, Exception):
-                            unreadable.append(f"{_name(requests[window[number]])} cannot be read: {one_line(answer)}")
+                            unreadable.append(f"{_name(requests[window[number]])} cannot be asked: {one_line(answer)}")
                             logger.error(unreadable[-1])
                         results[window[number]] = result_of(answer, until)
                         bar.update()
@@ -130,15 +131,25 @@ class STTS(lmms):
         self, requests: Sequence[Instance], options: Mapping[str, Any]
     ) -> Iterator[tuple[int, PromptAnswer | Exception]]:
         assert self.pruning_ratio is not None  # a configuration has one
-        return answer_prompts(
+        prompts: list[Prompt] = []
+        asked: list[int] = []
+        for number, request in enumerate(requests):
+            try:
+                prompts.append(self._prompt(request))
+                asked.append(number)
+            except Exception as error:  # also of the task's own code
+                yield number, error
+        answers = answer_prompts(
             self.model,
             self.processor,
-            [self._prompt(request) for request in requests],
+            prompts,
             pruning_ratio=self.pruning_ratio,
             batch_size=self.batch_size,
             processing=self.processing,
             **options,
         )
+        for place, answer in answers:
+            yield asked[place], answer
 
     def _prompt(self, request: Instance) -> Prompt:
         """What a task's messages say. Raises `ValueError` for what the model does not take."""
@@ -146,19 +157,16 @@ class STTS(lmms):
         conversation = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
         messages: list[dict[str, Any]] = []
         media: dict[str, list[Any]] = {"video": [], "image": []}
-        try:
-            for message in conversation.messages:
-                for part in message.content:
-                    if part.type != "text":
-                        source = self._source(part)
-                        media[part.type].append(source)
-                parts = [
-                    {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
-                ]
-                messages.append({"role": message.role, "content": parts})
-            return make_prompt(self.processor, messages, media["video"], media["image"])
-        except ValueError as error:
-            raise ValueError(f"{_name(request)}: {error}") from error
+        for message in conversation.messages:
+            for part in message.content:
+                if part.type != "text":
+                    source = self._source(part)
+                    media[part.type].append(source)
+            parts = [
+                {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
+            ]
+            messages.append({"role": message.role, "content": parts})
+        return make_prompt(self.processor, messages, media["video"], media["image"])
 
     def _source(self, part: Any) -> Any:
         """What the processor reads a video or image from."""

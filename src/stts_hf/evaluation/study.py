@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf import STTSConfig
+from stts_hf.checkpoints.files import fingerprint
 from stts_hf.evaluation.methods import METHODS
 from stts_hf.evaluation.study_data import (
     StudyError,
     check_dataset,
     describe_questions,
-    digest_files,
     fingerprint_dataset,
     read_object,
     write_json,
@@ -334,4 +334,4 @@ def fingerprint_base(base: Path) -> str:
     """Of weights, configuration, tokenizer and processor. Raises `StudyError` where there is no checkpoint."""
     if not (base / "config.json").is_file() or not any(base.glob("*.safetensors")):
         raise StudyError(f"--base {base} is no checkpoint: it must be a folder with config.json and *.safetensors")
-    return digest_files(sorted([*base.glob("*.json"), *base.glob("*.safetensors"), *base.glob("*.jinja")]))
+    return fingerprint(base)

@@ -1,8 +1,7 @@
 """What a study reads and writes but for weights: the data set, encoded once for all runs, and small JSON files."""
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
-from stts_hf.checkpoints.files import read_json
+from stts_hf.checkpoints.files import digest_files, read_json
 from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.loading import load_rows
 from stts_hf.data.rows import check_files, read_row
@@ -96,14 +95,6 @@ def describe_questions(dataset: Path, description: Mapping[str, Any]) -> dict[st
         "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
         **{name: description.get(name) for name in ("splits", "chance", "text_only")},
     }
-
-
-def digest_files(paths: Sequence[Path]) -> str:
-    """Of names, sizes and contents."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -19,6 +19,7 @@ from tests.training_files import write_rows
 
 lmms_eval = pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test-eval`")
 
+from lmms_eval.__main__ import cli_evaluate  # noqa: E402
 from lmms_eval.api.instance import Instance  # noqa: E402
 from lmms_eval.evaluator import simple_evaluate  # noqa: E402
 from lmms_eval.tasks import TaskManager  # noqa: E402
@@ -198,9 +199,27 @@ def test_a_video_that_cannot_be_read_costs_its_own_answer_only(ask, rows, tmp_pa
     ],
     ids=["audio", "part", "part as dict", "URL", "control token"],
 )
-def test_what_the_model_does_not_take_is_refused_by_question_and_task(ask, part, message):
-    with pytest.raises(ValueError, match=f"Question 0 of the task made_up: .*{message}"):
+def test_what_the_model_does_not_take_costs_its_own_answer_only(ask, caplog, part, message):
+    with pytest.raises(ValueError, match=f"None of 1 .* Question 0 of the task made_up cannot be asked: .*{message}"):
         ask([part, text("What?")])
+    hello = [text("Hello?")]
+    assert ask(hello, [part, text("What?")]) == [*ask(hello), ""]
+
+
+def test_an_unknown_task_ends_the_run_before_the_model_is_loaded(monkeypatch, capsys):
+    """By lmms-eval itself, with exit status 0."""
+    command = [
+        "lmms_eval",
+        "--model",
+        "stts",
+        "--model_args",
+        "pretrained=./gone",
+        "--tasks",
+        "stts_local,no_such_task",
+    ]
+    monkeypatch.setattr(sys, "argv", [*command, "--include_path", str(EXAMPLES)])
+    cli_evaluate()
+    assert "ValueError: Tasks not found: no_such_task." in capsys.readouterr().err
 
 
 def test_several_rounds_and_likelihoods_are_refused(model):
