@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 
+def open_lines(path: Path) -> io.FileIO:
+    """Opens a file for `write_line` behind its whole lines; what a kill left of the last one goes."""
+    file = io.FileIO(path, "a")
+    file.truncate(file.seek(path.read_bytes().rfind(b"\n") + 1))
+    return file
+
+
 def write_line(file: io.FileIO, row: Mapping[str, Any]) -> None:
     """Appends a row at once. Raises `OSError` where there is no room for all of it; the file is then as it was."""
     whole_lines = file.tell()

@@ -7,6 +7,7 @@ the same rows, which are packed and measured like others.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Generator
@@ -22,6 +23,7 @@ from transformers.utils import logging
 
 from stts_hf.data.collator import check_on_error
 from stts_hf.data.encoding import process
+from stts_hf.data.lines import open_lines, read_lines, write_line
 from stts_hf.data.prefetch import prefetch
 from stts_hf.data.preparing import LENGTH, with_column
 from stts_hf.data.rows import ANSWER, PROMPT, RowError, Sample, is_unanswered, read_row, row_errors
@@ -139,13 +141,13 @@ def _digest(source: Any) -> str:
 
 
 def _read_answers(folder: Path | None) -> dict[str, str]:
-    """The answers in `folder` by their keys. A line that a kill cut off is passed over."""
+    """The answers in `folder` by their keys. Raises `ValueError` for a file that something else wrote to."""
     known: dict[str, str] = {}
     for file in folder.glob(FILES.format("*")) if folder is not None else ():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
-                known[entry["key"]] = entry["answer"]
+        try:
+            known |= {entry["key"]: entry["answer"] for entry in read_lines(file)[0]}
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{file} is damaged ({error}). Delete it: its answers are written again.") from error
     return known
 
 
@@ -156,10 +158,5 @@ def _writer(folder: Path | None, process: int) -> Generator[Any, None, None]:
         yield lambda entry: None
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / FILES.format(process)).open("a", encoding="utf-8") as file:
-
-        def write(entry: dict[str, str]) -> None:
-            file.write(f"\n{json.dumps(entry, ensure_ascii=False)}")  # a line break first: the last may be cut off
-            file.flush()
-
-        yield write
+    with open_lines(folder / FILES.format(process)) as file:
+        yield functools.partial(write_line, file)

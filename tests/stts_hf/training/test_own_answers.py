@@ -106,7 +106,7 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     rows = prepare_rows(marked(data), processor, progress=False)
     first = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
     with (tmp_path / "_answers_0.jsonl").open("a") as file:
-        file.write('\n{"key": "cut off')
+        file.write('{"key": "cut off')
     written: list[Any] = []
     generate = own_answers._generate
 
@@ -119,6 +119,22 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     assert (list(again["stts_answer"]), written) == (list(first["stts_answer"]), [])
     answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b", progress=False)
     assert len(written) == 2
+
+
+def test_answers_with_unusual_line_breaks_are_taken_up(data, processor, tmp_path, monkeypatch):
+    rows = prepare_rows(marked(data), processor, progress=False)
+    monkeypatch.setattr(own_answers, "_generate", lambda *args: "one\u2028two\x85three")
+    first = answer_rows(rows, load_tiny(), processor, folder=tmp_path, progress=False)
+    monkeypatch.setattr(own_answers, "_generate", None)
+    again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, progress=False)
+    assert list(again["stts_answer"]) == list(first["stts_answer"])
+
+
+def test_a_damaged_file_of_answers_is_named(data, processor, tmp_path):
+    (tmp_path / "_answers_0.jsonl").write_text("notes\n")
+    rows = prepare_rows(marked(data), processor, progress=False)
+    with pytest.raises(ValueError, match=r"_answers_0\.jsonl is damaged .*Delete it"):
+        answer_rows(rows, load_tiny(), processor, folder=tmp_path, progress=False)
 
 
 def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
