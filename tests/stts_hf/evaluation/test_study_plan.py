@@ -15,11 +15,12 @@ from stts_hf.evaluation.study import (
     Settings,
     Study,
     evaluations,
+    fingerprint_base,
     open_study,
     plan,
     read_records,
 )
-from stts_hf.evaluation.study_data import StudyError
+from stts_hf.evaluation.study_data import StudyError, fingerprint_dataset
 from tests.stts_hf.evaluation.small_study import write_base, write_dataset
 
 SETTINGS = Settings(dataset="d", base="b", base_layer=3)
@@ -62,6 +63,17 @@ def test_methods_without_training_are_asked_of_the_unpruned_weights():
 def test_frames_are_scaled_at_the_main_ratio_alone():
     assert Evaluation("stts", 0.5, scaling=0.5) in evaluations(Run("stts", 0.5, 3, 0), SETTINGS)
     assert len(evaluations(Run("stts", 0.7, 3, 0), SETTINGS)) == len(evaluations(Run("stts", 0.5, 1, 0), SETTINGS)) == 1
+
+
+def test_fingerprints_are_those_that_studies_were_begun_with(tmp_path):
+    """Values that the first studies wrote down; with others, none of them could go on."""
+    names = ["config.json", "generation_config.json", "processor_config.json", "tokenizer.json"]
+    names += ["tokenizer_config.json", "model.safetensors", "chat_template.jinja", "modeling_stts.py", "README.md"]
+    (tmp_path / "set").mkdir()
+    for name in (*names, "set/dataset.json", "set/train_conversations.jsonl", "set/test.jsonl"):
+        (tmp_path / name).write_text(f"This is {name.removeprefix('set/')}.")
+    assert fingerprint_base(tmp_path) == "1949bb867324c256"
+    assert fingerprint_dataset(tmp_path / "set") == "5dcca640e3e9dab2"
 
 
 def test_settings_stay_and_lists_grow(tmp_path, base, dataset):
