@@ -8,6 +8,7 @@ The synthetic video-QA data set: real MP4 files and pictures, and questions abou
     folder/motion/{split}.npz         per clip, where things move in the frames that are looked at
 """
 
+import functools
 import json
 import os
 from collections import Counter, defaultdict
@@ -43,7 +44,11 @@ SHARES = {"short": 0.65, "long": 0.2, "image": 0.15}
 QUESTIONS_PER_CLIP = 6
 CELLS = 12  # of a frame's side, in motion masks
 FRAMES_LOOKED_AT, MAX_FPS = 16, 4.0  # for motion masks
-_COMPOSE = {"short": compose_short, "long": compose_long, "image": compose_image}
+_COMPOSE = {
+    "short": functools.partial(compose_short, busy=True),
+    "long": functools.partial(compose_long, busy=True),
+    "image": compose_image,
+}
 
 
 def make_dataset(

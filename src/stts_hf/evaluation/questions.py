@@ -184,19 +184,26 @@ class _Composer:
                 tuple(pair),
             )
 
-    def scene(self) -> Scene:
+    def scene(self, busy: bool) -> Scene:
         drift = tuple(self.random.uniform(-0.06, 0.06, 2)) if self.random.random() < 0.4 else (0.0, 0.0)
         flicker = tuple(
             (*self.random.uniform(0, 0.75, 2), *self.random.uniform(0.15, 0.3, 2))
             for _ in range(self.random.choice(3, p=(0.5, 0.3, 0.2)))
         )
-        return Scene(self.seed, self.duration, tuple(self.things), drift=drift, flicker=flicker)
+        snow = tuple(
+            (*self.random.uniform(0, 0.7, 2), *self.random.uniform(0.25, 0.4, 2))
+            for _ in range(self.random.choice(4, p=(0.15, 0.3, 0.3, 0.25)) if busy else 0)
+        )
+        return Scene(self.seed, self.duration, tuple(self.things), drift=drift, flicker=flicker, snow=snow)
 
 
-def compose_short(seed: int, level: int = 3, shown_for: float = SHOWN_FOR) -> tuple[Scene, list[Question]]:
+def compose_short(
+    seed: int, level: int = 3, shown_for: float = SHOWN_FOR, busy: bool = False
+) -> tuple[Scene, list[Question]]:
     """
     A clip of some seconds in which much happens, and everything that can be asked about it. `level` 1 to 3: how much,
-    for models that learn from little to much.
+    for models that learn from little to much. busy: whether there may be regions of snow, which nothing is asked
+    about.
     """
     composer = _Composer(seed, SHORT_SECONDS, shown_for)
     random = composer.random
@@ -208,11 +215,11 @@ def compose_short(seed: int, level: int = 3, shown_for: float = SHOWN_FOR) -> tu
         composer.letter("letter")
     if random.random() < 0.6:
         composer.still(random.random() < 0.6)
-    return composer.scene(), composer.questions
+    return composer.scene(busy), composer.questions
 
 
-def compose_long(seed: int) -> tuple[Scene, list[Question]]:
-    """A clip of half a minute in which little happens, and everything that can be asked about it."""
+def compose_long(seed: int, busy: bool = False) -> tuple[Scene, list[Question]]:
+    """A clip of half a minute in which little happens, and everything that can be asked about it. `busy` as above."""
     composer = _Composer(seed, LONG_SECONDS, LONG_SHOWN_FOR)
     if composer.random.random() < 0.5:
         composer.still(False)
@@ -220,7 +227,7 @@ def compose_long(seed: int) -> tuple[Scene, list[Question]]:
     composer.marks(int(composer.random.integers(1, 4)), "long-")
     if composer.random.random() < 0.6:
         composer.letter("long-letter")
-    return composer.scene(), composer.questions
+    return composer.scene(busy), composer.questions
 
 
 def compose_image(seed: int) -> tuple[Scene, list[Question]]:
@@ -239,7 +246,7 @@ def compose_image(seed: int) -> tuple[Scene, list[Question]]:
     letter = composer.shuffled(LETTERS)[0]
     composer.things.append(Thing(letter, composer.shuffled(COLOURS)[0], LETTER_RADIUS, start))
     composer.ask("image-letter", ("Which letter is shown?",), letter)
-    return composer.scene(), composer.questions
+    return composer.scene(False), composer.questions
 
 
 def with_options(question: Question, seed: int) -> list[str] | None:

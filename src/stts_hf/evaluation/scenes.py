@@ -2,7 +2,8 @@
 Scenes to ask about: things that move, blink, flash up and change over a textured background, drawn at any time.
 
 A scene is numbers alone, drawn from a seed, so that what happens in it is known exactly. What makes it hard for a
-heuristic that goes by change is put in on purpose: the camera drifts, regions flicker, and every frame has noise.
+heuristic that goes by change is put in on purpose: the camera drifts, regions flicker, others are full of snow, as of a
+television without a signal, and every frame has noise.
 Coordinates are shares of the frame's side, x to the right and y down; times are seconds.
 """
 
@@ -40,6 +41,7 @@ _LETTERS = {
 LETTERS = tuple(_LETTERS)
 SHOWN_FOR = 0.3  # seconds that a mark flashes up: one or two frames at 4 per second
 GREY = 128.0
+SNOW, FLAKES = 60.0, 48  # strength, of 255; along the frame's side
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class Thing:
 @dataclass(frozen=True)
 class Scene:
     """
-    seed: of texture, noise and flicker. duration: seconds. things: drawn in order. drift: how far the camera moves over
-    the whole clip. flicker: regions (left, top, width, height) whose brightness jumps from frame to frame.
+    seed: of texture, noise, flicker and snow. duration: seconds. things: drawn in order. drift: how far the camera
+    moves over the whole clip. flicker: regions (left, top, width, height) whose brightness jumps from frame to frame.
+    snow: regions whose grain is another in every frame.
     """
 
     seed: int
@@ -80,6 +83,7 @@ class Scene:
     things: tuple[Thing, ...]
     drift: tuple[float, float] = (0.0, 0.0)
     flicker: tuple[tuple[float, float, float, float], ...] = ()
+    snow: tuple[tuple[float, float, float, float], ...] = ()
 
     def draw(self, times: list[float], height: int, width: int | None = None) -> np.ndarray:
         """The frames at `times` (seconds), uint8 (T, height, width, 3); square where no `width` is given."""
@@ -92,7 +96,7 @@ class Scene:
         canvas = _background(generator, height + 2 * margin, width + 2 * margin)
         noise = generator.normal(0, 1.5, (2 * height, 2 * width, 1)).astype(np.float32)
         for time in times:
-            # Noise and flicker go by the time, so that a frame is the same in whatever company it is drawn.
+            # Noise, flicker and snow go by the time, so that a frame is the same in whatever company it is drawn.
             chance = np.random.default_rng((self.seed, round(time * 1000)))
             shift = np.multiply(self.drift, time / self.duration)
             right, down = round(shift[0] * width), round(shift[1] * height)
@@ -101,6 +105,14 @@ class Scene:
                 rows = _pixels(y - down / height, region_height, height)
                 cols = _pixels(x - right / width, region_width, width)
                 frame[rows, cols] += chance.uniform(-45, 45)
+            snowing = np.random.default_rng((self.seed, round(time * 1000), 1))
+            for x, y, region_width, region_height in self.snow:
+                rows = _pixels(y - down / height, region_height, height)
+                cols = _pixels(x - right / width, region_width, width)
+                flakes = frame[rows, cols].shape[:2]
+                coarse = snowing.normal(0, SNOW, [-(-size * FLAKES // height) for size in flakes])
+                side = -(-height // FLAKES)
+                frame[rows, cols] += coarse.repeat(side, 0).repeat(side, 1)[: flakes[0], : flakes[1], None]
             self._draw_things(frame, time, (-right / width, -down / height))
             top, left = chance.integers(0, (height, width))
             frame += noise[top : top + height, left : left + width] + chance.uniform(-3, 3)
@@ -109,7 +121,7 @@ class Scene:
     def motion(self, times: list[float], cells: int) -> np.ndarray:
         """
         Where things change: bool (T, cells, cells), True where a cell of the frame looks otherwise than in the frame
-        before because of a thing. Drift, flicker and noise are nobody's motion. Frame 0 has none.
+        before because of a thing. Drift, flicker, snow and noise are nobody's motion. Frame 0 has none.
         """
         size = 12 * cells
         changed = np.zeros((len(times), cells, cells), bool)
