@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,11 @@ def test_first_use_of_a_class_registers_the_auto_classes(monkeypatch):
     assert not registered
     assert stts_hf.STTSConfig.model_type == "stts"
     assert registered
+
+
+def test_only_the_command_line_imports_the_command_line():
+    package = Path(stts_hf.__file__).parent
+    imports = {
+        path.relative_to(package).parts[0] for path in package.rglob("*.py") if "stts_hf.cli" in path.read_text()
+    }
+    assert imports == {"cli"}

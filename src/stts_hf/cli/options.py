@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.checkpoints import loading
+from stts_hf.cli.errors import CommandError, of_option
 
-SELECTORS = ("scorer", "cosine", "random")
+SELECTORS = ("scorer", "cosine", "random")  # without PyTorch, for --help
 
 
 def count(text: str) -> int:
@@ -77,15 +78,5 @@ def check_writable(option: str, folder: Path) -> None:
 
 def choose_device(name: str) -> Any:
     """Returns the `torch.device`, the fastest there is for "auto". Raises `CommandError` for one that is not there."""
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"--device {name} cannot be used here: {one_line(error, 120)}") from None
-    if device.type == "meta":
-        raise CommandError("--device meta cannot be used here: it has shapes, but no numbers")
-    return device
+    with of_option():
+        return loading.choose_device(name)

@@ -1,6 +1,5 @@
 """The model `stts` of lmms-eval: `lmms_eval --model stts --model_args pretrained=my-stts,pruning_ratio=0.5`."""
 
-import argparse
 import json
 import os
 import time
@@ -17,17 +16,16 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
-from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import SELECTORS, choose_device
-from stts_hf.cli.report import PICTURES
+from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
+from stts_hf.modeling.settings_stts import SELECTORS
 from stts_hf.modeling.video_reading_stts import is_url
 
 logger = logging.get_logger(__name__)
 
 _WINDOW = 32  # batches whose prompts are made at once: their images are in memory
+_FRAMES = (".png", ".jpg", ".jpeg", ".webp")
 _MAX_NEW_TOKENS = 1024  # of tasks that do not say
 _FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
@@ -81,18 +79,13 @@ class STTS(lmms):
         self.batch_size = int(batch_size)
         self.accelerator = Accelerator()
         self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        options = argparse.Namespace(
-            revision=revision, selector=selector, dtype=dtype, attn_implementation=attn_implementation
-        )
-        try:
-            several = self._world_size > 1
-            self.device = self.accelerator.device if several else choose_device(device or "auto")
-            pretrained = find_checkpoint(pretrained)
-            config, self.processor = load_processor(pretrained, options)
-            self.pruning_ratio = resolve_ratio(config, pruning_ratio)
-            self.model = load_model(pretrained, config, self.device, options)
-        except CommandError as error:
-            raise ValueError(str(error).replace("--checkpoint", "pretrained")) from error
+        several = self._world_size > 1
+        self.device = self.accelerator.device if several else choose_device(device or "auto")
+        options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+        pretrained = check_checkpoint(pretrained)
+        config, self.processor = load_config_and_processor(pretrained, revision=revision, selector=selector)
+        self.pruning_ratio = resolve_ratio(config, pruning_ratio)
+        self.model = load_model(pretrained, config, self.device, revision=revision, dtype=dtype, **options)
         given = {"num_frames": num_frames, "max_fps": max_fps, "test_time_scaling": test_time_scaling or None}
         self.processing = {name: value for name, value in given.items() if value is not None}
         self.allow_urls = allow_urls
@@ -116,11 +109,11 @@ class STTS(lmms):
                     window = places[start : start + _WINDOW * self.batch_size]
                     for number, answer in self._answers([requests[place] for place in window], options):
                         if isinstance(answer, Exception):
-                            unreadable.append(f"{_name(requests[window[number]])} cannot be asked: {one_line(answer)}")
+                            unreadable.append(f"{_name(requests[window[number]])} cannot be asked: {answer!r}")
                             logger.error(unreadable[-1])
                         results[window[number]] = result_of(answer, until)
                         bar.update()
-        if unreadable and len(unreadable) == len(requests):
+        if unreadable and len(unreadable) == len(requests) and self.world_size == 1:  # other processes' would be lost
             raise ValueError(f"None of {len(requests)} questions could be asked. {unreadable[0]}")
         counts = [result.token_counts.output_tokens or 0 for result in results.values() if result.token_counts]
         seconds = time.perf_counter() - started
@@ -178,7 +171,7 @@ class STTS(lmms):
         if is_url(source) and not self.allow_urls:
             raise ValueError(f"{source!r} is a URL, and nothing is fetched unasked. Add allow_urls=True to model_args.")
         if part.type == "video" and isinstance(source, str) and os.path.isdir(source):
-            return sorted(str(path) for path in Path(source).iterdir() if path.suffix.lower() in PICTURES)
+            return sorted(str(path) for path in Path(source).iterdir() if path.suffix.lower() in _FRAMES)
         return source
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:

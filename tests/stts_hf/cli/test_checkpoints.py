@@ -45,7 +45,7 @@ def test_a_stock_molmo2_folder_runs_with_the_cosine_selector(clip, stock, tmp_pa
 def test_a_stock_molmo2_folder_without_it_is_one_line_that_says_what_to_do(clip, stock, tmp_path, capsys, options):
     assert run(clip, stock, tmp_path, *options) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "pass --selector cosine" in line
+    assert "choose the selector cosine" in line
     assert "stts-hf convert" in line
 
 

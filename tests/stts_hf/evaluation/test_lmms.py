@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +156,23 @@ def test_answers_and_scores_are_those_of_stts_hf_eval(results, checkpoint, rows)
     assert results["results"]["stts_local"]["accuracy,none"] == pytest.approx(sum(right) / len(right))
 
 
+@pytest.mark.slow
+def test_two_processes_give_the_answers_of_one(results, checkpoint, task, tmp_path):
+    """Of 15 questions, so that lmms-eval fills up one process's share with a question asked twice."""
+    arguments = f"pretrained={checkpoint},pruning_ratio=0.5,num_frames=3"
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"]
+    command = [sys.executable, *launch, "-m", "lmms_eval", "--model", "stts", "--model_args", arguments]
+    command += ["--include_path", str(task), "--tasks", "stts_local", "--limit", "15", "--batch_size", "4"]
+    subprocess.run([*command, "--log_samples", "--output_path", str(tmp_path)], check=True, timeout=1200)
+    [samples] = tmp_path.rglob("*_samples_stts_local.jsonl")
+    answers = {line["doc_id"]: line["filtered_resps"] for line in map(json.loads, samples.read_text().splitlines())}
+    alone = [sample for sample in results["samples"]["stts_local"] if sample["doc_id"] < 15]
+    assert answers == {sample["doc_id"]: sample["filtered_resps"] for sample in alone}
+    [summary] = tmp_path.rglob("*_results.json")
+    accuracy = json.loads(summary.read_text())["results"]["stts_local"]["accuracy,none"]
+    assert accuracy == pytest.approx(sum(sample["accuracy"] for sample in alone) / 15)
+
+
 def test_a_batch_of_several_kinds_comes_in_order(ask, rows):
     clip, picture = str(rows.parent / "10.mp4"), str(rows.parent / "wide.png")
     contents = [
@@ -236,7 +254,7 @@ def test_several_rounds_and_likelihoods_are_refused(model):
         ({"batch_size": "auto"}, "batch_size must be a whole number of at least 1, got 'auto'"),
         ({"selector": "best"}, "selector must be one of scorer, cosine, random, got 'best'"),
         ({"pruning_ratio": 1.5}, "1.5"),
-        ({"pretrained": "./gone"}, r"pretrained \./gone is not a folder"),
+        ({"pretrained": "./gone"}, r"checkpoint \./gone is not a folder"),
         ({"device": "cuda:99"}, "cuda:99 cannot be used here"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -1,0 +1,106 @@
+"""A checkpoint for use: found, and loaded by its own code; of a stock Molmo2 model by the package's."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .files import dangling_links
+
+MOLMO2 = "molmo2"  # the model type of stock checkpoints
+
+
+def check_checkpoint(checkpoint: str) -> str:
+    """The folder, or the Hub repository, of this name. Raises `ValueError` for a folder that is none, or not whole."""
+    looks_like_a_path = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
+    path = Path(checkpoint).expanduser()
+    problem = None
+    if not path.is_dir():
+        if looks_like_a_path or path.exists():
+            problem = "is not a folder; pass a checkpoint's folder or user/name"
+    elif dangling := next(dangling_links(path), None):
+        problem = f"is not whole: {dangling}"
+    elif not any(path.glob("*.safetensors")):
+        problem = "holds no weights (*.safetensors)"
+    if problem is not None:
+        raise ValueError(f"checkpoint {checkpoint} {problem}")
+    return str(path) if path.is_dir() else checkpoint
+
+
+def choose_device(name: str) -> Any:
+    """Returns the `torch.device`, the fastest there is for "auto". Raises `ValueError` for one that is not there."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name} cannot be used here: {' '.join(str(error).split())[:120]}") from None
+    if device.type == "meta":
+        raise ValueError("device meta cannot be used here: it has shapes, but no numbers")
+    return device
+
+
+def load_config_and_processor(
+    checkpoint: str, *, revision: str | None = None, selector: str | None = None
+) -> tuple[Any, Any]:
+    """
+    Returns configuration and processor. selector: in place of the configuration's. Raises `ValueError` for a checkpoint
+    that cannot be loaded, or has no scorer where that is to select.
+    """
+    from transformers import AutoConfig, AutoProcessor, PreTrainedConfig
+
+    options: dict[str, Any] = {"revision": revision or "main"}
+    with _loading(checkpoint):
+        kind = PreTrainedConfig.get_config_dict(checkpoint, **options)[0].get("model_type")
+    if kind == MOLMO2 and selector in (None, "scorer"):
+        raise ValueError(
+            f"checkpoint {checkpoint} is a stock Molmo2 model, which has no trained scorer: choose the selector "
+            "cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
+        )
+    if kind != MOLMO2 and not str(kind).startswith("stts"):
+        raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
+    with _loading(checkpoint):
+        if kind == MOLMO2:
+            from stts_hf.modeling.configuration_stts import STTSConfig
+            from stts_hf.modeling.processing_stts import STTSProcessor
+
+            config: Any = STTSConfig.from_pretrained(checkpoint, **options)
+            processor: Any = STTSProcessor.from_pretrained(checkpoint, **options)
+        else:
+            config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True, **options)
+            processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True, **options)
+        if selector is not None:
+            config.vision_config.selector = selector
+    return config, processor
+
+
+def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | None = None, **options: Any) -> Any:
+    """
+    Returns the model, by the code that `config` is of, for use on `device`. options: of `from_pretrained`. Raises
+    `ValueError` where the weights cannot be loaded.
+    """
+    from transformers import AutoModelForMultimodalLM
+
+    from stts_hf.modeling.configuration_stts import STTSConfig
+    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+
+    options |= {"config": config, "revision": revision or "main"}
+    with _loading(checkpoint):
+        if type(config) is STTSConfig:
+            model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, **options)
+        else:
+            model = AutoModelForMultimodalLM.from_pretrained(checkpoint, trust_remote_code=True, **options)
+    return model.to(device).eval()
+
+
+@contextlib.contextmanager
+def _loading(checkpoint: str) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
