@@ -160,10 +160,13 @@ def test_answers_and_scores_are_those_of_stts_hf_eval(results, checkpoint, rows)
 def test_two_processes_give_the_answers_of_one(results, checkpoint, task, tmp_path):
     """Of 15 questions, so that lmms-eval fills up one process's share with a question asked twice."""
     arguments = f"pretrained={checkpoint},pruning_ratio=0.5,num_frames=3"
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     command = [sys.executable, *launch, "-m", "lmms_eval", "--model", "stts", "--model_args", arguments]
     command += ["--include_path", str(task), "--tasks", "stts_local", "--limit", "15", "--batch_size", "4"]
-    subprocess.run([*command, "--log_samples", "--output_path", str(tmp_path)], check=True, timeout=1200)
+    command += ["--log_samples", "--output_path", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "Running on rank 1" in ended.stdout + ended.stderr
     [samples] = tmp_path.rglob("*_samples_stts_local.jsonl")
     answers = {line["doc_id"]: line["filtered_resps"] for line in map(json.loads, samples.read_text().splitlines())}
     alone = [sample for sample in results["samples"]["stts_local"] if sample["doc_id"] < 15]
