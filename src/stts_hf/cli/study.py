@@ -19,6 +19,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "steps": {"type": count, "metavar": "N", "help": "training steps of a run (default: 200)"},
     "batch_size": {"type": count, "metavar": "B", "help": "clips with their conversations in a step (default: 16)"},
     "warmup_steps": {"type": int, "metavar": "N", "help": "steps of warm-up, before a cosine schedule (default: 10)"},
+    "scorer_steps": {
+        "type": int,
+        "metavar": "N",
+        "help": "steps of a new scorer by the temporal loss alone, before the others (default: 0)",
+    },
     "learning_rates": {"nargs": "+", "metavar": "PART=RATE", "help": "peak rate of a part (default: the paper's)"},
     "model_settings": {
         "nargs": "+",

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ SHARES = {"short": 0.65, "long": 0.2, "image": 0.15}
 QUESTIONS_PER_CLIP = 6
 CELLS = 12  # of a frame's side, in motion masks
 FRAMES_LOOKED_AT, MAX_FPS = 16, 4.0  # for motion masks
-_COMPOSE = {
+_COMPOSE: dict[str, Callable[[int], tuple[Scene, list[Question]]]] = {
     "short": functools.partial(compose_short, busy=True),
     "long": functools.partial(compose_long, busy=True),
     "image": compose_image,

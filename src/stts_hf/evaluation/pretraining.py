@@ -16,9 +16,8 @@ import argparse
 import functools
 import itertools
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,19 +26,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, move_files
 from stts_hf.modeling.pruning_stts import PruningPlan, VideoFeatures
+from stts_hf.training.build import renew_scorer
 
+from .fitting import fit, start_scorer
 from .pretraining_data import FIRST_SEED, KINDS, LEVELS, SceneConversations, SceneFrames
 from .scenes import COLOURS
 from .tiny_model import build_config, build_model, build_processor
 
 TEXT_RATE, TOWER_RATE, BOTH_RATE = 1e-3, 2e-3, 5e-4
 NOISE = 0.05  # of the features that the language model is told, beside embeddings of 0.5
-PRUNED_RATE, SCORER_RATE = 3e-4, 2e-3
+PRUNED_RATE, SCORER_RATE = 3e-4, 1e-3
 RATIOS = (0.5, 0.7, 0.5, 0.9)  # of the tiny checkpoint's steps, in turn
 CALLED = {"diamond": "mark", "bar": "light"}  # what questions call them
 HALVES = {"text": ("text_0", "text_2", "text_3"), "tower": ("tower",)}  # what each learns, in order
@@ -85,30 +85,6 @@ class BlockCodes:
         read = (features - self.places) @ self.words.T / self.power * self.scale + self.bias
         errors = F.binary_cross_entropy_with_logits(read, inside, reduction="none").sum(-1)
         return (squares * weights).sum() / weights.sum() + (errors * known).sum() / known.sum()
-
-
-def fit(
-    groups: list[dict[str, Any]], batches: Iterable[Any], steps: int, loss_of: Callable[[Any], torch.Tensor], name: str
-) -> list[float]:
-    """Takes a step of AdamW on the loss of each batch, at rates that rise and fall; returns the losses."""
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, betas=(0.9, 0.98))
-    rates = [group["lr"] for group in groups]
-    total, rising = max(3, steps), max(2, steps // 10)  # of fewer, the schedule divides by zero
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=total, pct_start=rising / total)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    losses: list[float] = []
-    told = max(1, steps // 10)
-    for batch in tqdm(batches, desc=name, total=steps, unit="step", disable=None):
-        loss = loss_of(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if len(losses) % told == 0:
-            tqdm.write(f"{name}: step {len(losses)} of {steps}, loss {sum(losses[-told:]) / told:.3f}", file=sys.stderr)
-    return losses
 
 
 def _load(dataset: Dataset) -> DataLoader:
@@ -184,7 +160,7 @@ def teach_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> lis
     """Trains the whole model, scorer and all, with the loss of the paper, at each of `RATIOS` in turn."""
     rows, _ = model.config.vision_config.block_grid
     ratios = itertools.cycle(RATIOS)
-    batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 9 * FIRST_SEED))
+    batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 9 * FIRST_SEED, busy=True))
     groups = [
         {"params": list(model.model.vision_tower.scorer.parameters()), "lr": SCORER_RATE},
         {"params": [*_tower_parts(model), *_text_parts(model)], "lr": PRUNED_RATE},
@@ -250,10 +226,17 @@ def make_base(folder: Path, template: str, steps: Mapping[str, int], *, batch_si
     shutil.rmtree(done)
 
 
-def make_tiny(base: Path, folder: Path, *, steps: int, batch_size: int = 4) -> None:
-    """Trains the base checkpoint on with pruning, and saves it into `folder`, whose card and code links stay."""
+def make_tiny(base: Path, folder: Path, *, scorer_steps: int, steps: int, batch_size: int = 4) -> None:
+    """
+    Trains a scorer for the base checkpoint, then all of it on with pruning, and saves it into `folder`, whose card and
+    code links stay.
+    """
     processor, model = STTSProcessor.from_pretrained(base), STTSForConditionalGeneration.from_pretrained(base)
-    teach_pruned(model.train(), processor, steps, batch_size)
+    rows, _ = model.config.vision_config.block_grid
+    scenes = SceneConversations(processor, scorer_steps, batch_size, 3, rows, True, 10 * FIRST_SEED, busy=True)
+    renew_scorer(model, 0)
+    start_scorer(model.train(), (inputs for inputs, *_ in _load(scenes)), scorer_steps)
+    teach_pruned(model, processor, steps, batch_size)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
         model.eval().save_pretrained(temporary)
         processor.save_pretrained(temporary)
@@ -264,7 +247,7 @@ def make_tiny(base: Path, folder: Path, *, steps: int, batch_size: int = 4) -> N
         move_files(Path(temporary), folder, "config.json")
 
 
-STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 9000, "both": 1500, "pruned": 1500}
+STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 9000, "both": 1500, "scorer": 2000, "pruned": 1000}
 
 
 def main() -> None:
@@ -279,13 +262,13 @@ def main() -> None:
     steps = {stage: getattr(arguments, f"{stage}_steps") for stage in STEPS}
     if arguments.base.exists():
         given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
-        if idle := sorted(set(given) - {"base", "tiny", "pruned_steps"}):
+        if idle := sorted(set(given) - {"base", "tiny", "scorer_steps", "pruned_steps"}):
             parser.error(f"{arguments.base} is there already, so --{idle[0].replace('_', '-')} would have no effect")
     else:
         template = (arguments.tiny / "chat_template.jinja").read_text(encoding="utf-8")
         make_base(arguments.base, template, steps, seed=arguments.seed)
     if steps["pruned"]:
-        make_tiny(arguments.base, arguments.tiny, steps=steps["pruned"])
+        make_tiny(arguments.base, arguments.tiny, scorer_steps=steps["scorer"], steps=steps["pruned"])
 
 
 if __name__ == "__main__":

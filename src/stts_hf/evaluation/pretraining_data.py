@@ -96,15 +96,23 @@ class SceneConversations(Dataset):
     """
     Batches of conversations about scenes of one length, as `STTSDataCollator` makes them, with `block_targets` of all
     frames of their videos. level: one of `LEVELS`. drawn: whether the frames are, or stay black. first_seed: of the
-    scenes.
+    scenes. busy: whether those of the last level may have snow.
     """
 
     def __init__(
-        self, processor: Any, batches: int, batch_size: int, level: int, blocks: int, drawn: bool, first_seed: int
+        self,
+        processor: Any,
+        batches: int,
+        batch_size: int,
+        level: int,
+        blocks: int,
+        drawn: bool,
+        first_seed: int,
+        busy: bool = False,
     ) -> None:
         self.processor = copy.deepcopy(processor)  # its frames change from sample to sample
         self.batches, self.batch_size, self.level = batches, batch_size, level
-        self.blocks, self.drawn, self.first_seed = blocks, drawn, first_seed
+        self.blocks, self.drawn, self.first_seed, self.busy = blocks, drawn, first_seed, busy
         self.collator = STTSDataCollator(self.processor)
 
     def __len__(self) -> int:
@@ -139,10 +147,10 @@ class SceneConversations(Dataset):
             questions = [question for question in questions if question.kind != "count"]  # not every blink is seen
             times = np.arange(8) * 2 / MAX_FPS
         elif kind < 0.7:
-            scene, questions = compose_short(seed)
+            scene, questions = compose_short(seed, busy=self.busy)
             times = np.arange(NUM_FRAMES) / MAX_FPS
         elif kind < 0.85 or not self.drawn:
-            scene, questions = compose_long(seed)
+            scene, questions = compose_long(seed, busy=self.busy)
             times = np.linspace(0, LONG_SECONDS - 1 / LONG_FPS, frames_of_long)
         else:
             scene, questions = compose_image(seed)

@@ -54,8 +54,9 @@ class Settings:
 
     dataset, base: fingerprints of the data set and of the base checkpoint. base_layer: the pruning layer `l` of the
     base, which every run has that is not about layers. steps, batch_size: of training; a row is a clip with its
-    conversation. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`. model_settings: of the
-    model's configuration, such as `temporal_loss_weight`; a method's own come before them.
+    conversation. scorer_steps: of a new scorer by the temporal loss alone, before all learn together; none where the
+    method has no such loss. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`.
+    model_settings: of the model's configuration, such as `temporal_loss_weight`; a method's own come before them.
     """
 
     dataset: str
@@ -64,6 +65,7 @@ class Settings:
     steps: int = 200
     batch_size: int = 16
     warmup_steps: int = 10
+    scorer_steps: int = 0
     learning_rates: dict[str, float] = dataclasses.field(default_factory=lambda: dict(PAPER_LEARNING_RATES))
     model_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -75,6 +77,8 @@ class Settings:
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise StudyError(f"{_option(name)} is {getattr(self, name)}, but must be at least 1")
+        if self.scorer_steps < 0:
+            raise StudyError(f"--scorer-steps is {self.scorer_steps}, but must be at least 0")
         if self.warmup_steps >= self.steps:
             raise StudyError(
                 f"--warmup-steps is {self.warmup_steps}, but must be less than the {self.steps} steps of a run"

@@ -135,7 +135,8 @@ def header(results: Results) -> Iterator[str]:
     yield (
         f"{len(done)} runs, seeds {', '.join(map(str, settings.seeds))}. Each starts from the base checkpoint "
         f"{settings.base} and trains {settings.steps} steps of {settings.batch_size} clips with their conversations "
-        f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}). Data set {settings.dataset} "
+        f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}), a new scorer before that "
+        f"{settings.scorer_steps} steps by the temporal loss alone, unless it has none. Data set {settings.dataset} "
         f"(clips and pictures: {splits}): {len(results.types)} test questions about {len(set(results.clips))} of them."
     )
     machines = (record["machine"] for record in done)

@@ -31,6 +31,7 @@ from stts_hf.benchmark.measure import describe_machine, describe_versions
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, is_disk_full
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.evaluation.evaluate import evaluate
+from stts_hf.evaluation.fitting import start_scorer
 from stts_hf.evaluation.methods import METHODS, load_method
 from stts_hf.evaluation.statistics import rank_correlation
 from stts_hf.evaluation.study import FORMAT, SCORED, UNPRUNED, Evaluation, Run, Study, evaluations
@@ -48,7 +49,8 @@ from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import renew_scorer
 from stts_hf.training.trainer import STTSTrainer
 
-CHECKPOINTS, FAILURES, LOCKS, TRAINING = "checkpoints", "failures", "locks", "training.json"
+CHECKPOINTS, FAILURES, LOCKS, SCORERS = "checkpoints", "failures", "locks", "scorers"
+TRAINING = "training.json"
 QUESTIONS_AT_ONCE = 32
 RIGHT, WRONG, UNREAD, NOT_ASKED = "1", "0", "x", "-"  # a question's mark in a record
 _SECONDS_BETWEEN_LOOKS = 1.0  # at runs that other processes are at
@@ -203,8 +205,11 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
     settings = desk.study.settings
     options = {k: v for k, v in settings.model_settings.items() if k not in METHODS[run.method].settings}
     model = load_method(run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed, **options)
+    collator = STTSDataCollator(desk.processor, model_config=model.config, return_ids=True)
     if model.config.vision_config.selector == "scorer":
         renew_scorer(model, run.seed)
+        if settings.scorer_steps and model.config.temporal_loss_weight:
+            load_started_scorer(model.to(desk.device), run, desk, collator)
     clock = _StepClock()
     with tempfile.TemporaryDirectory() as output:
         arguments = STTSTrainingArguments(
@@ -221,7 +226,6 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        collator = STTSDataCollator(desk.processor, model_config=model.config, return_ids=True)
         trainer = STTSTrainer(model, arguments, train_dataset=desk.rows, data_collator=collator, callbacks=[clock])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -234,6 +238,21 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
         model.save_pretrained(new)
         desk.processor.save_pretrained(new)
         write_json(new / TRAINING, training)
+
+
+def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataCollator) -> None:
+    """Gives the model the scorer that runs of this layer and seed begin with, at whatever ratio; made where need be."""
+    path = desk.study.folder / SCORERS / f"layer{run.pruning_layer}-seed{run.seed}.pt"
+    settings, scorer = desk.study.settings, model.model.vision_tower.scorer
+    if not path.exists():
+        chosen = np.random.default_rng(run.seed).integers(
+            len(desk.rows), size=(settings.scorer_steps, settings.batch_size)
+        )
+        batches = (collator([desk.rows[index] for index in rows]) for rows in chosen.tolist())
+        start_scorer(model.train(), batches, settings.scorer_steps)
+        with atomic_file(path) as new:
+            torch.save(scorer.state_dict(), new)
+    scorer.load_state_dict(torch.load(path, weights_only=True, map_location=desk.device))
 
 
 def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:

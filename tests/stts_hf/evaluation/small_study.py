@@ -48,6 +48,20 @@ def study_command(folder: Path, dataset: Path, base: Path, *options: str) -> lis
     """`stts-hf study` of two methods and seeds, of one step each."""
     return [
         *("study", str(folder), "--dataset", str(dataset), "--base", str(base)),
-        *("--steps", "2", "--batch-size", "2", "--warmup-steps", "0", "--seeds", "0", "1", "--ratios", "0.5"),
+        *(
+            "--steps",
+            "2",
+            "--batch-size",
+            "2",
+            "--warmup-steps",
+            "0",
+            "--scorer-steps",
+            "3",
+            "--seeds",
+            "0",
+            "1",
+            "--ratios",
+            "0.5",
+        ),
         *options,
     ]

@@ -148,7 +148,7 @@ def test_the_tiny_checkpoint_has_a_scorer_that_learned_and_keeps_its_card(proces
         part.save_pretrained(tmp_path / "base")
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "README.md").write_text("a card")
-    make_tiny(tmp_path / "base", tmp_path / "tiny", steps=2, batch_size=2)
+    make_tiny(tmp_path / "base", tmp_path / "tiny", scorer_steps=2, steps=2, batch_size=2)
     tiny = STTSForConditionalGeneration.from_pretrained(tmp_path / "tiny")
     assert not torch.equal(*(m.model.vision_tower.scorer.score_layer.weight for m in (model, tiny)))
     assert (tmp_path / "tiny" / "README.md").read_text() == "a card"

@@ -86,7 +86,8 @@ def test_a_study_that_is_done_does_nothing_again(done, parts, monkeypatch):
 
 
 def test_a_run_gives_the_same_in_another_study(done, parts, tmp_path):
-    study = open_study(tmp_path, parts[0], parts[1], {"steps": 2, "batch_size": 2, "warmup_steps": 0, "ratios": (0.5,)})
+    settings = {"steps": 2, "batch_size": 2, "warmup_steps": 0, "scorer_steps": 3, "ratios": (0.5,)}
+    study = open_study(tmp_path, parts[0], parts[1], settings)
     [run] = [run for run in plan(study.settings, ["images"]) if run.name == RUNS[2]]
     assert run_study(study, [run], print, keep_checkpoints=True) == []
     assert outcomes(tmp_path) == {run.name: outcomes(done)[run.name]}

@@ -144,6 +144,7 @@ def test_a_base_without_weights_is_refused(tmp_path, dataset):
     ("given", "problem"),
     [
         ({"warmup_steps": 200}, "--warmup-steps is 200"),
+        ({"scorer_steps": -1}, "--scorer-steps is -1"),
         ({"learning_rates": {"tower": 1.0}}, "'tower'; the parts are"),
         ({"learning_rates": {"scorer": "fast"}}, "'scorer' the rate 'fast'"),
         ({"model_settings": {"pruning_layer": 1}}, "names 'pruning_layer'; it may name temporal_loss_weight"),
