@@ -204,7 +204,9 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
     """
     settings = desk.study.settings
     options = {k: v for k, v in settings.model_settings.items() if k not in METHODS[run.method].settings}
-    model = load_method(run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed, **options)
+    model: Any = load_method(
+        run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed, **options
+    )
     collator = STTSDataCollator(desk.processor, model_config=model.config, return_ids=True)
     if model.config.vision_config.selector == "scorer":
         renew_scorer(model, run.seed)
