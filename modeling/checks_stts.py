@@ -1,4 +1,6 @@
-"""What a call of Molmo2 must hold to make sense: each check raises an error that names argument, value and remedy."""
+"""What a call of any backbone must hold to make sense: each check raises an error that names argument, value and
+remedy.
+"""
 
 from typing import Any
 
@@ -6,7 +8,6 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_stts import STTSVisionConfig
 from .sequence_stts import Tokens, any_row_is_packed
 from .settings_stts import check_pruning_ratio
 
@@ -25,20 +26,9 @@ def check_settings(pruning_ratio: Any, pruned_length: Any = None) -> None:
         )
 
 
-def check_text_attention(text_config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a text attention that would silently be causal among the vision tokens."""
-    implementation = text_config._attn_implementation
-    if implementation not in MASKED_TEXT_ATTENTION:
-        raise ValueError(
-            f"`attn_implementation` is {implementation!r} for the text model, but Molmo2's vision tokens attend to "
-            "each other in both directions, which it cannot express. Use 'sdpa' or 'flex_attention' there, for example "
-            "attn_implementation={'text_config': 'sdpa', 'vision_config': 'flash_attention_2'}."
-        )
-
-
 def holds_packed_rows(tokens: Tokens, cache: Cache | None, text_config: PreTrainedConfig, has_vision: bool) -> bool:
     """
-    Whether rows hold several samples, which stock Molmo2 would let see each other's images. It looks only where
+    Whether rows hold several samples, which a native model may let see each other's images. It looks only where
     `position_ids` are given, since that forces a host-device sync. With flash attention rows of text need no mask: it
     goes by the positions itself; raises `ValueError` where it would not.
     """
@@ -63,6 +53,19 @@ def holds_packed_rows(tokens: Tokens, cache: Cache | None, text_config: PreTrain
     return False
 
 
+def check_exclusive(mm_encoder_outputs: Any, kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for arguments that describe what is no more once tokens are dropped."""
+    if mm_encoder_outputs:
+        raise ValueError(
+            "`mm_encoder_outputs` excludes `pixel_values_videos`, `pruned_length` and packed rows; pass the pixels."
+        )
+    if "cu_seq_lens_q" in kwargs:
+        raise ValueError(
+            "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
+            "arguments; packed samples are told apart by `position_ids` that start over."
+        )
+
+
 def check_tensors(vision: dict[str, Any], *names: str) -> tuple[torch.Tensor, ...]:
     """
     The arguments of these names, of which the first is there; raises `ValueError` where another is None, `TypeError`
@@ -71,7 +74,9 @@ def check_tensors(vision: dict[str, Any], *names: str) -> tuple[torch.Tensor, ..
     for name in names:
         value = vision.get(name)
         if value is None:
-            raise ValueError(f"`{names[0]}` needs `{name}`, but it is None; pass all that the processor returns.")
+            raise ValueError(
+                f"`{names[0]}` needs `{name}`, but it is None; pass all that this model's processor returns."
+            )
         if not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"`{name}` is a {type(value).__name__}, but must be a torch.Tensor; call the processor with "
@@ -80,57 +85,22 @@ def check_tensors(vision: dict[str, Any], *names: str) -> tuple[torch.Tensor, ..
     return tuple(vision[name] for name in names)
 
 
-def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) -> list[tuple[int, int, int]]:
+def check_grids(name: str, grids: torch.Tensor) -> list[tuple[int, int, int]]:
     """
-    Returns the grid `(T, rows, cols)` of each video, on the host; raises `ValueError` or `TypeError` where frames
-    (F, N, pixels), pooling and grids do not fit each other.
+    The grid `(T, rows, cols)` of each video or image, on the host; raises `ValueError` or `TypeError` where `grids`
+    (V, 3) are none.
     """
-    pixel_values_videos, video_token_pooling, video_grids = check_tensors(
-        vision, "pixel_values_videos", "video_token_pooling", "video_grids"
-    )
-    if video_grids.dim() != 2 or video_grids.shape[1] != 3:
-        raise ValueError(
-            f"`video_grids` has shape {tuple(video_grids.shape)}, but must be (videos, 3): frames, rows, columns."
-        )
-    pixels = vision_config.patch_size**2 * vision_config.num_channels
-    expected = (int(vision_config.num_position_embeddings or 0), pixels)
-    if pixel_values_videos.dim() == 4:
-        pixel_values_videos = pixel_values_videos.flatten(0, 1)
-    if pixel_values_videos.dim() != 3 or tuple(pixel_values_videos.shape[1:]) != expected:
-        raise ValueError(
-            f"`pixel_values_videos` has shape {tuple(pixel_values_videos.shape)}, but must be (frames, "
-            f"{expected[0]}, {expected[1]}): patches of a frame and values of a patch by `vision_config`."
-        )
-    grids = [(int(frames), int(rows), int(cols)) for frames, rows, cols in video_grids.tolist()]
-    if video_grids.is_floating_point():
+    if grids.dim() != 2 or grids.shape[1] != 3:
+        raise ValueError(f"`{name}` has shape {tuple(grids.shape)}, but must be (videos, 3): frames, rows, columns.")
+    if grids.is_floating_point():
         raise TypeError(
-            f"`video_grids` is {video_grids.dtype}, but must count frames, rows and columns in whole numbers; pass "
-            "what the processor returns."
+            f"`{name}` is {grids.dtype}, but must count frames, rows and columns in whole numbers; pass what the "
+            "processor returns."
         )
-    if not grids or min(min(grid) for grid in grids) < 1:
-        raise ValueError(f"`video_grids` is {grids}, but every video needs at least one frame, row and column.")
-    num_frames = sum(frames for frames, _, _ in grids)
-    if num_frames != pixel_values_videos.shape[0]:
-        raise ValueError(
-            f"`video_grids` counts {num_frames} frames, but `pixel_values_videos` holds {pixel_values_videos.shape[0]}."
-        )
-    num_blocks = sum(frames * rows * cols for frames, rows, cols in grids)
-    window = vision_config.pooling_size[0] * vision_config.pooling_size[1]
-    if tuple(video_token_pooling.shape) != (num_blocks, window):
-        raise ValueError(
-            f"`video_token_pooling` has shape {tuple(video_token_pooling.shape)}, but `video_grids` and "
-            f"`vision_config.pooling_size` = {vision_config.pooling_size} make it ({num_blocks}, {window}). The video "
-            "processor's `pooling_size` must equal the config's."
-        )
-    if video_token_pooling.device.type == "cpu":
-        lowest, highest = (int(bound) for bound in video_token_pooling.aminmax())
-        if lowest < -1 or highest >= num_frames * expected[0]:
-            raise ValueError(
-                f"`video_token_pooling` goes from {lowest} to {highest}, but must hold rows of the "
-                f"{num_frames * expected[0]} patches in `pixel_values_videos`, or -1 for padding."
-            )
-    check_finite(pixel_values_videos)
-    return grids
+    read = [(int(frames), int(rows), int(cols)) for frames, rows, cols in grids.tolist()]
+    if not read or min(min(grid) for grid in read) < 1:
+        raise ValueError(f"`{name}` is {read}, but every video needs at least one frame, row and column.")
+    return read
 
 
 def check_finite(pixel_values_videos: torch.Tensor) -> None:

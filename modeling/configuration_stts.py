@@ -7,7 +7,6 @@ require_version("transformers>=5.20", "Upgrade it with `pip install -U transform
 require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision`.")
 
 import math
-import os
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,24 +20,13 @@ from transformers.models.molmo2.configuration_molmo2 import (
 )
 from transformers.utils import logging
 
-from .settings_stts import PRUNING_FIELDS, PruningSettings, TrainingSettings, with_settings
+from .settings_stts import PRUNING_FIELDS, PruningConfig, PruningSettings, TrainingSettings, auto_map
+from .settings_stts import check_vision_config as check_vision_config
 
 logger = logging.get_logger(__name__)
 
 
-def check_vision_config(value: object) -> None:
-    """Raises `ValueError` for a vision config that cannot prune, such as a stock Molmo2's."""
-    if not hasattr(value, "pruning_ratio"):
-        kind = getattr(value, "model_type", type(value).__name__)
-        raise ValueError(f"`vision_config` has `model_type` {kind!r}, but must be 'stts_vision'.")
-
-
-VISION_SETTINGS = (*PRUNING_FIELDS, "pooling_size")
-AUTO_MAP = {
-    "AutoConfig": "configuration_stts.STTSConfig",
-    "AutoModel": "modeling_stts.STTSForConditionalGeneration",
-    "AutoModelForImageTextToText": "modeling_stts.STTSForConditionalGeneration",
-    "AutoModelForMultimodalLM": "modeling_stts.STTSForConditionalGeneration",
+AUTO_MAP = auto_map() | {
     "AutoProcessor": "processing_stts.STTSProcessor",
     "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
 }
@@ -96,7 +84,7 @@ class STTSVisionConfig(PruningSettings, Molmo2VisionConfig):
 
 
 @strict
-class STTSConfig(TrainingSettings, Molmo2Config):
+class STTSConfig(PruningConfig, TrainingSettings, Molmo2Config):
     r"""
     Molmo2's configuration with an `STTSVisionConfig` and the fields of `TrainingSettings`, checked like that one's.
 
@@ -105,15 +93,12 @@ class STTSConfig(TrainingSettings, Molmo2Config):
     """
 
     model_type = "stts"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = [
-        "past_key_values",
-        "image_hidden_states",
-        "task_loss",
-        "temporal_loss",
-        "token_scores",
-        "keep_mask",
-        "kept_indices",
-    ]
+    native = Molmo2Config
+    family = "Molmo2"
+    vision_model_type = STTSVisionConfig.model_type
+    vision_settings = (*PRUNING_FIELDS, "pooling_size")
+    vision_names = ("vision_config", "vit_config")  # the released checkpoints' name is the latter
+    auto_classes = AUTO_MAP
     sub_configs_defaults: ClassVar[dict] = {
         **Molmo2Config.sub_configs_defaults,
         "vision_config": SubConfigSpec(config_class=STTSVisionConfig),
@@ -126,70 +111,8 @@ class STTSConfig(TrainingSettings, Molmo2Config):
 
         def __init__(self, **settings: Any) -> None: ...
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name) for name in VISION_SETTINGS if name in kwargs}
-        if self.vision_config is None and "vit_config" in kwargs:  # the released checkpoints' name
-            kwargs["vit_config"] = with_settings(kwargs["vit_config"], given)
-        else:
-            self.vision_config = with_settings(self.vision_config, given)
-        super().__post_init__(**kwargs)
 
-    def validate_vision_config(self) -> None:
-        """Raises `ValueError` for a stock vision config, and where the pruning fields do not fit each other."""
-        check_vision_config(self.vision_config)
-        self.vision_config.validate_pruning()
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "STTSConfig":
-        """As in transformers; settings of the vision config may be given as `kwargs`."""
-        given = {name: kwargs.pop(name) for name in VISION_SETTINGS if name in kwargs}
-        return super().from_dict(config_dict | given, **kwargs)
-
-    @classmethod
-    def get_config_dict(
-        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """
-        As in transformers; a Molmo2 checkpoint's configuration becomes an STTS one, with a note on the scorer. Raises
-        `OSError` where there is no `config.json` (transformers would use the sizes of an 8B model) and
-        `ValueError` for any other model's.
-        """
-        config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if not config:
-            raise OSError(
-                f"{pretrained_model_name_or_path} holds no config.json. Pass a checkpoint's folder or Hub id."
-            )
-        model_type = config.get("model_type", cls.model_type)
-        if model_type not in (cls.model_type, Molmo2Config.model_type):
-            raise ValueError(
-                f"{pretrained_model_name_or_path} is a {model_type!r} model, but must be an STTS or Molmo2 checkpoint."
-            )
-        if model_type == Molmo2Config.model_type:
-            if kwargs.get("selector", "scorer") == "scorer" and kwargs.get("pruning_ratio") != 0:
-                logger.warning(
-                    f"{pretrained_model_name_or_path} is a Molmo2 checkpoint: all its weights are used, but STTS's "
-                    "scorer is new and untrained, and what it drops means nothing. Train it, or pass "
-                    "selector='cosine', which needs no training, or pruning_ratio=0."
-                )
-            config = as_stts(config)
-        return config, kwargs
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
-        self.auto_map = dict(AUTO_MAP)  # entries of a Hub repository it was loaded from would point back there
-        super().save_pretrained(save_directory, push_to_hub, **kwargs)
-
-
-def as_stts(config: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a Molmo2 checkpoint's `config.json`, native or original, as those of an STTS checkpoint."""
-    config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
-    config["model_type"] = STTSConfig.model_type
-    for key in ("vision_config", "vit_config"):  # the original's name is the latter
-        if isinstance(config.get(key), dict):
-            config[key] = config[key] | {"model_type": STTSVisionConfig.model_type}
-    return config
-
-
+as_stts = STTSConfig.as_stts
 STTSConfig.register_for_auto_class()
 
 __all__ = ["STTSConfig", "STTSVisionConfig"]

@@ -8,10 +8,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .pruning_stts import PrunedInputs, PruningBackbone, VideoFeatures
-from .sequence_stts import CachedPrompt, KeptSequence, Tokens, any_row_is_packed
+from .sequence_stts import CachedPrompt, KeptSequence, Tokens, any_row_is_packed, token_order
 from .settings_stts import check_pruning_ratio
 
 
@@ -80,8 +79,10 @@ class STTSGeneration(GenerativeModel):
         model = cast(PruningBackbone, self.get_submodule("model"))
         cache: Cache | None = kwargs.get("past_key_values")
         cached = CachedPrompt.of(cache)
-        if kwargs.get(model.video_inputs[0]) is None and cached is None:
-            check_one_sample(kwargs.get("position_ids"), kwargs.get("attention_mask"), cache)
+        given = [name for name, value in kwargs.items() if value is not None]
+        if not model.goes_through(given) and cached is None:
+            order = token_order(kwargs.get("position_ids"), model.num_axes)
+            check_one_sample(order, kwargs.get("attention_mask"), cache)
             prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             prompt = next((prompt for prompt in prompts if prompt is not None), None)
             output = native.generate(inputs, generation_config, **kwargs)
@@ -95,7 +96,9 @@ class STTSGeneration(GenerativeModel):
         whole_ids = cached is None or not check_assistance(kwargs, setting("prompt_lookup_num_tokens"))
         if inputs is not None and kwargs.setdefault("input_ids", inputs) is not inputs:
             raise ValueError("`inputs` and `input_ids` are both given; pass the prompt once.")
-        whole, new = read_prompt(kwargs, cached, cache, setting("pad_token_id"), setting("eos_token_id"))
+        whole, new = read_prompt(
+            kwargs, cached, cache, setting("pad_token_id"), setting("eos_token_id"), model.num_axes
+        )
         limit = setting("max_length")
         if limit is not None and setting("max_new_tokens") is None and limit <= whole.shape[1]:
             raise ValueError(
@@ -108,7 +111,7 @@ class STTSGeneration(GenerativeModel):
         length = (kwargs["input_ids"] if prompt is not None else pruned.kept_indices).shape[1]
         limits = shorten_limits(self.generation_config, generation_config, kwargs, whole.shape[1] - length)
         chunk_size, types = setting("prefill_chunk_size"), pruned.tokens.mm_token_type_ids
-        if chunk_size is not None and types is not None:
+        if chunk_size is not None and types is not None and not model.vision_is_causal:
             # Vision tokens attend to each other in both directions, so no chunk may end between them.
             kwargs["prefill_chunk_size"] = max(chunk_size, *types.any(0).nonzero()[-1:, 0].add(1).tolist(), 1)
         if kwargs.get("streamer") is not None and prompt is not None:
@@ -140,7 +143,12 @@ def with_what_was_kept(output: Any, kept_indices: torch.Tensor | None, video: Vi
 
 
 def read_prompt(
-    kwargs: dict[str, Any], cached: CachedPrompt | None, cache: Cache | None, pad_token_id: Any, eos_token_id: Any
+    kwargs: dict[str, Any],
+    cached: CachedPrompt | None,
+    cache: Cache | None,
+    pad_token_id: Any,
+    eos_token_id: Any,
+    num_axes: int,
 ) -> tuple[Tokens, Tokens]:
     """
     Takes the prompt out of `generate`'s arguments: the whole of it (B, L), and the part that the cache has not seen,
@@ -154,8 +162,9 @@ def read_prompt(
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"`attention_mask` has {mask.dim()} dimensions, but `generate` needs the 2D padding mask.")
     positions = kwargs.get("position_ids")
-    if positions is not None and positions.shape[-1] == length:
-        check_one_sample(positions.expand(batch_size, length), mask)
+    order = token_order(positions, num_axes)
+    if order is not None and order.shape[-1] == length:
+        check_one_sample(order.expand(batch_size, length), mask)
     if positions is None and mask is not None and cached is None:
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
     if cached is not None:
@@ -168,7 +177,7 @@ def read_prompt(
         None if whole.input_ids is None else whole.input_ids[:, start:],
         None if whole.inputs_embeds is None else whole.inputs_embeds[:, start:],
         mask,
-        None if positions is None else positions[:, start - length :],
+        None if positions is None else positions[..., start - length :],
         types,
     )
     return whole, new
@@ -263,10 +272,10 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool)
             places = note.kept_indices[:, :columns]
             past = note.token_ids.to(past.device).gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
         inputs["input_ids"] = torch.cat([past, tokens.input_ids], dim=-1)
+    inputs |= model.merge_inputs(pruned)
     if tokens.inputs_embeds is not None:
-        inputs["inputs_embeds"] = torch.nn.functional.pad(model.merge_features(pruned), (0, 0, columns, 0))
-    elif pruned.features:
-        inputs["mm_encoder_outputs"] = {"video": BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))}
+        embeds = inputs.get("inputs_embeds", tokens.inputs_embeds)
+        inputs["inputs_embeds"] = torch.nn.functional.pad(embeds, (0, 0, columns, 0))
     return inputs
 
 

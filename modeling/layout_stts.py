@@ -102,6 +102,24 @@ def frame_bounds(frame_lengths: list[int], device: torch.device) -> torch.Tensor
     return torch.cat(runs).to(torch.int32)
 
 
+def gather_blocks(patches: torch.Tensor, block_patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Patches (F * N, D) as blocks (G, S, D), padding slots zero, and (G, S) bool, False for padding, or None without any.
+    """
+    if block_patches.numel() <= patches.shape[0]:
+        return patches[block_patches], None
+    valid = block_patches >= 0
+    return patches[block_patches.clamp_min(0)] * valid[..., None].to(patches.dtype), valid
+
+
+def spread_to_patches(values: torch.Tensor, block_patches: torch.Tensor, num_patches: int) -> torch.Tensor:
+    """Values (G,) of blocks as those of their patches, (num_patches,); block_patches: (G, S)."""
+    # One spare place past the end takes the padding slots.
+    place = torch.where(block_patches < 0, num_patches, block_patches)
+    spread = values[:, None].expand(block_patches.shape).flatten()
+    return values.new_zeros(num_patches + 1).scatter(0, place.flatten(), spread)[:num_patches]
+
+
 def sequence_kept_patches(
     kept_blocks: torch.Tensor, block_patches: torch.Tensor, block_frame: torch.Tensor, frame_lengths: list[int]
 ) -> FrameSequence:

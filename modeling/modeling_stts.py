@@ -6,6 +6,7 @@ it is native Molmo2's, unless rows are packed or get a length.
 """
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import and_masks, create_causal_mask
@@ -28,21 +29,13 @@ from transformers.models.molmo2.modeling_molmo2 import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from .checks_stts import check_settings, check_tensors, check_text_attention, check_video_inputs, holds_packed_rows
+from .checks_stts import MASKED_TEXT_ATTENTION, check_exclusive, check_settings, check_tensors, holds_packed_rows
 from .configuration_stts import STTSConfig
-from .generation_stts import STTSGeneration
+from .generation_stts import STTSGeneration, features_of_rows
+from .outputs_stts import PruningHead, PruningOutput, check_targets
 from .pruning_stts import PrunedInputs, PruningBackbone, PruningPlan, VideoFeatures
-from .scoring_stts import split_videos
-from .sequence_stts import (
-    CachedPrompt,
-    KeptSequence,
-    Tokens,
-    check_shape,
-    find_samples,
-    placeholders_of_videos,
-    shorten_targets,
-)
-from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput
+from .sequence_stts import CachedPrompt, Tokens, placeholders_of_videos
+from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, check_video_inputs
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved model carries the processor's code.
@@ -53,31 +46,28 @@ RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names b
 
 
 @dataclass
-class STTSModelOutputWithPast(Molmo2ModelOutputWithPast):
-    """Molmo2's, and the fields of `VideoFeatures`; `kept_indices` (B, L') as in `STTSCausalLMOutputWithPast`."""
-
-    temporal_loss: torch.Tensor | None = None
-    token_scores: tuple[torch.Tensor, ...] | None = None
-    keep_mask: tuple[torch.Tensor, ...] | None = None
-    kept_indices: torch.Tensor | None = None
+class STTSModelOutputWithPast(PruningOutput, Molmo2ModelOutputWithPast):
+    """Molmo2's, and the fields of `PruningOutput`."""
 
 
 @dataclass
-class STTSCausalLMOutputWithPast(Molmo2CausalLMOutputWithPast):
+class STTSCausalLMOutputWithPast(PruningOutput, Molmo2CausalLMOutputWithPast):
     """
     Molmo2's output on the sequence that is left, and what was left.
 
-    loss: `task_loss + temporal_loss_weight * temporal_loss`. task_loss: cross entropy of the next token.
-    temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
-    image_hidden_states: features of the videos' kept blocks. token_scores, keep_mask: per video (T, n).
-    kept_indices: (B, L') place of every column of `logits` in the caller's sequence, -1 for filler.
+    loss: `task_loss + temporal_loss_weight * temporal_loss`. image_hidden_states: features of the videos' kept blocks.
     """
 
-    task_loss: torch.Tensor | None = None
-    temporal_loss: torch.Tensor | None = None
-    token_scores: tuple[torch.Tensor, ...] | None = None
-    keep_mask: tuple[torch.Tensor, ...] | None = None
-    kept_indices: torch.Tensor | None = None
+
+def check_text_attention(text_config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a text attention that would silently be causal among the vision tokens."""
+    implementation = text_config._attn_implementation
+    if implementation not in MASKED_TEXT_ATTENTION:
+        raise ValueError(
+            f"`attn_implementation` is {implementation!r} for the text model, but Molmo2's vision tokens attend to "
+            "each other in both directions, which it cannot express. Use 'sdpa' or 'flex_attention' there, for example "
+            "attn_implementation={'text_config': 'sdpa', 'vision_config': 'flash_attention_2'}."
+        )
 
 
 class STTSModel(PruningBackbone, Molmo2Model):
@@ -103,14 +93,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
 
     def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
         """Placeholders of videos and of images, (B, L) each; Molmo2 has one id for both."""
-
-        def find(token_id: int) -> torch.Tensor:
-            if tokens.input_ids is not None:
-                return tokens.input_ids == token_id
-            embedding = self.get_input_embeddings()(torch.full((), token_id, device=tokens.device))
-            return (tokens.inputs_embeds == embedding).all(-1)
-
-        config = self.config
+        config, find = self.config, functools.partial(self.find_token, tokens)
         placeholders = find(config.image_patch_id)
         if not with_images:
             return placeholders, torch.zeros_like(placeholders)
@@ -151,24 +134,26 @@ class STTSModel(PruningBackbone, Molmo2Model):
             pixel_values = pixel_values.flatten(0, 1)
         vision: STTSVisionOutput = self.vision_tower(pixel_values, plan, **kwargs)
         features = self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state
-
-        def per_video(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            videos = zip(split_videos(blocks, plan.grids), plan.grids, strict=True)
-            return tuple(video.view(frames, rows * cols) for video, (frames, rows, cols) in videos)
-
         return VideoFeatures(
             pooler_output=features.split(plan.num_kept),
-            token_scores=per_video(vision.token_scores),
-            keep_mask=per_video(vision.keep_mask),
+            token_scores=plan.per_video(vision.token_scores),
+            keep_mask=plan.per_video(vision.keep_mask),
             temporal_loss=vision.temporal_loss,
             last_hidden_state=vision.last_hidden_state,
             hidden_states=vision.hidden_states,
         )
 
-    def encode_images(self, vision: dict[str, Any]) -> torch.Tensor:
-        """Features (image tokens, text hidden size) of all images of a call."""
-        inputs = check_tensors(vision, *self.image_inputs)
-        return torch.cat(list(self.get_image_features(*inputs).pooler_output))
+    def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
+        """All images of a call; per image (image tokens, text hidden size)."""
+        return self.get_image_features(*check_tensors(vision, *self.image_inputs))
+
+    def merge_inputs(self, pruned: PrunedInputs) -> dict[str, Any]:
+        """Images' and videos' features as one modality, since they share a placeholder."""
+        if not pruned.features:
+            return {}
+        if pruned.tokens.inputs_embeds is not None:
+            return {"inputs_embeds": self.merge_features(pruned)}
+        return {"mm_encoder_outputs": {"video": BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))}}
 
     def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
         """Raises `ValueError` where decoding would silently treat vision tokens as causal."""
@@ -253,15 +238,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
                 **kwargs,
             )
             return STTSModelOutputWithPast(**outputs)
-        if mm_encoder_outputs:
-            raise ValueError(
-                "`mm_encoder_outputs` excludes `pixel_values_videos`, `pruned_length` and packed rows; pass the pixels."
-            )
-        if "cu_seq_lens_q" in kwargs:
-            raise ValueError(
-                "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
-                "arguments; packed samples are told apart by `position_ids` that start over."
-            )
+        check_exclusive(mm_encoder_outputs, kwargs)
         pruned = self.prune(
             tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss
         )
@@ -277,14 +254,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
         )
         if pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
             pruned.cached_after.attach(outputs.past_key_values)
-        result = STTSModelOutputWithPast(**outputs)
-        result.kept_indices = pruned.kept_indices
+        result = STTSModelOutputWithPast(**outputs, **pruned.report)
         if pruned.features:
             result.image_hidden_states = pruned.features[0][1]  # the videos', where there are any
-        if pruned.video is not None:
-            result.temporal_loss = pruned.video.temporal_loss
-            result.token_scores = pruned.video.token_scores
-            result.keep_mask = pruned.video.keep_mask
         return result
 
     def merge_features(self, pruned: PrunedInputs) -> torch.Tensor:
@@ -344,7 +316,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
 
 
 class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names fewer arguments than Molmo2 does
-    STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin
+    PruningHead, STTSGeneration, Molmo2ForConditionalGeneration, GenerationMixin
 ):
     """Molmo2 with video token pruning inside the ViT and the LLM; loads stock Molmo2 weights too."""
 
@@ -377,9 +349,6 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers. Offloaded and quantised weights keep their native names: released ones fuse several."""
-        for module in self.modules():  # loading sets this too, so that a new model is saved like a loaded one
-            if isinstance(module, PreTrainedModel):
-                module.config.dtype = module.dtype
         places = getattr(self, "hf_device_map", {}).values()
         if "cpu" in places or "disk" in places or getattr(self, "hf_quantizer", None) is not None:
             kwargs["save_original_format"] = False
@@ -421,9 +390,7 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         for inputs that do not fit.
         """
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids)
-        batch_size, length = tokens.shape
-        targets = {"labels": labels, "shift_labels": kwargs.pop("shift_labels", None)}
-        targets = {n: check_shape(n, given, batch_size, length) for n, given in targets.items() if given is not None}
+        targets = check_targets(tokens, labels=labels, shift_labels=kwargs.pop("shift_labels", None))
         outputs: STTSModelOutputWithPast = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -446,36 +413,8 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
             return_dict=True,
             **kwargs,
         )
-        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        assert outputs.last_hidden_state is not None  # Molmo2 always returns it
-        logits = self.lm_head(outputs.last_hidden_state[:, columns])
-        kept_indices = outputs.kept_indices
-        loss = task_loss = None
-        if targets:
-            sample_ids = None
-            if position_ids is not None and packed_rows is not False:
-                mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -length:]
-                sample_ids = find_samples(position_ids.expand(batch_size, length), mask)
-            targets = shorten_targets(targets, kept_indices, sample_ids)
-            options = {"labels": None} | targets | kwargs
-            loss = task_loss = self.loss_function(logits=logits, vocab_size=self.vocab_size, **options)
-            if outputs.temporal_loss is not None:
-                loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
-        if kept_indices is None and past_key_values is None:
-            kept_indices = KeptSequence.whole(batch_size, length, logits.device).kept_indices
-        return STTSCausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,  # type: ignore[arg-type]  # Molmo2 declares a tuple of one
-            attentions=outputs.attentions,  # type: ignore[arg-type]
-            image_hidden_states=outputs.image_hidden_states,
-            task_loss=task_loss,
-            temporal_loss=outputs.temporal_loss,
-            token_scores=outputs.token_scores,
-            keep_mask=outputs.keep_mask,
-            kept_indices=None if kept_indices is None else kept_indices[:, columns],
-        )
+        fields = self.read_out(outputs, tokens, targets, logits_to_keep, past_key_values, packed_rows, **kwargs)
+        return STTSCausalLMOutputWithPast(image_hidden_states=outputs.image_hidden_states, **fields)
 
 
 # Without these, original Molmo2 weights would load into random parameters with no more than a warning: transformers

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .generation_stts import STTSGeneration  # noqa: F401
     from .layout_stts import cumulative_lengths  # noqa: F401
     from .modeling_stts import STTSForConditionalGeneration  # noqa: F401
+    from .outputs_stts import PruningOutput  # noqa: F401
     from .pruning_stts import PruningPlan  # noqa: F401
     from .scoring_stts import num_kept_blocks  # noqa: F401
     from .sequence_stts import CachedPrompt  # noqa: F401

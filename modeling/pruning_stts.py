@@ -4,15 +4,16 @@
 the language model come after. What backbones differ in is behind the hooks of `PruningBackbone`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from .scoring_stts import num_kept_blocks
+from .scoring_stts import num_kept_blocks, split_videos
 from .sequence_stts import (
     CachedPrompt,
     KeptSequence,
@@ -22,6 +23,7 @@ from .sequence_stts import (
     find_samples,
     gather_columns,
     keep_tokens,
+    token_order,
 )
 
 
@@ -31,7 +33,8 @@ class VideoFeatures(BaseModelOutputWithPooling):
     pooler_output: per video (K, text hidden size), features of the kept blocks. token_scores: per video (T, n) float32.
     keep_mask: per video (T, n) bool. temporal_loss: scalar or None. last_hidden_state: (P, D), the survivors after
     the last layer that ran. hidden_states: if asked for, the embeddings and each layer's output, (F, N, D) up to the
-    pruning layer, then (P, D).
+    pruning layer, then (P, D). deepstack_features: per tap of the tower, per video (K, text hidden size), for text
+    models that take them.
     """
 
     # `ModelOutput` wants a default; these three are always there.
@@ -39,6 +42,7 @@ class VideoFeatures(BaseModelOutputWithPooling):
     token_scores: tuple[torch.Tensor, ...] = None  # type: ignore[assignment]
     keep_mask: tuple[torch.Tensor, ...] = None  # type: ignore[assignment]
     temporal_loss: torch.Tensor | None = None
+    deepstack_features: list[tuple[torch.Tensor, ...]] | None = None
 
 
 @dataclass
@@ -47,14 +51,14 @@ class PruningPlan:
     What the tower has to know of a call's videos, on the host before it runs.
 
     block_patches: (G, S) row of each block's patches among all frames' patches, -1 for padding. grids: `(T, rows,
-        cols)` of each video. pruning_ratio: `k`. feature_layers: layers whose outputs the connector takes, not
-        negative. with_temporal_loss: whether to compute it.
+        cols)` of each video. pruning_ratio: `k`. feature_layers: layers whose outputs a connector takes, not
+        negative, where the call chooses them. with_temporal_loss: whether to compute it.
     """
 
     block_patches: torch.Tensor
     grids: list[tuple[int, int, int]]
     pruning_ratio: float
-    feature_layers: list[int]
+    feature_layers: list[int] = field(default_factory=list)
     with_temporal_loss: bool = False
     detach_temporal_target: bool = True
 
@@ -73,6 +77,11 @@ class PruningPlan:
         """Blocks of each video, those that stay, and those that go."""
         blocks, kept = self.num_blocks, self.num_kept
         return blocks, kept, [n - k for n, k in zip(blocks, kept, strict=True)]
+
+    def per_video(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(G,) as (T, n) of each video."""
+        videos = zip(split_videos(blocks, self.grids), self.grids, strict=True)
+        return tuple(video.view(frames, rows * cols) for video, (frames, rows, cols) in videos)
 
     def check_blocks(self, num_patches: int) -> None:
         """Raises `ValueError` where a video's blocks have fewer slots than its frames have patches (`N`)."""
@@ -161,31 +170,50 @@ class PrunedInputs:
     What is left of a call's arguments.
 
     tokens: on the sequence that is left (B, L'), but its mask covers cached columns too, (B, columns + L'), or is
-    (B, heads, L', L'). kept_indices: (B, L') in the caller's sequence. features: pairs of a placeholder mask (B, L')
-    and the features that go there in order. features_per_row: how many of the videos' features go to each row, where
-    that is known on the host. cached_after: what a cache will hold, or None if no token was ever dropped.
+    (B, heads, L', L'). kept_indices: (B, L') in the caller's sequence. video, images: what the hooks returned.
+    features: pairs of a placeholder mask (B, L') and the features that go there in order, the videos' first.
+    features_per_row: how many of the videos' features go to each row, where that is known on the host. cached_after:
+    what a cache will hold, or None where its columns are the caller's tokens and positions.
     """
 
     tokens: Tokens
     kept_indices: torch.Tensor
     cached_after: CachedPrompt | None = None
     video: VideoFeatures | None = None
+    images: BaseModelOutputWithPooling | None = None
     features: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     features_per_row: list[int] | None = None
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """The fields of a `PruningOutput`."""
+        video = {name: getattr(self.video, name, None) for name in ("temporal_loss", "token_scores", "keep_mask")}
+        return {"kept_indices": self.kept_indices} | video
 
-class PruningBackbone:
+
+if TYPE_CHECKING:
+
+    class NativeModel(PreTrainedModel):
+        """The native class that the mixin below precedes."""
+
+else:
+    NativeModel = object
+
+
+class PruningBackbone(NativeModel):
     """
     Mixin for the model without a head: the hooks by which backbones differ, and the pass itself, `prune`.
 
     video_inputs, image_inputs: names of the arguments that come with videos and with images, the pixels first.
-    unread_inputs: names of those that a processor makes and no model reads.
+    unread_inputs: names of those that a processor makes and no model reads. num_axes: of positions, 0 where a token has
+    one. vision_is_causal: whether vision tokens see only what is before them, so that more may follow a cache.
     """
 
     video_inputs: tuple[str, ...]
     image_inputs: tuple[str, ...]
     unread_inputs: tuple[str, ...] = ()
-    training: bool
+    num_axes = 0
+    vision_is_causal = False
     config: Any
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +226,18 @@ class PruningBackbone:
             if given[names[0]] is not None:  # without pixels the others say nothing, as in native models
                 vision |= {name: value for name, value in given.items() if value is not None}
         return vision
+
+    def goes_through(self, arguments: Collection[str]) -> bool:
+        """Whether a call with these vision inputs goes through `prune`, which alone remembers positions of axes."""
+        return self.video_inputs[0] in arguments or (self.num_axes > 0 and self.image_inputs[0] in arguments)
+
+    def find_token(self, tokens: Tokens, token_id: int) -> torch.Tensor:
+        """Where a token stands, (B, L) bool."""
+        if tokens.input_ids is not None:
+            return tokens.input_ids == token_id
+        embedding = self.get_input_embeddings()(torch.full((), token_id, device=tokens.device))
+        assert tokens.inputs_embeds is not None  # `shape` comes first
+        return torch.eq(tokens.inputs_embeds, embedding).all(-1)
 
     def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
         """Placeholders of videos and of images, (B, L) bool each."""
@@ -212,19 +252,29 @@ class PruningBackbone:
     def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
         raise NotImplementedError
 
-    def encode_images(self, vision: dict[str, Any]) -> torch.Tensor:
-        """Features (image tokens, text hidden size) of all images of a call, as the native model makes them."""
+    def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
+        """All images of a call, as the native model encodes them; its `pooler_output` is per image."""
         raise NotImplementedError
 
-    def merge_features(self, pruned: "PrunedInputs") -> torch.Tensor:
-        """Embeddings (B, L', text hidden size) of what is left, with the features on their placeholders."""
+    def merge_inputs(self, pruned: "PrunedInputs") -> dict[str, Any]:
+        """
+        How the native model takes the features: as `mm_encoder_outputs` beside ids or embeddings, one entry per row in
+        the order of its placeholders, since beams and samples repeat whole rows; or in `inputs_embeds`.
+        """
         raise NotImplementedError
 
     def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
         """Raises `ValueError` where `generate` would decode otherwise than `forward` does. setting: of `generate`."""
 
-    def position_tokens(self, tokens: Tokens, cached: CachedPrompt, whole_mask: torch.Tensor | None) -> torch.Tensor:
-        """Positions (B, L) of the whole prompt, before anything is dropped. whole_mask: (B, seen + L) or None."""
+    def position_tokens(
+        self, tokens: Tokens, cached: CachedPrompt, whole_mask: torch.Tensor | None, vision: dict[str, Any]
+    ) -> torch.Tensor:
+        """
+        Positions (B, L) or (axes, B, L) of the whole prompt, before anything is dropped; `tokens` has those that the
+        caller gave. whole_mask: (B, seen + L) or None.
+        """
+        if tokens.position_ids is not None:
+            return tokens.position_ids
         return cached.positions_of_new(tokens.shape[1], whole_mask)
 
     def prune(
@@ -245,19 +295,22 @@ class PruningBackbone:
         text, videos, images and cache do not fit each other.
         """
         batch_size, length = tokens.shape
-        note = CachedPrompt.of(cache)
-        cached = take_up(note, cache, tokens, vision, pruned_length)
-        past_mask, whole_mask, tokens = split_off(tokens, cached)
-        if tokens.position_ids is None:
-            tokens.position_ids = self.position_tokens(tokens, cached, whole_mask)
-        elif cached.seen == 0 and packed_rows is not False:
-            tokens.sample_ids = find_samples(tokens.position_ids, tokens.padding_mask)
+        positions, note = tokens.position_ids, CachedPrompt.of(cache)
+        order = token_order(positions, self.num_axes)
+        if positions is not None and order is not None and order is not positions:
+            tokens = replace(tokens, position_ids=positions[1:])
+        cached = take_up(note, cache, tokens, {} if self.vision_is_causal else vision, pruned_length)
+        past_mask, whole_mask, tokens = split_off(tokens, cached, self.num_axes)
+        if order is not None and cached.seen == 0 and packed_rows is not False:
+            order = check_shape("position_ids", order, batch_size, length)
+            tokens.sample_ids = find_samples(order, tokens.padding_mask)
         with_videos, with_images = self.video_inputs[0] in vision, self.image_inputs[0] in vision
         plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss) if with_videos else None
         num_blocks, num_kept, num_dropped = ([], [], []) if plan is None else plan.counts
         drops = any(num_dropped) or pruned_length not in (None, length)
         sequence = KeptSequence.whole(batch_size, length, tokens.device)
         video = dropped = features_per_row = None
+        images: Any = None
         features = []
         if drops or with_videos or with_images:
             of_videos, of_images = self.find_placeholders(tokens, with_videos, with_images)
@@ -283,16 +336,19 @@ class PruningBackbone:
                 if rows.rows is not None:
                     features_per_row = [sum(num_kept[v] for v in videos) for videos in rows.rows]
             if images is not None:
-                placeholders = sequence.take(of_images, False)
-                check_image_placeholders(placeholders, len(images))
-                features.append((placeholders, images))
+                placeholders, of_all = sequence.take(of_images, False), torch.cat(list(images.pooler_output))
+                check_image_placeholders(placeholders, len(of_all))
+                features.append((placeholders, of_all))
+        tokens.position_ids = self.position_tokens(tokens, cached, whole_mask, vision)
         left = what_is_left(tokens, sequence, dropped, past_mask, getattr(self.config, "pad_token_id", None) or 0)
-        noted = drops or note is not None  # or a cache's columns are not the caller's tokens
+        # Otherwise a cache's columns are the caller's tokens, and say the positions.
+        noted = drops or note is not None or tokens.position_ids.dim() == 3
         return PrunedInputs(
             left,
             sequence.kept_indices,
             note_after(cached, tokens, sequence, left) if noted else None,
             video,
+            images,
             features,
             features_per_row,
         )
@@ -323,7 +379,7 @@ def take_up(
     return cached
 
 
-def split_off(tokens: Tokens, cached: CachedPrompt) -> tuple[torch.Tensor, torch.Tensor | None, Tokens]:
+def split_off(tokens: Tokens, cached: CachedPrompt, num_axes: int) -> tuple[torch.Tensor, torch.Tensor | None, Tokens]:
     """
     Cuts a call's arguments where the cache ends: the mask of the cached columns (B, columns), the caller's whole
     padding mask (B, seen + L) or None, and the new tokens' arguments (B, L). Raises `ValueError` for other lengths.
@@ -351,7 +407,8 @@ def split_off(tokens: Tokens, cached: CachedPrompt) -> tuple[torch.Tensor, torch
             types = types[:, cached.seen :]
         types = check_shape("mm_token_type_ids", types, batch_size, length)
     if positions is not None:
-        positions = check_shape("position_ids", positions, batch_size, length)
+        axes = int(positions.dim() == 3 and len(positions) == num_axes)
+        positions = check_shape("position_ids", positions, batch_size, length, axes)
     return past_mask, whole_mask, replace(tokens, attention_mask=mask, mm_token_type_ids=types, position_ids=positions)
 
 
@@ -388,6 +445,7 @@ def note_after(cached: CachedPrompt, tokens: Tokens, sequence: KeptSequence, lef
     token_ids = tokens.input_ids if cached.seen == 0 else None
     if tokens.input_ids is not None and cached.token_ids is not None:
         token_ids = torch.cat([cached.token_ids.to(tokens.device), tokens.input_ids], dim=-1)
+    positions = left.position_ids if left.position_ids.dim() == 2 else left.position_ids.amax(0)
     shown = ~sequence.is_filler
     if left.padding_mask is not None:
         shown = left.padding_mask[:, -shown.shape[1] :].bool()
@@ -395,7 +453,7 @@ def note_after(cached: CachedPrompt, tokens: Tokens, sequence: KeptSequence, lef
     return CachedPrompt(
         torch.cat([cached.kept_indices, places], dim=-1),
         cached.seen + sequence.length,
-        torch.cat([cached.positions, left.position_ids.masked_fill(~shown, -1)], dim=-1),
+        torch.cat([cached.positions, positions.masked_fill(~shown, -1)], dim=-1),
         token_ids,
     )
 
@@ -406,6 +464,6 @@ def check_image_placeholders(placeholders: torch.Tensor, num_features: int) -> N
         torch._assert_async(placeholders.sum() == num_features)
     elif int(placeholders.sum()) != num_features:
         raise ValueError(
-            f"`pixel_values` make {num_features} image tokens by `image_grids`, but the text has "
+            f"`pixel_values` make {num_features} image tokens by their grids, but the text has "
             f"{int(placeholders.sum())} image placeholders. Text and images must come from the same call."
         )

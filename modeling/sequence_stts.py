@@ -7,6 +7,7 @@ numbers of tokens: shorter rows then get filler columns, which are masked.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ class Tokens:
     """
     A call's arguments per token. input_ids, position_ids, mm_token_type_ids, sample_ids: (B, L). inputs_embeds:
     (B, L, hidden size), in place of ids or beside them. attention_mask: (B, L), also (B, columns + L) with a cache, or
-    (B, heads, L, L). sample_ids: which of several samples in a row a token belongs to, or None for one sample a row.
+    (B, heads, L, L). position_ids: also (axes, B, L), where a token has several. sample_ids: which of several samples
+    in a row a token belongs to, or None for one sample a row.
     """
 
     input_ids: torch.Tensor | None = None
@@ -68,14 +70,17 @@ class Tokens:
         return self.attention_mask if self.attention_mask is not None and self.attention_mask.dim() == 2 else None
 
 
-def check_shape(name: str, value: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
-    """Returns a value per token as (B, L), given like that or as (1, L); raises `ValueError` for other shapes."""
-    if tuple(value.shape) not in ((batch_size, length), (1, length)):
+def check_shape(name: str, value: torch.Tensor, batch_size: int, length: int, axes: int = 0) -> torch.Tensor:
+    """
+    Returns a value per token as (B, L), behind `axes` more dimensions, given like that or as (1, L); raises
+    `ValueError` for other shapes.
+    """
+    if tuple(value.shape[axes:]) not in ((batch_size, length), (1, length)):
         raise ValueError(
             f"`{name}` has shape {tuple(value.shape)}, but must be ({batch_size}, {length}): one entry for every token "
             "of the sequence, also for those that will be dropped."
         )
-    return value.expand(batch_size, length)
+    return value.expand(*value.shape[:axes], batch_size, length)
 
 
 @dataclass
@@ -133,7 +138,10 @@ class KeptSequence:
         """
         Positions (B, L) or (1, L) of what is left, (B, L'): as they were, or, with `dropped` (B, L) bool, less the
         number of dropped tokens before each in its sample (`sample_ids` (B, L), or one sample a row). Filler gets 0.
+        Those of several axes, (axes, B, L), stay as they were.
         """
+        if position_ids.dim() == 3:
+            return torch.stack([self.take(axis, 0) for axis in position_ids])
         if dropped is not None:
             before = dropped.long().cumsum(-1) - dropped.long()  # dropped tokens ahead of each
             if sample_ids is not None:
@@ -157,6 +165,48 @@ def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None
     grows = position_ids > position_ids.gather(-1, last_shown.clamp_min(0))
     restarts = shown & (~grows | (last_shown < 0))
     return restarts.long().cumsum(-1)
+
+
+def token_order(position_ids: Any, num_axes: int) -> Any:
+    """
+    Of positions, what counts the tokens of a sample: (B, L) as they are, or the first of (1 + axes, B, L); None where
+    they have axes alone.
+    """
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or not num_axes:
+        return position_ids
+    return position_ids[0] if len(position_ids) == 1 + num_axes else None
+
+
+def ordered_positions(tokens: Tokens, num_axes: int) -> torch.Tensor:
+    """
+    (1 + axes, B, L): how many tokens of its sample are before each, and its positions, (B, L) or (axes, B, L), where
+    samples lie one after another; 0 where the padding mask hides one.
+    """
+    assert tokens.sample_ids is not None  # rows are packed
+    assert tokens.padding_mask is not None
+    assert tokens.position_ids is not None
+    numbers = torch.where(tokens.padding_mask.bool(), tokens.sample_ids, -1)
+    place = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    starts = (numbers.diff(dim=-1, prepend=numbers[:, :1] - 1) != 0) | (numbers < 0)
+    place = place - torch.where(starts, place, 0).cummax(-1).values
+    return torch.cat([place[None], tokens.position_ids.expand(num_axes, -1, -1)])
+
+
+def samples_as_rows(
+    like: torch.Tensor, sample_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+) -> tuple[list[int], torch.Tensor]:
+    """
+    Samples of rows (B, L) apart: the row of each, and where its tokens are, (samples, L) int64; without `sample_ids`
+    each row is one sample. Tokens that a mask hides are of none. Forces a host-device sync.
+    """
+    shown = torch.ones_like(like, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    rows, masks = [], []
+    for row, seen in enumerate(shown):
+        numbers = torch.zeros_like(like[row]) if sample_ids is None else sample_ids[row]
+        of_samples = [seen & (numbers == number) for number in numbers[seen].unique()]
+        rows += [row] * len(of_samples)
+        masks += of_samples
+    return rows, torch.stack(masks).long()
 
 
 def any_row_is_packed(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> bool:
@@ -189,7 +239,7 @@ def assign_videos_to_rows(placeholders_per_row: list[int], tokens_per_video: lis
         if taken != count:
             raise ValueError(
                 f"Row {row} of the batch has {count} video placeholder tokens, but the next videos in "
-                f"`pixel_values_videos` have {tokens_per_video[first : video or None]} tokens by `video_grids`. Text "
+                f"`pixel_values_videos` have {tokens_per_video[first : video or None]} tokens by their grids. Text "
                 "and videos must come from the same call of the processor, and the text must not be truncated."
             )
         rows.append(list(range(first, video)))

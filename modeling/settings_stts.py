@@ -1,13 +1,15 @@
-"""The pruning settings that every backbone has, and their checks."""
+"""The settings that every backbone has, their checks, and how a config takes, loads and saves them."""
 
 import math
 import numbers
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from huggingface_hub.dataclasses import validated_field
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 Selector = Literal["scorer", "cosine", "random"]
 ScoreRescaling = Literal["row", "frame", "none"]
@@ -121,3 +123,120 @@ def with_settings(vision_config: Mapping[str, Any] | PreTrainedConfig | None, gi
         return vision_config
     contents = vision_config.to_dict() if isinstance(vision_config, PreTrainedConfig) else dict(vision_config or {})
     return contents | dict(given)
+
+
+def auto_map(suffix: str = "", native: str = "") -> dict[str, str]:
+    """The auto classes that every checkpoint serves; suffix: of the files' names. native: in the classes' names."""
+    model = f"modeling_stts{suffix}.STTS{native}ForConditionalGeneration"
+    names = ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+    return {"AutoConfig": f"configuration_stts{suffix}.STTS{native}Config"} | dict.fromkeys(names, model)
+
+
+def check_vision_config(value: object, model_type: str = "stts_vision") -> None:
+    """Raises `ValueError` for a vision config that cannot prune, such as a stock model's."""
+    if not hasattr(value, "pruning_ratio"):
+        kind = getattr(value, "model_type", type(value).__name__)
+        raise ValueError(f"`vision_config` has `model_type` {kind!r}, but must be {model_type!r}.")
+
+
+if TYPE_CHECKING:
+
+    class ModelConfig(PreTrainedConfig):
+        """The native class that the mixin below precedes."""
+
+        vision_config: Any
+
+else:
+    ModelConfig = object
+
+
+class PruningConfig(ModelConfig):
+    """
+    Mixin that goes before a native model config, under `@strict`: it takes settings of the vision config as arguments,
+    a stock checkpoint as one of its own, and saves an entry for every auto class that a checkpoint serves.
+
+    native: the stock config's class. family: what its users call it. vision_model_type: of the vision config.
+    vision_settings: fields of the vision config that are arguments too. vision_names: what files call the vision
+    config. auto_classes: the `auto_map` of a checkpoint.
+    """
+
+    native: ClassVar[type[PreTrainedConfig]]
+    family: ClassVar[str]
+    vision_model_type: ClassVar[str]
+    vision_settings: ClassVar[tuple[str, ...]] = PRUNING_FIELDS
+    vision_names: ClassVar[tuple[str, ...]] = ("vision_config",)
+    auto_classes: ClassVar[dict[str, str]]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "image_hidden_states",
+        "task_loss",
+        "temporal_loss",
+        "token_scores",
+        "keep_mask",
+        "kept_indices",
+    ]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in self.vision_settings if name in kwargs}
+        other = next((name for name in self.vision_names if name in kwargs), None)
+        if self.vision_config is None and other is not None:
+            kwargs[other] = with_settings(kwargs[other], given)
+        else:
+            self.vision_config = with_settings(self.vision_config, given)
+        super().__post_init__(**kwargs)
+
+    def validate_vision_config(self) -> None:
+        """Raises `ValueError` for a stock vision config, and where the pruning fields do not fit each other."""
+        check_vision_config(self.vision_config, self.vision_model_type)
+        self.vision_config.validate_pruning()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
+        """As in transformers; settings of the vision config may be given as `kwargs`."""
+        given = {name: kwargs.pop(name) for name in cls.vision_settings if name in kwargs}
+        return super().from_dict(config_dict | given, **kwargs)
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """
+        As in transformers; a stock checkpoint's configuration becomes an STTS one, with a note on the scorer. Raises
+        `OSError` where there is no `config.json` (transformers would use the sizes of a large model) and `ValueError`
+        for any other model's.
+        """
+        config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not config:
+            raise OSError(
+                f"{pretrained_model_name_or_path} holds no config.json. Pass a checkpoint's folder or Hub id."
+            )
+        model_type = config.get("model_type", cls.model_type)
+        if model_type not in (cls.model_type, cls.native.model_type):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is a {model_type!r} model, but must be an STTS or {cls.family} "
+                f"checkpoint: {cls.model_type!r} or {cls.native.model_type!r}."
+            )
+        if model_type == cls.native.model_type:
+            if kwargs.get("selector", "scorer") == "scorer" and kwargs.get("pruning_ratio") != 0:
+                logging.get_logger(cls.__module__).warning(
+                    f"{pretrained_model_name_or_path} is a {cls.family} checkpoint: all its weights are used, but "
+                    "STTS's scorer is new and untrained, and what it drops means nothing. Train it, or pass "
+                    "selector='cosine', which needs no training, or pruning_ratio=0."
+                )
+            config = cls.as_stts(config)
+        return config, kwargs
+
+    @classmethod
+    def as_stts(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """The contents of a stock checkpoint's `config.json` as those of an STTS checkpoint."""
+        config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
+        config["model_type"] = cls.model_type
+        for key in cls.vision_names:
+            if isinstance(config.get(key), dict):
+                config[key] = config[key] | {"model_type": cls.vision_model_type}
+        return config
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
+        self.auto_map = dict(self.auto_classes)  # those of a Hub repository it was loaded from would point back there
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.molmo2.modeling_molmo2 import (
@@ -21,6 +20,7 @@ from transformers.models.molmo2.modeling_molmo2 import (
 from transformers.utils import ModelOutput
 
 from .attention_stts import binned_attention, packed_attention
+from .checks_stts import check_finite, check_grids, check_tensors
 from .configuration_stts import STTSVisionConfig
 from .layout_stts import (
     FrameBins,
@@ -28,20 +28,13 @@ from .layout_stts import (
     bin_frames,
     first_fit_descending,
     frame_of_blocks,
+    gather_blocks,
     sequence_kept_patches,
     sequence_with_refill,
+    spread_to_patches,
 )
 from .pruning_stts import PruningPlan
-from .scoring_stts import (
-    FIRST_LOGIT,
-    TokenScorer,
-    num_blocks,
-    random_ranking,
-    score_bias,
-    select_blocks,
-    temporal_loss,
-    temporal_similarity,
-)
+from .scoring_stts import RankingTower, select_blocks, temporal_loss
 
 # Per call of the connector: kernels put the batch into a dimension of CUDA's grid, which has this limit.
 MAX_GRID_BLOCKS = 65535
@@ -64,6 +57,48 @@ class STTSVisionOutput(ModelOutput):
     temporal_loss: torch.Tensor | None = None
     last_hidden_state: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) -> list[tuple[int, int, int]]:
+    """
+    Returns the grid `(T, rows, cols)` of each video, on the host; raises `ValueError` or `TypeError` where frames
+    (F, N, pixels), pooling and grids do not fit each other.
+    """
+    pixel_values_videos, video_token_pooling, video_grids = check_tensors(
+        vision, "pixel_values_videos", "video_token_pooling", "video_grids"
+    )
+    grids = check_grids("video_grids", video_grids)
+    pixels = vision_config.patch_size**2 * vision_config.num_channels
+    expected = (int(vision_config.num_position_embeddings or 0), pixels)
+    if pixel_values_videos.dim() == 4:
+        pixel_values_videos = pixel_values_videos.flatten(0, 1)
+    if pixel_values_videos.dim() != 3 or tuple(pixel_values_videos.shape[1:]) != expected:
+        raise ValueError(
+            f"`pixel_values_videos` has shape {tuple(pixel_values_videos.shape)}, but must be (frames, "
+            f"{expected[0]}, {expected[1]}): patches of a frame and values of a patch by `vision_config`."
+        )
+    num_frames = sum(frames for frames, _, _ in grids)
+    if num_frames != pixel_values_videos.shape[0]:
+        raise ValueError(
+            f"`video_grids` counts {num_frames} frames, but `pixel_values_videos` holds {pixel_values_videos.shape[0]}."
+        )
+    num_blocks = sum(frames * rows * cols for frames, rows, cols in grids)
+    window = vision_config.pooling_size[0] * vision_config.pooling_size[1]
+    if tuple(video_token_pooling.shape) != (num_blocks, window):
+        raise ValueError(
+            f"`video_token_pooling` has shape {tuple(video_token_pooling.shape)}, but `video_grids` and "
+            f"`vision_config.pooling_size` = {vision_config.pooling_size} make it ({num_blocks}, {window}). The video "
+            "processor's `pooling_size` must equal the config's."
+        )
+    if video_token_pooling.device.type == "cpu":
+        lowest, highest = (int(bound) for bound in video_token_pooling.aminmax())
+        if lowest < -1 or highest >= num_frames * expected[0]:
+            raise ValueError(
+                f"`video_token_pooling` goes from {lowest} to {highest}, but must hold rows of the "
+                f"{num_frames * expected[0]} patches in `pixel_values_videos`, or -1 for padding."
+            )
+    check_finite(pixel_values_videos)
+    return grids
 
 
 class STTSVisionAttention(Molmo2VisionAttention):
@@ -148,7 +183,7 @@ class STTSVisionEncoderLayer(Molmo2VisionEncoderLayer):
         return hidden_states + self.mlp(self.layer_norm2(hidden_states))
 
 
-class STTSVisionModel(Molmo2VisionModel):
+class STTSVisionModel(RankingTower, Molmo2VisionModel):
     """Molmo2's ViT, which for videos scores blocks after layer `pruning_layer` and drops the lowest."""
 
     config: STTSVisionConfig
@@ -158,19 +193,8 @@ class STTSVisionModel(Molmo2VisionModel):
         config.validate_pruning()  # fields may have been set since construction
         super().__init__(config)
         self.layers = nn.ModuleList([STTSVisionEncoderLayer(config) for _ in range(config.num_hidden_layers)])
-        self.scorer = TokenScorer(
-            config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim
-        )
-        if config.selector != "scorer":  # no warning: a Molmo2 checkpoint has all weights that are used
-            self._keys_to_ignore_on_load_missing = [r"(^|\.)scorer\."]
+        self.add_scorer(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        # transformers skips modules of custom code that hold no parameters themselves, so this asks for the layer.
-        if hasattr(self, "scorer") and module is self.scorer.score_layer:
-            init.zeros_(module.weight)
-            init.constant_(module.bias, FIRST_LOGIT)
 
     def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs: Any) -> Any:
         """
@@ -181,12 +205,7 @@ class STTSVisionModel(Molmo2VisionModel):
         """
         if pruning is None:
             return super().forward(pixel_values, **kwargs)
-        self.config.validate_pruning()
-        if kwargs.get("output_attentions"):
-            raise ValueError(
-                "`output_attentions` is True, but attention within the frames of a video computes no weights. "
-                "Leave it out; `token_scores` and `keep_mask` say what the video's tokens are worth."
-            )
+        self.check_call(kwargs)
         pruning.check_blocks(pixel_values.shape[1])
         hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
         hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)
@@ -199,12 +218,11 @@ class STTSVisionModel(Molmo2VisionModel):
                 states[index] = hidden_states
 
         block_patches = pruning.block_patches
-        overhang = block_patches.numel() > hidden_states.shape[0] * hidden_states.shape[1]
-        valid = block_patches >= 0 if overhang else None
-        blocks = hidden_states.flatten(0, 1)[block_patches.clamp_min(0) if overhang else block_patches]  # (G, S, D)
-        if valid is not None:
-            blocks = blocks * valid[..., None].to(blocks.dtype)
-        token_scores, key_bias = self.score(blocks, valid, pruning, hidden_states.shape[:2])
+        blocks, valid = gather_blocks(hidden_states.flatten(0, 1), block_patches)  # (G, S, D)
+        token_scores, bias = self.rank_blocks(blocks, pruning.grids, pruning.num_kept, valid)
+        key_bias = None  # (F * N,)
+        if bias is not None:
+            key_bias = spread_to_patches(bias, block_patches, hidden_states.shape[0] * hidden_states.shape[1])
         output = STTSVisionOutput(token_scores=token_scores)
         if pruning.with_temporal_loss and self.config.selector == "scorer":
             output.temporal_loss = temporal_loss(token_scores, blocks, pruning.grids, pruning.detach_temporal_target)
@@ -239,30 +257,6 @@ class STTSVisionModel(Molmo2VisionModel):
         if -1 in states:
             output.hidden_states = tuple(states.values())
         return output
-
-    def score(
-        self, blocks: torch.Tensor, valid: torch.Tensor | None, pruning: PruningPlan, frame_shape: torch.Size
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Ranks blocks (G, S, D). Returns scores (G,) and layer `l + 1`'s bias per key (F * N,): None for the untrained
-        selectors, and where no video loses anything.
-        """
-        if self.config.selector == "cosine":
-            return 1 - temporal_similarity(blocks.detach(), pruning.grids), None
-        if self.config.selector == "random":
-            seed = None if self.training else self.config.selector_seed
-            return random_ranking(pruning.grids, blocks.device, seed), None
-        scores = self.scorer(blocks, pruning.grids, valid)
-        loses = [kept < num_blocks(grid) for kept, grid in zip(pruning.num_kept, pruning.grids, strict=True)]
-        if not any(loses):
-            return scores, None
-        bias = score_bias(scores, pruning.grids, self.config.score_rescaling, loses)  # (G,)
-        bias = bias[:, None].expand(pruning.block_patches.shape)  # (G, S)
-        num_patches = frame_shape[0] * frame_shape[1]
-        # One spare place past the end takes the padding slots.
-        place = torch.where(pruning.block_patches < 0, num_patches, pruning.block_patches)
-        key_bias = bias.new_zeros(num_patches + 1).scatter(0, place.flatten(), bias.flatten())
-        return scores, key_bias[:num_patches]
 
     def pack_survivors(
         self, kept_blocks: torch.Tensor, pruning: PruningPlan, num_frames: int, size: int

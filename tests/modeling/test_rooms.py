@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import REPOSITORY
 
 MODELING = REPOSITORY / "modeling"
-CORE = ["scoring", "layout", "attention", "sequence", "settings", "pruning", "generation"]
+CORE = ["scoring", "layout", "attention", "sequence", "settings", "checks", "pruning", "generation", "outputs"]
 BACKBONES = re.compile(r"molmo|qwen|siglip|olmo", re.IGNORECASE)
 ALLOWED = {"av", "huggingface_hub", "numpy", "PIL", "torch", "torchvision", "transformers"}
 
