@@ -69,6 +69,12 @@ RELIED_ON = {
         r"self\._init_weights\(module\)",
         "a new scorer's last layer is zero, so that it prunes nothing in particular before it is trained",
     ),
+    "transformers.modeling_utils.PreTrainedModel._init_weights": Native(
+        "self, module",
+        "transformers.modeling_utils.PreTrainedModel._initialize_weights",
+        r"self\._init_weights\(module\)",
+        "the same, for backbones that have no method of their own",
+    ),
     "transformers.models.molmo2.video_processing_molmo2.Molmo2VideoProcessor._preprocess": Native(
         "self, videos, size, resample, do_rescale, rescale_factor, do_normalize, image_mean, image_std, patch_size, "
         "pooling_size, return_tensors, kwargs",

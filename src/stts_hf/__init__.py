@@ -2,9 +2,9 @@
 STTS (Spatio-Temporal Token Scoring) for Hugging Face.
 
 The public names below are imported on first use, so that `import stts_hf` takes milliseconds. The first use of a
-configuration, model or processor also registers transformers' Auto classes for `model_type` "stts": from then on
-checkpoints load without `trust_remote_code`, and by this package's code even with it. `import stts_hf` alone registers
-nothing.
+configuration, model or processor also registers transformers' Auto classes for `model_type` "stts" and "stts_qwen3_vl":
+from then on checkpoints load without `trust_remote_code`, and by this package's code even with it. `import stts_hf`
+alone registers nothing.
 """
 
 import functools as _functools
@@ -24,11 +24,18 @@ if _typing.TYPE_CHECKING:
     from stts_hf.inference.answering import answer_videos as answer_videos
     from stts_hf.modeling.configuration_stts import STTSConfig as STTSConfig
     from stts_hf.modeling.configuration_stts import STTSVisionConfig as STTSVisionConfig
+    from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig as STTSQwen3VLConfig
+    from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig as STTSQwen3VLVisionConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration as STTSForConditionalGeneration
     from stts_hf.modeling.modeling_stts import STTSModel as STTSModel
+    from stts_hf.modeling.modeling_stts_qwen3_vl import (
+        STTSQwen3VLForConditionalGeneration as STTSQwen3VLForConditionalGeneration,
+    )
+    from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLModel as STTSQwen3VLModel
     from stts_hf.modeling.processing_stts import STTSProcessor as STTSProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor as STTSVideoProcessor
     from stts_hf.modeling.vision_stts import STTSVisionModel as STTSVisionModel
+    from stts_hf.modeling.vision_stts_qwen3_vl import STTSQwen3VLVisionModel as STTSQwen3VLVisionModel
     from stts_hf.training.arguments import STTSTrainingArguments as STTSTrainingArguments
     from stts_hf.training.sft import STTSSFTTrainer as STTSSFTTrainer
     from stts_hf.training.trainer import STTSTrainer as STTSTrainer
@@ -46,10 +53,13 @@ _NAMES = {
     "data.rows": ("RowError",),
     "inference.answering": ("answer_videos",),
     "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
+    "modeling.configuration_stts_qwen3_vl": ("STTSQwen3VLConfig", "STTSQwen3VLVisionConfig"),
     "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
+    "modeling.modeling_stts_qwen3_vl": ("STTSQwen3VLForConditionalGeneration", "STTSQwen3VLModel"),
     "modeling.processing_stts": ("STTSProcessor",),
     "modeling.video_processing_stts": ("STTSVideoProcessor",),
     "modeling.vision_stts": ("STTSVisionModel",),
+    "modeling.vision_stts_qwen3_vl": ("STTSQwen3VLVisionModel",),
     "training.arguments": ("STTSTrainingArguments",),
     "training.sft": ("STTSSFTTrainer",),
     "training.trainer": ("STTSTrainer",),
@@ -66,13 +76,17 @@ def register_auto_classes() -> None:
     import transformers
 
     from stts_hf.modeling.configuration_stts import STTSConfig
+    from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+    from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
     from stts_hf.modeling.processing_stts import STTSProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
-    transformers.AutoConfig.register(STTSConfig.model_type, STTSConfig, exist_ok=True)
-    for auto_model in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
-        getattr(transformers, auto_model).register(STTSConfig, STTSForConditionalGeneration, exist_ok=True)
+    models = {STTSConfig: STTSForConditionalGeneration, STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration}
+    for config, model in models.items():
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        for auto_model in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+            getattr(transformers, auto_model).register(config, model, exist_ok=True)
     transformers.AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
     transformers.AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
 

@@ -1,0 +1,284 @@
+"""The whole model against a construction token by token: batches, packed rows, positions, caches."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
+from tests.naive_qwen3_vl import naive_forward
+from tests.tiny_qwen3_vl import (
+    TEXT_VOCABULARY,
+    Image,
+    Inputs,
+    Part,
+    Video,
+    batch,
+    pack,
+    samples,
+    tiny_config,
+    tiny_model,
+)
+
+BATCHES: dict[str, list[list[Part]]] = {
+    "one-video": [[3, Video(4), 5]],
+    "mixed-resolutions": [[3, Video(4, 2, 3), 5], [2, Video(2, 3, 3), 9], [6]],
+    "several-videos-and-images": [[1, Video(2), 2, Image(1, 2), 3, Video(3, 1, 4), 4], [2, Image(), 3, Image(3, 1), 2]],
+    "a-single-tubelet": [[3, Video(1), 4], [2, Video(2), Video(2, 2, 2), 3]],
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+def test_rows_of_a_batch_equal_the_naive_construction(model, rows, padding_side):
+    alone = samples(rows)
+    inputs = batch(alone, padding_side)
+    with torch.no_grad():
+        for ratio in (0.0, 0.3, 0.5, 0.9, 1.0):
+            outputs = model(**inputs, pruning_ratio=ratio)
+            for index, row in enumerate(alone):
+                naive = naive_forward(model, row, ratio)
+                assert kept_of_row(outputs, inputs, index) == naive.kept
+                torch.testing.assert_close(logits_of_row(outputs, inputs, index), naive.logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+def test_losses_and_gradients_equal_those_of_separate_rows(model, ratio):
+    alone = samples(BATCHES["several-videos-and-images"])
+    outputs = model(**batch(alone), pruning_ratio=ratio)
+    expected = torch.cat([naive_forward(model, row, ratio).task_losses for row in alone]).mean()
+    torch.testing.assert_close(outputs.task_loss, expected, atol=1e-5, rtol=0)
+    assert_gradients_equal(gradients(model, outputs.task_loss), gradients(model, expected))
+
+
+def test_the_loss_is_both_losses():
+    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.25}))
+    outputs = model(**batch(samples(BATCHES["one-video"])))
+    torch.testing.assert_close(outputs.loss, outputs.task_loss + 0.25 * outputs.temporal_loss)
+    assert outputs.temporal_loss > 0
+
+
+def test_the_comparison_notices_positions_off_by_one(model):
+    (row,) = samples(BATCHES["one-video"])
+    with torch.no_grad():
+        outputs = model(**row, pruning_ratio=0.5)
+        wrong = naive_forward(model, row, 0.5, shift=1)
+    assert (outputs.logits[0] - wrong.logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_embeddings_in_place_of_ids_give_the_same(model, ratio):
+    inputs = batch(samples(BATCHES["several-videos-and-images"]))
+    with torch.no_grad():
+        expected = model(**inputs, pruning_ratio=ratio)
+        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+        outputs = model(**inputs, inputs_embeds=embeds, pruning_ratio=ratio)
+    assert torch.equal(outputs.kept_indices, expected.kept_indices)
+    real = expected.kept_indices >= 0
+    torch.testing.assert_close(outputs.logits[real], expected.logits[real], **CLOSE)
+
+
+@pytest.mark.parametrize("length", [40, 60])
+def test_rows_get_the_length_that_is_asked_for(model, length):
+    inputs = batch(samples(BATCHES["mixed-resolutions"]))
+    with torch.no_grad():
+        outputs, expected = model(**inputs, pruned_length=length), model(**inputs)
+    assert outputs.logits.shape[1] == length
+    for index in range(3):
+        ours, theirs = logits_of_row(outputs, inputs, index), logits_of_row(expected, inputs, index)
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+# Positions.
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_positions_are_native_ones_of_the_whole_prompt_gathered(model, padding_side, monkeypatch):
+    inputs = batch(samples(BATCHES["several-videos-and-images"]), padding_side)
+    grids = (inputs["image_grid_thw"], inputs["video_grid_thw"])
+    mask = inputs["attention_mask"]
+    whole, _ = model.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], *grids, mask)
+    given: list[torch.Tensor] = []
+    real = model.model.language_model.forward
+
+    def forward(**arguments):
+        given.append(arguments["position_ids"])
+        return real(**arguments)
+
+    monkeypatch.setattr(model.model.language_model, "forward", forward)
+    with torch.no_grad():
+        kept = model(**inputs, pruning_ratio=0.5).kept_indices
+    for row in range(2):
+        shown = kept[row] >= 0
+        assert torch.equal(given[0][-3:, row, shown], whole[:, row, kept[row, shown]])
+
+
+@pytest.mark.parametrize("form", ["axes", "order-and-axes"])
+def test_positions_of_the_caller_are_followed(model, form):
+    (row,) = samples(BATCHES["one-video"])
+    grids = {"video_grid_thw": row["video_grid_thw"]}
+    axes, _ = model.model.get_rope_index(row["input_ids"], row["mm_token_type_ids"], **grids)
+    jump = axes + 7 * (axes > 12)
+    order = torch.arange(axes.shape[-1]).expand(1, 1, -1)
+
+    def logits(positions):
+        given = positions if form == "axes" else torch.cat([order, positions])
+        return model(**row, position_ids=given, pruning_ratio=0.5).logits
+
+    with torch.no_grad():
+        expected = model(**row, pruning_ratio=0.5).logits
+        torch.testing.assert_close(logits(axes), expected, **CLOSE)
+        assert (logits(jump) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("mask", ["with_mask", "without_mask"])
+def test_gaps_in_positions_are_not_taken_for_packed_samples(model, use_cache, mask):
+    """What is left of a prompt has gaps; native code would cut the attention at each, without a mask and a cache."""
+    (row,) = samples([[3, Video(4), 25]])
+    naive = naive_forward(model, row, 0.5)
+    if mask == "without_mask":
+        del row["attention_mask"]
+    with torch.no_grad():
+        logits = model(**row, pruning_ratio=0.5, use_cache=use_cache).logits[0]
+    torch.testing.assert_close(logits, naive.logits.detach(), **CLOSE)
+
+
+# Packed rows.
+
+SAMPLES: list[list[Part]] = [[3, Video(4), 5], [2, Image(), 3, Video(2, 3, 2), Video(1), 6], [4], [1, Video(2), 7]]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 1.0])
+def test_packed_samples_equal_separate_rows(model, ratio):
+    alone = samples(SAMPLES)
+    with torch.no_grad():
+        outputs = model(**pack(alone), pruning_ratio=ratio)
+        expected = torch.cat([naive_forward(model, row, ratio).logits for row in alone])
+    torch.testing.assert_close(outputs.logits[0], expected, **CLOSE)
+    assert outputs.past_key_values is None
+
+
+def test_loss_and_gradients_of_packed_samples_equal_separate_rows(model):
+    alone = samples(SAMPLES)
+    packed = pack(alone)
+    assert (packed["labels"] >= 0)[packed["position_ids"] == 0].all()  # none may be predicted from the sample before
+    outputs = model(**packed, pruning_ratio=0.5)
+    expected = torch.cat([naive_forward(model, row, 0.5).task_losses for row in alone]).mean()
+    torch.testing.assert_close(outputs.task_loss, expected, atol=1e-5, rtol=0)
+    assert_gradients_equal(gradients(model, outputs.task_loss), gradients(model, expected))
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("length", [None, 110])
+def test_a_row_of_samples_beside_a_padded_row(model, padding_side, length):
+    alone = samples([*SAMPLES, [3, Video(2), 4]])
+    first = pack(alone[:4]) | {"attention_mask": torch.ones(1, pack(alone[:4])["input_ids"].shape[1], dtype=torch.long)}
+    second = alone[4] | {"position_ids": torch.arange(alone[4]["input_ids"].shape[1])[None]}
+    inputs = batch([first, second], padding_side)
+    with torch.no_grad():
+        outputs = model(**inputs, pruning_ratio=0.5, pruned_length=length)
+        expected = [naive_forward(model, row, 0.5).logits for row in alone]
+    torch.testing.assert_close(logits_of_row(outputs, inputs, 0), torch.cat(expected[:4]), **CLOSE)
+    torch.testing.assert_close(logits_of_row(outputs, inputs, 1), expected[4], **CLOSE)
+
+
+def test_no_sample_sees_another(model):
+    packed = pack(samples(SAMPLES))
+    changed = packed | {"input_ids": packed["input_ids"].clone()}
+    changed["input_ids"][0, 1] = (changed["input_ids"][0, 1] + 1) % TEXT_VOCABULARY
+    with torch.no_grad():
+        before, after = model(**packed, pruning_ratio=0.5), model(**changed, pruning_ratio=0.5)
+        as_one = model(**packed, pruning_ratio=0.5, packed_rows=False)
+    first = before.kept_indices[0] < samples(SAMPLES)[0]["input_ids"].shape[1]
+    assert torch.equal(before.logits[0, ~first], after.logits[0, ~first])
+    assert not torch.equal(before.logits[0, first], after.logits[0, first])
+    assert (before.logits[0, ~first] - as_one.logits[0, ~first]).abs().max() > 1e-2  # the test could fail
+
+
+# Caches.
+
+
+def steps_over_cache(model, inputs: Inputs, columns: list[int], cache: Any, **settings: Any) -> torch.Tensor:
+    """Logits of the last `sum(columns)` text tokens, fed some at a time after a call that holds the rest."""
+    length = inputs["input_ids"].shape[1]
+    start = length - sum(columns)
+    names = ("input_ids", "attention_mask", "mm_token_type_ids")
+    first = {name: value[:, :start] if name in names else value for name, value in inputs.items() if name != "labels"}
+    outputs = model(**first, past_key_values=cache, use_cache=True, **settings)
+    logits = []
+    for count in columns:
+        stop = start + count
+        more = {"input_ids": inputs["input_ids"][:, start:stop], "attention_mask": inputs["attention_mask"][:, :stop]}
+        outputs = model(**more, past_key_values=outputs.past_key_values)
+        logits.append(outputs.logits)
+        start = stop
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("rows", [BATCHES["one-video"], BATCHES["several-videos-and-images"]], ids=["one", "several"])
+def test_steps_over_a_cache_equal_recomputing(model, rows, ratio, kind):
+    inputs = batch(samples([[*row, 6] for row in rows]))
+    cache: Any = DynamicCache() if kind == "dynamic" else StaticCache(model.config.text_config, max_cache_len=120)
+    with torch.no_grad():
+        whole = model(**inputs, pruning_ratio=ratio).logits[:, -6:]
+        steps = steps_over_cache(model, inputs, [1, 2, 3], cache, pruning_ratio=ratio)
+    torch.testing.assert_close(steps, whole, **CLOSE)
+
+
+@pytest.mark.parametrize("other", ["video", "image", "text", "generate"])
+def test_a_call_in_between_leaves_nothing_stale(model, other):
+    """Native Qwen3-VL counts on from `rope_deltas`, which the last call that had pixels left in the module."""
+    inputs = batch(samples([[3, Video(4), 9]]))
+    parts: dict[str, Part] = {"video": Video(2, 6, 6), "image": Image(5, 5)}
+    between = batch(samples([[2, parts.get(other, 3), 3]] * 2))
+    del between["labels"], inputs["labels"]
+    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
+    first = {name: value[:, :-6] if name in per_token else value for name, value in inputs.items()}
+    with torch.no_grad():
+        whole = model(**inputs, pruning_ratio=0.5).logits[:, -6:]
+        cache = model(**first, pruning_ratio=0.5).past_key_values
+        if other == "generate":
+            model.generate(**between, max_new_tokens=2, eos_token_id=None)
+        else:
+            model(**between, pruning_ratio=0.0)
+        model.model.rope_deltas = torch.full((2, 1), 40)  # as native code would have left them
+        steps = model(input_ids=inputs["input_ids"][:, -6:], past_key_values=cache).logits
+    torch.testing.assert_close(steps, whole, **CLOSE)
+
+
+def test_text_after_a_call_with_pixels_is_that_of_a_new_model(model):
+    text = batch(samples([[9]]))["input_ids"]
+    with torch.no_grad():
+        expected = tiny_model()(input_ids=text).logits
+        model.model.rope_deltas = torch.full((3, 1), 40)
+        cache = model(input_ids=text[:, :4]).past_key_values
+        assert torch.equal(model(input_ids=text).logits, expected)
+        steps = model(input_ids=text[:, 4:], past_key_values=cache).logits
+    torch.testing.assert_close(steps, expected[:, 4:], **CLOSE)
+
+
+@pytest.mark.parametrize("before", [[5], [3, Video(3), 5], [2, Image(), 3]], ids=["text", "video", "image"])
+def test_a_video_after_a_cache_equals_one_call(model, before):
+    alone = samples([[*before, 2, Video(2, 3, 2), 4]])[0]
+    (seen,) = samples([before])
+    start = seen["input_ids"].shape[1]
+    assert torch.equal(alone["input_ids"][:, :start], seen["input_ids"])
+    rest = {name: alone[name][:, start:] for name in ("input_ids", "mm_token_type_ids")}
+    rest |= {"video_grid_thw": alone["video_grid_thw"][-1:], "pixel_values_videos": alone["pixel_values_videos"][-48:]}
+    seen = {name: value for name, value in seen.items() if name != "labels"}
+    if "pixel_values_videos" in seen:
+        seen["pixel_values_videos"] = alone["pixel_values_videos"][:-48]
+    with torch.no_grad():
+        whole = model(**alone, pruning_ratio=0.5)
+        cache = model(**seen, pruning_ratio=0.5).past_key_values
+        outputs = model(**rest, past_key_values=cache, pruning_ratio=0.5)
+    torch.testing.assert_close(outputs.logits, whole.logits[:, -outputs.logits.shape[1] :], **CLOSE)

@@ -1,0 +1,183 @@
+"""Bad input to Qwen3-VL: each one error that names the argument, what it was, and what would be right."""
+
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers import DynamicCache
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig, Qwen3VLVisionConfig
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeConfig
+
+from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
+from tests import tiny
+from tests.tiny_qwen3_vl import IMAGE_ID, VIDEO_ID, Image, Video, batch, pack, samples, text_of, tiny_config, tiny_model
+
+ROWS: list[list[Any]] = [[3, Video(3), 5], [2, Image(), Video(2, 1, 3), 9]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(params=["forward", "generate"])
+def call(request, model):
+    if request.param == "forward":
+        return model
+    return lambda **inputs: model.generate(**text_of(inputs), max_new_tokens=2, pad_token_id=0)
+
+
+def without(name: str):
+    return lambda inputs: {key: value for key, value in inputs.items() if key != name}
+
+
+def change(name: str, edit):
+    return lambda inputs: inputs | {name: edit(inputs[name])}
+
+
+def at(column: int, token: int):
+    def edit(ids):
+        ids = ids.clone()
+        ids[0, column] = token
+        return ids
+
+    return edit
+
+
+PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "labels")
+BAD: dict[str, tuple[Any, str]] = {
+    "token-types-missing": (without("mm_token_type_ids"), "`mm_token_type_ids` is None, but positions"),
+    "token-types-of-molmo2": (
+        change("mm_token_type_ids", lambda types: types.clamp_max(1)),
+        r"`mm_token_type_ids` must be 2 for placeholders of videos, .* but 24 tokens differ",
+    ),
+    "video-grids-missing": (without("video_grid_thw"), "`pixel_values_videos` needs `video_grid_thw`, but it is None"),
+    "image-grids-missing": (without("image_grid_thw"), "`pixel_values` needs `image_grid_thw`, but it is None"),
+    "grids-that-do-not-divide": (
+        change("video_grid_thw", lambda grids: grids + torch.tensor([0, 1, 0])),
+        r"`video_grid_thw` is .* must be multiples of `spatial_merge_size` = 2",
+    ),
+    "image-grids-that-do-not-divide": (
+        change("image_grid_thw", lambda grids: grids + torch.tensor([0, 0, 1])),
+        r"`image_grid_thw` is .* must be multiples of `spatial_merge_size` = 2",
+    ),
+    "grids-of-nothing": (change("video_grid_thw", lambda grids: grids * 0), "every video needs at least one frame"),
+    "grids-of-two-columns": (change("video_grid_thw", lambda grids: grids[:, :2]), r"has shape \(2, 2\), but must be"),
+    "fewer-patches-than-grids": (
+        change("pixel_values_videos", lambda pixels: pixels[:-1]),
+        r"`pixel_values_videos` has shape \(95, 96\), but `video_grid_thw` .* make it \(96, 96\)",
+    ),
+    "patches-of-another-size": (
+        change("pixel_values_videos", lambda pixels: pixels[:, :-1]),
+        r"`pixel_values_videos` has shape \(96, 95\), .* make it \(96, 96\)",
+    ),
+    "not-a-number": (
+        change("pixel_values_videos", lambda pixels: pixels.index_fill(0, torch.tensor([3]), torch.nan)),
+        "`pixel_values_videos` holds NaN or infinite values",
+    ),
+    "a-placeholder-too-many": (
+        change("input_ids", at(-1, VIDEO_ID)),
+        r"Row 0 .* 19 video placeholder tokens, .* \[18, 6\]",
+    ),
+    "an-image-placeholder-too-many": (change("input_ids", at(-1, IMAGE_ID)), r"make 6 image tokens .* has 7 image"),
+    "truncated": (
+        lambda inputs: {n: v[:, :20] if n in PER_TOKEN else v for n, v in batch(samples(ROWS), "right").items()},
+        r"Row 0 .* video placeholder tokens",
+    ),
+    "a-video-too-many": (
+        lambda inputs: {
+            n: v[:1] if n in PER_TOKEN else v for n, v in inputs.items() if "image" not in n and n != "pixel_values"
+        },
+        r"`pixel_values_videos` holds 2 videos, .* those of 1",
+    ),
+    "a-processor-of-molmo2": (
+        lambda inputs: tiny.build_inputs([[3, tiny.Video(2), 4]]),
+        "`pixel_values_videos` needs `video_grid_thw`, but it is None; pass all that this model's processor returns",
+    ),
+    "lists": (change("video_grid_thw", lambda grids: grids.tolist()), "`video_grid_thw` is a list"),
+    "a-ratio-out-of-range": (lambda inputs: inputs | {"pruning_ratio": 1.5}, "`pruning_ratio` is 1.5"),
+    "positions-of-two-axes": (
+        lambda inputs: inputs | {"position_ids": torch.zeros(2, *inputs["input_ids"].shape, dtype=torch.long)},
+        r"`position_ids` has shape \(2, 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), BAD.values(), ids=BAD.keys())
+def test_what_does_not_fit_is_refused(call, edit, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(**edit(batch(samples(ROWS))))
+
+
+def test_a_processor_of_qwen_does_not_serve_molmo2():
+    inputs = batch(samples(ROWS))
+    with pytest.raises(
+        ValueError, match=r"`pixel_values_videos` needs `video_token_pooling`, but it is None; .* this model"
+    ):
+        tiny.tiny_model()(**inputs)
+
+
+def test_packed_samples_fill_no_cache_and_are_not_gone_on_with(model):
+    packed = pack(samples(ROWS))
+    with pytest.raises(ValueError, match=r"Several samples in a row need .* fill no cache"):
+        model(**packed, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="`position_ids` start over"):
+        model.generate(**text_of(packed), max_new_tokens=2)
+    order = packed.pop("position_ids")
+    with pytest.raises(ValueError, match="need `position_ids` that start over"):
+        model(**packed, packed_rows=True)
+    four = torch.cat([order[None], torch.zeros(3, *order.shape, dtype=torch.long)])
+    with pytest.raises(ValueError, match="`position_ids` start over"):
+        model.generate(**text_of(packed), position_ids=four, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model_overrides": {"pruned_position_ids": "compact"}},
+            "`pruned_position_ids` is 'compact', .* no gap to close",
+        ),
+        (
+            {"packing": "first_fit_descending", "refill_single_frame_bins": True},
+            "`refill_single_frame_bins` is True, but",
+        ),
+        ({"pruning_layer": 5}, "`pruning_layer` is 5, but .* from 0 to 4"),
+    ],
+    ids=["compact", "refill", "last-layer"],
+)
+def test_settings_that_have_no_meaning_are_refused(settings, message):
+    with pytest.raises(StrictDataclassClassValidationError, match=message):
+        tiny_config(**settings)
+
+
+def test_the_vision_config_of_stock_is_refused():
+    with pytest.raises(
+        StrictDataclassClassValidationError, match="'qwen3_vl_vision', but must be 'stts_qwen3_vl_vision'"
+    ):
+        STTSQwen3VLConfig(vision_config=Qwen3VLVisionConfig())
+
+
+@pytest.mark.parametrize("loads", [STTSQwen3VLConfig, STTSQwen3VLForConditionalGeneration])
+@pytest.mark.parametrize("kind", ["stts", "molmo2", "qwen3_vl_moe", "llama"])
+def test_checkpoints_of_others_are_refused(loads, kind, tmp_path):
+    if kind == "stts":
+        tiny.tiny_config().save_pretrained(tmp_path)
+    elif kind == "qwen3_vl_moe":
+        Qwen3VLMoeConfig().save_pretrained(tmp_path)
+    else:
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(ValueError, match=f"is a '{kind}' model, but must be an STTS or dense Qwen3-VL checkpoint"):
+        loads.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("loads", [STTSConfig, STTSForConditionalGeneration])
+@pytest.mark.parametrize("kind", ["stts_qwen3_vl", "qwen3_vl"])
+def test_the_class_of_molmo2_refuses_qwens_checkpoints(loads, kind, tmp_path):
+    (tiny_config() if kind == "stts_qwen3_vl" else Qwen3VLConfig()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"is a '{kind}' model, but must be an STTS or Molmo2 checkpoint"):
+        loads.from_pretrained(tmp_path)

@@ -1,0 +1,160 @@
+"""Where nothing is pruned the model is stock Qwen3-VL: same weights, same logits, same gradients, same tokens."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
+
+from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
+from tests.modeling.reference import assert_gradients_equal, gradients
+from tests.tiny_qwen3_vl import (
+    Image,
+    Part,
+    Video,
+    batch,
+    pack,
+    samples,
+    stock_twin,
+    text_of,
+    tiny_config,
+    tiny_model,
+)
+
+ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Image(1, 2), Video(3, 2, 2), 3, Image(3, 1), Video(2, 1, 3), 9], [7]]
+NEW: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(tiny_config(pruning_ratio=0.0), trained_scorer=False)
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    return stock_twin(model)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+def test_logits_and_gradients_are_stocks(packing, padding_side):
+    model = tiny_model(tiny_config(pruning_ratio=0.0, packing=packing), trained_scorer=False)
+    stock, inputs = stock_twin(model), batch(samples(ROWS), padding_side)
+    ours, theirs = model(**inputs), stock(**inputs)
+    real = inputs["attention_mask"].bool()
+    # Bins are a kernel of their own, so rounding differs; logits are about 4.
+    tolerance = 1e-6 if packing == "varlen" else 1e-5
+    torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=tolerance, rtol=0)
+    torch.testing.assert_close(ours.task_loss, theirs.loss, atol=1e-6, rtol=0)
+    assert_gradients_equal(gradients(model, ours.task_loss), gradients(stock, theirs.loss), tolerance)
+
+
+@pytest.mark.parametrize("rows", [[[9], [14]], [[2, Image(), 4], [6]]], ids=["text", "images"])
+def test_text_and_images_are_bit_identical_whatever_the_ratio(rows):
+    model = tiny_model()
+    stock, inputs = stock_twin(model), batch(samples(rows))
+    ours, theirs = model(**inputs), stock(**inputs)
+    real = inputs["attention_mask"].bool()
+    assert torch.equal(ours.logits[real], theirs.logits[real])
+    assert torch.equal(ours.loss, theirs.loss)
+    expected, found = gradients(stock, theirs.loss), gradients(model, ours.loss)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_packed_text_is_bit_identical(model, stock):
+    inputs = {name: value for name, value in pack(samples([[6], [9]])).items() if name != "mm_token_type_ids"}
+    with torch.no_grad():
+        ours, theirs = (some(**inputs, use_cache=False).logits for some in (model, stock))
+    assert torch.equal(ours, theirs)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "without_cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_generate_gives_stocks_tokens(model, stock, way):
+    inputs = text_of(batch(samples(ROWS)))
+    assert torch.equal(model.generate(**inputs, **(NEW | way)), stock.generate(**inputs, **(NEW | way)))
+
+
+def test_a_stock_checkpoint_lacks_exactly_the_scorer(model, stock, tmp_path):
+    stock.save_pretrained(tmp_path)
+    load: Any = STTSQwen3VLForConditionalGeneration.from_pretrained
+    loaded, info = load(tmp_path, pruning_ratio=0.25, output_loading_info=True)
+    assert all(name.startswith("model.visual.scorer.") for name in info["missing_keys"])
+    assert len(info["missing_keys"]) == 14
+    assert not info["unexpected_keys"]
+    assert not loaded.model.visual.scorer.score_layer.weight.any()
+    assert loaded.model.visual.scorer.input_layer.weight.any()
+    assert loaded.config.vision_config.pruning_ratio == 0.25
+    weights = stock.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items() if name in weights)
+    _, info = load(tmp_path, selector="cosine", output_loading_info=True)
+    assert not info["missing_keys"]
+
+
+def test_what_is_saved_is_what_is_loaded_and_no_file_is_molmo2s(tmp_path):
+    model = tiny_model(tiny_config(pruning_ratio=0.3, selector="cosine", model_overrides={"temporal_loss_weight": 0.5}))
+    model.save_pretrained(tmp_path / "once")
+    files = {file.name for file in (tmp_path / "once").iterdir()}
+    core = {"scoring", "layout", "attention", "sequence", "settings", "checks", "pruning", "generation", "outputs"}
+    own = {f"{room}_stts_qwen3_vl.py" for room in ("configuration", "vision", "modeling")}
+    assert {name for name in files if name.endswith(".py")} == {f"{room}_stts.py" for room in core} | own
+    again = STTSQwen3VLForConditionalGeneration.from_pretrained(tmp_path / "once")
+    assert again.config.temporal_loss_weight == 0.5
+    assert again.config.vision_config.selector == "cosine"
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    again.save_pretrained(tmp_path / "twice")
+    for name in files:
+        assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "once" / name).read_bytes(), name
+    saved = json.loads((tmp_path / "once" / "config.json").read_text())
+    assert saved["model_type"] == "stts_qwen3_vl"
+    assert set(saved["auto_map"]) == {
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForImageTextToText",
+        "AutoModelForMultimodalLM",
+    }
+
+
+LOAD = """
+import torch, transformers
+folder = sys.argv[1]
+config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__name__ == "STTSQwen3VLForConditionalGeneration", type(model)
+    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+inputs = torch.load(sys.argv[2])
+print(model.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0).tolist())
+"""
+
+
+def test_a_process_without_the_package_loads_it_and_gives_the_same_tokens(tmp_path, run_without_package):
+    model, inputs = tiny_model(), text_of(batch(samples(ROWS)))
+    model.save_pretrained(tmp_path / "saved")
+    torch.save(inputs, tmp_path / "inputs.pt")
+    printed = run_without_package(LOAD, str(tmp_path / "saved"), str(tmp_path / "inputs.pt"))
+    assert json.loads(printed) == model.generate(**inputs, **NEW).tolist()
+
+
+def test_auto_classes_know_it_once_the_package_is_used(tmp_path):
+    import stts_hf
+
+    assert stts_hf.STTSQwen3VLForConditionalGeneration is STTSQwen3VLForConditionalGeneration
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "modeling_stts_qwen3_vl.py").unlink()  # the package's code is used
+    assert type(AutoConfig.from_pretrained(tmp_path)) is stts_hf.STTSQwen3VLConfig
+    assert isinstance(AutoModelForImageTextToText.from_pretrained(tmp_path), STTSQwen3VLForConditionalGeneration)
+
+
+def test_names_of_weights_are_stocks(model):
+    names = {name for name in model.state_dict() if ".scorer." not in name}
+    assert names == set(Qwen3VLForConditionalGeneration(stock_twin(model).config).state_dict())

@@ -1,0 +1,145 @@
+"""The tower's features, deepstack features, losses and gradients against the dense masked reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from stts_hf.modeling import layout_stts
+from tests.modeling.reference import assert_gradients_equal, gradients
+from tests.modeling.towers import assert_features_close, largest_difference, weighted
+from tests.naive import naive_temporal_loss
+from tests.naive_qwen3_vl import NaiveVideo, naive_video
+from tests.tiny_qwen3_vl import Inputs, Video, sample, tiny_config, tiny_model
+
+FFD = "first_fit_descending"
+MIXED = [Video(4, 2, 3), Video(3, 3, 2), Video(2, 1, 4)]
+
+
+def videos(parts=MIXED, seed: int = 0) -> Inputs:
+    inputs = sample(parts, seed)
+    return {name: inputs[name] for name in ("pixel_values_videos", "video_grid_thw")}
+
+
+def encode(model, inputs: Inputs, ratio: float) -> Any:
+    return model.model.get_video_features(**inputs, pruning_ratio=ratio, with_temporal_loss=True)
+
+
+def encode_naively(model, inputs: Inputs, ratio: float) -> list[NaiveVideo]:
+    grids = inputs["video_grid_thw"]
+    pixels = inputs["pixel_values_videos"].split(grids.prod(-1).tolist())
+    return [naive_video(model, some, grid, ratio) for some, grid in zip(pixels, grids.tolist(), strict=True)]
+
+
+def flat(videos: list[NaiveVideo]) -> list[torch.Tensor]:
+    """Features, then those of each tap, of all videos."""
+    taps = [torch.cat(tap) for tap in zip(*(video.deepstack for video in videos), strict=True)]
+    return [torch.cat([video.features for video in videos]), *taps]
+
+
+def found(output) -> list[torch.Tensor]:
+    return [torch.cat(list(output.pooler_output)), *(torch.cat(list(tap)) for tap in output.deepstack_features)]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "taps-before-and-after": {},
+    "taps-at-and-right-after": {"taps": (2, 3)},
+    "taps-before-only": {"taps": (0, 2)},
+    "taps-after-only": {"taps": (4, 5)},
+    "layer-0": {"pruning_layer": 0},
+    "last-layer-takes-the-bias": {"pruning_layer": 4, "taps": (1, 5)},
+    "bins": {"packing": FFD},
+    "cosine": {"selector": "cosine"},
+    "rescaled-by-frame": {"score_rescaling": "frame"},
+    "plain-logarithm": {"score_rescaling": "none"},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_features_equal_the_dense_masked_reference(options):
+    model, inputs = tiny_model(tiny_config(**options)), videos()
+    with torch.no_grad():
+        for ratio in (0.3, 0.5, 0.9):
+            output, naive = encode(model, inputs, ratio), encode_naively(model, inputs, ratio)
+            assert all(torch.equal(a, b.keep_mask) for a, b in zip(output.keep_mask, naive, strict=True))
+            assert 0 < int(torch.cat([mask.flatten() for mask in output.keep_mask]).sum()) < 50
+            for ours, expected in zip(found(output), flat(naive), strict=True):
+                assert_features_close(ours, expected)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("packing", ["varlen", FFD])
+def test_gradients_equal_those_of_the_reference(ratio, packing):
+    model, inputs = tiny_model(tiny_config(packing=packing)), videos()
+    output, naive = encode(model, inputs, ratio), encode_naively(model, inputs, ratio)
+    ours = sum(weighted(features) for features in found(output)) + output.temporal_loss
+    scores = [video.scores for video in naive if video.scores is not None]
+    expected_loss = naive_temporal_loss(scores, [video.similarity for video in naive])
+    torch.testing.assert_close(output.temporal_loss, expected_loss, atol=1e-6, rtol=0)
+    expected = sum(weighted(features) for features in flat(naive)) + expected_loss
+    assert_gradients_equal(gradients(model, ours), gradients(model, expected), 2e-5)
+
+
+def test_the_tasks_gradient_reaches_every_weight_of_the_scorer():
+    model = tiny_model()
+    output = encode(model, videos(), 0.5)
+    reached = gradients(model, weighted(found(output)[0]))
+    names = [name for name, _ in model.named_parameters() if ".scorer." in name and not name.endswith("k_proj.bias")]
+    assert len(names) == 13
+    assert all(reached[name].abs().max() > 1e-7 for name in names)
+
+
+def test_a_frame_that_lost_everything_and_no_frame_at_all():
+    model, inputs = tiny_model(), videos([Video(6, 1, 2)])
+    with torch.no_grad():
+        output = encode(model, inputs, 0.8)
+        kept = output.keep_mask[0].sum(-1)
+        assert (kept == 0).any()
+        assert_features_close(found(output)[0], flat(encode_naively(model, inputs, 0.8))[0])
+        nothing = encode(model, inputs, 1.0)
+    assert [tuple(features.shape) for features in found(nothing)] == [(0, 48)] * 3
+
+
+def test_a_video_does_not_depend_on_the_others():
+    model = tiny_model()
+    together = encode(model, videos(), 0.5)
+    grids = videos()["video_grid_thw"]
+    pixels = videos()["pixel_values_videos"].split(grids.prod(-1).tolist())
+    for index, some in enumerate(pixels):
+        alone = encode(model, {"pixel_values_videos": some, "video_grid_thw": grids[index : index + 1]}, 0.5)
+        assert_features_close(together.pooler_output[index], alone.pooler_output[0])
+        torch.testing.assert_close(together.token_scores[index], alone.token_scores[0])
+
+
+def test_the_comparison_notices_survivors_that_see_another_frame(monkeypatch):
+    def one_frame_too_far(lengths):
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return bounds.index_fill(0, torch.tensor([1]), int(bounds[2]))
+
+    model, inputs = tiny_model(), videos()
+    monkeypatch.setattr(layout_stts, "cumulative_lengths", one_frame_too_far)
+    with torch.no_grad():
+        wrong = found(encode(model, inputs, 0.5))[0]
+        assert largest_difference(wrong, flat(encode_naively(model, inputs, 0.5))[0]) > 1e-3
+
+
+def test_images_and_videos_at_ratio_0_are_stock():
+    model, inputs = tiny_model(), videos()
+    with torch.no_grad():
+        ours = encode(model, inputs, 0.0)
+        stock = model.model.get_image_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    for features, expected in zip(found(ours), found(stock), strict=True):
+        assert_features_close(features, expected)
+
+
+def test_hidden_states_are_those_of_every_layer():
+    model, inputs = tiny_model(), videos([Video(3)])
+    output = model.model.get_video_features(**inputs, pruning_ratio=0.5, output_hidden_states=True)
+    kept = 4 * int(output.keep_mask[0].sum())
+    assert [len(states) for states in output.hidden_states] == [72] * 4 + [kept] * 3
+    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
+
+
+def test_attention_weights_are_refused():
+    with pytest.raises(ValueError, match="`output_attentions` is True"):
+        tiny_model().model.get_video_features(**videos(), output_attentions=True)
