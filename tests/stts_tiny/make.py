@@ -13,7 +13,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    Molmo2ImageProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
 
 from stts_hf.evaluation import tiny_model
 from stts_hf.evaluation.tiny_model import CHAT_TOKENS as CHAT_TOKENS
@@ -114,7 +120,7 @@ def write_checkpoint(folder: Path, seed: int = 0, scorer_steps: int = 600, answe
     save_into(folder, model, processor)
 
 
-def save_into(folder: Path, model: STTSForConditionalGeneration, processor: STTSProcessor) -> None:
+def save_into(folder: Path, model: PreTrainedModel, processor: ProcessorMixin) -> None:
     """Saves everything but a card that is there already, and leaves code files that are links as they are."""
     with tempfile.TemporaryDirectory() as temporary:
         model.save_pretrained(temporary)

@@ -49,7 +49,9 @@ def texts() -> Iterator[str]:
                 yield f"{CHOICE_INSTRUCTION}<"
 
 
-def build_tokenizer(sentences: Iterable[str]) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    sentences: Iterable[str], vision_tokens: tuple[str, ...] = VISION_TOKENS
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens, trained on the sentences, followed by the vision tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -65,7 +67,7 @@ def build_tokenizer(sentences: Iterable[str]) -> PreTrainedTokenizerFast:
     # The special tokens' ids must not depend on how many merges the text gave.
     missing = VOCAB_SIZE - len(CHAT_TOKENS) - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"|<EXTRA_TOKENS_{index}>|" for index in range(missing)])
-    tokenizer.add_special_tokens([*CHAT_TOKENS, *VISION_TOKENS])
+    tokenizer.add_special_tokens([*CHAT_TOKENS, *vision_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         # As in the released checkpoints: no BOS of its own, the end of a turn serves.

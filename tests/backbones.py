@@ -1,0 +1,103 @@
+"""What the tests that every backbone must pass know of each: a tiny model, its stock twin, and inputs.
+
+A new backbone gets them for free: add a `Backbone` to `BACKBONES`. A sample is a list of parts, in their order: a
+number of text tokens, a `Clip` or a `Picture`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests import tiny, tiny_qwen3_vl
+from tests.modeling import reference
+from tests.modeling.test_forward_stock import stock_twin as stock_molmo2
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video of so many frames of the tower."""
+
+    frames: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image."""
+
+
+Part = int | Clip | Picture
+Rows = Sequence[Sequence[Part]]
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """
+    model: of the vision config's settings, with or without a trained scorer. stock: the native model with a model's
+    weights. batch: samples as rows of one batch, padded on a side, with labels of their text. alone: the same samples
+    one by one. pack: the same in a single row. tower: where the scorer is.
+    """
+
+    name: str
+    model: Callable[..., Any]
+    stock: Callable[[Any], Any]
+    batch: Callable[[Rows, str], Inputs]
+    alone: Callable[[Rows], list[Inputs]]
+    pack: Callable[[Rows], Inputs]
+    tower: str
+    fills_cache_with_packed_rows: bool = True
+
+
+def molmo2() -> Backbone:
+    def parts(rows: Rows) -> list[list[tiny.Part]]:
+        def part(some: Part) -> tiny.Part:
+            if isinstance(some, Clip):
+                return tiny.Video(some.frames)
+            return tiny.Image() if isinstance(some, Picture) else some
+
+        return [[part(some) for some in row] for row in rows]
+
+    def batch(rows: Rows, padding_side: str = "left") -> Inputs:
+        return tiny.build_inputs(parts(rows), padding_side=padding_side, labels=True)
+
+    return Backbone(
+        name="molmo2",
+        model=lambda trained_scorer=True, **vision: tiny.tiny_model(
+            tiny.tiny_config(**vision), trained_scorer=trained_scorer
+        ),
+        stock=stock_molmo2,
+        batch=batch,
+        alone=lambda rows: reference.one_by_one(batch(rows), parts(rows)),
+        pack=lambda rows: reference.pack(batch(rows), parts(rows)),
+        tower="vision_tower",
+    )
+
+
+def qwen3_vl() -> Backbone:
+    def alone(rows: Rows) -> list[Inputs]:
+        def part(some: Part) -> tiny_qwen3_vl.Part:
+            if isinstance(some, Clip):
+                return tiny_qwen3_vl.Video(some.frames, 2 + some.frames % 2, 3)  # of two resolutions
+            return tiny_qwen3_vl.Image() if isinstance(some, Picture) else some
+
+        return tiny_qwen3_vl.samples([[part(some) for some in row] for row in rows])
+
+    def batch(rows: Rows, padding_side: str = "left") -> Inputs:
+        return tiny_qwen3_vl.batch(alone(rows), padding_side)
+
+    return Backbone(
+        name="qwen3_vl",
+        model=lambda trained_scorer=True, **vision: tiny_qwen3_vl.tiny_model(
+            tiny_qwen3_vl.tiny_config(**vision), trained_scorer=trained_scorer
+        ),
+        stock=tiny_qwen3_vl.stock_twin,
+        batch=batch,
+        alone=alone,
+        pack=lambda rows: tiny_qwen3_vl.pack(alone(rows)),
+        tower="visual",
+        fills_cache_with_packed_rows=False,
+    )
+
+
+BACKBONES = [molmo2(), qwen3_vl()]

@@ -1,0 +1,103 @@
+"""`hub_configs/stts-qwen3-vl-tiny`: complete, small, usable without the package, and what its script makes."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoProcessor
+
+from stts_hf import STTSQwen3VLForConditionalGeneration
+from tests.stts_tiny import make_qwen3_vl
+from tests.test_hub_configs import siblings_of
+
+CODE = {"configuration_stts_qwen3_vl", "modeling_stts_qwen3_vl"}
+
+
+@pytest.fixture(scope="module")
+def folder(hub_configs):
+    return hub_configs / "stts-qwen3-vl-tiny"
+
+
+# Frames, since native Qwen3-VL reads files with torchcodec alone.
+ANSWER = """
+import json
+import torch, transformers
+folder = sys.argv[1]
+processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+content = [{"type": "video"}, {"type": "text", "text": "What moves?"}]
+prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+frames = torch.randint(0, 256, (6, 3, 64, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+metadata = [{"fps": 2.0, "frames_indices": list(range(6)), "total_num_frames": 6}]
+inputs = processor(
+    text=[prompt], videos=[frames], video_metadata=metadata, do_sample_frames=False, return_tensors="pt"
+)
+answers = {}
+for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
+    output = model.generate(**inputs, max_new_tokens=4, do_sample=False, pruning_ratio=0.5)
+    answers[name] = [type(model).__name__, output[0].tolist()]
+kept = model(**inputs, pruning_ratio=0.5).keep_mask[0]
+grid = inputs["video_grid_thw"].tolist()
+print(json.dumps({"prompt": inputs["input_ids"][0].tolist(), "answers": answers, "kept": kept.tolist(), "grid": grid}))
+if len(sys.argv) > 2:
+    model.save_pretrained(sys.argv[2])
+    processor.save_pretrained(sys.argv[2])
+"""
+
+
+def test_it_answers_through_every_auto_class_without_the_package_and_so_does_what_it_saves(
+    folder, run_without_package, tmp_path
+):
+    saved = tmp_path / "saved"
+
+    first = run_without_package(ANSWER, str(folder), str(saved)).splitlines()[-1]
+    printed = json.loads(first)
+    prompt, answers = printed["prompt"], printed["answers"]
+    assert {name for name, _ in answers.values()} == {"STTSQwen3VLForConditionalGeneration"}
+    sequences = [tokens for _, tokens in answers.values()]
+    assert sequences[0] == sequences[1] == sequences[2]
+    assert sequences[0][: len(prompt)] == prompt
+    # Six frames, which are three tubelets; the first keeps all of its blocks.
+    kept, (grid,) = printed["kept"], printed["grid"]
+    blocks = grid[1] * grid[2] // 4
+    assert (len(kept), len(kept[0])) == (grid[0], blocks) == (3, blocks)
+    assert all(kept[0])
+    assert sum(map(sum, kept)) == 3 * blocks - 3 * blocks // 2
+    assert {file.name for file in saved.glob("*.py")} == {file.name for file in folder.glob("*.py")}
+    assert not any(file.is_symlink() for file in saved.iterdir())
+    assert run_without_package(ANSWER, str(saved)).splitlines()[-1] == first
+
+
+def test_code_is_linked_relatively_and_is_all_that_its_auto_map_leads_to(folder):
+    assert all(file.is_symlink() and not file.readlink().is_absolute() for file in folder.glob("*.py"))
+    wanted, seen = set(CODE), set[str]()
+    while wanted - seen:
+        module = (wanted - seen).pop()
+        seen.add(module)
+        wanted |= siblings_of(folder / f"{module}.py")
+    assert {file.stem for file in folder.glob("*.py")} == seen
+
+
+def test_it_is_small(folder):
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 5 * 2**20
+
+
+def test_settings_and_tokenizer_are_what_the_script_makes(folder):
+    processor = make_qwen3_vl.build_processor((folder / "chat_template.jinja").read_text())
+    loaded = AutoProcessor.from_pretrained(folder)
+    assert loaded.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+    assert loaded.video_processor.to_dict() == processor.video_processor.to_dict()
+    made = make_qwen3_vl.build_config(processor.tokenizer).to_dict()
+    config = STTSQwen3VLForConditionalGeneration.from_pretrained(folder).config.to_dict()
+    for name in ("pruning_ratio", "pruning_layer", "deepstack_visual_indexes", "hidden_size", "selector"):
+        assert config["vision_config"][name] == made["vision_config"][name]
+    assert config["text_config"]["rope_parameters"] == made["text_config"]["rope_parameters"]
+
+
+def test_weights_are_all_there_and_none_is_zero(folder):
+    weights = load_file(folder / "model.safetensors")
+    model = STTSQwen3VLForConditionalGeneration.from_pretrained(folder)
+    assert set(weights) == set(model.state_dict()) - {"lm_head.weight"}  # tied
+    matrices = {name: weight for name, weight in weights.items() if weight.dim() > 1}
+    assert all(torch.isfinite(weight).all() and weight.any() for weight in matrices.values())
