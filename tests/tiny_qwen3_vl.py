@@ -16,6 +16,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditional
 
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
+from stts_hf.modeling.scoring_stts import FIRST_LOGIT
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS
 
 TEXT_VOCABULARY, IMAGE_ID, VIDEO_ID, VISION_START, VISION_END = 500, 500, 501, 502, 503
@@ -92,7 +93,7 @@ def tiny_model(config: Any = None, seed: int = 0, trained_scorer: bool = True) -
     randomise(model, seed)
     if not trained_scorer:
         nn.init.zeros_(model.model.visual.scorer.score_layer.weight)
-        nn.init.zeros_(model.model.visual.scorer.score_layer.bias)
+        nn.init.constant_(model.model.visual.scorer.score_layer.bias, FIRST_LOGIT)
     return model
 
 
