@@ -19,7 +19,7 @@ CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-matrix test-eval lint clean
+.PHONY: demo test test-all test-matrix test-eval stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -46,6 +46,10 @@ test-eval: .venv-eval/.installed
 	@test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
 	@.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e ".[eval]" pytest==9.2.0
 	@touch $@
+
+# The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.
+stts-tiny: $(VENV)/.installed-dev
+	$(BIN)/python -m stts_hf.evaluation.pretraining $(OUT)/base --tiny hub_configs/stts-tiny
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

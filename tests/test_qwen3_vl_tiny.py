@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from stts_hf import STTSQwen3VLForConditionalGeneration
-from tests.stts_tiny import make_qwen3_vl
+from tests import make_qwen3_vl_tiny
 from tests.test_hub_configs import siblings_of
 
 CODE = {"configuration_stts_qwen3_vl", "modeling_stts_qwen3_vl"}
@@ -84,11 +84,11 @@ def test_it_is_small(folder):
 
 
 def test_settings_and_tokenizer_are_what_the_script_makes(folder):
-    processor = make_qwen3_vl.build_processor((folder / "chat_template.jinja").read_text())
+    processor = make_qwen3_vl_tiny.build_processor((folder / "chat_template.jinja").read_text())
     loaded = AutoProcessor.from_pretrained(folder)
     assert loaded.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
     assert loaded.video_processor.to_dict() == processor.video_processor.to_dict()
-    made = make_qwen3_vl.build_config(processor.tokenizer).to_dict()
+    made = make_qwen3_vl_tiny.build_config(processor.tokenizer).to_dict()
     config = STTSQwen3VLForConditionalGeneration.from_pretrained(folder).config.to_dict()
     for name in ("pruning_ratio", "pruning_layer", "deepstack_visual_indexes", "hidden_size", "selector"):
         assert config["vision_config"][name] == made["vision_config"][name]

@@ -24,8 +24,8 @@ def test_the_first_lines_of_python_answer(hub_configs, tmp_path, monkeypatch, ca
     names: dict = {}
     exec(blocks(REPOSITORY / "README.md", "python")[0], names)
     assert capsys.readouterr().out.strip()
-    # 0, 0.5 s and the end: floor(0.5 * 243) are dropped.
-    assert names["output"].keep_mask[0].sum() == 243 - 121
+    # 0, 0.25, 0.5, 0.75 s and the end: floor(0.5 * 80) are dropped.
+    assert names["output"].keep_mask[0].sum() == 80 - 40
     assert names["model"].config.vision_config.selector == "cosine"
 
 

@@ -16,7 +16,6 @@ import argparse
 import functools
 import itertools
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -28,14 +27,14 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, move_files
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
 from stts_hf.modeling.pruning_stts import PruningPlan, VideoFeatures
 from stts_hf.training.build import renew_scorer
 
 from .fitting import fit, start_scorer
 from .pretraining_data import FIRST_SEED, KINDS, LEVELS, SceneConversations, SceneFrames
 from .scenes import COLOURS
-from .tiny_model import build_config, build_model, build_processor
+from .tiny_model import build_config, build_model, build_processor, save_into
 
 TEXT_RATE, TOWER_RATE, BOTH_RATE = 1e-3, 2e-3, 5e-4
 NOISE = 0.05  # of the features that the language model is told, beside embeddings of 0.5
@@ -237,14 +236,7 @@ def make_tiny(base: Path, folder: Path, *, scorer_steps: int, steps: int, batch_
     renew_scorer(model, 0)
     start_scorer(model.train(), (inputs for inputs, *_ in _load(scenes)), scorer_steps)
     teach_pruned(model, processor, steps, batch_size)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-        model.eval().save_pretrained(temporary)
-        processor.save_pretrained(temporary)
-        for file in Path(temporary).iterdir():
-            target = folder / file.name
-            if target.is_symlink() or (file.name == "README.md" and target.is_file()):
-                file.unlink()
-        move_files(Path(temporary), folder, "config.json")
+    save_into(folder, model.eval(), processor)
 
 
 STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 9000, "both": 1500, "scorer": 2000, "pruned": 1000}

@@ -2,13 +2,22 @@
 The model of the study: Molmo2 in small, which sees 16 frames of 12 x 12 patches (4 x 4 blocks) and knows few words.
 """
 
+import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    Molmo2ImageProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
 
+from stts_hf.checkpoints.atomic_folder import move_files
 from stts_hf.data.prompts import CHOICE_INSTRUCTION
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
@@ -158,3 +167,15 @@ def build_model(config: STTSConfig, tokenizer: PreTrainedTokenizerFast, seed: in
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     return model
+
+
+def save_into(folder: Path, model: PreTrainedModel, processor: ProcessorMixin) -> None:
+    """Saves both into a folder that is there, whose card and links to code stay, the config last."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+        model.save_pretrained(temporary)
+        processor.save_pretrained(temporary)
+        for file in Path(temporary).iterdir():
+            target = folder / file.name
+            if target.is_symlink() or (file.name == "README.md" and target.is_file()):
+                file.unlink()
+        move_files(Path(temporary), folder, "config.json")

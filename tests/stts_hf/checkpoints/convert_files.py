@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.stts_tiny.make import VISION_TOKENS
+from stts_hf.evaluation.tiny_model import VISION_TOKENS
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}<|im_end|>"

@@ -17,10 +17,9 @@ from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli import timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
-from tests.stts_tiny.answer import ANSWER
 
-# 2 seconds at 2 frames per second, and the last frame: 0, 0.5, 1, 1.5 s and the end.
-NUM_FRAMES, NUM_TOKENS = 5, 5 * 81
+# 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, ... 1.8 s and the end.
+NUM_FRAMES, NUM_TOKENS = 9, 9 * 16
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +49,9 @@ def test_it_answers_counts_and_draws(run):
     assert status == 0
     assert re.search(r"^question: +What moves\?$", out, re.M)
     assert re.search(r"^answer: +\S", out, re.M)
-    assert re.search(r"^frames: +5 sampled from 0\.0 s to 1\.9 s of a video of 2\.0 s$", out, re.M)
-    # floor(0.5 * 405) = 202 of 405 are dropped.
-    assert re.search(r"^video tokens: +203 of 405 kept", out, re.M)
+    assert re.search(r"^frames: +9 sampled from 0\.0 s to 1\.9 s of a video of 2\.0 s$", out, re.M)
+    # floor(0.5 * 144) = 72 of 144 are dropped.
+    assert re.search(r"^video tokens: +72 of 144 kept", out, re.M)
     assert str(sheet) in out
     with Image.open(sheet) as image:
         assert image.width > 600
@@ -60,18 +59,13 @@ def test_it_answers_counts_and_draws(run):
         assert step in err
 
 
-def test_the_answer_is_what_the_tiny_model_was_taught(run):
-    _, out, _, _ = run("--max-new-tokens", "40")
-    assert re.search(rf"^answer: +{ANSWER}$", out, re.M)
-
-
 def test_the_prompt_shrinks_by_what_was_dropped(run):
     _, out, _, _ = run()
     left, whole = map(int, re.findall(r"prompt: +(\d+) of (\d+) tokens", out)[0])
-    assert whole - left == 202
+    assert whole - left == 72
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [("0", 405), ("0.3", 405 - 121), ("0.4", 405 - 162), ("0.9", 81), ("1", 0)])
+@pytest.mark.parametrize(("ratio", "kept"), [("0", 144), ("0.3", 144 - 43), ("0.4", 144 - 57), ("0.9", 16), ("1", 0)])
 def test_pruning_ratio(run, ratio, kept):
     # At 0.9 the budget exceeds all frames but the first, which then stays in full; at 1 that goes too.
     status, out, _, _ = run("--pruning-ratio", ratio)
@@ -144,7 +138,7 @@ def test_an_address_that_is_allowed_is_answered_about_and_drawn(run, clip):
         finally:
             server.shutdown()
     assert status == 0
-    assert f"203 of {NUM_TOKENS} kept" in out
+    assert f"72 of {NUM_TOKENS} kept" in out
     assert sheet.is_file()
 
 
@@ -290,16 +284,16 @@ print(type(processor.video_processor).__module__.split(".")[0], model.model.visi
 def tiny_prompt(hub_configs):
     model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True).eval()
     generator = torch.Generator().manual_seed(0)
-    block = torch.arange(729).view(9, 3, 9, 3).permute(0, 2, 1, 3).reshape(81, 9)
+    block = torch.arange(144).view(4, 3, 4, 3).permute(0, 2, 1, 3).reshape(16, 9)
     video_token = model.config.image_patch_id
-    input_ids = torch.tensor([[1, *[video_token] * 162, 2, 3]])
+    input_ids = torch.tensor([[1, *[video_token] * 32, 2, 3]])
     inputs = {
         "input_ids": input_ids,
         "attention_mask": torch.ones_like(input_ids),
         "mm_token_type_ids": (input_ids == video_token).long(),
-        "pixel_values_videos": torch.rand(2, 729, 48, generator=generator),
-        "video_token_pooling": torch.cat([block, block + 729]),
-        "video_grids": torch.tensor([[2, 9, 9]]),
+        "pixel_values_videos": torch.rand(2, 144, 192, generator=generator),
+        "video_token_pooling": torch.cat([block, block + 144]),
+        "video_grids": torch.tensor([[2, 4, 4]]),
     }
     return model, inputs
 

@@ -4,29 +4,21 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
-from stts_hf.evaluation.make_dataset import FRAMES_LOOKED_AT, MAX_FPS, make_dataset
+from stts_hf.evaluation.make_dataset import make_dataset
 from tests.checkpoints import TINY
 from tests.tiny import randomise
 
-SIZE = {"height": 48, "width": 48}  # 12 x 12 patches, 4 x 4 blocks: the grid in which `make_dataset` says what moves
-
 
 def write_base(folder: Path) -> Path:
-    """A checkpoint of the tiny one's kind, with smaller frames and fewer layers."""
+    """A checkpoint of the tiny one's kind, with fewer layers."""
     processor: Any = STTSProcessor.from_pretrained(TINY)
-    for part in (processor.video_processor, processor.image_processor):
-        part.size = SIZE
     processor.image_processor.max_crops = 1
-    processor.video_processor.num_frames = FRAMES_LOOKED_AT
-    processor.video_processor.max_fps = MAX_FPS
     processor.save_pretrained(folder)
-    config = STTSConfig.from_pretrained(TINY)
-    contents = config.to_dict()
-    small = {"image_size": [48, 48], "num_hidden_layers": 5, "num_position_embeddings": 144, "pruning_layer": 2}
+    contents = STTSConfig.from_pretrained(TINY).to_dict()
     config = STTSConfig(
         **contents
         | {
-            "vision_config": contents["vision_config"] | small,
+            "vision_config": contents["vision_config"] | {"num_hidden_layers": 5, "pruning_layer": 2},
             "adapter_config": contents["adapter_config"] | {"vision_feature_layer": [4, 3]},
             "text_config": contents["text_config"] | {"num_hidden_layers": 1},
         }

@@ -1,6 +1,6 @@
 """Makes `hub_configs/stts-qwen3-vl-tiny`: a complete checkpoint small enough for a repository and tests on a CPU.
 
-    python -m tests.stts_tiny.make_qwen3_vl hub_configs/stts-qwen3-vl-tiny
+    python -m tests.make_qwen3_vl_tiny hub_configs/stts-qwen3-vl-tiny
 
 Every part of Qwen3-VL is there, deepstack taps before and after the pruning layer included; the weights are random.
 """
@@ -14,11 +14,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2VLImage
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from stts_hf.evaluation import tiny_model
-from stts_hf.evaluation.tiny_model import VOCAB_SIZE
+from stts_hf.evaluation.tiny_model import VOCAB_SIZE, save_into, texts
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
-from tests.stts_tiny.make import save_into
-from tests.stts_tiny.text import training_sentences
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PATCH_SIZE = 8
@@ -29,7 +27,7 @@ VIDEO_PIXELS = {"shortest_edge": 32 * TOKEN_PIXELS, "longest_edge": 1024 * TOKEN
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer of `VOCAB_SIZE` tokens, followed by the vision tokens."""
-    return tiny_model.build_tokenizer(training_sentences(), VISION_TOKENS)
+    return tiny_model.build_tokenizer(texts(), VISION_TOKENS)
 
 
 def build_processor(chat_template: str) -> Qwen3VLProcessor:
