@@ -1,6 +1,8 @@
 """What tests of saving, loading and pushing share: the tiny checkpoint, a prompt about a clip, and what it gives."""
 
 import hashlib
+import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,12 @@ from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from tests.clips import write_clip
 
 TINY = Path(__file__).resolve().parent.parent / "hub_configs" / "stts-tiny"
+_VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
+GRID = tuple(
+    side // _VISION["patch_size"] // window
+    for side, window in zip(_VISION["image_size"], _VISION["pooling_size"], strict=True)
+)
+BLOCKS = GRID[0] * GRID[1]  # of a frame that the tiny checkpoint is shown
 AUTO_CLASSES = {
     "AutoConfig": "configuration_stts.STTSConfig",
     "AutoModel": "modeling_stts.STTSForConditionalGeneration",
@@ -33,8 +41,8 @@ def messages(clip: Path | str) -> list[dict[str, Any]]:
 
 
 def write_small_clip(folder: Path) -> Path:
-    """A clip of 2 seconds, which is shown as 5 frames."""
-    return write_clip(folder / "clip.mp4", 20, fps=10)
+    """A clip of a second, which is shown as 5 frames."""
+    return write_clip(folder / "clip.mp4", 20, fps=20)
 
 
 def load_tiny(folder: Path | str = TINY, **options: Any) -> STTSForConditionalGeneration:
@@ -50,6 +58,27 @@ def load_talkative() -> STTSForConditionalGeneration:
         for weight in [*model.model.language_model.parameters(), model.lm_head.weight]:
             if weight.dim() == 2:
                 weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+    return model
+
+
+ANSWER = "The red ring moves"
+
+
+def load_of_one_answer() -> STTSForConditionalGeneration:
+    """The tiny model with a text model that says `ANSWER`, whatever it is asked and shown."""
+    model: Any = load_talkative()
+    processor: Any = STTSProcessor.from_pretrained(TINY)
+    tokenizer = processor.tokenizer
+    words = [tokenizer("assistant\n")["input_ids"][-1], *tokenizer(ANSWER)["input_ids"], tokenizer.eos_token_id]
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:  # what a token is alone says which comes next
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.language_model.norm.weight.fill_(1)
+        model.lm_head.weight.zero_()
+        for word, following in pairwise(words):
+            model.lm_head.weight[following] = embeddings[word]
     return model
 
 

@@ -19,8 +19,8 @@ from tests.hub_server import Blob, LoopbackHub
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for rounding: kernels may sum in another order; the tiny model's logits are of order 1."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    """Equal but for rounding: kernels may sum in another order, which is worth some 16 units of the largest logit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +202,8 @@ def test_stock_molmo2_loads_with_nothing_but_the_scorer_new(stock_layout, stock,
 def test_stock_molmo2_becomes_an_stts_config_with_a_note(stock_layout, caplog):
     config = STTSConfig.from_pretrained(stock_layout)
     assert (config.model_type, config.vision_config.model_type) == ("stts", "stts_vision")
-    assert config.vision_config.num_hidden_layers == 9
-    assert config.vision_config.image_size == [108, 108]
+    assert config.vision_config.num_hidden_layers == 6
+    assert config.vision_config.image_size == [96, 96]
     assert "scorer is new and untrained" in caplog.text
     assert "cosine" in caplog.text
 

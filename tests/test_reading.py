@@ -54,7 +54,7 @@ def test_from_processor_to_logits(hub_configs, tmp_path):
     with torch.no_grad():
         after, output = called_by(lambda: model(**inputs))
     assert output.logits.shape[:2] == output.kept_indices.shape
-    layers_from_the_drop_on = 5  # of 9, with the pruning layer 3
+    layers_from_the_drop_on = 4  # of 6, with the pruning layer 1
     check_walk(before + after, "From `processor(...)` to `logits`", {"packed_attention": layers_from_the_drop_on})
 
 

@@ -9,6 +9,7 @@ from stts_hf import STTSProcessor
 from tests.checkpoints import TINY, load_tiny, write_small_clip
 from tests.clips import write_clip
 from tests.hub_server import LoopbackHub
+from tests.tiny import randomise
 from tests.training_files import write_data
 
 
@@ -46,15 +47,26 @@ def processor() -> STTSProcessor:
 
 
 @pytest.fixture(scope="session")
+def undecided(tmp_path_factory) -> Path:
+    """The tiny checkpoint with a random scorer: its own is so sure of clips of another kind that it has no gradient."""
+    folder = tmp_path_factory.mktemp("undecided")
+    model = load_tiny()
+    randomise(model.model.vision_tower.scorer)
+    model.save_pretrained(folder)
+    STTSProcessor.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def media(tmp_path_factory) -> Path:
     """
     `two.mp4`, `three.mp4`, `five.mkv` are shown as 2, 3, 5 frames; `damaged.mp4` looks like a video to nobody;
     `wide.png` and `turned.jpg` (stored on its side); `speech.srt`.
     """
     folder = tmp_path_factory.mktemp("media")
-    write_clip(folder / "two.mp4", 5, fps=10)
-    write_clip(folder / "three.mp4", 10, fps=10)
-    write_clip(folder / "five.mkv", 20, fps=10)
+    write_clip(folder / "two.mp4", 5, fps=20)
+    write_clip(folder / "three.mp4", 10, fps=20)
+    write_clip(folder / "five.mkv", 20, fps=20)
     (folder / "damaged.mp4").write_bytes(b"not a video" * 50)
     Image.new("RGB", (160, 90), (200, 10, 10)).save(folder / "wide.png")
     orientation = Image.Exif()

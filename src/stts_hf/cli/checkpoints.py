@@ -20,7 +20,7 @@ def find_checkpoint(checkpoint: str | None) -> str:
     for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
         if (root / TINY / "config.json").is_file():
             folder = root / TINY
-            note("No --checkpoint: using stts-tiny, which knows a few shapes, colours and letters that move")
+            note("No --checkpoint: using stts-tiny, which knows a few shapes, colours and letters, and nothing else")
             return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
     raise CommandError(
         f"--checkpoint is needed: the folder or Hub name of an STTS checkpoint. (Only a source checkout has {TINY}.)"

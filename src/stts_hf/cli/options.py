@@ -39,7 +39,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="PATH_OR_REPO",
         help="folder or Hub repository of an STTS checkpoint; its own code runs (trust_remote_code). "
-        "Default: stts-tiny of a source checkout, which knows a few shapes, colours and letters that move",
+        "Default: stts-tiny of a source checkout, which knows a few shapes, colours and letters, and nothing else",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")

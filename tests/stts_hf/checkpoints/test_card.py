@@ -69,7 +69,7 @@ def test_settings_are_read_from_the_config(folder):
         "| `selector` | `cosine` |",
         "| `packing` | `first_fit_descending` with refill |",
         "| `pruned_position_ids` | `compact` |",
-        "| frames | 2 per second, at most 64 |",
+        "| frames | 4 per second, at most 16 |",
     ):
         assert row in text
 
@@ -153,7 +153,7 @@ def test_base_model_is_the_hub_id_a_model_came_from(folder):
 def test_a_card_that_says_nothing_is_replaced(folder, text):
     if text is not None:
         (folder / "README.md").write_text(text)
-    assert "| `pruning_layer` | 3 " in checkpoint_card(folder, repo_id="user/name").text
+    assert "| `pruning_layer` | 1 " in checkpoint_card(folder, repo_id="user/name").text
 
 
 def test_the_model_carries_the_tags_of_the_card():

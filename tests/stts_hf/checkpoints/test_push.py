@@ -16,6 +16,7 @@ from tests.checkpoints import MESSAGES_CODE, TINY, load_tiny, prepare
 from tests.conftest import WITHOUT_PACKAGE
 from tests.stts_hf.checkpoints.pushing import contents, push, run_python, start, without_card, write_files
 
+EIGHT_TOKENS: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 LOAD = (
     MESSAGES_CODE
     + """
@@ -24,7 +25,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoProcessor, AutoVideoProcessor
 
-repository, revision, clip = sys.argv[1:]
+repository, revision, clip, generating = sys.argv[1:]
 options = {"trust_remote_code": True, "revision": revision}
 processor = AutoProcessor.from_pretrained(repository, **options)
 inputs = processor.apply_chat_template(
@@ -37,7 +38,7 @@ seen = {
 }
 for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
     model = getattr(transformers, name).from_pretrained(repository, **options).eval()
-    seen[name] = [type(model).__name__, model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()]
+    seen[name] = [type(model).__name__, model.generate(**inputs, **json.loads(generating))[0].tolist()]
 with torch.no_grad():
     logits = model(**inputs).logits[0, -1]
 print(json.dumps(seen | {"logits": logits.tolist()}))
@@ -50,10 +51,11 @@ def test_a_fresh_process_without_the_package_loads_every_auto_class_by_revision(
     assert status == 0, err
     # `main` holds no checkpoint: only the revision asked for can have been loaded.
     assert without_card(hub.files("user/tiny", "main")) == {}
-    seen = json.loads(run_python(hub, tmp_path / "load", WITHOUT_PACKAGE + LOAD, "user/tiny", "v1", str(clip)))
+    arguments = ["user/tiny", "v1", str(clip), json.dumps(EIGHT_TOKENS)]
+    seen = json.loads(run_python(hub, tmp_path / "load", WITHOUT_PACKAGE + LOAD, *arguments))
     inputs: Any = prepare(clip)
     model: Any = load_tiny()
-    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
+    tokens = model.generate(**inputs, **EIGHT_TOKENS)[0].tolist()
     assert len(tokens) == inputs["input_ids"].shape[1] + 8
     for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
         assert seen[name] == ["STTSForConditionalGeneration", tokens]

@@ -95,7 +95,7 @@ def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
         assert card.data.library_name == "transformers"
         assert {"stts", "generated_from_trainer"} <= set(card.data.tags)
     elif kind == "card":
-        assert "| `pruning_layer` | 3 " in files["README.md"].decode()
+        assert "| `pruning_layer` | 1 " in files["README.md"].decode()
     wanted = {"checkpoint": ["last-checkpoint"], "all_checkpoints": ["checkpoint-1", "checkpoint-2"]}.get(strategy, [])
     assert {path.split("/")[0] for path in files if "/" in path} == set(wanted)
     for name in wanted:
@@ -108,5 +108,5 @@ def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
         )
     if (strategy, kind) == ("end", "card"):
         assert card.data.pipeline_tag == "video-text-to-text"
-        assert "| `pruning_layer` | 3 " in card.text
+        assert "| `pruning_layer` | 1 " in card.text
         assert "learning_rate" in card.text

@@ -20,7 +20,9 @@ def stock(tmp_path_factory, processor) -> Path:
     video = processor.video_processor
     Molmo2Processor(
         processor.image_processor,
-        Molmo2VideoProcessor(patch_size=video.patch_size, size=dict(video.size), pooling_size=video.pooling_size),
+        Molmo2VideoProcessor(
+            patch_size=video.patch_size, size=dict(video.size), pooling_size=video.pooling_size, max_fps=video.max_fps
+        ),
         processor.tokenizer,
         chat_template=processor.chat_template,
         use_single_crop_col_tokens=False,
@@ -38,7 +40,7 @@ def run(clip: Path, folder: Path, tmp_path: Path, *options: str) -> int:
 
 def test_a_stock_molmo2_folder_runs_with_the_cosine_selector(clip, stock, tmp_path, capsys):
     assert run(clip, stock, tmp_path, "--selector", "cosine") == 0
-    assert re.search(r"^video tokens: +203 of 405 kept", capsys.readouterr().out, re.M)
+    assert re.search(r"^video tokens: +40 of 80 kept", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize("options", [[], ["--selector", "scorer"]], ids=["checkpoints", "scorer"])

@@ -1,4 +1,4 @@
-"""`stts-hf eval` on the tiny checkpoint, which says one sentence whatever it is asked."""
+"""`stts-hf eval` on a tiny checkpoint that says one sentence, whatever it is asked."""
 
 import argparse
 import json
@@ -12,10 +12,9 @@ import pytest
 
 from stts_hf.cli.eval import settings_of
 from stts_hf.cli.main import main
-from tests.checkpoints import TINY
+from tests.checkpoints import ANSWER, BLOCKS, TINY, load_of_one_answer
 from tests.clips import write_clip
 from tests.small_disk import small_disk
-from tests.stts_tiny.answer import ANSWER
 from tests.training_files import write_rows
 
 FIELDS = ["id", "type", "group", "written", "right", "no_option", "error"]
@@ -23,11 +22,19 @@ TOKENS = ["prompt_tokens", "video_tokens", "video_tokens_kept", "seconds"]
 
 
 @pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, processor) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    load_of_one_answer().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
     """Two questions about a clip of 2 frames, one about a clip of 3, one of text."""
     folder = tmp_path_factory.mktemp("rows")
-    write_clip(folder / "two.mp4", 5, fps=10)
-    write_clip(folder / "three.mp4", 10, fps=10)
+    write_clip(folder / "two.mp4", 5, fps=20)
+    write_clip(folder / "three.mp4", 10, fps=20)
     choice = {"options": ["left", "right"], "answer": "left"}
     return write_rows(
         folder,
@@ -42,13 +49,13 @@ def rows(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(rows, tmp_path, capsys):
+def run(rows, checkpoint, tmp_path, capsys):
     """Runs the command; returns exit status, stdout, stderr and the lines of the answers file."""
 
     def run(*arguments: str, rows: Path = rows) -> tuple[int, str, str, list[dict[str, Any]]]:
         output = tmp_path / "answers.jsonl"
-        command = ["eval", str(rows), "--checkpoint", str(TINY), "--output", str(output), "--max-new-tokens", "40"]
-        status = main([*command, *arguments])
+        command = ["eval", str(rows), "--checkpoint", str(checkpoint), "--output", str(output)]
+        status = main([*command, "--max-new-tokens", "40", *arguments])
         printed = capsys.readouterr()
         lines = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
         return status, printed.out, printed.err, lines
@@ -61,15 +68,15 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_it_scores_by_type_and_writes_a_line_for_each_question(run, tmp_path):
-    status, out, _, lines = run("--pruning-ratio", "0.5")
+    status, out, _, lines = run("--pruning-ratio", "0.3")
     assert status == 0
     assert sorted(line["id"] for line in lines) == ["a", "b", "c", "d"]
     assert list(lines[0]) == FIELDS + TOKENS
     by_id = {line["id"]: line for line in lines}
     assert [by_id[name]["right"] for name in "abcd"] == [True, False, False, False]
     assert [by_id[name]["no_option"] for name in "abcd"] == [False, True, True, False]
-    # floor(0.5 * 243) = 121 of 3 frames are dropped.
-    assert [by_id[name]["video_tokens_kept"] for name in "abcd"] == [81, 122, 81, 0]
+    # floor(0.3 * 32) = 9 of 2 frames are dropped, floor(0.3 * 48) = 14 of 3.
+    assert [by_id[name]["video_tokens_kept"] for name in "abcd"] == [32 - 9, 48 - 14, 32 - 9, 0]
     table = {line.split("  ")[0]: line.split()[-8:] for line in out.splitlines()[1:]}
     assert table["type what"][:5] == ["2", "1", "50.0%", "0", "0"]
     assert table["type where"][:5] == ["2", "0", "0.0%", "2", "0"]
@@ -79,9 +86,9 @@ def test_it_scores_by_type_and_writes_a_line_for_each_question(run, tmp_path):
     assert summary(tmp_path)["types"]["what"]["accuracy"] == 0.5
 
 
-def test_without_output_it_prints_alone(rows, tmp_path, monkeypatch, capsys):
+def test_without_output_it_prints_alone(rows, checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["eval", str(rows), "--checkpoint", str(TINY), "--max-new-tokens", "1"]) == 0
+    assert main(["eval", str(rows), "--checkpoint", str(checkpoint), "--max-new-tokens", "1"]) == 0
     assert re.search(r"^all +4 ", capsys.readouterr().out, re.M)
     assert list(tmp_path.iterdir()) == []
 
@@ -178,13 +185,13 @@ def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, 
 def test_test_time_scaling_looks_at_more_frames(run):
     options = ["--num-frames", "1", "--test-time-scaling", "--pruning-ratio", "0.5", "--max-new-tokens", "1"]
     # ceil(1 / (1 - 0.5)) = 2 frames.
-    assert [line["video_tokens"] for line in run(*options)[3] if line["id"] == "b"] == [162]
+    assert [line["video_tokens"] for line in run(*options)[3] if line["id"] == "b"] == [2 * BLOCKS]
 
 
 def test_max_fps(run):
-    # A clip of a second: 0, 0.25, 0.5, 0.75 s and the end, where the checkpoint's 2 per second give 3 frames.
-    lines = run("--max-fps", "4", "--max-new-tokens", "1")[3]
-    assert [line["video_tokens"] for line in lines if line["id"] == "b"] == [5 * 81]
+    # A clip of half a second: 0, 0.125, 0.25, 0.375 s and the end, where the checkpoint's 4 per second give 3 frames.
+    lines = run("--max-fps", "8", "--max-new-tokens", "1")[3]
+    assert [line["video_tokens"] for line in lines if line["id"] == "b"] == [5 * BLOCKS]
 
 
 def test_a_full_disk_is_one_clear_line(run, tmp_path):

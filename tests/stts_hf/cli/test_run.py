@@ -18,7 +18,7 @@ from stts_hf.cli import timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
 
-# 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, ... 1.8 s and the end.
+# 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, 0.7, ... 1.7 s and the end.
 NUM_FRAMES, NUM_TOKENS = 9, 9 * 16
 
 

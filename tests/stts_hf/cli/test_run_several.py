@@ -79,8 +79,8 @@ def test_videos_are_answered_in_order_and_summed_up(run, here):
     assert re.findall(r"^\[(\d)/3\] (.*)$", out, re.M) == [("1", "b.mp4"), ("2", "a.mp4"), ("3", "c.mp4")]
     assert re.findall(r"^frames: +2 sampled .* of a video of (0\.\d|1\.\d) s$", out, re.M) == ["0.8", "0.4", "1.2"]
     assert len(re.findall(r"^answer: +\S", out, re.M)) == 3
-    # floor(0.5 * 162) = 81 of 162 are dropped.
-    assert len(re.findall(r"^video tokens: +81 of 162 kept", out, re.M)) == 3
+    # floor(0.5 * 32) = 16 of 32 are dropped.
+    assert len(re.findall(r"^video tokens: +16 of 32 kept", out, re.M)) == 3
     assert len(re.findall(r"^question: ", out, re.M)) == 1
     assert re.search(r"^videos: +3 answered$", out, re.M)
     assert re.search(r"^frames: +6 in \d+\.\d s \(\d+\.\d per second\)$", out, re.M)
@@ -120,8 +120,8 @@ def test_answers_file_holds_what_was_printed(run, here):
             "frames": 2,
             "damaged_frames": 0,
             "timestamps": [0.0, end],
-            "video_tokens_kept": 114,
-            "video_tokens": 162,
+            "video_tokens_kept": 23,  # floor(0.3 * 32) = 9 are dropped
+            "video_tokens": 32,
             "prompt_tokens_kept": int(prompt[0]),
             "prompt_tokens": int(prompt[1]),
             "error": None,

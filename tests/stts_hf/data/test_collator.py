@@ -11,7 +11,7 @@ from transformers.image_utils import load_image
 from stts_hf import RowError, STTSConfig, STTSDataCollator
 from stts_hf.data.encoding import encode
 from stts_hf.data.rows import read_row
-from tests.checkpoints import TINY
+from tests.checkpoints import BLOCKS, GRID, TINY
 from tests.stts_hf.training.samples import image_row, text_row, video_row
 
 
@@ -139,7 +139,7 @@ def test_replacements_fill_rows_that_were_left_empty(processor, rows, packed):
 def test_a_sample_longer_than_allowed_after_pruning_is_named(processor, rows):
     encoded = encode(processor, read_row(rows["five"]))
     length = len(encoded) - encoded.dropped(0.5)
-    assert length == len(encoded) - 5 * 81 // 2
+    assert length == len(encoded) - 5 * BLOCKS // 2
     collator = STTSDataCollator(processor, pruning_ratio=0.5, max_length=length)
     collator([rows["five"]])
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_padding_to_a_fixed_length_after_pruning(processor, rows, names, side):
     batch = STTSDataCollator(processor, pruning_ratio=0.3, pad_to=1200, padding_side=side)([rows[n] for n in names])
     assert batch["pruned_length"] == 1200
     encoded = [encode(processor, read_row(rows[name])) for name in names]
-    dropped = [int(0.3 * one.grids[0][0] * 81) if one.grids else 0 for one in encoded]
+    dropped = [int(0.3 * one.grids[0][0] * BLOCKS) if one.grids else 0 for one in encoded]
     assert batch["input_ids"].shape[1] == 1200 + max(dropped)
     plain = STTSDataCollator(processor, padding_side=side)([rows[name] for name in names])
     width = plain["input_ids"].shape[1]
@@ -171,7 +171,7 @@ def test_always_video_adds_a_black_frame_where_there_is_no_video(processor, rows
     collator = STTSDataCollator(processor, always_video=True, return_ids=True)
     assert_same(collator([rows["two"]]), STTSDataCollator(processor, return_ids=True)([rows["two"]]))
     batch = collator([rows["text"], rows["image"]])
-    assert batch["video_grids"].tolist() == [[1, 9, 9]]
+    assert batch["video_grids"].tolist() == [[1, *GRID]]
     assert batch["input_ids"].shape[0] == 3
     assert (batch["labels"][2] == -100).all()
     assert batch["sample_ids"] == ["text", "image"]

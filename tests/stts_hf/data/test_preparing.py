@@ -19,7 +19,7 @@ from tests.stts_hf.training.samples import image_row, lengths, prepare_each, tex
 @pytest.fixture(scope="module")
 def rows(media):
     write_clip(media / "uneven.mkv", times=[0, 0.11, 0.42, 1.73, 1.79, 3.2, 3.25, 5.0])
-    write_clip(media / "long.mp4", 40, fps=1)  # more than 64 frames' worth at 2 per second
+    write_clip(media / "long.mp4", 12, fps=0.5)  # more than 16 frames' worth at 4 per second
     png = io.BytesIO()
     Image.new("L", (50, 220)).save(png, "png")
     both = video_row("both", media / "three.mp4")
@@ -45,7 +45,7 @@ def test_lengths_are_those_of_the_encoded_samples(processor, rows, pruning_ratio
     encoded = [encode(processor, read_row(row)) for row in chosen]
     expected = [len(one) - one.dropped(pruning_ratio) for one in encoded]
     assert lengths(chosen, processor, pruning_ratio) == expected
-    assert max(one.grids[0][0] for one in encoded if one.grids) == 40
+    assert max(one.grids[0][0] for one in encoded if one.grids) == 12
 
 
 def test_nothing_is_decoded(processor, rows, monkeypatch):
@@ -71,11 +71,11 @@ def test_settings_of_the_video_processor_count(processor, rows):
 
 def test_rows_that_cannot_be_read_or_are_too_long(processor, rows, media):
     bad = [rows[0], video_row("damaged", media / "damaged.mp4"), rows[3], rows[1], {"id": "none"}]
-    options: Any = {"pruning_ratio": 0.5, "max_length": 300}
+    options: Any = {"pruning_ratio": 0.5, "max_length": 150}
     assert list(map(len, prepare_each(bad, processor, on_error="skip", **options))) == [1, 0, 0, 1, 0]
     with pytest.raises(RowError, match="Row 'damaged': Cannot read"):
         prepare_each(bad, processor, **options)
-    with pytest.raises(RowError, match=r"Row 'long' has .* tokens after pruning, but max_length is 300"):
+    with pytest.raises(RowError, match=r"Row 'long' has .* tokens after pruning, but max_length is 150"):
         prepare_each(rows[3:4], processor, **options)
 
 
@@ -122,7 +122,7 @@ def test_videos_that_lie_in_the_row_as_bytes_are_found_again(processor, media):
 
 def test_all_bad_rows_are_named_at_once(processor, table):
     with pytest.raises(RowError, match=r"2 of 3 rows cannot be trained on:(?s:.*)Row 'file' has .* tokens") as error:
-        prepare_rows(table, processor, pruning_ratio=0.5, max_length=60, progress=False)
+        prepare_rows(table, processor, pruning_ratio=0.5, max_length=30, progress=False)
     assert "Row 'damaged': " in str(error.value)
 
 

@@ -8,8 +8,7 @@ import pytest
 from stts_hf.evaluation import evaluate as module
 from stts_hf.evaluation.evaluate import evaluate, read_question
 from stts_hf.inference.asking import PromptAnswer
-from tests.checkpoints import load_tiny
-from tests.stts_tiny.answer import ANSWER
+from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 
 MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
 CHOICE = {
@@ -112,18 +111,17 @@ def test_rows_without_id_are_numbered(says):
     assert [record["id"] for record in records] == ["row 0", "row 1"]
 
 
-def test_real_rows_on_the_tiny_model(processor, media):
-    """It says one sentence, whatever it is asked, so its accuracy is known."""
+def test_real_rows_on_a_model_of_one_answer(processor, media):
     rows = [
         {"id": "right", "question": "What moves?", "answer": ANSWER, "videos": [str(media / "two.mp4")]},
         {"id": "wrong", "question": "What else?", "answer": "A ball", "videos": [str(media / "two.mp4")]},
         {"id": "choice", **CHOICE, "images": [str(media / "wide.png")]} | {"id": "choice"},
         {"id": "damaged", **OPEN, "videos": [str(media / "damaged.mp4")]} | {"id": "damaged"},
     ]
-    found = evaluate(load_tiny(), processor, rows, pruning_ratio=0.5, max_new_tokens=40)
+    found = evaluate(load_of_one_answer(), processor, rows, pruning_ratio=0.5, max_new_tokens=40)
     records = {record["id"]: record for record in found}
     assert [records[name]["right"] for name in ("right", "wrong", "choice", "damaged")] == [True, False, False, False]
     assert records["choice"]["no_option"]
     assert "damaged.mp4" in records["damaged"]["error"]
-    assert (records["right"]["video_tokens"], records["right"]["video_tokens_kept"]) == (162, 81)
+    assert (records["right"]["video_tokens"], records["right"]["video_tokens_kept"]) == (2 * BLOCKS, BLOCKS)
     assert records["choice"]["video_tokens"] == 0

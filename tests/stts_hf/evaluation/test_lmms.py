@@ -13,7 +13,7 @@ from PIL import Image
 
 from stts_hf import STTSProcessor
 from stts_hf.evaluation.evaluate import evaluate
-from tests.checkpoints import TINY, load_talkative, load_tiny
+from tests.checkpoints import BLOCKS, TINY, load_talkative, load_tiny
 from tests.clips import write_clip
 from tests.conftest import REPOSITORY
 from tests.training_files import write_rows
@@ -198,7 +198,7 @@ def test_a_folder_of_pictures_is_a_video(ask, model, tmp_path):
     [folder, files] = ask(*[[{"type": "video", "url": url}, text("What?")] for url in (str(tmp_path), pictures)])
     assert folder == files != ""
     [shown] = model.generate_until([request(0)])
-    assert shown.token_counts.input_tokens > 3 * 81
+    assert shown.token_counts.input_tokens > 3 * BLOCKS
 
 
 def test_a_video_that_cannot_be_read_costs_its_own_answer_only(ask, rows, tmp_path, caplog):

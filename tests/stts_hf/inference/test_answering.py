@@ -13,6 +13,7 @@ from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 
 from stts_hf.inference import answering
 from stts_hf.inference.answering import VideoAnswer, answer_prepared, answer_videos, prepare_video
+from tests.checkpoints import BLOCKS, GRID
 from tests.clips import write_clip
 
 PATIENCE = 20  # seconds until a test that would hang fails
@@ -112,9 +113,9 @@ def test_answers_are_those_of_one_call_after_the_other(model, processor, clips):
         assert torch.equal(answer.keep_mask, seen.keep_mask[0])
         assert torch.equal(answer.token_scores, seen.token_scores[0])
         assert answer.timestamps == tuple(metadata.timestamps)
-        assert (answer.num_frames, answer.grid, answer.duration) == (2, (9, 9), metadata.duration)
-        # floor(0.3 * 162) = 48 are dropped.
-        assert (answer.video_tokens, answer.video_tokens_kept) == (162, 114)
+        assert (answer.num_frames, answer.grid, answer.duration) == (2, GRID, metadata.duration)
+        # floor(0.3 * 32) = 9 are dropped.
+        assert (answer.video_tokens, answer.video_tokens_kept) == (32, 23)
         assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_indices.shape[1])
 
 
@@ -122,21 +123,21 @@ def test_a_model_with_adapters_answers_too(hub_configs, processor, clips):
     model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True)
     adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj")).eval()
     (answer,) = answer_videos(adapted, processor, clips[:1], QUESTION, **FEW)
-    assert answer.video_tokens_kept == 81
+    assert answer.video_tokens_kept == BLOCKS
 
 
 def test_checkpoints_ratio_is_the_default_also_for_test_time_scaling(model, processor, clips):
     few = FEW | {"processing": {"num_frames": 2, "test_time_scaling": True}}
     (answer,) = answer_videos(model, processor, clips[2:], QUESTION, **few)
-    # The checkpoint says 0.5: ceil(2 / (1 - 0.5)) = 4 frames, half of their 324 tokens kept.
-    assert (answer.num_frames, answer.video_tokens_kept) == (4, 162)
+    # The checkpoint says 0.5: ceil(2 / (1 - 0.5)) = 4 frames, half of their blocks kept.
+    assert (answer.num_frames, answer.video_tokens_kept) == (4, 2 * BLOCKS)
 
 
 def test_frames_without_a_rate_are_dated_as_in_the_prompt(model, processor):
     frames = np.random.default_rng(0).integers(0, 255, (2, 40, 40, 3), dtype=np.uint8)
     few = FEW | {"processing": {"do_sample_frames": False}}
     (answer,) = answer_videos(model, processor, [frames], QUESTION, **few)
-    assert answer.timestamps == (0.0, 0.5)  # 2 per second
+    assert answer.timestamps == (0.0, 0.25)  # 4 per second
 
 
 def test_error_is_returned_in_the_videos_place(model, processor, clips, words):
@@ -219,7 +220,7 @@ def test_threads_may_share_a_model(model, processor, clips):
 
 def test_an_answer_has_its_mask_whatever_generate_is_told_to_return(model, processor, clips):
     (answer,) = answer_videos(model, processor, clips[:1], QUESTION, return_dict_in_generate=False, **FEW)
-    assert answer.video_tokens_kept == 81
+    assert answer.video_tokens_kept == BLOCKS
 
 
 @pytest.mark.parametrize(

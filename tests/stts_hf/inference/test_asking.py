@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_batches, make_prompt
-from tests.checkpoints import load_talkative, load_tiny
+from tests.checkpoints import BLOCKS, load_of_one_answer, load_talkative
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 # Kind of media, file, question; neither the clips nor the questions are of one length.
@@ -135,8 +135,8 @@ def test_test_time_scaling_goes_by_the_calls_ratio(model, processor, prompts):
     [(_, _, tokens, kept)] = batched(
         model, processor, prompts[1:2], pruning_ratio=0.5, processing=options, max_new_tokens=1
     )
-    # ceil(2 / (1 - 0.5)) = 4 frames of 81 blocks, half of which are kept.
-    assert (tokens, kept) == (324, 162)
+    # ceil(2 / (1 - 0.5)) = 4 frames, half of which are kept.
+    assert (tokens, kept) == (4 * BLOCKS, 2 * BLOCKS)
 
 
 def test_images_beside_videos_keep_the_options_of_videos(model, processor, prompts):
@@ -145,8 +145,7 @@ def test_images_beside_videos_keep_the_options_of_videos(model, processor, promp
 
 
 def test_new_tokens_end_with_the_one_that_ends_the_answer(processor, prompts):
-    # The tiny model says one sentence, whatever it is asked.
-    for answer in answers_of(load_tiny(), processor, prompts[:3], pruning_ratio=0.5, max_new_tokens=40):
+    for answer in answers_of(load_of_one_answer(), processor, prompts[:3], pruning_ratio=0.5, max_new_tokens=40):
         assert answer.new_tokens == len(processor.tokenizer(answer.written)["input_ids"]) + 1
 
 

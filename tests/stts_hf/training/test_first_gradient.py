@@ -47,9 +47,10 @@ class Watch(TrainerCallback):
 
 
 @pytest.mark.parametrize("packing", [["--pack_to=300"], ["--pack_to=300", "--pad_to=300"], []], ids=" ".join)
-def test_a_row_with_one_answer_is_parsed_and_rendered_once(packing, data, tmp_path, counted):
+def test_a_row_with_one_answer_is_parsed_and_rendered_once(packing, data, undecided, tmp_path, counted):
     one = write_rows(data.parent, [row(0)], f"{tmp_path.name}.jsonl")
-    setup = prepare(load_config(write_config(tmp_path, one, tmp_path / "out"), packing), progress=False)
+    config = write_config(tmp_path, one, tmp_path / "out", model=undecided)
+    setup = prepare(load_config(config, packing), progress=False)
     trainer = make_trainer(setup, load_model(setup))
     watch, gradients = Watch(counted), KeepGradients()
     trainer.add_callback(watch)

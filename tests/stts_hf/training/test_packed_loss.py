@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from stts_hf import PackedDataset, STTSDataCollator
-from tests.checkpoints import load_tiny
+from tests.checkpoints import BLOCKS, load_tiny
 from tests.stts_hf.training.samples import image_row, lengths, text_row, video_row
 
-BUDGET = 1000
+BUDGET = 200
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 0.0}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load_tiny().train()
+def model(undecided):
+    return load_tiny(undecided).train()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_losses_are_the_means_over_samples_of_their_own(model, processor, rows, 
         count = int((batch["labels"] >= 0).sum())
         task, labels = task + count * outputs.task_loss, labels + count
         if outputs.temporal_loss is not None:
-            later = (int(batch["video_grids"][0, 0]) - 1) * 81
+            later = (int(batch["video_grids"][0, 0]) - 1) * BLOCKS
             temporal, blocks = temporal + later * outputs.temporal_loss, blocks + later
     torch.testing.assert_close(unpacked[0].task_loss, task / labels, **CLOSE)
     torch.testing.assert_close(unpacked[0].temporal_loss, temporal / blocks, **CLOSE)

@@ -48,8 +48,8 @@ def rows(media):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load_tiny().train()
+def model(undecided):
+    return load_tiny(undecided).train()
 
 
 @pytest.fixture
