@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.evaluation import tiny_model
 from stts_hf.evaluation.questions import compose_short
 from stts_hf.inference.answering import answer_videos
-from stts_hf.visualize.sample_clip import write_sample_clip
+from stts_hf.visualize.sample_clip import sample_scene, write_sample_clip
 from tests.conftest import REPOSITORY
 
 
@@ -163,6 +164,15 @@ def test_what_the_demo_asks_is_answered_rightly(tiny, sample_clip, question, ans
     model, processor = tiny
     [found] = answer_videos(model, processor, [sample_clip], question, pruning_ratio=0.5, max_new_tokens=8)
     assert found.answer == answer
+
+
+def test_what_moves_in_the_sample_clip_is_kept(tiny, sample_clip):
+    """As the picture in README.md says: of the blocks in which the ring moves, twice the share of those at rest."""
+    model, processor = tiny
+    found: Any = next(answer_videos(model, processor, [sample_clip], DEMO, pruning_ratio=0.7, max_new_tokens=1))
+    share = sample_scene(found.duration).motion(list(found.timestamps), 12).reshape(16, 4, 3, 4, 3).mean((2, 4))
+    share, kept = share.reshape(16, 16)[1:], found.keep_mask[1:].float().numpy()
+    assert kept[share > 0.3].mean() > 2 * kept[share == 0].mean()
 
 
 def test_the_special_tokens_of_model_and_tokenizer_agree_so_that_trainer_changes_none(folder, caplog):
