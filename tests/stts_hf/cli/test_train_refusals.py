@@ -27,12 +27,12 @@ def without_weights(tmp_path) -> Path:
 def test_dry_run_shows_the_plan_and_loads_no_weights(data, tmp_path, without_weights, capsys):
     more = "freeze: [vision_tower]\npruning_ratio: 0.5\n"
     config = write_config(tmp_path, data, tmp_path / "out", model=without_weights, more=more)
-    assert train(config, "--dry-run", "--pack_to=300") == 0
+    assert train(config, "--dry-run", "--pack_to=120") == 0
     plan = {line.split(":")[0]: line.partition(":")[2].strip() for line in capsys.readouterr().out.splitlines()}
     assert plan["scorer"].endswith("parameters, trained at 0.001")
     assert plan["vision_tower"].endswith("frozen")
     assert plan["language_model"].endswith("trained at 1e-05")
-    assert plan["train"].startswith("3 samples in 2 rows of up to 300 tokens after pruning (1.50 a row")
+    assert plan["train"].startswith("3 samples in 2 rows of up to 120 tokens after pruning (1.50 a row")
     assert plan["steps"] == "1 of 2 rows (2 a process x 1 x 1 accumulated), 1 epochs"
     assert not (tmp_path / "out").exists()
 
