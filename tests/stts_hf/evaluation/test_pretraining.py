@@ -78,6 +78,13 @@ def test_conversations_are_about_the_frames_of_the_targets(processor, level, dra
     assert (batch["pixel_values_videos"].std() > 0) == drawn
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_options_come_at_the_last_level_alone(processor, level):
+    batch, _, _ = SceneConversations(processor, 1, 4, level, BLOCKS, False, 7)[0]
+    texts = processor.batch_decode(batch["input_ids"])
+    assert any("\nA. " in text for text in texts) == (level == max(LEVELS))
+
+
 def test_codes_say_what_they_are_made_of(processor, model):
     """Read by the words nearest to them, features are what they were made of, at every place."""
     codes = BlockCodes(model, processor.tokenizer)
