@@ -43,7 +43,7 @@ def start_scorer(model: Any, batches: Iterable[Mapping[str, Any]], steps: int) -
     collator's; those without videos teach nothing. Nothing but the scorer changes.
 
     What moves is a difference of two frames' features, which takes the scorer some thousand steps to tell as finely as
-    the heuristic does. The paper's training has so many; a shorter one does not, but here each takes a tenth of the
+    the heuristic does. The paper's training has so many; a shorter one does not, but here each takes a fifth of the
     time, since there is neither a language model nor a backward pass through the ViT.
     """
     scorer = list(model.model.vision_tower.scorer.parameters())
