@@ -21,7 +21,6 @@ from transformers.models.molmo2.configuration_molmo2 import (
 from transformers.utils import logging
 
 from .settings_stts import PRUNING_FIELDS, PruningConfig, PruningSettings, TrainingSettings, auto_map
-from .settings_stts import check_vision_config as check_vision_config
 
 logger = logging.get_logger(__name__)
 
@@ -112,7 +111,6 @@ class STTSConfig(PruningConfig, TrainingSettings, Molmo2Config):
         def __init__(self, **settings: Any) -> None: ...
 
 
-as_stts = STTSConfig.as_stts
 STTSConfig.register_for_auto_class()
 
 __all__ = ["STTSConfig", "STTSVisionConfig"]

@@ -87,7 +87,7 @@ def build_model(
     torch.manual_seed(seed)
     model = STTSQwen3VLForConditionalGeneration(config).eval()
     for name, module in model.named_modules():
-        # With the library's 0.02, narrow layers say next to nothing; with its zero layer, every score would be 0.5.
+        # With the library's 0.02, narrow layers say next to nothing; a new scorer would score all alike.
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             torch.nn.init.normal_(module.weight, std=0.8 / module.in_features**0.5)
     torch.nn.init.normal_(model.model.language_model.embed_tokens.weight, std=0.5)

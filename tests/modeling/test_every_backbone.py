@@ -159,7 +159,7 @@ def test_labels_beside_a_dropped_block_are_not_lost(backbone, model):
 def test_a_saved_model_is_loaded_as_it_was(backbone, model, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    assert loaded.config.to_dict() == type(model).from_pretrained(tmp_path).config.to_dict()
+    assert loaded.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict()
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 

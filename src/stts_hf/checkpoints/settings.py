@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 
-from stts_hf.modeling.configuration_stts import STTSConfig, as_stts
+from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
@@ -73,7 +73,7 @@ def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTS
     key = "vision_config" if raw.get("vision_config") else "vit_config"
     declared = read_section(raw, key, folder / "config.json").get("num_hidden_layers") or 0
     if kind == Molmo2Config.model_type:
-        raw = as_stts(raw)
+        raw = STTSConfig.as_stts(raw)
         window = processor.video_processor.pooling_size
         if isinstance(window, list | tuple):  # `check_processor` refuses all else
             raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}

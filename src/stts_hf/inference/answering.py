@@ -12,8 +12,7 @@ from transformers import BatchFeature
 
 from stts_hf.data.encoding import find_control_token
 from stts_hf.data.prefetch import prefetch
-from stts_hf.modeling.configuration_stts import check_vision_config
-from stts_hf.modeling.settings_stts import check_pruning_ratio
+from stts_hf.modeling.settings_stts import check_pruning_ratio, check_vision_config
 
 
 @dataclasses.dataclass(frozen=True)
