@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
-from stts_hf.training.arguments import part_of
+from stts_hf.parts import parts_of
 
 RATES = {"language_model": 1e-5, "vision_tower": 5e-6, "connector": 5e-6, "scorer": 1e-4}  # the paper's
 
@@ -14,8 +14,9 @@ checkpoint, data, output = sys.argv[1:4]
 model = STTSForConditionalGeneration.from_pretrained(checkpoint)  # STTS or stock Molmo2
 processor = STTSProcessor.from_pretrained(checkpoint)
 groups: dict[str, list] = {part: [] for part in RATES}
+parts = parts_of(model)
 for name, parameter in model.named_parameters():
-    groups[part_of(name)].append(parameter)
+    groups[parts[name]].append(parameter)
 optimizer = torch.optim.AdamW([{"params": groups[part], "lr": rate} for part, rate in RATES.items()], weight_decay=0.0)
 
 trainer = Trainer(

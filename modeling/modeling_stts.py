@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -77,6 +77,12 @@ class STTSModel(PruningBackbone, Molmo2Model):
     vision_tower: STTSVisionModel
     multi_modal_projector: STTSAdapter
     language_model: Molmo2TextModel
+    parts: ClassVar[dict[str, str]] = {
+        "language_model": "language_model",
+        "vision_tower": "vision_tower",
+        "vision_tower.scorer": "scorer",
+        "multi_modal_projector": "connector",
+    }
     video_inputs = ("pixel_values_videos", "video_token_pooling", "video_grids")
     image_inputs = ("pixel_values", "image_token_pooling", "image_grids")
     unread_inputs = ("image_num_crops",)

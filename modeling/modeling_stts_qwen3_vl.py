@@ -7,7 +7,7 @@ natively. Positions come from the prompt or the cache's note, never from `rope_d
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -40,6 +40,13 @@ class STTSQwen3VLModel(PruningBackbone, Qwen3VLModel):
 
     config: STTSQwen3VLConfig
     visual: STTSQwen3VLVisionModel
+    parts: ClassVar[dict[str, str]] = {
+        "language_model": "language_model",
+        "visual": "vision_tower",
+        "visual.scorer": "scorer",
+        "visual.merger": "connector",
+        "visual.deepstack_merger_list": "connector",
+    }
     video_inputs = ("pixel_values_videos", "video_grid_thw")
     image_inputs = ("pixel_values", "image_grid_thw")
     num_axes = 3  # time, height, width

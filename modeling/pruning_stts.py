@@ -6,7 +6,7 @@ the language model come after. What backbones differ in is behind the hooks of `
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -204,11 +204,14 @@ class PruningBackbone(NativeModel):
     """
     Mixin for the model without a head: the hooks by which backbones differ, and the pass itself, `prune`.
 
-    video_inputs, image_inputs: names of the arguments that come with videos and with images, the pixels first.
-    unread_inputs: names of those that a processor makes and no model reads. num_axes: of positions, 0 where a token has
-    one. vision_is_causal: whether vision tokens see only what is before them, so that more may follow a cache.
+    parts: what a module is, by its name: "language_model", "vision_tower", "connector" or "scorer"; of two that contain
+    each other, the inner one says it. video_inputs, image_inputs: names of the arguments that come with videos and with
+    images, the pixels first. unread_inputs: names of those that a processor makes and no model reads. num_axes: of
+    positions, 0 where a token has one. vision_is_causal: whether vision tokens see only what is before them, so that
+    more may follow a cache.
     """
 
+    parts: ClassVar[dict[str, str]]
     video_inputs: tuple[str, ...]
     image_inputs: tuple[str, ...]
     unread_inputs: tuple[str, ...] = ()

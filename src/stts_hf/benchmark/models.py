@@ -11,6 +11,7 @@ from transformers.models.molmo2.configuration_molmo2 import Molmo2VisionConfig
 from stts_hf.benchmark.presets import Workload
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.parts import SCORER, module_of
 
 Models = tuple[STTSForConditionalGeneration, Molmo2ForConditionalGeneration]  # with the same parameters
 
@@ -94,7 +95,7 @@ def build_models(geometry: str, dtype: torch.dtype, device: torch.device) -> Mod
     with torch.device(device):
         model = STTSForConditionalGeneration._from_config(geometry_config(geometry), dtype=dtype)
     # Drawn, not scaled up: any spread at all ranks the blocks.
-    nn.init.normal_(model.model.vision_tower.scorer.score_layer.weight)
+    nn.init.normal_(module_of(model, SCORER).score_layer.weight)
     return model, stock_twin(model)
 
 

@@ -15,12 +15,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.parts import SCORER, VISION_TOWER, module_of, modules_of
 
 from .atomic_folder import atomic_folder, check_destination
 from .card import inherited_metadata, write_model_card
 from .doctor import check_processor, check_sizes, check_vocabulary, check_weights
 from .files import dangling_links, raise_findings
-from .layout import SCORER, byte_size, empty_model, saved_layout, write_weights
+from .layout import byte_size, empty_model, saved_layout, write_weights
 from .original_weights import is_original, open_original
 from .settings import (
     config_of_hugging_face,
@@ -192,13 +193,13 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
 
 def new_scorer_weights(model: STTSForConditionalGeneration, seed: int) -> dict[str, torch.Tensor]:
     """Returns freshly initialised weights of the scorer, its last layer zero, the same for the same seed."""
-    tower = model.model.vision_tower
-    scorer = tower.scorer.float().to_empty(device="cpu")
+    ((name, scorer),), tower = modules_of(model, SCORER).items(), module_of(model, VISION_TOWER)
+    scorer = scorer.float().to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for module in scorer.modules():
             tower._init_weights(module)
-    return {SCORER + name: tensor for name, tensor in scorer.state_dict().items()}
+    return {f"{name}.{last}": tensor for last, tensor in scorer.state_dict().items()}
 
 
 def is_trained(tensors: Mapping[str, StoredTensor]) -> bool:

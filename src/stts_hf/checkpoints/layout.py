@@ -21,7 +21,6 @@ from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 
 from .tensors import StoredTensor, write_safetensors
 
-SCORER = "model.vision_tower.scorer."
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from stts_hf.parts import SCORER, module_of
+
 RATE = 2e-3
 
 
@@ -46,12 +48,12 @@ def start_scorer(model: Any, batches: Iterable[Mapping[str, Any]], steps: int) -
     the heuristic does. The paper's training has so many; a shorter one does not, but here each takes a fifth of the
     time, since there is neither a language model nor a backward pass through the ViT.
     """
-    scorer = list(model.model.vision_tower.scorer.parameters())
+    scorer = list(module_of(model, SCORER).parameters())
     of_scorer = set(map(id, scorer))
     others = [one for one in model.parameters() if one.requires_grad and id(one) not in of_scorer]
 
     def loss_of(batch: Mapping[str, Any]) -> torch.Tensor:
-        if "video_grids" not in batch:
+        if model.model.video_inputs[0] not in batch:
             return 0.0 * scorer[-1].sum()
         videos = {name: batch[name].to(model.device) for name in model.model.video_inputs}
         # At `k = 1` nothing is encoded past the scorer.

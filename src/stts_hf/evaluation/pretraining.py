@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
 from stts_hf.modeling.pruning_stts import PruningPlan, VideoFeatures
+from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, module_of, parts_of
 from stts_hf.training.build import renew_scorer
 
 from .fitting import fit, start_scorer
@@ -92,14 +93,14 @@ def _load(dataset: Dataset) -> DataLoader:
 
 def _tower_parts(model: Any) -> list[torch.nn.Parameter]:
     """Parameters of the vision tower, but for its scorer, and of the connector."""
-    scorer = {id(parameter) for parameter in model.model.vision_tower.scorer.parameters()}
-    parts = (model.model.vision_tower, model.model.multi_modal_projector)
-    return [parameter for part in parts for parameter in part.parameters() if id(parameter) not in scorer]
+    parts = parts_of(model)
+    return [parameter for name, parameter in model.named_parameters() if parts[name] in (VISION_TOWER, CONNECTOR)]
 
 
 def _text_parts(model: Any) -> list[torch.nn.Parameter]:
     """Parameters of the language model and its head."""
-    return [*model.model.language_model.parameters(), *model.lm_head.parameters()]
+    parts = parts_of(model)
+    return [parameter for name, parameter in model.named_parameters() if parts[name] == LANGUAGE_MODEL]
 
 
 def teach_text(model: Any, codes: BlockCodes, processor: Any, batch_size: int, level: int, steps: int) -> list[float]:
@@ -161,7 +162,7 @@ def teach_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> lis
     ratios = itertools.cycle(RATIOS)
     batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 9 * FIRST_SEED, busy=True))
     groups = [
-        {"params": list(model.model.vision_tower.scorer.parameters()), "lr": SCORER_RATE},
+        {"params": list(module_of(model, SCORER).parameters()), "lr": SCORER_RATE},
         {"params": [*_tower_parts(model), *_text_parts(model)], "lr": PRUNED_RATE},
     ]
     return fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=next(ratios)).loss, "With pruning")

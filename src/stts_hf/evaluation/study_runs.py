@@ -45,6 +45,7 @@ from stts_hf.evaluation.study_data import (
     write_json,
 )
 from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.parts import SCORER, VISION_TOWER, module_of
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import renew_scorer
 from stts_hf.training.trainer import STTSTrainer
@@ -245,7 +246,7 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> None:
 def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataCollator) -> None:
     """Gives the model the scorer that runs of this layer and seed begin with, at whatever ratio; made where need be."""
     path = desk.study.folder / SCORERS / f"layer{run.pruning_layer}-seed{run.seed}.pt"
-    settings, scorer = desk.study.settings, model.model.vision_tower.scorer
+    settings, scorer = desk.study.settings, module_of(model, SCORER)
     if not path.exists():
         chosen = np.random.default_rng(run.seed).integers(
             len(desk.rows), size=(settings.scorer_steps, settings.batch_size)
@@ -263,7 +264,7 @@ def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
     every time: with one seed for all, it would be one draw that all clips share.
     """
     model: Any = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
-    tower = model.model.vision_tower
+    tower = module_of(model, VISION_TOWER)
     if tower.config.selector == "random":
         seeds = itertools.count(run.seed << 32)
         tower.register_forward_pre_hook(lambda *_: setattr(tower.config, "selector_seed", next(seeds)))

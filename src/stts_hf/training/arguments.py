@@ -11,12 +11,10 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-LANGUAGE_MODEL, VISION_TOWER, CONNECTOR, SCORER = "language_model", "vision_tower", "connector", "scorer"
-PARTS = (LANGUAGE_MODEL, VISION_TOWER, CONNECTOR, SCORER)
+from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, parts_of
+
 ADAPTER = "adapter"  # LoRA and DoRA weights, wherever they sit
 
-# Put around modules by torch.compile, FSDP, DDP and activation checkpointing.
-WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
 # Paper section 4.1.
 PAPER_LEARNING_RATES = {LANGUAGE_MODEL: 1e-5, VISION_TOWER: 5e-6, CONNECTOR: 5e-6, SCORER: 1e-4}
 
@@ -109,34 +107,17 @@ class STTSTrainingArguments(TrainingArguments):
         return rates
 
 
-def part_of(name: str) -> str:
-    """
-    Part of the parameter `name`, as `named_parameters` gives it, wrapped by PEFT, DDP, FSDP or torch.compile or not.
-    The head and the embeddings belong to the language model, pooler and MLP to the scorer; LoRA weights to the part
-    they adapt. Raises `ValueError` for names of another model.
-    """
-    words = [word for word in name.split(".") if word not in WRAPPERS]
-    for index, word in enumerate(words):
-        if word == "vision_tower":
-            return SCORER if "scorer" in words[index + 1 : index + 2] else VISION_TOWER
-        if word == "multi_modal_projector":
-            return CONNECTOR
-        if word in ("language_model", "lm_head"):
-            return LANGUAGE_MODEL
-    raise ValueError(
-        f"Parameter {name!r} belongs to none of the parts {', '.join(PARTS)}. The model must be an STTS model, alone "
-        "or inside a PEFT model."
-    )
-
-
 def is_adapter(name: str) -> bool:
     """Whether the parameter `name` is a LoRA matrix or a DoRA magnitude."""
     return any(word.startswith("lora_") for word in name.split("."))
 
 
-def rate_of(name: str, learning_rates: Mapping[str, object]) -> str:
-    """Which of `learning_rates` the parameter `name` takes: its part's, or the adapters' where they have their own."""
-    return ADAPTER if ADAPTER in learning_rates and is_adapter(name) else part_of(name)
+def rates_of(model: nn.Module, learning_rates: Mapping[str, object]) -> dict[str, str]:
+    """
+    Which of `learning_rates` each parameter takes, by its name: its part's, or the adapters' where they have their own.
+    """
+    own = ADAPTER in learning_rates
+    return {name: ADAPTER if own and is_adapter(name) else part for name, part in parts_of(model).items()}
 
 
 def check_parts(argument: str, names: Iterable[str], valid: tuple[str, ...]) -> None:
@@ -153,12 +134,12 @@ def freeze_parts(model: nn.Module, parts: Iterable[str]) -> None:
     Turns off the gradients of all parameters of `parts`. Raises `ValueError` where PEFT trains some of them, and where
     nothing would be left to train.
     """
-    parts = set(parts)
+    parts, found = set(parts), parts_of(model)
     for name, parameter in model.named_parameters():
-        if part_of(name) in parts:
+        if found[name] in parts:
             if parameter.requires_grad and (is_adapter(name) or "modules_to_save" in name.split(".")):
                 raise ValueError(
-                    f"`freeze` names {part_of(name)!r}, but PEFT trains {name!r} in it. Take the part out of `freeze`, "
+                    f"`freeze` names {found[name]!r}, but PEFT trains {name!r} in it. Take the part out of `freeze`, "
                     "or its modules out of the PEFT config's `target_modules` and `modules_to_save`."
                 )
             parameter.requires_grad_(False)
@@ -173,9 +154,10 @@ def require_grads_in_tower(model: nn.Module) -> None:
     Makes the outputs of the vision tower's patch embedding require gradients where the tower has weights to train. Of
     the text embedding, `activation_checkpointing_enable` sees to it.
     """
-    if any(parameter.requires_grad and part_of(name) == VISION_TOWER for name, parameter in model.named_parameters()):
-        for name, module in model.named_modules():
-            if name.endswith(".patch_embedding"):  # PEFT's copy of a tower that is trained whole has one too
+    parts = parts_of(model)
+    if any(parameter.requires_grad and parts[name] == VISION_TOWER for name, parameter in model.named_parameters()):
+        for name, module in model.named_modules():  # PEFT's copy of a tower that is trained whole has one too
+            if name.endswith((".patch_embed", ".patch_embedding")):
                 module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
@@ -186,8 +168,8 @@ def split_groups(
     The optimizer's parameter groups, each split by part, with the part's rate as `lr`. The language model's come first,
     so that theirs is the rate that `Trainer` logs. Raises `ValueError` for a rate for adapters that are not there.
     """
-    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    keys = {id(parameter): rate_of(name, learning_rates) for name, parameter in trained}
+    rates = rates_of(model, learning_rates)
+    keys = {id(parameter): rates[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
     if ADAPTER in learning_rates and ADAPTER not in keys.values():
         raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
     groups: list[dict[str, object]] = []

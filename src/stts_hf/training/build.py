@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from stts_hf import register_auto_classes
 from stts_hf.checkpoints.convert import new_scorer_weights
-from stts_hf.checkpoints.layout import SCORER, empty_model
+from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.loading import accepts_option, load_rows
@@ -26,6 +26,7 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
+from stts_hf.parts import SCORER, modules_of
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts
 from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
 from stts_hf.training.distillation import check_distillation, only_scorer_is_trained
@@ -249,8 +250,8 @@ def load_weights(run: TrainingSetup) -> Any:
 def renew_scorer(model: STTSForConditionalGeneration, seed: int) -> None:
     """Puts a scorer that has learned nothing, the same for the same seed, in place of the model's."""
     weights = new_scorer_weights(empty_model(model.config), seed)
-    scorer = model.model.vision_tower.scorer
-    scorer.load_state_dict({name.removeprefix(SCORER): tensor for name, tensor in weights.items()})
+    ((name, scorer),) = modules_of(model, SCORER).items()
+    scorer.load_state_dict({key.removeprefix(f"{name}."): tensor for key, tensor in weights.items()})
 
 
 def _adapt(run: TrainingSetup, model: Any) -> Any:

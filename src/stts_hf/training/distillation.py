@@ -14,13 +14,19 @@ import torch
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-from stts_hf.training.arguments import PARTS, SCORER, part_of
+from stts_hf.parts import PARTS, SCORER, parts_of
 from stts_hf.training.losses import predicted_labels
+
+
+def trained_parts(model: nn.Module) -> set[str]:
+    """The parts of which some parameter requires a gradient."""
+    parts = parts_of(model)
+    return {parts[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def only_scorer_is_trained(model: nn.Module) -> bool:
     """Whether some parameters require a gradient, all of them the scorer's."""
-    return {part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad} == {SCORER}
+    return trained_parts(model) == {SCORER}
 
 
 def check_distillation(model: Any) -> None:
@@ -29,11 +35,10 @@ def check_distillation(model: Any) -> None:
     that its scores decide would ever come to the language model.
     """
     if not only_scorer_is_trained(model):
-        trained = {part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
         raise ValueError(
-            f"`distillation_weight` is above 0, which trains the scorer alone, but {sorted(trained)} would be trained: "
-            f"the unpruned model would change with them. Set `freeze: {[part for part in PARTS if part != SCORER]}`, "
-            "without an adapter, or leave `distillation_weight` out."
+            f"`distillation_weight` is above 0, which trains the scorer alone, but {sorted(trained_parts(model))} "
+            "would be trained: the unpruned model would change with them. Set `freeze: "
+            f"{[part for part in PARTS if part != SCORER]}`, without an adapter, or leave `distillation_weight` out."
         )
     vision = model.config.vision_config
     if vision.selector != "scorer":

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import IterableDataset
 
-VISION = ("vision_tower", "multi_modal_projector")
+from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, VISION_TOWER, find_backbone, module_of, modules_of
+
 REMEDIES = {
     "video": "Take an `STTSDataCollator`, which gives every batch one.",
     "image": "ZeRO-3 and `pruning_ratio=1` need images in every batch or in none.",
@@ -55,12 +56,15 @@ def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
     """Completes and checks the `transformer_cls_names_to_wrap` of accelerate's FSDP plugin for an STTS `model`."""
     if plugin.auto_wrap_policy is None:  # everything is gathered with the root
         return
-    modules = {name.rsplit(".", 1)[-1]: module for name, module in model.named_modules()}
-    layers = sorted(modules["language_model"]._no_split_modules)
+    classes = {
+        part: {type(module).__name__ for whole in modules_of(model, part).values() for module in whole.modules()}
+        for part in (LANGUAGE_MODEL, VISION_TOWER, CONNECTOR)
+    }
+    # Native language models may name the layers of the vision tower too.
+    layers = sorted(classes[LANGUAGE_MODEL] & set(module_of(model, LANGUAGE_MODEL)._no_split_modules))
     named = plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or layers
-    classes = {type(part).__name__ for name in VISION for part in modules[name].modules()}
     by_size = plugin.auto_wrap_policy is size_based_auto_wrap_policy
-    if by_size or classes & set(named):
+    if by_size or (classes[VISION_TOWER] | classes[CONNECTOR]) & set(named):
         found = "SIZE_BASED_WRAP" if by_size else ", ".join(named)
         raise ValueError(
             "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP and `fsdp_transformer_layer_cls_to_wrap` "
@@ -88,10 +92,14 @@ def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.devi
     Raises `ValueError` on all processes where some of them have a video in a micro-batch of the step and others do not,
     and the engine would wait forever. Costs a small reduction a step, and only where a collator does not ensure it.
     """
-    for kind in kinds_that_must_agree(trainer):
+    if not (kinds := kinds_that_must_agree(trainer)):
+        return
+    _, backbone = find_backbone(trainer.model)
+    pixels = {"video": backbone.video_inputs[0], "image": backbone.image_inputs[0]}
+    for kind in kinds:
         present = torch.zeros(trainer.args.gradient_accumulation_steps, device=device)
         for number, batch in enumerate(batches):
-            present[number] = batch.get(f"{kind}_grids") is not None
+            present[number] = batch.get(pixels[kind]) is not None
         for count in trainer.accelerator.reduce(present, reduction="sum").tolist():
             if count not in (0, trainer.args.world_size):
                 raise ValueError(

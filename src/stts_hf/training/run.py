@@ -17,7 +17,8 @@ from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
-from stts_hf.training.arguments import ADAPTER, PARTS, rate_of
+from stts_hf.parts import PARTS
+from stts_hf.training.arguments import ADAPTER, rates_of
 from stts_hf.training.build import (
     TrainingSetup,
     answer_unlabelled,
@@ -185,12 +186,11 @@ def count_parameters(model: Any, learning_rates: Any) -> dict[str, tuple[int, in
     Parameters of each part, and how many of them are trained. LoRA weights are a part of their own, `adapter`, where
     they have a rate of their own, and else belong to the part they adapt.
     """
-    total, trained = Counter[str](), Counter[str]()
+    total, trained, keys = Counter[str](), Counter[str](), rates_of(model, learning_rates)
     for name, parameter in model.named_parameters():
         if "original_module" not in name.split("."):  # PEFT keeps the untrained module beside the trained copy
-            key = rate_of(name, learning_rates)
-            total[key] += parameter.numel()
-            trained[key] += parameter.numel() * parameter.requires_grad
+            total[keys[name]] += parameter.numel()
+            trained[keys[name]] += parameter.numel() * parameter.requires_grad
     return {part: (total[part], trained[part]) for part in (*PARTS, ADAPTER) if total[part]}
 
 

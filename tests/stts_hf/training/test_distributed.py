@@ -23,6 +23,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from stts_hf import STTSProcessor
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.training.distributed import kinds_that_must_agree, prepare_for_processes, wrap_language_model_alone
+from tests.backbones import BACKBONES
 from tests.checkpoints import TINY, load_tiny
 from tests.conftest import REPOSITORY
 from tests.stts_hf.training.processes import Plain, main, model, write_rows
@@ -316,10 +317,14 @@ def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**options)
 
 
-def test_fsdp_shards_the_language_models_layers_where_none_are_named():
+LAYERS = {"molmo2": "Molmo2DecoderLayer", "qwen3_vl": "Qwen3VLTextDecoderLayer"}
+
+
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+def test_fsdp_shards_the_language_models_layers_where_none_are_named(backbone):
     chosen = plugin()
-    wrap_language_model_alone(chosen, model())
-    assert chosen.transformer_cls_names_to_wrap == ["Molmo2DecoderLayer"]
+    wrap_language_model_alone(chosen, backbone.model())
+    assert chosen.transformer_cls_names_to_wrap == [LAYERS[backbone.name]]
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "deepspeed_zero3"])
@@ -331,9 +336,15 @@ def test_accelerate_reads_the_shipped_config(engine):
         assert config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "Molmo2DecoderLayer"
 
 
-def test_fsdp_units_inside_the_vision_tower_are_refused():
-    names = ["Molmo2DecoderLayer", "STTSVisionEncoderLayer"]
-    with pytest.raises(ValueError, match="Molmo2DecoderLayer alone, not Molmo2DecoderLayer, STTSVisionEncoderLayer: "):
-        wrap_language_model_alone(plugin(transformer_cls_names_to_wrap=names), model())
+@pytest.mark.parametrize("unit", ["tower", "connector"])
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+def test_fsdp_units_inside_the_vision_tower_are_refused(backbone, unit):
+    units = {
+        "molmo2": {"tower": "STTSVisionEncoderLayer", "connector": "STTSAdapter"},
+        "qwen3_vl": {"tower": "STTSQwen3VLVisionBlock", "connector": "Qwen3VLVisionPatchMerger"},
+    }
+    names = [LAYERS[backbone.name], units[backbone.name][unit]]
+    with pytest.raises(ValueError, match=f"{names[0]} alone, not {', '.join(names)}: "):
+        wrap_language_model_alone(plugin(transformer_cls_names_to_wrap=names), backbone.model())
     with pytest.raises(ValueError, match="not SIZE_BASED_WRAP"):
-        wrap_language_model_alone(plugin(auto_wrap_policy=size_based_auto_wrap_policy), model())
+        wrap_language_model_alone(plugin(auto_wrap_policy=size_based_auto_wrap_policy), backbone.model())

@@ -1,50 +1,18 @@
-"""Which part a parameter belongs to, its learning rate, and frozen parts."""
+"""The learning rate of a part, and frozen parts."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from stts_hf.training.arguments import PAPER_LEARNING_RATES, PARTS, freeze_parts, is_adapter, part_of
+from stts_hf.parts import PARTS, parts_of
+from stts_hf.training.arguments import PAPER_LEARNING_RATES, freeze_parts, is_adapter
+from stts_hf.training.distillation import trained_parts
 from tests.stts_hf.training.runs import arguments, logged, trainer
 from tests.tiny import tiny_config, tiny_model
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": r".*language_model.*\.q_proj"}
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("model.language_model.layers.0.mlp.down_proj.weight", "language_model"),
-        ("model.language_model.embed_tokens.weight", "language_model"),
-        ("lm_head.weight", "language_model"),
-        ("model.vision_tower.layers.3.self_attn.q_proj.weight", "vision_tower"),
-        ("model.vision_tower.scorer.token_pooler.q_proj.weight", "scorer"),
-        ("model.vision_tower.scorer.score_layer.bias", "scorer"),
-        ("model.multi_modal_projector.image_projector.down_proj.weight", "connector"),
-        ("module.model.vision_tower.scorer.score_layer.weight", "scorer"),
-        ("_orig_mod.model.vision_tower._orig_mod.scorer.score_layer.weight", "scorer"),
-        ("_fsdp_wrapped_module.model.vision_tower._fsdp_wrapped_module.scorer.score_layer.weight", "scorer"),
-        ("base_model.model.model.vision_tower.scorer.modules_to_save.default.score_layer.weight", "scorer"),
-        ("base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.default.weight", "language_model"),
-        ("base_model.model.model.vision_tower.layers.0.mlp.fc1.base_layer.weight", "vision_tower"),
-    ],
-)
-def test_part_of_a_parameter(name, part):
-    assert part_of(name) == part
-
-
-def test_every_parameter_belongs_to_a_part():
-    found = Counter(part_of(name) for name, _ in tiny_model().named_parameters())
-    assert found.keys() == set(PARTS)
-    assert found["scorer"] == 14  # pooler and MLP: seven linear layers with bias
-
-
-def test_parameters_of_other_models_are_refused():
-    with pytest.raises(ValueError, match=r"'bert.encoder.weight' belongs to none of the parts language_model, vis"):
-        part_of("bert.encoder.weight")
 
 
 @pytest.mark.parametrize("magnitude", [False, True], ids=["lora", "dora"])
@@ -57,12 +25,12 @@ def test_adapters_are_told_by_name(magnitude):
 
 def rates(run) -> dict[str, set[float]]:
     """Learning rates that the optimizer gives to the parameters of each part."""
-    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    names, parts = {id(parameter): name for name, parameter in run.model.named_parameters()}, parts_of(run.model)
     found: dict[str, set[float]] = {}
     for group in run.create_optimizer().param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            found.setdefault("adapter" if is_adapter(name) else part_of(name), set()).add(group["lr"])
+            found.setdefault("adapter" if is_adapter(name) else parts[name], set()).add(group["lr"])
     return found
 
 
@@ -117,14 +85,15 @@ def test_frozen_parts_stay_and_the_others_learn(tmp_path, parts):
     run = trainer(tmp_path, freeze=parts, learning_rates=dict.fromkeys(PARTS, 1e-3))
     before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
     run.train()
-    changed = {part_of(n) for n, p in run.model.named_parameters() if not torch.equal(p.detach(), before[n])}
+    parts_by_name = parts_of(run.model)
+    changed = {parts_by_name[n] for n, p in run.model.named_parameters() if not torch.equal(p.detach(), before[n])}
     assert changed == set(PARTS) - set(parts)
 
 
 def test_the_scorer_learns_while_its_tower_is_frozen(tmp_path):
     run = trainer(tmp_path, freeze=["language_model", "vision_tower", "connector"])
     run.train()
-    assert {part_of(n) for n, p in run.model.named_parameters() if p.requires_grad} == {"scorer"}
+    assert trained_parts(run.model) == {"scorer"}
     assert sum(len(group["params"]) for group in run.optimizer.param_groups) == 14
 
 
