@@ -63,6 +63,9 @@ class STTSProcessor(Molmo2Processor):
         ValueError: the tokenizer lacks tokens that stand for images and videos, or has neither a bos nor an eos token.
     """
 
+    max_videos = 1  # in a text
+    adds_bos = True  # before every text, or the eos token where there is none
+
     def __init__(  # every argument by name: only those are saved
         self,
         image_processor: Any = None,

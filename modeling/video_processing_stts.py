@@ -5,6 +5,7 @@ from transformers.utils.versions import require_version
 # Before imports that fail without a reason in older versions.
 require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -105,7 +106,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         if isinstance(videos, list) and not videos:
             raise ValueError("videos is empty. Pass at least one video, or leave videos out.")
         videos = make_batched_videos(videos)
-        metadata = _one_each(options["video_metadata"], len(videos))
+        metadata = one_each(options["video_metadata"], len(videos))
         loaded = [self._load(video, metadata[index], index, options) for index, video in enumerate(videos)]
         kwargs |= {"do_sample_frames": False, "input_data_format": ChannelDimension.FIRST}
         kwargs["video_metadata"] = [found for _, found in loaded]
@@ -142,6 +143,13 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         options = self._options(kwargs)
         with _open(video, options) as file:
             return file.describe(file.sample(*options["limits"]) if options["do_sample_frames"] else None)
+
+    @property
+    def block_grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks in a frame; a window over the border counts in full."""
+        sides = zip((self.size["height"], self.size["width"]), self.pooling_size, strict=True)
+        rows, columns = (math.ceil(side // self.patch_size / window) for side, window in sides)
+        return rows, columns
 
     def sample_frames(self, metadata: VideoMetadata, **call: Any) -> np.ndarray:  # type: ignore[override]
         """Indices of the frames to show of an array with this metadata; what is not given comes from the settings."""
@@ -203,14 +211,14 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                 return self._read_decoder(source, limits, target, interpolation)
             with _open(source, options) as file:
                 indices = None if limits is None else file.sample(*limits)
-                return file.read(indices, target, interpolation)
+                return file.read(indices, target, functools.partial(resize, interpolation=interpolation))
         layout = options["input_data_format"]
         if isinstance(video, list | tuple):  # paths or URLs of images
             pictures = [_load_picture(picture, options) for picture in video]
             _check_sizes({(picture.height, picture.width) for picture in pictures})
             video, layout = np.stack([np.asarray(picture) for picture in pictures]), ChannelDimension.LAST
-        frames = _frames_tensor(video, index, layout)
-        metadata = _checked_metadata(metadata, len(frames), index, limits is not None)
+        frames = frames_tensor(video, index, layout)
+        metadata = checked_metadata(metadata, len(frames), index, limits is not None)
         if limits is not None:
             chosen = self._sample_array(metadata, limits).tolist()
             frames, metadata.frames_indices = frames[chosen], chosen
@@ -327,7 +335,7 @@ def _check_sizes(sizes: set[tuple[int, ...]]) -> None:
         )
 
 
-def _one_each(metadata: Any, num_videos: int) -> list[Any]:
+def one_each(metadata: Any, num_videos: int) -> list[Any]:
     if metadata is None:
         return [None] * num_videos
     if isinstance(metadata, dict | VideoMetadata):
@@ -338,7 +346,7 @@ def _one_each(metadata: Any, num_videos: int) -> list[Any]:
     return flat
 
 
-def _frames_tensor(video: Any, index: int, layout: Any) -> torch.Tensor:
+def frames_tensor(video: Any, index: int, layout: Any) -> torch.Tensor:
     """Decoded frames as a tensor `(T, channels, height, width)`, checked."""
     frames: Any = torch.from_numpy(np.ascontiguousarray(video)) if isinstance(video, np.ndarray) else video
     if frames.ndim != 4 or 0 in frames.shape:
@@ -349,7 +357,7 @@ def _frames_tensor(video: Any, index: int, layout: Any) -> torch.Tensor:
     return frames.permute(0, 3, 1, 2).contiguous() if layout == ChannelDimension.LAST else frames
 
 
-def _checked_metadata(metadata: Any, num_frames: int, index: int, sample: bool) -> STTSVideoMetadata:
+def checked_metadata(metadata: Any, num_frames: int, index: int, sample: bool) -> STTSVideoMetadata:
     """A copy of the metadata of a decoded video that fits its `num_frames` frames."""
     given: dict[str, Any] = {"total_num_frames": num_frames, **dict(metadata or {})}
     metadata = STTSVideoMetadata(**given)

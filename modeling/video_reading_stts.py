@@ -145,14 +145,14 @@ class VideoFile:
         self,
         indices: Sequence[int] | None = None,
         size: tuple[int, int] | None = None,
-        interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+        resizing: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, STTSVideoMetadata]:
         """Decodes frames, upright and in RGB, in at most `torch.get_num_threads()` threads.
 
         Args:
             indices: ascending indices of frames, `None` for all.
-            size, interpolation: height and width to `resize` each frame to as soon as it is decoded, `None` for its
-                own.
+            size: height and width of each frame from the moment it is decoded, `None` for its own.
+            resizing: what brings a frame `(3, height, width)` to `size`, by default `resize`.
 
         Returns:
             uint8 `(T, 3, height, width)` and what is shown.
@@ -171,7 +171,7 @@ class VideoFile:
         def keep(place: int, index: int, frame: Any) -> None:
             picture = torch.from_numpy(_upright(frame)).permute(2, 0, 1)
             metadata.height, metadata.width = picture.shape[1:]
-            frames[place] = picture if size is None else resize(picture, size, interpolation)
+            frames[place] = picture if size is None else (resizing or resize)(picture, size)
             found[place] = index
 
         self._decode_all(wanted, keep)

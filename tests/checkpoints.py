@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForMultimodalLM
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from tests.clips import write_clip
@@ -50,11 +51,13 @@ def load_tiny(folder: Path | str = TINY, **options: Any) -> STTSForConditionalGe
     return STTSForConditionalGeneration.from_pretrained(folder, **options).eval()
 
 
-def load_talkative() -> STTSForConditionalGeneration:
-    """The tiny model with a random text model: what it writes says nothing, but differs from prompt to prompt."""
-    model = load_tiny()
+def load_talkative(folder: Path = TINY) -> Any:
+    """A tiny model with a random text model: what it writes says nothing, but differs from prompt to prompt."""
+    model: Any = AutoModelForMultimodalLM.from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
+        if model.lm_head.weight is model.get_input_embeddings().weight:  # then it would repeat itself
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         for weight in [*model.model.language_model.parameters(), model.lm_head.weight]:
             if weight.dim() == 2:
                 weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
@@ -66,7 +69,7 @@ ANSWER = "The red ring moves"
 
 def load_of_one_answer() -> STTSForConditionalGeneration:
     """The tiny model with a text model that says `ANSWER`, whatever it is asked and shown."""
-    model: Any = load_talkative()
+    model = load_talkative()
     processor: Any = STTSProcessor.from_pretrained(TINY)
     tokenizer = processor.tokenizer
     words = [tokenizer("assistant\n")["input_ids"][-1], *tokenizer(ANSWER)["input_ids"], tokenizer.eos_token_id]

@@ -71,19 +71,25 @@ __version__ = "0.1.0"
 __all__ = [*_MODULES, "register_auto_classes"]
 
 
+def backbones() -> dict[_typing.Any, _typing.Any]:
+    """The model class of each configuration class."""
+    from stts_hf.modeling.configuration_stts import STTSConfig
+    from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
+    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+    from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
+
+    return {STTSConfig: STTSForConditionalGeneration, STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration}
+
+
 def register_auto_classes() -> None:
     """Registers config, model, processor and video processor with transformers' Auto classes; may be repeated."""
     import transformers
 
     from stts_hf.modeling.configuration_stts import STTSConfig
-    from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
-    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-    from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
     from stts_hf.modeling.processing_stts import STTSProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
-    models = {STTSConfig: STTSForConditionalGeneration, STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration}
-    for config, model in models.items():
+    for config, model in backbones().items():
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto_model in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
             getattr(transformers, auto_model).register(config, model, exist_ok=True)

@@ -1,11 +1,13 @@
 """A Hub on loopback with what is pushed to it, rows to train on, and small clips and pictures."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-from stts_hf import STTSProcessor
+from stts_hf import STTSProcessor, register_auto_classes
 from tests.checkpoints import TINY, load_tiny, write_small_clip
 from tests.clips import write_clip
 from tests.hub_server import LoopbackHub
@@ -44,6 +46,24 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def processor() -> STTSProcessor:
     return STTSProcessor.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="session", params=["stts-tiny", "stts-qwen3-vl-tiny"], ids=["molmo2", "qwen3_vl"])
+def any_folder(request, hub_configs) -> Path:
+    """The tiny checkpoint of each backbone."""
+    register_auto_classes()
+    return hub_configs / request.param
+
+
+@pytest.fixture(scope="session")
+def any_processor(any_folder) -> Any:
+    return AutoProcessor.from_pretrained(any_folder)
+
+
+@pytest.fixture(scope="session")
+def any_model(any_folder) -> Any:
+    """Not for tests that change it."""
+    return AutoModelForMultimodalLM.from_pretrained(any_folder).eval()
 
 
 @pytest.fixture(scope="session")

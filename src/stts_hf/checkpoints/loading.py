@@ -1,13 +1,13 @@
-"""A checkpoint for use: found, and loaded by its own code; of a stock Molmo2 model by the package's."""
+"""A checkpoint for use: found, and loaded by its own code; of a stock model by the package's."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .files import dangling_links
+import stts_hf
 
-MOLMO2 = "molmo2"  # the model type of stock checkpoints
+from .files import dangling_links
 
 
 def check_checkpoint(checkpoint: str) -> str:
@@ -55,20 +55,19 @@ def load_config_and_processor(
     options: dict[str, Any] = {"revision": revision or "main"}
     with _loading(checkpoint):
         kind = PreTrainedConfig.get_config_dict(checkpoint, **options)[0].get("model_type")
-    if kind == MOLMO2 and selector in (None, "scorer"):
+    stock = {config_class.native.model_type: config_class for config_class in stts_hf.backbones()}
+    if kind in stock and selector in (None, "scorer"):
         raise ValueError(
-            f"checkpoint {checkpoint} is a stock Molmo2 model, which has no trained scorer: choose the selector "
-            "cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
+            f"checkpoint {checkpoint} is a stock {stock[kind].family} model, which has no trained scorer: choose the "
+            "selector cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
         )
-    if kind != MOLMO2 and not str(kind).startswith("stts"):
+    if kind not in stock and not str(kind).startswith("stts"):
         raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
     with _loading(checkpoint):
-        if kind == MOLMO2:
-            from stts_hf.modeling.configuration_stts import STTSConfig
-            from stts_hf.modeling.processing_stts import STTSProcessor
-
-            config: Any = STTSConfig.from_pretrained(checkpoint, **options)
-            processor: Any = STTSProcessor.from_pretrained(checkpoint, **options)
+        if kind in stock:
+            config: Any = stock[kind].from_pretrained(checkpoint, **options)
+            own = config.auto_classes.get("AutoProcessor", "").rpartition(".")[2]
+            processor: Any = (getattr(stts_hf, own) if own else AutoProcessor).from_pretrained(checkpoint, **options)
         else:
             config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True, **options)
             processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True, **options)
@@ -84,13 +83,11 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
     """
     from transformers import AutoModelForMultimodalLM
 
-    from stts_hf.modeling.configuration_stts import STTSConfig
-    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-
     options |= {"config": config, "revision": revision or "main"}
     with _loading(checkpoint):
-        if type(config) is STTSConfig:
-            model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, **options)
+        own = stts_hf.backbones().get(type(config))
+        if own is not None:
+            model: Any = own.from_pretrained(checkpoint, **options)
         else:
             model = AutoModelForMultimodalLM.from_pretrained(checkpoint, trust_remote_code=True, **options)
     return model.to(device).eval()

@@ -199,6 +199,7 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
         answer.timestamps,
         answer.token_scores,
         title=answer.question,
+        tubelet=-(-answer.num_frames // len(answer.keep_mask)),
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

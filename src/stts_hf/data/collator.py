@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import check_pruning_ratio
 
-from .encoding import IGNORED, IMAGE_KEYS, VIDEO_KEYS, Encoded, check_length, empty_video, encode
+from .encoding import IGNORED, Encoded, check_length, empty_video, encode
 from .rows import RowError, check_files, read_row
 
 logger = logging.get_logger(__name__)
@@ -33,7 +31,7 @@ class STTSDataCollator:
     of a dict there may be what `encode` made of it, with nothing left to decode.
 
     Args:
-        processor: an `STTSProcessor`.
+        processor: an STTS model's.
         model_config: the model's config, from which the pruning ratio is taken.
         pruning_ratio: instead of the config's. One of the two is needed with `max_length` or `pad_to`.
         on_error: "raise" stops at a row that cannot be read or decoded, "skip" warns and continues without it.
@@ -59,9 +57,9 @@ class STTSDataCollator:
         ValueError: an argument is out of range.
     """
 
-    processor: STTSProcessor
+    processor: Any
     _: KW_ONLY
-    model_config: InitVar[STTSConfig | None] = None
+    model_config: InitVar[Any] = None
     pruning_ratio: float | None = None
     on_error: str = "raise"
     replacements: Sequence[Any] | None = None
@@ -72,7 +70,7 @@ class STTSDataCollator:
     padding_side: str | None = None
     allow_urls: bool = False
 
-    def __post_init__(self, model_config: STTSConfig | None) -> None:
+    def __post_init__(self, model_config: Any) -> None:
         check_on_error(self.on_error)
         for name, value in (("max_length", self.max_length), ("pad_to", self.pad_to)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -195,7 +193,7 @@ def check_on_error(on_error: str) -> None:
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
 
 
-def resolve_ratio(model_config: STTSConfig | None, pruning_ratio: float | None) -> float | None:
+def resolve_ratio(model_config: Any, pruning_ratio: float | None) -> float | None:
     """The pruning ratio: as given, else that of the model's config, else None."""
     if pruning_ratio is None and model_config is not None:
         pruning_ratio = model_config.vision_config.pruning_ratio
@@ -205,7 +203,7 @@ def resolve_ratio(model_config: STTSConfig | None, pruning_ratio: float | None) 
 def _join_vision(samples: list[Encoded]) -> dict[str, torch.Tensor]:
     """Videos and images of all samples, joined."""
     joined = {}
-    for key in (*VIDEO_KEYS, *IMAGE_KEYS):
+    for key in dict.fromkeys(key for sample in samples for key in sample.vision):
         holders = [sample.vision for sample in samples if key in sample.vision]
         if not holders:
             continue

@@ -5,7 +5,6 @@ leaves, which is known before anything is decoded.
 
 import io
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,16 +15,14 @@ import torch
 from PIL import Image
 from transformers.image_utils import load_image
 
-from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.sequence_stts import align_labels as align_labels
-from stts_hf.modeling.video_reading_stts import download, is_url
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, download, is_url
 
+from . import frames
 from .rows import RowError, Sample, row_errors
 
 IGNORED = -100  # the label of what is not learned
-VIDEO_KEYS = ("pixel_values_videos", "video_token_pooling", "video_grids")
-IMAGE_KEYS = ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
 
 
 @dataclass
@@ -34,7 +31,7 @@ class Encoded:
     A sample as tensors.
 
     input_ids, mm_token_type_ids, labels: (L,). vision: what the processor gives for its videos and images, with the
-    shapes of DESIGN.md. grids: `(T, rows, columns)` of each video.
+    shapes of DESIGN.md. grids: `(T, rows, columns)` in blocks of each video.
     """
 
     id: str
@@ -42,10 +39,7 @@ class Encoded:
     mm_token_type_ids: torch.Tensor
     labels: torch.Tensor
     vision: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def grids(self) -> list[tuple[int, int, int]]:
-        return [tuple(grid) for grid in self.vision["video_grids"].tolist()] if "video_grids" in self.vision else []
+    grids: list[frames.Grid] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -55,13 +49,13 @@ class Encoded:
         return count_dropped(self.grids, pruning_ratio)
 
 
-def count_dropped(grids: Sequence[tuple[int, int, int]], pruning_ratio: float | None) -> int:
+def count_dropped(grids: Sequence[frames.Grid], pruning_ratio: float | None) -> int:
     """Video tokens that go of videos with these `(T, rows, columns)`."""
     if not grids:
         return 0
     if pruning_ratio is None:
         raise ValueError("pruning_ratio is not known, so tokens after pruning cannot be counted. Pass model_config.")
-    blocks = [(frames, rows * columns) for frames, rows, columns in grids]
+    blocks = [(t, rows * columns) for t, rows, columns in grids]
     return sum(t * n - num_kept_blocks(t, n, pruning_ratio) for t, n in blocks)
 
 
@@ -79,7 +73,7 @@ def check_length(name: str, length: int, limit: int, used: int = 0, *, argument:
         )
 
 
-def encode(processor: STTSProcessor, sample: Sample) -> Encoded:
+def encode(processor: Any, sample: Sample) -> Encoded:
     """
     Decodes and tokenizes a sample.
 
@@ -96,13 +90,20 @@ def encode(processor: STTSProcessor, sample: Sample) -> Encoded:
         labels = make_labels(inputs["input_ids"][0], inputs["offset_mapping"][0], moved)
         if (labels == IGNORED).all():
             raise ValueError("messages: all labels are masked, so there is nothing to learn.")
-    vision = {key: inputs[key] for key in (*VIDEO_KEYS, *IMAGE_KEYS) if key in inputs}
-    return Encoded(sample.id, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision)
+    return _encoded(processor, sample.id, inputs, labels)
 
 
-def process(processor: STTSProcessor, sample: Sample, text: str, **options: Any) -> Any:
+def _encoded(processor: Any, name: str, inputs: Any, labels: torch.Tensor) -> Encoded:
+    keys = (*processor.video_processor.model_input_names, *processor.image_processor.model_input_names)
+    vision = {key: inputs[key] for key in keys if key in inputs}
+    grids = frames.block_grids(processor, inputs)
+    return Encoded(name, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision, grids)
+
+
+def process(processor: Any, sample: Sample, text: str, **options: Any) -> Any:
     """The processor's output for `text` with the videos and images of `sample`, which are decoded here."""
-    return processor(
+    return frames.process(
+        processor,
         text=[text],
         videos=sample.videos or None,
         images=[load_image(open_image(image, processor)) for image in sample.images] or None,
@@ -113,7 +114,7 @@ def process(processor: STTSProcessor, sample: Sample, text: str, **options: Any)
     )
 
 
-def prompt_of(processor: STTSProcessor, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
+def prompt_of(processor: Any, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
     """
     What `render` makes of the sample, on first use: it is kept there. Raises `ValueError` where the template refuses
     it, and where a text holds tokens that stand for images, videos or turns.
@@ -127,14 +128,36 @@ def prompt_of(processor: STTSProcessor, sample: Sample) -> tuple[str, list[tuple
                 raise ValueError(
                     f"messages[{number}] holds {found!r}, a control token of the model. Take it out of the text."
                 )
-        sample.prompt = render(processor, sample.messages)
+        check_videos(processor, sample)
+        sample.prompt = render(processor, _placed_subtitles(processor, sample.messages))
     return sample.prompt
 
 
-def render(processor: STTSProcessor, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+def check_videos(processor: Any, sample: Sample) -> None:
+    """Raises `ValueError` for more videos than a text of the model may have."""
+    most = getattr(processor, "max_videos", None)
+    if most is not None and len(sample.videos) > most:
+        raise ValueError(
+            f"videos: a text of this model holds at most {most} video{'s'[: most > 1]}, this one has "
+            f"{len(sample.videos)}. Make a row of each."
+        )
+
+
+def _placed_subtitles(processor: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Subtitles as a message where the template has a place for them, else as text behind the videos and images."""
+    if messages[0]["role"] != "subtitle" or "subtitle" in (processor.chat_template or ""):
+        return messages
+    subtitles, first, *others = messages
+    media = [part for part in first["content"] if part["type"] != "text"]
+    texts = [part for part in first["content"] if part["type"] == "text"]
+    words = {"type": "text", "text": f"{subtitles['content']}\n"}
+    return [{**first, "content": [*media, words, *texts]}, *others]
+
+
+def render(processor: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
     """
-    The conversation in the chat template's words, with the bos token that every prompt begins with, and which of its
-    characters `[start, end)` are learned: what the assistant says, and the token that ends each of its turns.
+    The conversation in the chat template's words, behind the bos token where the processor puts one first, and which of
+    its characters `[start, end)` are learned: what the assistant says, and the token that ends each of its turns.
 
     It is rendered with the prompt for another answer behind it, so it ends in the words that ask for one. Where the
     same words stand, an answer begins; it ends with the `eos_token` behind it, which no text may hold, and which is
@@ -171,7 +194,7 @@ def render(processor: STTSProcessor, messages: list[dict[str, Any]]) -> tuple[st
                 "that ends a turn, and use a template that keeps the words."
             )
         spans.append((start, end + len(eos)))
-    bos = processor.tokenizer.bos_token or eos
+    bos = (processor.tokenizer.bos_token or eos) if getattr(processor, "adds_bos", False) else ""
     if text.startswith(bos):
         return text, spans
     return bos + text, [(start + len(bos), end + len(bos)) for start, end in spans]
@@ -202,7 +225,7 @@ def _find_request(text: str, last: dict[str, Any], eos: str) -> str | None:
     return None
 
 
-def _apply(processor: STTSProcessor, messages: list[dict[str, Any]], **options: Any) -> str:
+def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     try:
         return processor.apply_chat_template(messages, tokenize=False, **options)
     except jinja2.TemplateError as error:
@@ -212,19 +235,19 @@ def _apply(processor: STTSProcessor, messages: list[dict[str, Any]], **options: 
         raise ValueError(f"chat_template refuses messages[{number}], of role {role!r}: {error}") from error
 
 
-def find_control_token(processor: STTSProcessor, *texts: str) -> str | None:
+def find_control_token(processor: Any, *texts: str) -> str | None:
     """A token in the texts that stands for images, videos or turns, which none may hold; None where there is none."""
     tokenizer = processor.tokenizer
-    tokens = {processor.image_token, processor.video_token, tokenizer.bos_token, tokenizer.eos_token}
+    tokens = {processor.image_token, processor.video_token, *tokenizer.all_special_tokens}
     tokens |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
+    tokens |= {getattr(processor, name, None) for name in ("vision_start_token", "vision_end_token")}
     return next((token for token in sorted(filter(None, tokens)) if any(token in text for text in texts)), None)
 
 
-def open_image(source: Any, processor: STTSProcessor | None = None) -> Image.Image:
+def open_image(source: Any, processor: Any | None = None) -> Image.Image:
     """A path, bytes, PIL image or, with `processor`, a URL; not decoded. Downloads keep to the limits of videos."""
     if processor is not None and is_url(source):
-        limits: Any = processor.video_processor
-        with download(source, limits.max_download_bytes, limits.max_download_seconds) as file:
+        with download(source, *frames.download_limits(processor)) as file:
             source = file.read()
     if isinstance(source, Image.Image):
         return source
@@ -232,28 +255,25 @@ def open_image(source: Any, processor: STTSProcessor | None = None) -> Image.Ima
 
 
 def count_tokens(
-    processor: STTSProcessor,
+    processor: Any,
     text: str,
-    frame_times: Sequence[Sequence[float]],
+    videos: Sequence[tuple[torch.Tensor, STTSVideoMetadata]],
     image_sizes: Sequence[tuple[int, int]],
     pruning_ratio: float | None,
 ) -> int:
     """
-    Tokens of a rendered prompt with its videos and images spelled out, less those that pruning takes. frame_times: of
-    each video, in seconds. image_sizes: height and width of each image.
+    Tokens of a rendered prompt with its videos and images spelled out, less those that pruning takes. videos: of
+    `frames.probe`. image_sizes: height and width of each image.
     """
-    settings: Any = processor.video_processor
-    size, patch, pooling = settings.size, settings.patch_size, settings.pooling_size
-    rows = math.ceil(size["height"] // patch / pooling[0])
-    columns = math.ceil(size["width"] // patch / pooling[1])
-    grids = [(len(times), rows, columns) for times in frame_times]
-    videos = [
-        processor.get_video_string(torch.tensor(grid), times) for grid, times in zip(grids, frame_times, strict=True)
-    ]
-    image_grids = [processor.image_processor.get_image_grid_and_crops(*size)[0] for size in image_sizes]
-    images = [processor.replace_image_token({"image_grids": [grid]}, 0) for grid in image_grids]
-    [text], _ = processor.get_text_with_replacements([text], images, videos)
-    return len(processor.tokenizer(text)["input_ids"]) - count_dropped(grids, pruning_ratio)
+    grids, shown = [grid for grid, _ in videos], [metadata for _, metadata in videos]
+    inputs = {frames.grid_name(processor): torch.stack(grids), "video_metadata": shown} if videos else {}
+    words = [processor.replace_video_token(inputs, index) for index in range(len(videos))]
+    images = [processor.image_token] * len(image_sizes)
+    [text], _ = processor.get_text_with_replacements([text], images, words)
+    count: Any = processor._get_num_multimodal_tokens  # noqa: SLF001  # there is no other name for it
+    counts = count(image_sizes=image_sizes)["num_image_tokens"] if image_sizes else []
+    length = len(processor.tokenizer(text)["input_ids"]) + sum(counts) - len(counts)
+    return length - count_dropped(frames.block_grids(processor, inputs), pruning_ratio)
 
 
 def _move_spans(spans: list[tuple[int, int]], replacements: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -280,16 +300,15 @@ def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tupl
     return input_ids.where(learned, IGNORED)
 
 
-def empty_video(processor: STTSProcessor) -> Encoded:
+def empty_video(processor: Any) -> Encoded:
     """A black video of one frame, of which nothing is learned. Its temporal loss is 0: it has no second frame."""
-    size = processor.video_processor.size
-    frame = torch.zeros(1, 3, size["height"], size["width"], dtype=torch.uint8)
-    inputs = processor(
+    size = getattr(processor.video_processor, "patch_size", 1)
+    inputs = frames.process(
+        processor,
         text=[processor.video_token],
-        videos=[frame],
+        videos=[torch.zeros(1, 3, 8 * size, 8 * size, dtype=torch.uint8)],
         video_metadata=[{"total_num_frames": 1, "fps": 1.0}],
         return_tensors="pt",
     )
-    ids = inputs["input_ids"][0]
-    vision = {key: inputs[key] for key in VIDEO_KEYS}
-    return Encoded("<empty video>", ids, inputs["mm_token_type_ids"][0], torch.full_like(ids, IGNORED), vision)
+    labels = torch.full_like(inputs["input_ids"][0], IGNORED)
+    return _encoded(processor, "<empty video>", inputs, labels)

@@ -5,15 +5,16 @@ import json
 from typing import Any
 
 import datasets
+import torch
 from PIL import ExifTags, Image
 from tqdm import tqdm
 from transformers.utils import logging
 
-from stts_hf.modeling.processing_stts import STTSProcessor
-from stts_hf.modeling.video_reading_stts import VideoFile, is_url
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile, is_url
 
 from .collator import check_on_error, resolve_ratio
 from .encoding import check_length, count_tokens, open_image, prompt_of
+from .frames import probe
 from .prefetch import prefetch
 from .rows import PROMPT, RowError, Sample, check_files, read_row, row_errors
 
@@ -21,13 +22,14 @@ logger = logging.get_logger(__name__)
 
 LENGTH = "length"
 _MAX_LISTED = 20
-_Headers = tuple[list[list[float]], list[tuple[int, int]]]  # seconds of each video's frames, (height, width) of images
+# What is shown of each video, and (height, width) of each image.
+_Headers = tuple[list[tuple[torch.Tensor, STTSVideoMetadata]], list[tuple[int, int]]]
 _AHEAD = 4  # rows a thread may be ahead: a sample may hold the bytes of its video
 
 
 def prepare_rows(
     rows: datasets.Dataset,
-    processor: STTSProcessor,
+    processor: Any,
     *,
     model_config: Any = None,
     pruning_ratio: float | None = None,
@@ -98,7 +100,7 @@ def prepare_rows(
 
 
 def _finish(
-    found: tuple[Sample, _Headers] | RowError, processor: STTSProcessor, ratio: float | None, max_length: int | None
+    found: tuple[Sample, _Headers] | RowError, processor: Any, ratio: float | None, max_length: int | None
 ) -> tuple[str, int | None]:
     """What `read_row` takes the row's prompt from, and the row's length where a ratio is known. Raises `RowError`."""
     if isinstance(found, RowError):
@@ -141,12 +143,11 @@ def _open_files(sample: Sample) -> None:
                 open_image(image)
 
 
-def _read_headers(sample: Sample, processor: STTSProcessor) -> _Headers:
-    """Raises `RowError` where a file does not open. Nothing is decoded."""
-    probe: Any = processor.video_processor.probe
+def _read_headers(sample: Sample, processor: Any) -> _Headers:
+    """Raises `RowError` where a file does not open. At most one frame of it is decoded."""
     with row_errors(sample.id):
-        times = [probe(video).frame_times for video in sample.videos]
-        return times, [_image_size(open_image(image, processor)) for image in sample.images]
+        videos = [probe(processor, video) for video in sample.videos]
+        return videos, [_image_size(open_image(image, processor)) for image in sample.images]
 
 
 def _image_size(image: Image.Image) -> tuple[int, int]:

@@ -71,8 +71,8 @@ def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
     again but for files that lie in it as bytes.
 
     Raises:
-        RowError: a column is missing or of the wrong kind, placeholders and videos or images differ in number, there is
-            more than one video, or no answer to learn from.
+        RowError: a column is missing or of the wrong kind, placeholders and videos or images differ in number, or there
+            is no answer to learn from.
     """
     name = row_id(row, index)
     kept: dict[str, Any] = json.loads(row[PROMPT]) if isinstance(row, Mapping) and row.get(PROMPT) else {}
@@ -131,10 +131,6 @@ def _read(row: Any, name: str) -> Sample:
     own = json.loads(row[ANSWER]) if row.get(ANSWER) else None
     messages = _read_messages(row if own is None else _answered(row, own))
     media = {key: _fill(messages, kind, _read_media(row, kind, root), root) for kind, key in MEDIA.items()}
-    if len(media["videos"]) > 1:
-        raise ValueError(
-            f"videos: a Molmo2 sample holds at most one video, this one has {len(media['videos'])}. Make a row of each."
-        )
     if row.get("subtitles"):
         if messages[0]["role"] == "subtitle":
             raise ValueError("subtitles: messages begin with subtitles as well. Give them once.")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import BatchFeature
 
+from stts_hf.data import frames
 from stts_hf.data.encoding import find_control_token
 from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.settings_stts import check_pruning_ratio, check_vision_config
@@ -24,7 +25,8 @@ class VideoAnswer:
         video, question: as they were passed.
         answer: what the model wrote, without special tokens and space around it.
         error: what went wrong with the video, None where all went well.
-        timestamps: when each of the `T` frames shown is on screen, in seconds since the first frame of the video.
+        timestamps: when each of the frames shown is on screen, in seconds since the first frame of the video; where the
+            model takes several video frames for one of its `T`, more than `T`.
         damaged_frames: how many frames that should have been shown are damaged; the whole frame before each is shown
             instead, once.
         duration: of the video, in seconds; None where frames came without it.
@@ -52,7 +54,7 @@ class VideoAnswer:
 
     @property
     def num_frames(self) -> int:
-        """`T`."""
+        """Frames of the video that were shown."""
         return len(self.timestamps)
 
     @property
@@ -91,8 +93,8 @@ def answer_videos(
     come in the order of the videos, each as soon as it is there.
 
     Args:
-        model: an `STTSForConditionalGeneration`, or one wrapped by PEFT.
-        processor: its `STTSProcessor`.
+        model: an STTS model of any backbone, or one wrapped by PEFT.
+        processor: its processor.
         videos: paths, URLs, the bytes of files, or arrays of frames, as the processor takes them; need not end.
         question: one for all videos, or one for each.
         pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
@@ -160,11 +162,11 @@ def prepare_video(
     content = [{"type": "video"}, {"type": "text", "text": question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     options = processing_options(processor, processing, pruning_ratio)
-    inputs = processor(text=[prompt], videos=[video], **options, return_tensors="pt")
+    inputs = frames.process(processor, text=[prompt], videos=[video], **options, return_tensors="pt")
     metadata = inputs.pop("video_metadata")[0]
     if metadata.fps is None:  # frames that came without it: the rate that the prompt goes by
-        metadata.fps = processor.video_processor.max_fps
-    rows, columns = inputs["video_grids"][0, 1:].tolist()
+        metadata.fps = frames.get_frames(processor.video_processor)["max_fps"]
+    ((_, rows, columns),) = frames.block_grids(processor, inputs)
     answer = VideoAnswer(
         video,
         question,
@@ -180,7 +182,7 @@ def prepare_video(
 def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
     """Options of the processor's call; with test-time scaling, also the ratio that it makes up for."""
     options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
-    if options.get("test_time_scaling", processor.video_processor.test_time_scaling):
+    if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
         options.setdefault("pruning_ratio", pruning_ratio)
     return options
 
@@ -202,9 +204,9 @@ def answer_prepared(
 
 
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A processor's output on the model's device, in its dtype; `video_grids` stay on the host, where they are read."""
+    """A processor's output on the model's device, in its dtype; videos' grids stay on the host, where they are read."""
     moved = {**BatchFeature(dict(inputs)).to(model.device, dtype=model.dtype)}
-    return moved | {name: inputs[name] for name in ("video_grids",) if name in inputs}
+    return moved | {name: inputs[name] for name in inputs if name.startswith("video_grid")}
 
 
 def check_question(processor: Any, question: str) -> None:

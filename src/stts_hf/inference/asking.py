@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import BatchFeature
 from transformers.image_utils import load_image
 
+from stts_hf.data import frames
 from stts_hf.data.encoding import find_control_token, open_image
 from stts_hf.data.prefetch import prefetch
 
@@ -191,12 +192,13 @@ def prepare_prompts(processor: Any, heads: Sequence[Sequence[Prompt]], options: 
     shared = len(heads) < len(prompts)
     read = [head[0] for head in heads] if shared else prompts
     videos = [
-        [read_image(frame) for frame in video] if isinstance(video, list) else video
+        [read_image(picture) for picture in video] if isinstance(video, list) else video
         for prompt in read
         for video in prompt.videos
     ]
     images = [read_image(image) for prompt in read for image in prompt.images]
-    inputs = processor(
+    inputs = frames.process(
+        processor,
         text=[prompt.head if shared else prompt.head + prompt.tail for prompt in read],
         videos=videos or None,
         images=images or None,

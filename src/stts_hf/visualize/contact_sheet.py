@@ -29,20 +29,23 @@ def contact_sheet(
     token_scores: np.ndarray | torch.Tensor | None = None,
     columns: int | None = None,
     title: str | None = None,
+    tubelet: int = 1,
 ) -> Image.Image:
     """
     Draws the frames of one video in reading order. Kept blocks keep their colours; dropped ones turn dark and grey but
-    stay recognisable. Under each frame: its time, how many of its blocks were kept, and a bar of that share. The
-    processor squashes frames to a square, so blocks cover the frame's full extent in proportion.
+    stay recognisable. Under each frame: its time, how many of its blocks were kept, and a bar of that share. Processors
+    resize whole frames, so blocks cover the frame's full extent in proportion.
 
     Args:
-        frames: `(T, H, W, 3)` uint8, the frames the model saw, at any resolution.
+        frames: `(F, H, W, 3)` uint8, the frames of the video that the model saw, at any resolution.
         keep_mask: `(T, n)` bool, as in the model's outputs; blocks row by row.
         grid: rows and columns of blocks in a frame, `rows * cols == n`.
-        timestamps: `T` times in seconds.
+        timestamps: `F` times in seconds.
         token_scores: `(T, n)` scores in [0, 1]; adds each frame's mean score to its label.
         columns: frames per row; chosen by the number of frames when not given.
         title: a line above the summary, such as the question.
+        tubelet: how many of the `F` frames the model takes for one of its `T`; the last may lack some. They lie side by
+            side and share their blocks.
 
     Returns:
         An RGB image, at most 1920 pixels wide unless `columns` asks for more.
@@ -53,13 +56,13 @@ def contact_sheet(
     """
     frames, mask = _to_numpy(frames), _to_numpy(keep_mask)
     scores = None if token_scores is None else _to_numpy(token_scores)
-    _check(frames, mask, grid, None if timestamps is None else np.asarray(timestamps), scores)
+    _check(frames, mask, grid, None if timestamps is None else np.asarray(timestamps), scores, tubelet)
     if columns is not None and columns < 1:
         raise ValueError(f"`columns` is {columns}, but must be at least 1.")
 
-    num_frames, height, width, _ = frames.shape
-    columns = min(columns or _choose_columns(num_frames, height, width), num_frames)
-    rows = math.ceil(num_frames / columns)
+    num_tiles, height, width = len(mask), frames.shape[1], tubelet * frames.shape[2]
+    columns = min(columns or _choose_columns(num_tiles, height, width), num_tiles)
+    rows = math.ceil(num_tiles / columns)
     fitting = (MAX_WIDTH - 2 * MARGIN + GAP) // columns - GAP
     tile_width = int(np.clip(fitting, *TILE_WIDTHS))
     tile_height = max(1, round(tile_width * height / width))
@@ -81,22 +84,28 @@ def contact_sheet(
         draw.text((MARGIN, MARGIN + 32 * line), text, font=title_font, fill=TEXT)
     kept, total = int(mask.sum()), mask.size
     summary = (
-        f"{num_frames} frames, {kept} of {total} video tokens kept ({kept / total:.0%}); dimmed blocks were dropped"
+        f"{len(frames)} frames, {kept} of {total} video tokens kept ({kept / total:.0%}); dimmed blocks were dropped"
     )
     draw.text((MARGIN, header_height - 32), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
 
-    for index in range(num_frames):
+    for index in range(num_tiles):
         left = MARGIN + (index % columns) * (tile_width + GAP)
         top = header_height + (index // columns) * (tile_height + label_height + GAP)
-        tile = dim_dropped_blocks(frames[index], mask[index], grid, (tile_width, tile_height))
-        sheet.paste(tile, (left, top))
+        places = range(index * tubelet, (index + 1) * tubelet)
+        sides = np.linspace(0, tile_width, tubelet + 1).round().astype(int).tolist()
+        for place, start, end in zip(places, sides[:-1], sides[1:], strict=True):
+            frame = frames[min(place, len(frames) - 1)]  # the last stays on
+            tile = dim_dropped_blocks(frame, mask[index], grid, (end - start, tile_height))
+            sheet.paste(tile, (left + start, top))
 
         frame_kept, per_frame = int(mask[index].sum()), mask.shape[1]
         bar = top + tile_height + 3
         draw.rectangle((left, bar, left + tile_width - 1, bar + 3), fill=TRACK)
         if frame_kept:
             draw.rectangle((left, bar, left + round(tile_width * frame_kept / per_frame) - 1, bar + 3), fill=KEPT)
-        name = f"#{index}" if timestamps is None else f"{timestamps[index]:.1f} s"
+        name = f"#{index}"
+        if timestamps is not None:
+            name = ", ".join(f"{time:.1f}" for time in timestamps[places.start : places.stop]) + " s"
         if scores is not None and tile_width >= 200:
             name += f"   score {scores[index].mean():.2f}"
         count = f"{frame_kept}/{per_frame}"
@@ -140,8 +149,15 @@ def _choose_columns(num_frames: int, height: int, width: int) -> int:
 
 
 def _check(
-    frames: np.ndarray, mask: np.ndarray, grid: tuple[int, int], times: np.ndarray | None, scores: np.ndarray | None
+    frames: np.ndarray,
+    mask: np.ndarray,
+    grid: tuple[int, int],
+    times: np.ndarray | None,
+    scores: np.ndarray | None,
+    tubelet: int,
 ) -> None:
+    if tubelet < 1:
+        raise ValueError(f"`tubelet` is {tubelet}, but must be at least 1.")
     if frames.dtype != np.uint8:
         raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
     if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
@@ -149,11 +165,13 @@ def _check(
     if mask.dtype != np.bool_:
         raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
     rows, cols = grid
-    of_blocks = (len(frames), rows * cols)
-    arrays = {"keep_mask": (mask, of_blocks), "token_scores": (scores, of_blocks), "timestamps": (times, of_blocks[:1])}
+    of_blocks = (math.ceil(len(frames) / tubelet), rows * cols)
+    of_frames = frames.shape[:1]
+    arrays = {"keep_mask": (mask, of_blocks), "token_scores": (scores, of_blocks), "timestamps": (times, of_frames)}
     for name, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"`{name}` has shape {array.shape}, but {len(frames)} frames with a `grid` of {rows} x {cols} blocks "
+                f"`{name}` has shape {array.shape}, but {len(frames)} frames"
+                f"{f', {tubelet} to a tubelet,' if tubelet > 1 else ''} with a `grid` of {rows} x {cols} blocks "
                 f"need {shape}."
             )

@@ -1,5 +1,6 @@
 """Batches: the processor's own where it could make them, skipped rows, fixed lengths, and work in other processes."""
 
+import math
 import pickle
 from typing import Any
 
@@ -10,8 +11,9 @@ from transformers.image_utils import load_image
 
 from stts_hf import RowError, STTSConfig, STTSDataCollator
 from stts_hf.data.encoding import encode
+from stts_hf.data.frames import block_grids, process
 from stts_hf.data.rows import read_row
-from tests.checkpoints import BLOCKS, GRID, TINY
+from tests.checkpoints import BLOCKS, TINY
 from tests.stts_hf.training.samples import image_row, text_row, video_row
 
 
@@ -49,13 +51,14 @@ def assert_same(batch, expected):
     ids="+".join,
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_batches_equal_the_processors_own(processor, rows, names, side):
-    batch = STTSDataCollator(processor, padding_side=side)([rows[name] for name in names])
+def test_batches_equal_the_processors_own(any_processor, rows, names, side):
+    batch = STTSDataCollator(any_processor, padding_side=side)([rows[name] for name in names])
     labels = batch.pop("labels")
     samples = [read_row(rows[name]) for name in names]
-    turns = [processor.apply_chat_template(sample.messages, tokenize=False) + "<|im_end|>" for sample in samples]
-    expected = processor(
-        text=turns,
+    turns = [any_processor.apply_chat_template(sample.messages, tokenize=False) for sample in samples]
+    expected = process(
+        any_processor,
+        text=[turn if turn.endswith("<|im_end|>\n") else turn + "<|im_end|>" for turn in turns],
         videos=[video for sample in samples for video in sample.videos] or None,
         images=[load_image(image) for sample in samples for image in sample.images] or None,
         padding=True,
@@ -65,13 +68,13 @@ def test_batches_equal_the_processors_own(processor, rows, names, side):
     assert_same(batch, dict(expected))
     for row, sample in zip(labels, samples, strict=True):
         answer = "".join(part["text"] for part in sample.messages[-1]["content"])
-        assert processor.tokenizer.decode(row[row >= 0]) == answer + "<|im_end|>"
+        assert any_processor.tokenizer.decode(row[row >= 0]) == answer + "<|im_end|>"
 
 
-def test_packed_rows_lie_behind_one_another(processor, rows):
+def test_packed_rows_lie_behind_one_another(any_processor, rows):
     groups = [["two", "text"], ["image"], ["bytes", "images", "text"]]
-    batch = STTSDataCollator(processor, padding_side="right")([[rows[name] for name in group] for group in groups])
-    alone = {name: encode(processor, read_row(rows[name])) for name in rows if name != "damaged"}
+    batch = STTSDataCollator(any_processor, padding_side="right")([[rows[name] for name in group] for group in groups])
+    alone = {name: encode(any_processor, read_row(rows[name])) for name in rows if name != "damaged"}
     for row, group in enumerate(groups):
         ends = [sum(len(alone[name]) for name in group[: place + 1]) for place in range(len(group))]
         for name, end in zip(group, ends, strict=True):
@@ -82,8 +85,8 @@ def test_packed_rows_lie_behind_one_another(processor, rows):
             assert batch["labels"][row, end - len(alone[name])] == -100
         assert batch["attention_mask"][row].sum() == ends[-1]
         assert (batch["labels"][row, ends[-1] :] == -100).all()
-    flat = STTSDataCollator(processor)([rows[name] for group in groups for name in group])
-    for key in ("pixel_values_videos", "video_token_pooling", "video_grids", "pixel_values", "image_token_pooling"):
+    flat = STTSDataCollator(any_processor)([rows[name] for group in groups for name in group])
+    for key in (*any_processor.video_processor.model_input_names, *any_processor.image_processor.model_input_names):
         assert torch.equal(batch[key], flat[key])
 
 
@@ -155,23 +158,23 @@ def test_a_sample_longer_than_allowed_after_pruning_is_named(processor, rows):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("names", [["two", "five"], ["five"], ["text", "image"]], ids="+".join)
-def test_padding_to_a_fixed_length_after_pruning(processor, rows, names, side):
-    batch = STTSDataCollator(processor, pruning_ratio=0.3, pad_to=1200, padding_side=side)([rows[n] for n in names])
+def test_padding_to_a_fixed_length_after_pruning(any_processor, rows, names, side):
+    batch = STTSDataCollator(any_processor, pruning_ratio=0.3, pad_to=1200, padding_side=side)([rows[n] for n in names])
     assert batch["pruned_length"] == 1200
-    encoded = [encode(processor, read_row(rows[name])) for name in names]
-    dropped = [int(0.3 * one.grids[0][0] * BLOCKS) if one.grids else 0 for one in encoded]
+    encoded = [encode(any_processor, read_row(rows[name])) for name in names]
+    dropped = [int(0.3 * math.prod(one.grids[0])) if one.grids else 0 for one in encoded]
     assert batch["input_ids"].shape[1] == 1200 + max(dropped)
-    plain = STTSDataCollator(processor, padding_side=side)([rows[name] for name in names])
+    plain = STTSDataCollator(any_processor, padding_side=side)([rows[name] for name in names])
     width = plain["input_ids"].shape[1]
     for key in ("input_ids", "labels", "attention_mask"):
         assert torch.equal(batch[key][:, -width:] if side == "left" else batch[key][:, :width], plain[key])
 
 
-def test_always_video_adds_a_black_frame_where_there_is_no_video(processor, rows):
-    collator = STTSDataCollator(processor, always_video=True, return_ids=True)
-    assert_same(collator([rows["two"]]), STTSDataCollator(processor, return_ids=True)([rows["two"]]))
+def test_always_video_adds_a_black_frame_where_there_is_no_video(any_processor, rows):
+    collator = STTSDataCollator(any_processor, always_video=True, return_ids=True)
+    assert_same(collator([rows["two"]]), STTSDataCollator(any_processor, return_ids=True)([rows["two"]]))
     batch = collator([rows["text"], rows["image"]])
-    assert batch["video_grids"].tolist() == [[1, *GRID]]
+    assert [grid[0] for grid in block_grids(any_processor, batch)] == [1]
     assert batch["input_ids"].shape[0] == 3
     assert (batch["labels"][2] == -100).all()
     assert batch["sample_ids"] == ["text", "image"]
@@ -179,7 +182,7 @@ def test_always_video_adds_a_black_frame_where_there_is_no_video(processor, rows
     assert packed["input_ids"].shape[0] == 2
     assert (packed["position_ids"][1] == 0).sum() - (packed["attention_mask"][1] == 0).sum() == 3
     full = int(packed["attention_mask"][0].sum())
-    tight = STTSDataCollator(processor, always_video=True, pruning_ratio=0.5, max_length=full)
+    tight = STTSDataCollator(any_processor, always_video=True, pruning_ratio=0.5, max_length=full)
     assert tight([[rows["image"]]])["input_ids"].shape[0] == 2
 
 

@@ -1,5 +1,6 @@
 """Rows made ready before training: their lengths are those of the samples the collator makes, and so are they."""
 
+import copy
 import io
 from typing import Any
 
@@ -10,6 +11,7 @@ from PIL import Image
 
 from stts_hf import RowError, STTSDataCollator, load_rows, prepare_rows
 from stts_hf.data.encoding import encode
+from stts_hf.data.frames import set_frames
 from stts_hf.data.rows import read_row
 from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.clips import write_clip
@@ -40,12 +42,12 @@ def rows(media):
 
 
 @pytest.mark.parametrize("pruning_ratio", [0.0, 0.3, 0.7, 1.0])
-def test_lengths_are_those_of_the_encoded_samples(processor, rows, pruning_ratio):
+def test_lengths_are_those_of_the_encoded_samples(any_processor, rows, pruning_ratio):
     chosen = rows if pruning_ratio == 0.3 else rows[:5]
-    encoded = [encode(processor, read_row(row)) for row in chosen]
+    encoded = [encode(any_processor, read_row(row)) for row in chosen]
     expected = [len(one) - one.dropped(pruning_ratio) for one in encoded]
-    assert lengths(chosen, processor, pruning_ratio) == expected
-    assert max(one.grids[0][0] for one in encoded if one.grids) == 12
+    assert lengths(chosen, any_processor, pruning_ratio) == expected
+    assert max(one.grids[0][0] for one in encoded if one.grids) > 5
 
 
 def test_nothing_is_decoded(processor, rows, monkeypatch):
@@ -57,16 +59,14 @@ def test_nothing_is_decoded(processor, rows, monkeypatch):
     lengths(rows, processor, 0.5)
 
 
-def test_settings_of_the_video_processor_count(processor, rows):
-    before = processor.video_processor.num_frames
-    processor.video_processor.num_frames = 4
-    try:
-        [length] = lengths(rows[3:4], processor, 0.5)
-        encoded = encode(processor, read_row(rows[3]))
-        assert encoded.grids[0][0] == 4
-        assert length == len(encoded) - encoded.dropped(0.5)
-    finally:
-        processor.video_processor.num_frames = before
+def test_settings_of_the_video_processor_count(any_processor, rows):
+    changed = copy.copy(any_processor)
+    changed.video_processor = copy.copy(any_processor.video_processor)
+    set_frames(changed.video_processor, num_frames=4)
+    [length] = lengths(rows[3:4], changed, 0.5)
+    encoded = encode(changed, read_row(rows[3]))
+    assert encoded.grids[0][0] == 4 // getattr(changed.video_processor, "temporal_patch_size", 1)
+    assert length == len(encoded) - encoded.dropped(0.5)
 
 
 def test_rows_that_cannot_be_read_or_are_too_long(processor, rows, media):

@@ -11,9 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 
+from stts_hf.data.frames import process
 from stts_hf.inference import answering
 from stts_hf.inference.answering import VideoAnswer, answer_prepared, answer_videos, prepare_video
-from tests.checkpoints import BLOCKS, GRID
+from stts_hf.modeling.scoring_stts import num_kept_blocks
+from tests.checkpoints import BLOCKS
 from tests.clips import write_clip
 
 PATIENCE = 20  # seconds until a test that would hang fails
@@ -96,13 +98,15 @@ def test_waiting_is_what_preparing_takes_beyond_answering(pretend, monkeypatch):
 
 
 @torch.no_grad()
-def test_answers_are_those_of_one_call_after_the_other(model, processor, clips):
-    answers = list(answer_videos(model, processor, clips, QUESTION, pruning_ratio=0.3, **FEW))
+def test_answers_are_those_of_one_call_after_the_other(any_model, any_processor, clips):
+    model, processor, few = any_model, any_processor, FEW | {"processing": {"num_frames": 4}}
+    answers = list(answer_videos(model, processor, clips, QUESTION, pruning_ratio=0.3, **few))
     assert [answer.video for answer in answers] == clips
     messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
     for clip, answer in zip(clips, answers, strict=True):
-        inputs = processor(text=[prompt], videos=[clip], num_frames=2, return_metadata=True, return_tensors="pt")
+        options = {"num_frames": 4, "return_metadata": True, "return_tensors": "pt"}
+        inputs = process(processor, text=[prompt], videos=[clip], **options)
         metadata = inputs.pop("video_metadata")[0]
         tokens = model.generate(**inputs, pruning_ratio=0.3, max_new_tokens=3, do_sample=False)
         length = inputs["input_ids"].shape[1]
@@ -113,9 +117,14 @@ def test_answers_are_those_of_one_call_after_the_other(model, processor, clips):
         assert torch.equal(answer.keep_mask, seen.keep_mask[0])
         assert torch.equal(answer.token_scores, seen.token_scores[0])
         assert answer.timestamps == tuple(metadata.timestamps)
-        assert (answer.num_frames, answer.grid, answer.duration) == (2, GRID, metadata.duration)
-        # floor(0.3 * 32) = 9 are dropped.
-        assert (answer.video_tokens, answer.video_tokens_kept) == (32, 23)
+        assert (answer.num_frames, answer.duration) == (len(metadata.frames_indices), metadata.duration)
+        frames, blocks = answer.keep_mask.shape
+        assert frames == answer.num_frames / getattr(processor.video_processor, "temporal_patch_size", 1)
+        assert blocks == answer.grid[0] * answer.grid[1]
+        assert (answer.video_tokens, answer.video_tokens_kept) == (
+            frames * blocks,
+            num_kept_blocks(frames, blocks, 0.3),
+        )
         assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_indices.shape[1])
 
 

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from transformers import Qwen3VLProcessor
 
+from stts_hf.data.frames import process
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_batches, make_prompt
 from tests.checkpoints import BLOCKS, load_of_one_answer, load_talkative
 
@@ -28,6 +30,20 @@ def model():
 
 @pytest.fixture(scope="module")
 def prompts(processor, media) -> list[Prompt]:
+    return make_all(processor, media)
+
+
+@pytest.fixture(scope="module", params=["molmo2", "qwen3_vl"])
+def backbone(request, hub_configs, model, processor, media) -> Any:
+    """Model, processor and prompts of each backbone."""
+    if request.param == "molmo2":
+        return model, processor, make_all(processor, media)
+    folder = hub_configs / "stts-qwen3-vl-tiny"
+    other = Qwen3VLProcessor.from_pretrained(folder)
+    return load_talkative(folder), other, make_all(other, media)
+
+
+def make_all(processor, media) -> list[Prompt]:
     return [make(processor, kind, str(media / file) if file else None, text) for kind, file, text in QUESTIONS]
 
 
@@ -43,9 +59,8 @@ def one_by_one(model, processor, prompts, pruning_ratio: float, **options: Any) 
     found = []
     for prompt in prompts:
         images = list(prompt.images) or None
-        inputs = processor(
-            text=[prompt.head + prompt.tail], videos=list(prompt.videos) or None, images=images, return_tensors="pt"
-        )
+        videos = list(prompt.videos) or None
+        inputs = process(processor, text=[prompt.head + prompt.tail], videos=videos, images=images, return_tensors="pt")
         inputs.pop("video_metadata", None)
         length = inputs["input_ids"].shape[1]
         output = model.generate(**inputs, pruning_ratio=pruning_ratio, return_dict_in_generate=True, **options)
@@ -69,7 +84,8 @@ def batched(model, processor, prompts, **options: Any) -> list[tuple[str, int, i
 
 
 @pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
-def test_batches_give_what_one_prompt_after_the_other_does(model, processor, prompts, pruning_ratio):
+def test_batches_give_what_one_prompt_after_the_other_does(backbone, pruning_ratio):
+    model, processor, prompts = backbone
     expected = one_by_one(model, processor, prompts, pruning_ratio, **GREEDY)
     assert len({written for written, *_ in expected}) >= 4
     # In one batch: "two.mp4" has more questions than there is room for at once.
@@ -84,7 +100,8 @@ def test_compact_positions_are_continued_too(model, processor, prompts, monkeypa
     assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **GREEDY) == expected
 
 
-def test_beam_search_gives_what_it_gives_one_by_one(model, processor, prompts):
+def test_beam_search_gives_what_it_gives_one_by_one(backbone):
+    model, processor, prompts = backbone
     beams = GREEDY | {"num_beams": 2}
     expected = one_by_one(model, processor, prompts[:3], 0.5, **beams)
     assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **beams) == expected

@@ -1,0 +1,229 @@
+"""
+Videos for the processor of any backbone: which frames, read by seeking, and what they become, before and after.
+
+`STTSProcessor` reads videos itself. For a native processor they are read here: it chooses the frames by its own rule,
+they come in its size as soon as each is decoded, and it gets them with their times, so that all it makes of them is
+what it makes of a file that was decoded whole.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+from transformers.image_processing_backends import TorchvisionBackend
+from transformers.image_utils import SizeDict, load_image
+from transformers.video_utils import VideoMetadata
+
+from stts_hf.modeling.video_processing_stts import (
+    checked_metadata,
+    frame_budget,
+    frames_tensor,
+    normalize_videos,
+    one_each,
+)
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
+
+# A call's settings, each under the names that video processors have for it; the first that one has is meant.
+SETTINGS = {"num_frames": ("max_frames", "num_frames"), "max_fps": ("max_fps", "fps")}
+_COUNTED = 0.05  # frames: how far a time may be from its place at a constant rate
+Grid = tuple[int, int, int]
+
+
+def process(
+    processor: Any, *, text: Sequence[str], videos: Sequence[Any] | None = None, images: Any = None, **options: Any
+) -> BatchFeature:
+    """
+    What `processor` makes of texts, videos and images.
+
+    videos: in the forms that `STTSVideoProcessor` takes. options: of the processor's call; also `num_frames` and
+    `max_fps`, the most frames and frames per second, and `test_time_scaling` with `pruning_ratio`, which raise what
+    caps a video's tokens until pruning leaves as many as there were without. Raises `ValueError` where a video cannot
+    be read or a setting is out of range.
+    """
+    if videos is None or reads_files(processor):
+        return processor(text=text, videos=videos, images=images, **options)
+    processor = copy.copy(processor)
+    processor.video_processor = changed(processor.video_processor, options)
+    reader = FrameReader(processor.video_processor, bool(options.pop("do_sample_frames", True)))
+    metadata = one_each(options.pop("video_metadata", None), len(videos))
+    read = [reader.read(video, metadata[index], index) for index, video in enumerate(normalize_videos(list(videos)))]
+    videos_kwargs = {
+        "video_metadata": [counted(shown) for _, shown in read],
+        "do_sample_frames": False,
+        "do_resize": False,  # they have their size
+        "return_metadata": True,  # the prompt says when frames are shown
+    }
+    wants_metadata = options.pop("return_metadata", False)
+    outputs = processor(
+        text=text, videos=[frames for frames, _ in read], images=images, videos_kwargs=videos_kwargs, **options
+    )
+    outputs.pop("video_metadata", None)
+    if wants_metadata:
+        outputs["video_metadata"] = [shown for _, shown in read]
+    return outputs
+
+
+def reads_files(processor: Any) -> bool:
+    """Whether the processor reads files by seeking itself."""
+    return hasattr(processor.video_processor, "probe")
+
+
+def changed(video_processor: Any, options: dict[str, Any]) -> Any:
+    """A copy with the settings among `options`, which are taken out; native processors take few of them in a call."""
+    video_processor = copy.copy(video_processor)
+    scales, ratio = options.pop("test_time_scaling", False), options.pop("pruning_ratio", None)
+    for name in [name for name in options if name in SETTINGS or name in ("fps", "min_frames", "max_frames", "size")]:
+        set_frames(video_processor, **{name: options.pop(name)})
+    if scales:
+        if ratio is None:
+            raise ValueError("test_time_scaling=True needs the pruning_ratio that it makes up for.")
+        scale_budget(video_processor, ratio)
+    return video_processor
+
+
+def set_frames(video_processor: Any, **settings: Any) -> None:
+    """Sets `num_frames`, `max_fps` and others under the names that the processor has for them; None leaves it be."""
+    for name, value in settings.items():
+        names = SETTINGS.get(name, (name,))
+        known = [name for name in names if name in video_processor.valid_kwargs.__annotations__]
+        if value is not None:
+            setattr(video_processor, known[0], value)
+
+
+def get_frames(video_processor: Any) -> dict[str, Any]:
+    """The settings that `set_frames` sets."""
+    return {
+        name: next(getattr(video_processor, known) for known in names if hasattr(video_processor, known))
+        for name, names in SETTINGS.items()
+    }
+
+
+def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
+    """Raises frames and, where all frames share them, pixels to `1 / (1 - pruning_ratio)` of what they are."""
+    video_processor.max_frames = frame_budget(video_processor.max_frames, pruning_ratio)
+    few, more = (_native_grid(video_processor, frames, 4096, 4096).prod() for frames in (64, 128))
+    if more < 2 * few:
+        size = dict(video_processor.size)
+        video_processor.size = size | {"longest_edge": frame_budget(size["longest_edge"], pruning_ratio)}
+
+
+class FrameReader:
+    """Frames as a native video processor wants them. samples: whether it chooses them, or takes all there are."""
+
+    def __init__(self, video_processor: Any, samples: bool = True):
+        self.video_processor, self.samples = video_processor, samples
+
+    def choose(self, metadata: VideoMetadata) -> list[int]:
+        """Indices of the frames to show, by the processor's own rule."""
+        if not self.samples:
+            return list(range(int(metadata.total_num_frames)))
+        settings = self.video_processor
+        names = [name for name in settings.valid_kwargs.__annotations__ if name != "video_metadata"]
+        call = {name: getattr(settings, name, None) for name in names}
+        return np.asarray(settings.sample_frames(metadata=metadata, **call)).tolist()
+
+    def read(self, video: Any, metadata: Any, index: int) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        """The frames to show `(T, 3, height, width)`, in their final size, and what is shown."""
+        if isinstance(video, str):
+            with VideoFile(getattr(video, "source", video)) as file:
+                chosen = self.choose(file.describe())
+                size = self.size(len(chosen), *picture_size(file, chosen))
+                frames, shown = file.read(chosen, size, self.resize)
+            return self.fill(frames, shown)
+        if isinstance(video, list | tuple):  # pictures, or paths of them
+            video = np.stack([np.asarray(load_image(picture).convert("RGB")) for picture in video])
+        frames = frames_tensor(video, index, None)
+        shown = checked_metadata(metadata, len(frames), index, self.samples)
+        if shown.fps is None:
+            shown.fps = float(self.video_processor.fps or 1)  # so that all are shown
+        if self.samples:
+            shown.frames_indices = self.choose(shown)
+            frames = frames[shown.frames_indices]
+        size = self.size(len(frames), *frames.shape[-2:])
+        return self.fill(torch.stack([self.resize(frame, size) for frame in frames]), shown)
+
+    def size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width that the processor gives so many frames of this size."""
+        if not self.video_processor.do_resize:
+            return height, width
+        _, rows, columns = _native_grid(self.video_processor, num_frames, height, width).tolist()
+        return rows * self.video_processor.patch_size, columns * self.video_processor.patch_size
+
+    def resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """A picture (3, height, width) in another size, by the very steps of native preprocessing."""
+        settings, wanted = self.video_processor, SizeDict(height=size[0], width=size[1])
+        return TorchvisionBackend.resize(settings, image=picture, size=wanted, resample=settings.resample)
+
+    def fill(self, frames: torch.Tensor, shown: STTSVideoMetadata) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        """The same for a video that has too few frames for one tubelet: the last one stays on."""
+        lacking = self.video_processor.temporal_patch_size - len(frames)
+        if lacking > 0:
+            frames = torch.cat([frames, frames[-1:].expand(lacking, -1, -1, -1)])
+        return frames, shown
+
+
+def picture_size(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:
+    """Height and width of the frames as they are shown, which no header says for sure; decodes one of them."""
+    try:
+        frames, _ = file.read(indices[:1])
+    except ValueError:  # it is damaged
+        frames, _ = file.read(indices)
+    return frames.shape[-2], frames.shape[-1]
+
+
+def _native_grid(video_processor: Any, num_frames: int, height: int, width: int) -> torch.Tensor:
+    """The grid (3,) in patches that the processor makes of such frames, which have no pixels here."""
+    num_frames = max(num_frames, video_processor.temporal_patch_size)
+    frames = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
+    made = video_processor([frames], do_sample_frames=False, video_metadata=[{"total_num_frames": num_frames}])
+    return torch.as_tensor(made["video_grid_thw"])[0]
+
+
+def counted(shown: STTSVideoMetadata) -> VideoMetadata:
+    """
+    The same for a native processor, which takes a frame's index over `fps` for its time: where that is not so, since
+    the rate varies, in place of the index what gives the true time.
+    """
+    indices: list[Any] = list(shown.frames_indices or [])
+    fps = shown.fps or 1.0
+    places = [time * fps for time in shown.timestamps]
+    if any(abs(place - index) > _COUNTED for place, index in zip(places, indices, strict=True)):
+        indices = places
+    return VideoMetadata(shown.total_num_frames, fps, duration=shown.duration, frames_indices=indices)
+
+
+def probe(processor: Any, video: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
+    """
+    The entry of a video file in what the processor calls grids, (3,), and which frames it shows; at most one frame is
+    decoded. Where frames turn out to be damaged, fewer are shown.
+    """
+    settings = processor.video_processor
+    if reads_files(processor):
+        shown = settings.probe(video)
+        return torch.tensor([len(shown.frames_indices), *settings.block_grid]), shown
+    reader = FrameReader(settings)
+    with VideoFile(video) as file:
+        chosen = reader.choose(file.describe())
+        grid = _native_grid(settings, len(chosen), *picture_size(file, chosen))
+        return grid, file.describe(chosen)
+
+
+def download_limits(processor: Any) -> tuple[int, float]:
+    """Most bytes and seconds of a download."""
+    settings = processor.video_processor
+    return getattr(settings, "max_download_bytes", 2**31), getattr(settings, "max_download_seconds", 600)
+
+
+def grid_name(processor: Any) -> str:
+    """What the processor calls the grids of videos; it gives them last."""
+    return processor.video_processor.model_input_names[-1]
+
+
+def block_grids(processor: Any, inputs: Mapping[str, Any]) -> list[Grid]:
+    """`(T, rows, columns)` in blocks of each video in a processor's output."""
+    side = getattr(processor.video_processor, "merge_size", 1)  # of those that count patches
+    grids = inputs[grid_name(processor)].tolist() if grid_name(processor) in inputs else []
+    return [(frames, rows // side, columns // side) for frames, rows, columns in grids]

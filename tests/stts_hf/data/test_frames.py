@@ -1,0 +1,189 @@
+"""Videos for a native processor: what it makes of files read by seeking is what it makes of whole decoded ones."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLVideoProcessor, Qwen3VLProcessor
+
+from stts_hf.data.frames import FrameReader, block_grids, probe, process, scale_budget
+from stts_hf.modeling.scoring_stts import num_kept_blocks
+from stts_hf.modeling.video_reading_stts import VideoFile
+from tests.clips import frame_number, write_clip
+
+TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def native(hub_configs) -> Qwen3VLProcessor:
+    return Qwen3VLProcessor.from_pretrained(hub_configs / "stts-qwen3-vl-tiny")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    return {
+        "wide": write_clip(folder / "wide.mp4", 70, fps=20, size=(96, 160)),  # 7 frames, an odd number
+        "tall": write_clip(folder / "tall.mkv", 50, size=(128, 64)),
+        "large": write_clip(folder / "large.mp4", 100, fps=10, size=(288, 400)),  # above the pixel budget
+        "slow": write_clip(folder / "slow.mp4", 90, fps=1, size=(64, 64)),  # above the frame budget
+        "two": write_clip(folder / "two.mp4", 2),
+        "one": write_clip(folder / "one.mp4", 1),
+    }
+
+
+def seconds_of(processor, inputs):
+    """The times in the prompt."""
+    return [
+        float(time) for time in re.findall(r"<([\d.]+) seconds>", processor.tokenizer.decode(inputs["input_ids"][0]))
+    ]
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("names", [["wide"], ["large"], ["slow"], ["two"], ["tall", "wide"]], ids="+".join)
+def test_a_file_is_what_the_native_processor_makes_of_all_its_frames(native, clips, names):
+    """Which frames, when, in which size, their pixels: all native code's own, which samples from the whole array."""
+    text, image = [TEXT * len(names) + "<|image_pad|>"], Image.new("RGB", (90, 60), (9, 99, 200))
+    ours = process(native, text=text, videos=[clips[name] for name in names], images=[image], return_tensors="pt")
+    decoded, metadata = [], []
+    for name in names:
+        with VideoFile(str(clips[name])) as file:
+            decoded.append(file.read()[0])
+            metadata.append({"total_num_frames": len(decoded[-1]), "fps": file.fps})
+    options = {"do_sample_frames": True, "video_metadata": metadata, "return_tensors": "pt"}
+    assert_same(ours, native(text=text, videos=decoded, images=[image], **options))
+
+
+def test_only_frames_that_are_shown_are_read(native, clips, monkeypatch):
+    read, decode = [], VideoFile._decode_all
+
+    def note_down(self, wanted, keep):
+        read.append(wanted)
+        decode(self, wanted, keep)
+
+    monkeypatch.setattr(VideoFile, "_decode_all", note_down)
+    process(native, text=[TEXT], videos=[clips["wide"]], return_tensors="pt")
+    assert read == [[0], np.linspace(0, 69, 7).round().astype(int).tolist()]
+
+
+def test_times_are_true_where_the_rate_varies(native, tmp_path):
+    times = [0.0, 0.1, 0.2, 0.3, 3.0, 3.5, 4.0, 6.0]
+    clip = write_clip(tmp_path / "uneven.mkv", times=times)
+    inputs = process(native, text=[TEXT], videos=[clip], return_tensors="pt", return_metadata=True)
+    shown = inputs.pop("video_metadata")[0]
+    chosen = [times[index] for index in shown.frames_indices]
+    assert shown.timestamps == pytest.approx(chosen)
+    pairs = [*chosen, chosen[-1]][: len(chosen) + len(chosen) % 2]
+    means = [(first + second) / 2 for first, second in zip(pairs[::2], pairs[1::2], strict=True)]
+    assert seconds_of(native, inputs) == pytest.approx(means, abs=0.051)  # one decimal
+
+
+@pytest.mark.parametrize("form", ["array", "pictures", "files", "bytes", "row"])
+def test_a_video_may_come_in_any_form(native, clips, form, tmp_path):
+    path = clips["wide"]
+    with VideoFile(str(path)) as file:
+        frames = file.read()[0]
+    pictures = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames[::10]]
+    for number, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{number}.png")
+    given, options = {
+        "array": (frames.permute(0, 2, 3, 1).numpy(), {"video_metadata": [{"fps": 20.0, "total_num_frames": 70}]}),
+        "pictures": (pictures, {}),
+        "files": ([str(tmp_path / f"{number}.png") for number in range(7)], {}),
+        "bytes": (path.read_bytes(), {}),
+        "row": ({"bytes": None, "path": str(path)}, {}),
+    }[form]
+    inputs = process(native, text=[TEXT], videos=[given], return_tensors="pt", return_metadata=True, **options)
+    expected = process(native, text=[TEXT], videos=[path], return_tensors="pt", return_metadata=True)
+    assert inputs["video_grid_thw"].tolist() == expected["video_grid_thw"].tolist()
+    shown = inputs["video_metadata"][0]
+    if form in ("pictures", "files"):  # all of them, two per second
+        assert shown.timestamps == [0.5 * number for number in range(7)]
+    else:
+        assert torch.equal(inputs["pixel_values_videos"], expected["pixel_values_videos"])
+        assert shown.frames_indices == expected["video_metadata"][0].frames_indices
+
+
+def test_a_video_of_one_frame_is_shown_twice(native, clips):
+    inputs = process(native, text=[TEXT], videos=[clips["one"]], return_tensors="pt", return_metadata=True)
+    assert inputs["video_grid_thw"][0, 0] == 1
+    assert inputs["video_metadata"][0].timestamps == [0.0]
+
+
+@pytest.mark.parametrize("options", [{"num_frames": 4}, {"max_fps": 1}, {"max_frames": 4}, {"fps": 1}], ids=str)
+def test_settings_hold_for_one_call(native, clips, options):
+    inputs = process(native, text=[TEXT], videos=[clips["large"]], return_tensors="pt", **options)
+    assert inputs["video_grid_thw"][0, 0] == (5 if 1 in options.values() else 2)
+    again = process(native, text=[TEXT], videos=[clips["large"]], return_tensors="pt")
+    assert again["video_grid_thw"][0, 0] == 10
+
+
+@pytest.mark.parametrize("name", ["large", "slow"])
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+def test_scaling_fills_up_what_pruning_takes(native, clips, name, ratio):
+    """Of a large video by resolution, of a long one by frames; never more, and less by rounding to blocks alone."""
+
+    def blocks(**options):
+        inputs = process(native, text=[TEXT], videos=[clips[name]], return_tensors="pt", **options)
+        ((tubelets, rows, columns),) = block_grids(native, inputs)
+        return tubelets, rows * columns
+
+    tubelets, per_tubelet = blocks()
+    more, larger = blocks(test_time_scaling=True, pruning_ratio=ratio)
+    kept, before = num_kept_blocks(more, larger, ratio), tubelets * per_tubelet
+    if name == "slow" and ratio == 0.5:
+        assert (more, larger) == (45, per_tubelet)  # all 90 frames
+    elif name == "slow" and ratio == 0.9:
+        assert more == 45
+    else:
+        assert 0.8 * before < kept <= 1.05 * before
+        assert larger > per_tubelet if name == "large" else more > tubelets
+
+
+def test_scaling_leaves_a_budget_that_each_frame_has_alone(native):
+    """Qwen2.5-VL's pixels are those of one frame: more of both would count twice."""
+    of_all, of_each = copy.copy(native.video_processor), Qwen2VLVideoProcessor()
+    sizes = [settings.size["longest_edge"] for settings in (of_all, of_each)]
+    for settings in (of_all, of_each):
+        frames = settings.max_frames
+        scale_budget(settings, 0.5)
+        assert settings.max_frames == 2 * frames
+    assert [settings.size["longest_edge"] for settings in (of_all, of_each)] == [2 * sizes[0], sizes[1]]
+    assert native.video_processor.size["longest_edge"] == sizes[0]
+
+
+@pytest.mark.parametrize("name", ["wide", "tall", "large", "two", "one"])
+def test_what_a_file_becomes_is_known_before(native, clips, name):
+    grid, shown = probe(native, str(clips[name]))
+    inputs = process(native, text=[TEXT], videos=[clips[name]], return_tensors="pt", return_metadata=True)
+    assert grid.tolist() == inputs["video_grid_thw"][0].tolist()
+    assert shown.timestamps == inputs["video_metadata"][0].timestamps
+
+
+def test_a_frame_is_the_one_that_its_index_says(native, clips):
+    settings = copy.copy(native.video_processor)
+    settings.do_resize = False
+    frames, shown = FrameReader(settings).read(str(clips["wide"]), None, 0)
+    assert [frame_number(frame.permute(1, 2, 0).numpy()) for frame in frames] == shown.frames_indices
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"test_time_scaling": True}, "needs the pruning_ratio"),
+        ({"test_time_scaling": True, "pruning_ratio": 1.0}, "at most 0.999, got 1.0"),
+        ({"videos": ["gone.mp4"]}, "There is no video file 'gone.mp4'"),
+        ({"videos": [3]}, r"videos\[0\] is 3"),
+    ],
+)
+def test_bad_input_is_refused(native, clips, options, said):
+    with pytest.raises(ValueError, match=said):
+        process(native, **({"text": [TEXT], "videos": [clips["two"]], "return_tensors": "pt"} | options))
