@@ -71,7 +71,7 @@ __version__ = "0.1.0"
 __all__ = [*_MODULES, "register_auto_classes"]
 
 
-def backbones() -> dict[_typing.Any, _typing.Any]:
+def _backbones() -> dict[_typing.Any, _typing.Any]:
     """The model class of each configuration class."""
     from stts_hf.modeling.configuration_stts import STTSConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
@@ -89,7 +89,7 @@ def register_auto_classes() -> None:
     from stts_hf.modeling.processing_stts import STTSProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
-    for config, model in backbones().items():
+    for config, model in _backbones().items():
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto_model in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
             getattr(transformers, auto_model).register(config, model, exist_ok=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import stts_hf
+from stts_hf import _backbones
 
 from .files import dangling_links
 
@@ -55,7 +56,7 @@ def load_config_and_processor(
     options: dict[str, Any] = {"revision": revision or "main"}
     with _loading(checkpoint):
         kind = PreTrainedConfig.get_config_dict(checkpoint, **options)[0].get("model_type")
-    stock = {config_class.native.model_type: config_class for config_class in stts_hf.backbones()}
+    stock = {config_class.native.model_type: config_class for config_class in _backbones()}
     if kind in stock and selector in (None, "scorer"):
         raise ValueError(
             f"checkpoint {checkpoint} is a stock {stock[kind].family} model, which has no trained scorer: choose the "
@@ -85,7 +86,7 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
 
     options |= {"config": config, "revision": revision or "main"}
     with _loading(checkpoint):
-        own = stts_hf.backbones().get(type(config))
+        own = _backbones().get(type(config))
         if own is not None:
             model: Any = own.from_pretrained(checkpoint, **options)
         else:
