@@ -53,11 +53,15 @@ def holds_packed_rows(tokens: Tokens, cache: Cache | None, text_config: PreTrain
     return False
 
 
-def check_exclusive(mm_encoder_outputs: Any, kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for arguments that describe what is no more once tokens are dropped."""
-    if mm_encoder_outputs:
+def check_exclusive(kwargs: dict[str, Any], changes: bool = True) -> None:
+    """
+    Raises `ValueError` for arguments that describe what is no more once tokens are dropped. changes: whether this call
+    encodes pixels itself, drops tokens, or lays rows out anew.
+    """
+    if kwargs.get("mm_encoder_outputs") and changes:
         raise ValueError(
-            "`mm_encoder_outputs` excludes `pixel_values_videos`, `pruned_length` and packed rows; pass the pixels."
+            "`mm_encoder_outputs` came with pixels, `pruned_length`, packed rows, or `past_key_values` of a call that "
+            "dropped video tokens. Pass the pixels instead of it."
         )
     if "cu_seq_lens_q" in kwargs:
         raise ValueError(
@@ -90,8 +94,9 @@ def check_grids(name: str, grids: torch.Tensor) -> list[tuple[int, int, int]]:
     The grid `(T, rows, cols)` of each video or image, on the host; raises `ValueError` or `TypeError` where `grids`
     (V, 3) are none.
     """
+    kind = name.partition("_")[0]
     if grids.dim() != 2 or grids.shape[1] != 3:
-        raise ValueError(f"`{name}` has shape {tuple(grids.shape)}, but must be (videos, 3): frames, rows, columns.")
+        raise ValueError(f"`{name}` has shape {tuple(grids.shape)}, but must be ({kind}s, 3): frames, rows, columns.")
     if grids.is_floating_point():
         raise TypeError(
             f"`{name}` is {grids.dtype}, but must count frames, rows and columns in whole numbers; pass what the "
@@ -99,7 +104,7 @@ def check_grids(name: str, grids: torch.Tensor) -> list[tuple[int, int, int]]:
         )
     read = [(int(frames), int(rows), int(cols)) for frames, rows, cols in grids.tolist()]
     if not read or min(min(grid) for grid in read) < 1:
-        raise ValueError(f"`{name}` is {read}, but every video needs at least one frame, row and column.")
+        raise ValueError(f"`{name}` is {read}, but every {kind} needs at least one frame, row and column.")
     return read
 
 

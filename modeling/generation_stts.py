@@ -9,8 +9,11 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
-from .pruning_stts import PrunedInputs, PruningBackbone, VideoFeatures
-from .sequence_stts import CachedPrompt, KeptSequence, Tokens, any_row_is_packed, token_order
+from .cache_stts import CachedPrompt
+from .checks_stts import check_exclusive
+from .plan_stts import VideoFeatures
+from .pruning_stts import PrunedInputs, PruningBackbone
+from .sequence_stts import KeptSequence, Tokens, any_row_is_packed, token_order
 from .settings_stts import check_pruning_ratio
 
 
@@ -106,7 +109,9 @@ class STTSGeneration(GenerativeModel):
                 "Raise it, or pass `max_new_tokens`."
             )
         prompt = whole.input_ids
-        pruned = model.prune(new, model.take_vision_inputs(kwargs), cache, ratio)
+        vision = model.take_vision_inputs(kwargs)
+        check_exclusive(kwargs, not vision.keys().isdisjoint(model.pixels))
+        pruned = model.prune(new, vision, cache, ratio)
         kwargs.update(native_inputs(model, pruned, whole_ids))
         length = (kwargs["input_ids"] if prompt is not None else pruned.kept_indices).shape[1]
         limits = shorten_limits(self.generation_config, generation_config, kwargs, whole.shape[1] - length)
@@ -272,7 +277,7 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool)
             places = note.kept_indices[:, :columns]
             past = note.token_ids.to(past.device).gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
         inputs["input_ids"] = torch.cat([past, tokens.input_ids], dim=-1)
-    inputs |= model.merge_inputs(pruned)
+    inputs |= model.merge_inputs(pruned, by_row=True)
     if tokens.inputs_embeds is not None:
         embeds = inputs.get("inputs_embeds", tokens.inputs_embeds)
         inputs["inputs_embeds"] = torch.nn.functional.pad(embeds, (0, 0, columns, 0))
@@ -282,8 +287,8 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool)
 def features_of_rows(pruned: PrunedInputs) -> Any:
     """One entry per row, in the order of its placeholders: beams and samples then repeat whole rows."""
     some = pruned.features[0][1]
-    if len(pruned.features) == 1 and pruned.features_per_row is not None:
-        return list(some.split(pruned.features_per_row))
+    if len(pruned.features) == 1:
+        return pruned.by_row(0, some)
     merged = some.new_zeros(*pruned.kept_indices.shape, some.shape[-1])
     for placeholders, features in pruned.features:
         merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))

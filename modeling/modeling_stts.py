@@ -29,13 +29,15 @@ from transformers.models.molmo2.modeling_molmo2 import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from .cache_stts import CachedPrompt
 from .checks_stts import MASKED_TEXT_ATTENTION, check_exclusive, check_settings, check_tensors, holds_packed_rows
 from .configuration_stts import STTSConfig
 from .generation_stts import STTSGeneration, features_of_rows
-from .outputs_stts import PruningHead, PruningOutput, check_targets
-from .pruning_stts import PrunedInputs, PruningBackbone, PruningPlan, VideoFeatures
-from .sequence_stts import CachedPrompt, Tokens, placeholders_of_videos
-from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, check_video_inputs
+from .outputs_stts import PruningHead, PruningOutput, TaskOutput, check_targets
+from .plan_stts import VideoFeatures
+from .pruning_stts import PrunedInputs, PruningBackbone
+from .sequence_stts import Tokens, placeholders_of_videos
+from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved model carries the processor's code.
@@ -51,7 +53,7 @@ class STTSModelOutputWithPast(PruningOutput, Molmo2ModelOutputWithPast):
 
 
 @dataclass
-class STTSCausalLMOutputWithPast(PruningOutput, Molmo2CausalLMOutputWithPast):
+class STTSCausalLMOutputWithPast(PruningOutput, TaskOutput, Molmo2CausalLMOutputWithPast):
     """
     Molmo2's output on the sequence that is left, and what was left.
 
@@ -117,7 +119,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
 
     def plan_videos(
         self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
-    ) -> PruningPlan:
+    ) -> STTSVisionPlan:
         """
         What stays of each video. vision: pixel_values_videos (F, N, pixels) frames of all videos, video_token_pooling
         (G, S) patches of each block, -1 for padding, video_grids (V, 3) = (T, rows, cols). Raises `ValueError` where
@@ -125,16 +127,16 @@ class STTSModel(PruningBackbone, Molmo2Model):
         """
         grids = check_video_inputs(vision, self.config.vision_config)
         num_layers = self.config.vision_config.num_hidden_layers
-        return PruningPlan(
+        return STTSVisionPlan(
             vision["video_token_pooling"].to(vision["pixel_values_videos"].device).long(),
             grids,
             self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio,
-            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
             with_temporal_loss,
             self.config.detach_temporal_target,
+            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
         )
 
-    def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
+    def encode_videos(self, pixel_values: torch.Tensor, plan: STTSVisionPlan, **kwargs: Any) -> VideoFeatures:
         """Scores the blocks of all frames (F, N, pixels), drops what the plan says and pools the rest."""
         if pixel_values.dim() == 4:
             pixel_values = pixel_values.flatten(0, 1)
@@ -153,7 +155,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         """All images of a call; per image (image tokens, text hidden size)."""
         return self.get_image_features(*check_tensors(vision, *self.image_inputs))
 
-    def merge_inputs(self, pruned: PrunedInputs) -> dict[str, Any]:
+    def merge_inputs(self, pruned: PrunedInputs, by_row: bool = False) -> dict[str, Any]:
         """Images' and videos' features as one modality, since they share a placeholder."""
         if not pruned.features:
             return {}
@@ -186,10 +188,8 @@ class STTSModel(PruningBackbone, Molmo2Model):
         **kwargs: Any,
     ) -> tuple | VideoFeatures:
         """Features of the kept blocks of each video; arguments as in `plan_videos`."""
-        check_settings(pruning_ratio)
         vision = dict(zip(self.video_inputs, (pixel_values_videos, video_token_pooling, video_grids), strict=True))
-        plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
-        return self.encode_videos(pixel_values_videos, plan, **kwargs)
+        return self.encode_call(vision, pruning_ratio, with_temporal_loss, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -244,7 +244,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
                 **kwargs,
             )
             return STTSModelOutputWithPast(**outputs)
-        check_exclusive(mm_encoder_outputs, kwargs)
+        check_exclusive(kwargs | {"mm_encoder_outputs": mm_encoder_outputs})
         pruned = self.prune(
             tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss
         )

@@ -19,16 +19,22 @@ class PruningOutput(ModelOutput):
     """
     Goes before a native output class.
 
-    task_loss: cross entropy of the next token. temporal_loss: unweighted; None without videos, for untrained selectors,
-    and outside training without labels. token_scores, keep_mask: per video (T, n). kept_indices: (B, L') place of every
-    column of `logits` in the caller's sequence, -1 for filler.
+    temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
+    token_scores, keep_mask: per video (T, n). kept_indices: (B, L') place of every column of `logits` in the caller's
+    sequence, -1 for filler.
     """
 
-    task_loss: torch.Tensor | None = None
     temporal_loss: torch.Tensor | None = None
     token_scores: tuple[torch.Tensor, ...] | None = None
     keep_mask: tuple[torch.Tensor, ...] | None = None
     kept_indices: torch.Tensor | None = None
+
+
+@dataclass
+class TaskOutput(ModelOutput):
+    """Goes between `PruningOutput` and a native output class with a loss. task_loss: of the next token."""
+
+    task_loss: torch.Tensor | None = None
 
 
 @dataclass
@@ -37,7 +43,7 @@ class PruningModelOutputWithPast(PruningOutput, BaseModelOutputWithPast):
 
 
 @dataclass
-class PruningCausalLMOutputWithPast(PruningOutput, CausalLMOutputWithPast):
+class PruningCausalLMOutputWithPast(PruningOutput, TaskOutput, CausalLMOutputWithPast):
     """
     Logits and the rest on the sequence that is left, where the native model has no output class of its own.
 

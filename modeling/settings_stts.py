@@ -132,11 +132,12 @@ def auto_map(suffix: str = "", native: str = "") -> dict[str, str]:
     return {"AutoConfig": f"configuration_stts{suffix}.STTS{native}Config"} | dict.fromkeys(names, model)
 
 
-def check_vision_config(value: object, model_type: str = "stts_vision") -> None:
+def check_vision_config(value: object, model_type: str | None = None) -> None:
     """Raises `ValueError` for a vision config that cannot prune, such as a stock model's."""
     if not hasattr(value, "pruning_ratio"):
         kind = getattr(value, "model_type", type(value).__name__)
-        raise ValueError(f"`vision_config` has `model_type` {kind!r}, but must be {model_type!r}.")
+        wanted = "that of an STTS model" if model_type is None else repr(model_type)
+        raise ValueError(f"`vision_config` has `model_type` {kind!r}, but must be {wanted}.")
 
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ class PruningConfig(ModelConfig):
         other = next((name for name in self.vision_names if name in kwargs), None)
         if self.vision_config is None and other is not None:
             kwargs[other] = with_settings(kwargs[other], given)
-        else:
+        elif not isinstance(self.vision_config, PreTrainedConfig) or hasattr(self.vision_config, "pruning_ratio"):
+            # A stock model's would become one that can prune: `validate_vision_config` refuses it.
             self.vision_config = with_settings(self.vision_config, given)
         super().__post_init__(**kwargs)
 

@@ -4,7 +4,7 @@
 (paper section 3). Images take the native path untouched.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +33,7 @@ from .layout_stts import (
     sequence_with_refill,
     spread_to_patches,
 )
-from .pruning_stts import PruningPlan
+from .plan_stts import PruningPlan
 from .scoring_stts import RankingTower, select_blocks, temporal_loss
 
 # Per call of the connector: kernels put the batch into a dimension of CUDA's grid, which has this limit.
@@ -57,6 +57,24 @@ class STTSVisionOutput(ModelOutput):
     temporal_loss: torch.Tensor | None = None
     last_hidden_state: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class STTSVisionPlan(PruningPlan):
+    """feature_layers: layers whose outputs the connector takes, not negative."""
+
+    feature_layers: list[int] = field(default_factory=list)
+
+    def check_blocks(self, num_patches: int) -> None:
+        """Raises `ValueError` where a video's blocks have fewer slots than its frames have patches (`N`)."""
+        window_size = self.block_patches.shape[1]
+        for _, rows, cols in self.grids:
+            if rows * cols * window_size < num_patches:
+                raise ValueError(
+                    f"`video_grids` has {rows} x {cols} blocks of {window_size} patches, too few for the {num_patches} "
+                    "patches of a frame. The video processor's `size`, `patch_size` and `pooling_size` must be those "
+                    "of `vision_config`."
+                )
 
 
 def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) -> list[tuple[int, int, int]]:
@@ -196,7 +214,7 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
         self.add_scorer(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim)
         self.post_init()
 
-    def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs: Any) -> Any:
+    def forward(self, pixel_values: torch.Tensor, pruning: STTSVisionPlan | None = None, **kwargs: Any) -> Any:
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
         returns an `STTSVisionOutput`, with the layers' outputs where `output_hidden_states` asks for them. Raises
@@ -259,7 +277,7 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
         return output
 
     def pack_survivors(
-        self, kept_blocks: torch.Tensor, pruning: PruningPlan, num_frames: int, size: int
+        self, kept_blocks: torch.Tensor, pruning: STTSVisionPlan, num_frames: int, size: int
     ) -> tuple[FrameSequence, FrameBins | None]:
         """The layout of the survivors among `F` frames of `N = size` patches: their sequence, and bins if wanted."""
         frame_blocks = [rows * cols for frames, rows, cols in pruning.grids for _ in range(frames)]

@@ -28,29 +28,30 @@ from .layout_stts import (
     sequence_kept_patches,
     spread_to_patches,
 )
-from .pruning_stts import PruningPlan, VideoFeatures
+from .plan_stts import PruningPlan, VideoFeatures
 from .scoring_stts import RankingTower, select_blocks, temporal_loss
 
 
 class STTSQwen3VLVisionAttention(Qwen3VLVisionAttention):
-    """Native attention, and beside it attention within the frames of a packed sequence."""
+    """Native attention, and beside it attention within the frames of videos."""
 
     def forward(  # type: ignore[override]  # `max_seqlen` is handed on
         self,
         hidden_states: torch.Tensor,
         cu_seqlens: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        sequence: FrameSequence | None = None,
-        bins: FrameBins | None = None,
-        drops: bool = False,
+        longest: int | None = None,
+        survivors: FrameSequence | None = None,
         key_bias: torch.Tensor | None = None,
+        bins: FrameBins | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """
-        With `sequence`: its patches (P, D), in `bins` if there are any; or, where it `drops`, all patches (F * N, D),
-        which are keys with key_bias (F * N,) or None, the sequence's the queries; returns (P, D). Else as in Qwen3-VL.
+        With `longest`, the bound of a frame's patches: patches (P, D) of frames that end at cu_seqlens, in `bins` if
+        there are any. All are keys, with key_bias (P,) or None; the queries are all or, as in layer `l + 1`, the
+        `survivors`, (P', D) of which are returned. Else as in Qwen3-VL.
         """
-        if sequence is None or position_embeddings is None:
+        if longest is None or position_embeddings is None:
             return super().forward(hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs)
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
         query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
@@ -64,12 +65,10 @@ class STTSQwen3VLVisionAttention(Qwen3VLVisionAttention):
             query, key, value = (states.unflatten(-1, heads) for states in packed)
             output = binned_attention(query, key, value, bins.attention_mask, **settings)
             return self.proj(bins.unpack(output.flatten(-2)))
-        bounds, longest = sequence.cu_seqlens, sequence.max_seqlen
-        if drops:
-            query = query[sequence.patch_index]
-        output = packed_attention(
-            query, key, value, bounds, cu_seqlens, longest, longest, key_bias=key_bias, **settings
-        )
+        ends = cu_seqlens
+        if survivors is not None:
+            query, ends = query[survivors.patch_index], survivors.cu_seqlens
+        output = packed_attention(query, key, value, ends, cu_seqlens, longest, longest, key_bias=key_bias, **settings)
         return self.proj(output.flatten(-2))
 
 
@@ -84,16 +83,17 @@ class STTSQwen3VLVisionBlock(Qwen3VLVisionBlock):
         self,
         hidden_states: torch.Tensor,
         cu_seqlens: torch.Tensor,
+        key_bias: torch.Tensor | None = None,
         survivors: FrameSequence | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """
         With `survivors`, as layer `l + 1`: (F * N, D) -> (P, D); all patches are keys, but only survivors have outputs.
-        Else as in Qwen3-VL.
+        Else as in Qwen3-VL. Gradients reach what is passed by place alone where they are checkpointed.
         """
         if survivors is None:
             return super().forward(hidden_states, cu_seqlens, **kwargs)
-        attended = self.attn(self.norm1(hidden_states), cu_seqlens, sequence=survivors, drops=True, **kwargs)
+        attended = self.attn(self.norm1(hidden_states), cu_seqlens, survivors=survivors, key_bias=key_bias, **kwargs)
         hidden_states = hidden_states[survivors.patch_index] + attended
         return hidden_states + self.mlp(self.norm2(hidden_states))
 
@@ -112,17 +112,31 @@ class STTSQwen3VLVisionModel(RankingTower, Qwen3VLVisionModel):
         self.post_init()
 
     def embed(
-        self, pixel_values: torch.Tensor, grid_thw: torch.Tensor
+        self, pixel_values: torch.Tensor, grids: list[tuple[int, int, int]]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Patches (F * N, D) with their learned positions, and the angles of their rotary ones, as the native model."""
+        """
+        Patches (F * N, D) of videos of `grids` in blocks with their learned positions, and the angles of their rotary
+        ones, as the native model. All frames of a video have the same, so they are made once, from host numbers.
+        """
         side = self.spatial_merge_size
+        frame = torch.tensor([[1, side * rows, side * cols] for _, rows, cols in grids])
+        sizes = [side * side * rows * cols for _, rows, cols in grids]
         indices, weights = get_vision_interpolation_indices_and_weights(
-            grid_thw, self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners, side
+            frame, self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners, side
         )
+        of_frames = (
+            states.to(pixel_values.device) for states in (indices, weights, get_vision_position_ids(frame, side))
+        )
+        indices, weights, places = of_frames
         hidden_states = self.patch_embed(pixel_values)
-        positions = (self.pos_embed(indices) * weights[:, :, None]).sum(1)
-        hidden_states = hidden_states + positions.to(hidden_states.dtype)
-        return hidden_states, self.rotary_pos_emb(hidden_states, get_vision_position_ids(grid_thw, side))
+        learned = (self.pos_embed(indices) * weights[:, :, None]).sum(1)
+        rotary = self.rotary_pos_emb(hidden_states, places)
+
+        def repeat(states: torch.Tensor) -> torch.Tensor:
+            videos = zip(states.split(sizes), grids, strict=True)
+            return torch.cat([video.repeat(frames, 1) for video, (frames, _, _) in videos])
+
+        return hidden_states + repeat(learned.to(hidden_states.dtype)), tuple(repeat(part) for part in rotary)
 
     def forward(
         self,
@@ -138,41 +152,39 @@ class STTSQwen3VLVisionModel(RankingTower, Qwen3VLVisionModel):
         if pruning is None:
             return super().forward(hidden_states, grid_thw, **kwargs)
         self.check_call(kwargs)
-        side, layer, grids = self.spatial_merge_size, self.config.pruning_layer, pruning.grids
-        thw = [[frames, side * rows, side * cols] for frames, rows, cols in grids]
-        hidden_states, rotation = self.embed(hidden_states, torch.tensor(thw, device=hidden_states.device))
+        layer, grids, key_bias = self.config.pruning_layer, pruning.grids, None
+        hidden_states, rotation = self.embed(hidden_states, grids)
         frame_blocks = [rows * cols for frames, rows, cols in grids for _ in range(frames)]
-        frame_lengths = [side * side * blocks for blocks in frame_blocks]
+        frame_lengths = [self.spatial_merge_unit * blocks for blocks in frame_blocks]
         bounds, longest = frame_bounds(frame_lengths, hidden_states.device), max(frame_lengths)
-        options: dict[str, Any] = {"cu_seqlens": bounds, "position_embeddings": rotation, "max_seqlen": longest}
+        options: dict[str, Any] = {"position_embeddings": rotation, "longest": longest}
         asked = bool(kwargs.get("output_hidden_states"))
         states = {-1: hidden_states} if asked else {}  # outputs of layers by their index
         for index, block in enumerate(self.blocks):
-            hidden_states = block(hidden_states, **options)
+            hidden_states = block(hidden_states, bounds, key_bias, **options)
             if asked or index in self.deepstack_visual_indexes:
                 states[index] = hidden_states
             if index == layer:
                 blocks = hidden_states.unflatten(0, pruning.block_patches.shape)  # (G, S, D)
                 scores, bias = self.rank_blocks(blocks, grids, pruning.num_kept)
-                key_bias = None if bias is None else spread_to_patches(bias, pruning.block_patches, len(hidden_states))
+                if bias is not None:
+                    key_bias = spread_to_patches(bias, pruning.block_patches, len(hidden_states))
                 keep_mask, kept_blocks = select_blocks(scores, grids, pruning.num_kept)
                 block_frame = frame_of_blocks(frame_blocks, kept_blocks.device)
                 sequence = sequence_kept_patches(kept_blocks, pruning.block_patches, block_frame, frame_lengths)
-                options |= {"survivors": sequence, "key_bias": key_bias}
+                options["survivors"] = sequence
             elif index == layer + 1:
                 kept_rotation = (rotation[0][sequence.patch_index], rotation[1][sequence.patch_index])
-                options = {
-                    "cu_seqlens": sequence.cu_seqlens,
-                    "position_embeddings": kept_rotation,
-                    "sequence": sequence,
-                }
+                bounds, key_bias, options = sequence.cu_seqlens, None, options | {"position_embeddings": kept_rotation}
+                del options["survivors"]
                 if self.config.packing != "varlen" and len(kept_blocks):
                     options["bins"] = bin_frames(sequence, sequence.cu_seqlens.diff().tolist(), longest)
 
         taps = []
-        for index, merger in zip(self.deepstack_visual_indexes, self.deepstack_merger_list, strict=True):
+        indexes = list(self.deepstack_visual_indexes)
+        for index in sorted(set(indexes)):  # as the native model, in the order of layers
             tapped = states[index] if index > layer else states[index][sequence.patch_index]
-            taps.append(merger(tapped).split(pruning.num_kept))
+            taps.append(self.deepstack_merger_list[indexes.index(index)](tapped).split(pruning.num_kept))
         with_loss = pruning.with_temporal_loss and self.config.selector == "scorer"
         return VideoFeatures(
             last_hidden_state=hidden_states,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tests import tiny, tiny_qwen3_vl
 from tests.modeling import reference
 from tests.modeling.test_forward_stock import stock_twin as stock_molmo2
@@ -101,3 +103,27 @@ def qwen3_vl() -> Backbone:
 
 
 BACKBONES = [molmo2(), qwen3_vl()]
+
+
+def prompt(inputs: Inputs) -> Inputs:
+    """Without labels, as for `generate`."""
+    return {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def longer(inputs: Inputs, sequences: torch.Tensor, num_tokens: int = 5, seed: int = 7) -> Inputs:
+    """The next turn: what was said so far and some more text."""
+    generator = torch.Generator().manual_seed(seed)
+    question = torch.randint(1, 500, (len(sequences), num_tokens), generator=generator)
+    added = sequences.shape[1] + num_tokens - inputs["input_ids"].shape[1]
+    return inputs | {
+        "input_ids": torch.cat([sequences, question], dim=-1),
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, added), value=1),
+        "mm_token_type_ids": torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, added)),
+    }
+
+
+def without_vision(inputs: Inputs) -> Inputs:
+    """What a cache has not seen of a turn: its text."""
+    return {
+        name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from stts_hf.modeling.pruning_stts import PruningPlan
+from stts_hf.modeling.vision_stts import STTSVisionPlan
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.towers import video_inputs
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
@@ -173,7 +173,7 @@ def test_the_tower_with_a_fixed_plan_is_exported(image_size):
     tower = tiny_model(config).model.vision_tower
     inputs = video_inputs(config, [4, 2])
     grids = [(frames, rows, cols) for frames, rows, cols in inputs["video_grids"].tolist()]
-    plan = PruningPlan(inputs["video_token_pooling"].long(), grids, 0.5, [5, 1])
+    plan = STTSVisionPlan(inputs["video_token_pooling"].long(), grids, 0.5, feature_layers=[5, 1])
 
     class Tower(torch.nn.Module):
         def __init__(self) -> None:

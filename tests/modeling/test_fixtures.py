@@ -18,7 +18,7 @@ from stts_hf.modeling.modeling_stts import (
     STTSForConditionalGeneration,
     STTSModel,
 )
-from stts_hf.modeling.pruning_stts import VideoFeatures
+from stts_hf.modeling.plan_stts import VideoFeatures
 from tests.fixture_files import (
     VisionFixture,
     checkpoint_forms,

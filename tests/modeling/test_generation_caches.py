@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from stts_hf.modeling.sequence_stts import CachedPrompt
+from stts_hf.modeling.cache_stts import CachedPrompt
 from tests.modeling.reference import Inputs
 from tests.tiny import Part, Video, build_inputs, tiny_model
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from tests.backbones import longer, without_vision
 from tests.modeling.reference import Inputs
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
 from tests.version_marks import since_transformers_5_23
@@ -23,26 +24,6 @@ PROMPTS: dict[str, list[list[Part]]] = {
 @pytest.fixture(scope="module", params=["original", "compact"])
 def model(request):
     return tiny_model(tiny_config(model_overrides={"pruned_position_ids": request.param}))
-
-
-def longer(inputs: Inputs, sequences: torch.Tensor, num_tokens: int = 5, seed: int = 7) -> Inputs:
-    """The next turn: what was said so far and some more text."""
-    generator = torch.Generator().manual_seed(seed)
-    question = torch.randint(1, 512, (len(sequences), num_tokens), generator=generator)
-    added = sequences.shape[1] + num_tokens - inputs["input_ids"].shape[1]
-    return inputs | {
-        "input_ids": torch.cat([sequences, question], dim=-1),
-        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, added), value=1),
-        "mm_token_type_ids": torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, added)),
-    }
-
-
-def without_vision(inputs: Inputs) -> Inputs:
-    return {
-        name: value
-        for name, value in inputs.items()
-        if "video" not in name and "image" not in name and "pixel" not in name
-    }
 
 
 def first_turn(model, inputs: Inputs, **settings):
@@ -157,25 +138,6 @@ def test_a_copied_cache_serves_two_continuations(model):
         turn = longer(inputs, first.sequences, seed=seed)
         found = model.generate(**without_vision(turn), **GREEDY, past_key_values=cache)
         assert torch.equal(found, model.generate(**turn, **GREEDY))
-
-
-def test_a_video_after_a_turn_of_text(model):
-    """The cache holds text only, so the video's tokens find everything as it would be without a cache."""
-    rows: list[list[Part]] = [[6, Video(3), 4], [6, Video(2), 14]]
-    inputs = build_inputs(rows)
-    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(-1)
-    head = int(starts.max()) + 4
-    assert (inputs["input_ids"][:, :head] < 512).all()
-    cache = DynamicCache()
-    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    with torch.no_grad():
-        model(
-            input_ids=inputs["input_ids"][:, :head],
-            attention_mask=inputs["attention_mask"][:, :head],
-            position_ids=positions[:, :head],
-            past_key_values=cache,
-        )
-    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), model.generate(**inputs, **GREEDY))
 
 
 @pytest.fixture

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from stts_hf.modeling import attention_stts
+from stts_hf.modeling import attention_stts, vision_stts_qwen3_vl
 from stts_hf.modeling.attention_stts import padded_frames
+from stts_hf.modeling.sequence_stts import Tokens
+from tests.backbones import Clip, Inputs, Rows
 from tests.tiny import Part, Video, build_inputs, tiny_config, tiny_model
 
 ONE: list[list[Part]] = [[3, Video(4), 5]]
@@ -61,7 +63,19 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def on_host(function):
+    """Of host numbers a real CPU makes these tensors, which a fake one cannot."""
+
+    def made(grids, *arguments):
+        with unset_fake_temporarily():
+            return function(grids.constant, *arguments)
+
+    return made
+
+
 def stand_in(monkeypatch) -> None:
+    for name in ("get_vision_interpolation_indices_and_weights", "get_vision_position_ids"):
+        monkeypatch.setattr(vision_stts_qwen3_vl, name, on_host(getattr(vision_stts_qwen3_vl, name)))
     monkeypatch.setattr(attention_stts, "varlen_attn", kernel_stand_in)
     monkeypatch.setattr(attention_stts, "has_flash", lambda index: True)
 
@@ -83,7 +97,7 @@ def flex_stand_in(module, query, key, value, attention_mask, **kwargs):
 
 
 def to_device(model, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """In place for the model; `video_grids` stay on the host, where the processor leaves them."""
+    """In place for the model; grids stay on the host, where the processor leaves them."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cuda")
@@ -95,7 +109,7 @@ def to_device(model, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dic
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
-    return {name: value if name == "video_grids" else fake(value) for name, value in inputs.items()}
+    return {name: value if "video_grid" in name else fake(value) for name, value in inputs.items()}
 
 
 def call(rows, monkeypatch, dtype=torch.bfloat16, text="sdpa", train=False, config: Any = None, packed=False, **kw):
@@ -141,6 +155,54 @@ def test_other_towers(monkeypatch, config):
 @fake_cuda
 def test_packed_rows(monkeypatch):
     call(ONE, monkeypatch, train=True, packed=True)
+
+
+ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), Clip(2), 9]]
+
+
+def vision_of(model, inputs: Inputs) -> Inputs:
+    return {name: inputs[name] for name in model.model.video_inputs if name in inputs}
+
+
+@fake_cuda
+@pytest.mark.parametrize("config", [{}, {"selector": "cosine"}, {"_attn_implementation": "eager"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_the_tower_of_every_backbone(backbone, monkeypatch, dtype, config):
+    stand_in(monkeypatch)
+    model = backbone.model(**config).train()
+    inputs = vision_of(model, backbone.batch(ROWS, "left"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        video = model.model.get_video_features(**to_device(model, inputs, dtype), with_temporal_loss=True)
+    assert all(features.is_cuda for features in video.pooler_output)
+
+
+@fake_cuda
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+def test_dropping_tokens_of_every_backbone(backbone, monkeypatch, pruning_ratio):
+    """What is ours of a call; native forwards of some backbones wait. Positions that are given need not be counted."""
+    stand_in(monkeypatch)
+    model, inputs = backbone.model().train(), backbone.batch(ROWS, "left")
+    counts = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    axes = model.model.num_axes
+    inputs["position_ids"] = counts.expand(axes, -1, -1) if axes else counts
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = to_device(model, inputs, torch.bfloat16)
+        vision = vision_of(model, inputs)
+        tokens = Tokens(**{name: value for name, value in inputs.items() if name not in (*vision, "labels")})
+        pruned = model.model.prune(tokens, vision, None, pruning_ratio, 70, False, True)
+    assert pruned.tokens.input_ids.shape == (2, 70)
+    assert pruned.tokens.input_ids.is_cuda
+
+
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+def test_nothing_in_the_backward_pass_of_a_tower_waits(backbone, monkeypatch, packing):
+    monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "padded")
+    model = backbone.model(packing=packing).train()
+    video = model.model.get_video_features(**vision_of(model, backbone.batch(ROWS, "left")), with_temporal_loss=True)
+    with Recorder() as recorder:
+        (torch.cat(video.pooler_output).sum() + video.temporal_loss).backward()
+    assert "aten.mm" in recorder.seen
+    assert not recorder.seen & WAITING
 
 
 def operations_of_backward(model, **options) -> set[str]:

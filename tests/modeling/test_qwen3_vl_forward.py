@@ -119,6 +119,13 @@ def test_positions_are_native_ones_of_the_whole_prompt_gathered(model, padding_s
         assert torch.equal(given[0][-3:, row, shown], whole[:, row, kept[row, shown]])
 
 
+def test_positions_that_count_tokens_say_nothing_new(model):
+    inputs = batch(samples(BATCHES["several-videos-and-images"]))
+    counts = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs, position_ids=counts).logits, model(**inputs).logits)
+
+
 @pytest.mark.parametrize("form", ["axes", "order-and-axes"])
 def test_positions_of_the_caller_are_followed(model, form):
     (row,) = samples(BATCHES["one-video"])
@@ -195,7 +202,7 @@ def test_no_sample_sees_another(model):
     changed["input_ids"][0, 1] = (changed["input_ids"][0, 1] + 1) % TEXT_VOCABULARY
     with torch.no_grad():
         before, after = model(**packed, pruning_ratio=0.5), model(**changed, pruning_ratio=0.5)
-        as_one = model(**packed, pruning_ratio=0.5, packed_rows=False)
+        as_one = model(**{name: value for name, value in packed.items() if name != "position_ids"}, pruning_ratio=0.5)
     first = before.kept_indices[0] < samples(SAMPLES)[0]["input_ids"].shape[1]
     assert torch.equal(before.logits[0, ~first], after.logits[0, ~first])
     assert not torch.equal(before.logits[0, first], after.logits[0, first])
@@ -282,3 +289,23 @@ def test_a_video_after_a_cache_equals_one_call(model, before):
         cache = model(**seen, pruning_ratio=0.5).past_key_values
         outputs = model(**rest, past_key_values=cache, pruning_ratio=0.5)
     torch.testing.assert_close(outputs.logits, whole.logits[:, -outputs.logits.shape[1] :], **CLOSE)
+
+
+def test_features_made_beforehand_are_gone_on_with(model):
+    """`mm_encoder_outputs` and grids in place of pixels, as transformers takes them: positions go by the grids."""
+    inputs = batch(samples([[3, Video(4, 3, 3), 9]]))
+    grids = {"video_grid_thw": inputs["video_grid_thw"]}
+    per_token = {name: inputs[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    pixels = inputs["pixel_values_videos"]
+    with torch.no_grad():
+        encoded = model.model.get_video_features(pixels, **grids, pruning_ratio=0.0)
+        whole = model(**per_token, **grids, pixel_values_videos=pixels, pruning_ratio=0.0)
+        given: Any = {"mm_encoder_outputs": {"video": encoded}} | grids
+        first = {name: value[:, :-6] for name, value in per_token.items()}
+        cache = model(**first, **given).past_key_values
+        model.model.rope_deltas = torch.full((2, 1), 40)  # as native code might leave them
+        steps = model(input_ids=per_token["input_ids"][:, -6:], past_key_values=cache).logits
+    torch.testing.assert_close(steps, whole.logits[:, -6:], **CLOSE)
+    settings: Any = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "do_sample": False, "num_beams": 2}
+    expected = model.generate(**per_token, **grids, pixel_values_videos=pixels, pruning_ratio=0.0, **settings)
+    assert torch.equal(model.generate(**per_token, **given, **settings), expected)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from tests.backbones import longer, without_vision
 from tests.naive_qwen3_vl import naive_forward
 from tests.tiny_qwen3_vl import Image, Inputs, Part, Video, batch, samples, text_of, tiny_model
 from tests.version_marks import since_transformers_5_23
@@ -126,22 +127,6 @@ def test_positions_of_the_caller_are_followed(model):
 # Second turns.
 
 
-def longer(inputs: Inputs, sequences: torch.Tensor, num_tokens: int = 4, seed: int = 7) -> Inputs:
-    """The next turn: what was said so far and some more text."""
-    generator = torch.Generator().manual_seed(seed)
-    question = torch.randint(1, 500, (len(sequences), num_tokens), generator=generator)
-    added = sequences.shape[1] + num_tokens - inputs["input_ids"].shape[1]
-    return inputs | {
-        "input_ids": torch.cat([sequences, question], dim=-1),
-        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, added), value=1),
-        "mm_token_type_ids": torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, added)),
-    }
-
-
-def without_vision(inputs: Inputs) -> Inputs:
-    return {name: value for name, value in inputs.items() if "grid" not in name and "pixel" not in name}
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize(
     "form",
@@ -195,7 +180,7 @@ def test_a_new_video_in_a_second_turn_equals_recomputing(model):
 def test_forward_goes_on_after_generate(model):
     inputs = text_of(batch(samples(PROMPTS["different-lengths"])))
     out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    turn = longer(inputs, out.sequences)
+    turn = longer(inputs, out.sequences, num_tokens=4)
     with torch.no_grad():
         expected = model(**turn).logits[:, -5:]
         more = {"input_ids": turn["input_ids"][:, -5:], "attention_mask": turn["attention_mask"]}

@@ -66,7 +66,15 @@ BAD: dict[str, tuple[Any, str]] = {
         r"`image_grid_thw` is .* must be multiples of `spatial_merge_size` = 2",
     ),
     "grids-of-nothing": (change("video_grid_thw", lambda grids: grids * 0), "every video needs at least one frame"),
-    "grids-of-two-columns": (change("video_grid_thw", lambda grids: grids[:, :2]), r"has shape \(2, 2\), but must be"),
+    "image-grids-of-nothing": (change("image_grid_thw", lambda grids: grids * 0), "every image needs at least one"),
+    "grids-of-two-columns": (
+        change("video_grid_thw", lambda grids: grids[:, :2]),
+        r"has shape \(2, 2\), but must be \(videos, 3\)",
+    ),
+    "features-beside-pixels": (
+        lambda inputs: inputs | {"mm_encoder_outputs": {"video": torch.zeros(1)}},
+        "`mm_encoder_outputs` came with pixels",
+    ),
     "fewer-patches-than-grids": (
         change("pixel_values_videos", lambda pixels: pixels[:-1]),
         r"`pixel_values_videos` has shape \(95, 96\), but `video_grid_thw` .* make it \(96, 96\)",
@@ -102,7 +110,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "a-ratio-out-of-range": (lambda inputs: inputs | {"pruning_ratio": 1.5}, "`pruning_ratio` is 1.5"),
     "positions-of-two-axes": (
         lambda inputs: inputs | {"position_ids": torch.zeros(2, *inputs["input_ids"].shape, dtype=torch.long)},
-        r"`position_ids` has shape \(2, 2",
+        r"`position_ids` has shape \(2, 2, .* but must be \(2, (\d+)\) or \(3, 2, \1\) or \(4, 2, \1\)",
+    ),
+    "positions-that-do-not-count": (
+        lambda inputs: inputs | {"position_ids": 2 * (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)},
+        r"`position_ids` \(batch, length\) beside images and videos may only count .* of row 0 do not grow by 1",
     ),
 }
 
@@ -127,6 +139,10 @@ def test_packed_samples_fill_no_cache_and_are_not_gone_on_with(model):
         model(**packed, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="`position_ids` start over"):
         model.generate(**text_of(packed), max_new_tokens=2)
+    length = packed["input_ids"].shape[1]
+    whole = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="no `attention_mask` but one of padding"):
+        model(**packed, attention_mask=whole, packed_rows=True)
     order = packed.pop("position_ids")
     with pytest.raises(ValueError, match="need `position_ids` that start over"):
         model(**packed, packed_rows=True)
@@ -155,11 +171,12 @@ def test_settings_that_have_no_meaning_are_refused(settings, message):
         tiny_config(**settings)
 
 
-def test_the_vision_config_of_stock_is_refused():
+@pytest.mark.parametrize("settings", [{}, {"pruning_ratio": 0.3}], ids=["", "settings"])
+def test_the_vision_config_of_stock_is_refused(settings):
     with pytest.raises(
         StrictDataclassClassValidationError, match="'qwen3_vl_vision', but must be 'stts_qwen3_vl_vision'"
     ):
-        STTSQwen3VLConfig(vision_config=Qwen3VLVisionConfig())
+        STTSQwen3VLConfig(vision_config=Qwen3VLVisionConfig(), **settings)
 
 
 @pytest.mark.parametrize("loads", [STTSQwen3VLConfig, STTSQwen3VLForConditionalGeneration])

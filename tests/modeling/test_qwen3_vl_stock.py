@@ -10,6 +10,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditional
 
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
 from tests.modeling.reference import assert_gradients_equal, gradients
+from tests.modeling.test_rooms import CORE
 from tests.tiny_qwen3_vl import (
     Image,
     Part,
@@ -49,6 +50,15 @@ def test_logits_and_gradients_are_stocks(packing, padding_side):
     torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=tolerance, rtol=0)
     torch.testing.assert_close(ours.task_loss, theirs.loss, atol=1e-6, rtol=0)
     assert_gradients_equal(gradients(model, ours.task_loss), gradients(stock, theirs.loss), tolerance)
+
+
+@pytest.mark.parametrize("taps", [(4, 1), (2, 0, 5)], ids=str)
+def test_taps_in_any_order_are_stocks(taps):
+    model = tiny_model(tiny_config(taps=taps, pruning_ratio=0.0), trained_scorer=False)
+    inputs = batch(samples([[3, Video(4), 5]]))
+    with torch.no_grad():
+        theirs = stock_twin(model)(**inputs).logits
+        torch.testing.assert_close(model(**inputs).logits, theirs, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [[[9], [14]], [[2, Image(), 4], [6]]], ids=["text", "images"])
@@ -104,9 +114,8 @@ def test_what_is_saved_is_what_is_loaded_and_no_file_is_molmo2s(tmp_path):
     model = tiny_model(tiny_config(pruning_ratio=0.3, selector="cosine", model_overrides={"temporal_loss_weight": 0.5}))
     model.save_pretrained(tmp_path / "once")
     files = {file.name for file in (tmp_path / "once").iterdir()}
-    core = {"scoring", "layout", "attention", "sequence", "settings", "checks", "pruning", "generation", "outputs"}
     own = {f"{room}_stts_qwen3_vl.py" for room in ("configuration", "vision", "modeling")}
-    assert {name for name in files if name.endswith(".py")} == {f"{room}_stts.py" for room in core} | own
+    assert {name for name in files if name.endswith(".py")} == {f"{room}_stts.py" for room in CORE} | own
     again = STTSQwen3VLForConditionalGeneration.from_pretrained(tmp_path / "once")
     assert again.config.temporal_loss_weight == 0.5
     assert again.config.vision_config.selector == "cosine"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from stts_hf.modeling.cache_stts import CachedPrompt
+from stts_hf.modeling.plan_stts import assign_videos_to_rows
 from stts_hf.modeling.sequence_stts import (
-    CachedPrompt,
     KeptSequence,
-    assign_videos_to_rows,
     find_samples,
     gather_columns,
     keep_tokens,

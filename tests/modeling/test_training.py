@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tests.backbones import Clip
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
@@ -16,17 +18,16 @@ def inputs():
 
 @pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-def test_gradient_checkpointing_changes_nothing(inputs, packing, use_reentrant):
-    model = tiny_model(tiny_config(packing=packing)).train()
+def test_gradient_checkpointing_changes_nothing(backbone, packing, use_reentrant):
+    model = backbone.model(packing=packing).train()
+    inputs = backbone.batch([[3, Clip(4), 5], [2, Clip(2), 9]], "right")
     expected_loss = model(**inputs).loss
     expected = gradients(model, expected_loss)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     calls = []
-    towers = (model.model.vision_tower, model.model.language_model)
-    hooks = [
-        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for tower in towers for layer in tower.layers
-    ]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    hooks = [layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in layers]
     loss = model(**inputs).loss
     assert torch.equal(loss, expected_loss)
     assert_gradients_equal(gradients(model, loss), expected)

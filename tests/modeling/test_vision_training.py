@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.pruning_stts import VideoFeatures
+from stts_hf.modeling.plan_stts import VideoFeatures
 from tests.modeling.towers import (
     FFD,
     assert_gradients_close,

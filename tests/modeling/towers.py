@@ -6,7 +6,7 @@ import torch
 
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.pruning_stts import VideoFeatures
+from stts_hf.modeling.plan_stts import VideoFeatures
 from stts_hf.modeling.scoring_stts import random_ranking
 from tests.naive import NaiveGeometry, NaiveVisionOutput, naive_vision_tower, weights_from_native
 from tests.tiny import Video, build_inputs, patch_grid

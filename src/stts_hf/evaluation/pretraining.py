@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
-from stts_hf.modeling.pruning_stts import PruningPlan, VideoFeatures
+from stts_hf.modeling.plan_stts import PruningPlan, VideoFeatures
 from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, module_of, parts_of
 from stts_hf.training.build import renew_scorer
 

@@ -24,8 +24,7 @@ from stts_hf.modeling.attention_stts import packed_attention
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
 from stts_hf.modeling.layout_stts import frame_bounds
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSModel
-from stts_hf.modeling.pruning_stts import PruningPlan
-from stts_hf.modeling.vision_stts import STTSVisionEncoderLayer, STTSVisionModel, STTSVisionOutput
+from stts_hf.modeling.vision_stts import STTSVisionEncoderLayer, STTSVisionModel, STTSVisionOutput, STTSVisionPlan
 
 
 @torch.no_grad()
@@ -152,7 +151,7 @@ class MergingVisionModel(STTSVisionModel):
         self.layers = nn.ModuleList([MergingEncoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.post_init()
 
-    def forward(self, pixel_values: torch.Tensor, pruning: PruningPlan | None = None, **kwargs: Any) -> Any:
+    def forward(self, pixel_values: torch.Tensor, pruning: STTSVisionPlan | None = None, **kwargs: Any) -> Any:
         """
         pixel_values: (F, N, patch_size^2 * channels). Images, and videos that lose nothing or everything, go through
         the unpruned layers. Else returns an `STTSVisionOutput`: `features` are groups of merged patches,

@@ -1,0 +1,291 @@
+"""What backbones share whose tokens have a position in time, height and width, and whose vision tokens are causal.
+
+Their towers take patches of all videos in one flat sequence, block by block, beside grids `(T, rows, cols)`. A call
+with videos or images goes `prune -> native forward`, which takes the features as `mm_encoder_outputs`. Native models
+keep in `rope_deltas` how far the last call's positions were ahead of its columns. Nothing here goes by that: positions
+come from the prompt, the caller or the note on a cache.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import is_flash_attention_requested
+
+from .cache_stts import CachedPrompt
+from .checks_stts import check_exclusive, check_finite, check_grids, check_settings, check_tensors, holds_packed_rows
+from .generation_stts import STTSGeneration
+from .outputs_stts import PruningModelOutputWithPast
+from .plan_stts import PruningPlan, VideoFeatures
+from .pruning_stts import PrunedInputs, PruningBackbone
+from .sequence_stts import Tokens, token_order
+
+IMAGE, VIDEO = 1, 2  # in `mm_token_type_ids`
+NATIVE_OUTPUTS = ("last_hidden_state", "past_key_values", "hidden_states", "attentions")
+
+
+class MropeBackbone(PruningBackbone):
+    """Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`."""
+
+    video_inputs = ("pixel_values_videos", "video_grid_thw")
+    image_inputs = ("pixel_values", "image_grid_thw")
+    num_axes = 3
+    vision_is_causal = True
+    visual: Any
+    rope_deltas: torch.Tensor | None
+
+    def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """As in `PruningBackbone`, grids on the host. Beside `mm_encoder_outputs` they alone say the positions."""
+        names = self.video_inputs[1:] + self.image_inputs[1:]
+        grids = {name: kwargs.get(name) for name in names} if kwargs.get("mm_encoder_outputs") else {}
+        vision = {name: value for name, value in grids.items() if value is not None}
+        vision |= super().take_vision_inputs(kwargs)
+        for name in names:
+            if isinstance(vision.get(name), torch.Tensor):
+                vision[name] = vision[name].cpu()
+        return vision
+
+    def goes_through(self, arguments: Collection[str]) -> bool:
+        """Images too: native `generate` would not remember the positions of what it leaves in a cache."""
+        return any(name in arguments for name in (*self.pixels, "mm_encoder_outputs"))
+
+    def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
+        """Placeholders of videos and of images, (B, L) each."""
+        places = [self.find_token(tokens, name) for name in (self.config.video_token_id, self.config.image_token_id)]
+        return places[0] & with_videos, places[1] & with_images
+
+    def read_grids(self, vision: dict[str, Any], names: tuple[str, ...]) -> list[tuple[int, int, int]]:
+        """
+        The grid `(T, rows, cols)` of each video or image in blocks, on the host; raises `ValueError` or `TypeError`
+        where pixels (patches, values) and grids (V, 3) in patches do not fit each other or the config.
+        """
+        pixel_values, grid_thw = check_tensors(vision, *names[:2])
+        grids, side = check_grids(names[1], grid_thw), self.visual.spatial_merge_size
+        if any(rows % side or cols % side for _, rows, cols in grids):
+            raise ValueError(
+                f"`{names[1]}` is {grids}, but rows and columns must be multiples of `spatial_merge_size` = {side}, "
+                "which must be the processor's `merge_size`."
+            )
+        expected = (sum(map(math.prod, grids)), self.visual.patch_embed.proj.weight[0].numel())
+        if tuple(pixel_values.shape) != expected:
+            raise ValueError(
+                f"`{names[0]}` has shape {tuple(pixel_values.shape)}, but `{names[1]}` and the vision config make it "
+                f"{expected}: patches, and values of a patch."
+            )
+        return [(frames, rows // side, cols // side) for frames, rows, cols in grids]
+
+    def plan_videos(
+        self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
+    ) -> PruningPlan:
+        """
+        What stays of each video. vision: pixel_values_videos (F * N, values of a patch), block by block, of the frames
+        of all videos; video_grid_thw (V, 3) in patches. Raises `ValueError` where they do not fit each other.
+        """
+        grids, pixels = self.read_grids(vision, self.video_inputs), vision[self.video_inputs[0]]
+        check_finite(pixels)
+        return PruningPlan(
+            torch.arange(len(pixels), device=pixels.device).view(-1, self.visual.spatial_merge_unit),
+            grids,
+            self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio,
+            with_temporal_loss,
+            self.config.detach_temporal_target,
+        )
+
+    def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
+        """Scores the blocks of all frames, drops what the plan says and merges the rest into tokens."""
+        return self.visual(pixel_values.to(self.visual.dtype), pruning=plan, **kwargs)
+
+    def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
+        """All images of a call, as the native model does."""
+        self.read_grids(vision, self.image_inputs)
+        pixels, grids = (vision[name] for name in self.image_inputs)
+        native: Any = self
+        return native.get_image_features(pixels, grids.to(pixels.device), return_dict=True)
+
+    def merge_inputs(self, pruned: PrunedInputs, by_row: bool = False) -> dict[str, Any]:
+        """Features, and those of the tower's taps where it has some, for the native forward, which scatters them."""
+        encoded: list[tuple[str, Any]] = [("video", pruned.video), ("image", pruned.images)]
+        outputs = {}
+        for index, (name, of) in enumerate((name, of) for name, of in encoded if of is not None):
+
+            def rows(features: torch.Tensor, index: int = index) -> Any:
+                return pruned.by_row(index, features) if by_row else [features]
+
+            taps = getattr(of, "deepstack_features", None)
+            outputs[name] = VideoFeatures(
+                pooler_output=rows(pruned.features[index][1]),
+                deepstack_features=[rows(torch.cat(list(tap))) for tap in taps] if taps else None,
+            )
+        return {"mm_encoder_outputs": outputs} if outputs else {}
+
+    def position_tokens(
+        self,
+        tokens: Tokens,
+        cached: CachedPrompt,
+        whole_mask: torch.Tensor | None,
+        vision: dict[str, Any],
+        placeholders: tuple[torch.Tensor, ...] | None,
+    ) -> torch.Tensor:
+        """
+        Native positions (3, B, L) of the whole prompt, counted anew in each sample of a row. Positions of the caller
+        that have three axes are taken as they are; others (B, L) say where samples, and over a cache what follows it,
+        begin. Without images and videos, (B, L). Raises `ValueError` where `mm_token_type_ids` are missing or not those
+        of the placeholders, and for positions (B, L) that do not count tokens.
+        """
+        given, types = tokens.position_ids, tokens.mm_token_type_ids
+        if not vision or placeholders is None or (given is not None and given.dim() == 3):
+            return super().position_tokens(tokens, cached, whole_mask, vision, placeholders)
+        if types is None:
+            raise ValueError(
+                "`mm_token_type_ids` is None, but positions beside images and videos need it; pass all that the "
+                "processor returns, or `position_ids` (3, batch, length)."
+            )
+        # Native code reads them one by one, so they come to the host together.
+        expected = VIDEO * placeholders[0].long() + IMAGE * placeholders[1].long()
+        optional = [(tokens.padding_mask, 1), (tokens.sample_ids, 0), (given, 0)]
+        columns = [torch.full_like(expected, other) if some is None else some.long() for some, other in optional]
+        expected, types, shown, samples, counts = torch.stack([expected, types.long(), *columns]).cpu().unbind()
+        if not torch.equal(types, expected):
+            raise ValueError(
+                f"`mm_token_type_ids` must be {VIDEO} for placeholders of videos, {IMAGE} for those of images and 0 "
+                f"elsewhere, but {int((types != expected).sum())} tokens differ; pass what the processor returns."
+            )
+        rows, masks = samples_as_rows(samples, shown.bool())
+        rope: Any = self
+        grids = {name: value for name, value in vision.items() if not name.startswith("pixel_values")}
+        native, _ = rope.get_rope_index(expected[rows], types[rows], attention_mask=masks.long(), **grids)
+        positions = native.new_zeros(self.num_axes, *expected.shape)
+        for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+            counted, start = counts[row, mask], 0
+            if given is not None:
+                if bool((counted.diff() != 1).any()):
+                    raise ValueError(
+                        "`position_ids` (batch, length) beside images and videos may only count the tokens of each "
+                        f"sample, but those of row {row} do not grow by 1; pass (3, batch, length), or leave them out."
+                    )
+                start = int(counted[0]) if cached.seen else 0
+            positions[:, row, mask] = native[:, index, mask] + start
+        positions = positions.to(placeholders[0].device)
+        return positions if given is not None and cached.seen else positions + cached.next_position
+
+    def compute_3d_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """As the native model, but not by what another call left behind."""
+        self.rope_deltas = None
+        native: Any = super()
+        return native.compute_3d_position_ids(*args, **kwargs)
+
+    @can_return_tuple
+    def get_video_features(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_grid_thw: torch.Tensor | None = None,
+        pruning_ratio: float | None = None,
+        with_temporal_loss: bool = False,
+        **kwargs: Any,
+    ) -> tuple | VideoFeatures:
+        """Features of the kept blocks of each video; arguments as in `plan_videos`."""
+        vision = dict(zip(self.video_inputs, (pixel_values_videos, video_grid_thw), strict=False))
+        return self.encode_call(vision, pruning_ratio, with_temporal_loss, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        mm_token_type_ids: torch.Tensor | None = None,
+        pruning_ratio: float | None = None,
+        pruned_length: int | None = None,
+        packed_rows: bool | None = None,
+        with_temporal_loss: bool = False,
+        **kwargs: Any,
+    ) -> tuple | PruningModelOutputWithPast:
+        """
+        As the native forward. pruning_ratio: in place of the config's. pruned_length: the length `L'` that every row
+        gets. packed_rows: whether rows hold several samples, which then fill no cache (None: where `position_ids`
+        (B, L), or the first of (4, B, L), start over). past_key_values: of an earlier call, which this one continues.
+        position_ids: (3, B, L) or (4, B, L); beside videos and images, (B, L) may only count the tokens of each sample.
+        """
+        vision = self.take_vision_inputs(kwargs)
+        check_settings(pruning_ratio, pruned_length)
+        tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
+        tokens.check_one_source()
+        if packed_rows is None:
+            ordered = replace(tokens, position_ids=token_order(position_ids, self.num_axes))
+            packed_rows = holds_packed_rows(ordered, past_key_values, self.config.text_config, bool(vision))
+        pruned, noted = None, CachedPrompt.of(past_key_values) is not None
+        has_length = pruned_length not in (None, tokens.shape[1])
+        if vision or noted or packed_rows or has_length:
+            check_exclusive(kwargs, packed_rows or has_length or not vision.keys().isdisjoint(self.pixels))
+            pruned = self.prune(
+                tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss
+            )
+            tokens = pruned.tokens
+            kwargs |= self.merge_inputs(pruned)
+            if packed_rows:
+                tokens, kwargs["use_cache"] = self.part_samples(tokens, past_key_values), False
+        native: Any = super()
+        outputs = native.forward(
+            input_ids=tokens.input_ids,
+            attention_mask=tokens.attention_mask,
+            position_ids=tokens.position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=tokens.inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        if pruned is not None and pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
+            pruned.cached_after.attach(outputs.past_key_values)
+        report = {name: outputs.get(name) for name in NATIVE_OUTPUTS} | (pruned.report if pruned else {})
+        return PruningModelOutputWithPast(**report)
+
+    def part_samples(self, left: Tokens, past_key_values: Cache | None) -> Tokens:
+        """
+        What tells the native model samples of a row apart: neither mask nor cache, but positions (4, B, L'), of which
+        the first counts from 0 in each sample, and is 0 in filler, which so parts from everything.
+        """
+        flash = is_flash_attention_requested(self.config.text_config)
+        padding_mask, samples, positions = left.padding_mask, left.sample_ids, left.position_ids
+        if samples is None or padding_mask is None or past_key_values is not None or (flash and left.shape[0] > 1):
+            raise ValueError(
+                "Several samples in a row need `position_ids` that start over and no `attention_mask` but one of "
+                "padding, fill no cache, and with flash attention are told apart in a batch of one row alone: leave "
+                "out `past_key_values` and a 4D mask, or use 'sdpa'."
+            )
+        assert positions is not None  # `prune` makes them
+        numbers = torch.where(padding_mask.bool(), samples, -1)
+        place = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+        starts = (numbers.diff(dim=-1, prepend=numbers[:, :1] - 1) != 0) | (numbers < 0)
+        order = place - torch.where(starts, place, 0).cummax(-1).values
+        positions = torch.cat([order[None], positions.expand(self.num_axes, -1, -1)])
+        return replace(left, position_ids=positions, attention_mask=None)
+
+
+class MropeGeneration(STTSGeneration):
+    """`STTSGeneration` for a model with a head whose `model` is a `MropeBackbone`."""
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the native model, for text alone; but not by what another call left behind."""
+        model: Any = self.get_submodule("model")
+        model.rope_deltas = None
+        return super()._prepare_position_ids_for_generation(*args, **kwargs)
+
+
+def samples_as_rows(sample_ids: torch.Tensor, shown: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """
+    Samples of rows (B, L) apart, on the host: the row of each, and where its tokens are, (samples, L) bool. Tokens that
+    are not `shown` (B, L) are of none.
+    """
+    rows, masks = [], []
+    for row, (numbers, seen) in enumerate(zip(sample_ids, shown, strict=True)):
+        of_samples = [seen & (numbers == number) for number in numbers[seen].unique()]
+        rows += [row] * len(of_samples)
+        masks += of_samples
+    return rows, torch.stack(masks)

@@ -1,0 +1,95 @@
+"""Turns over a cache, for every backbone: whatever was called in between, the answer is that to the whole prompt."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.backbones import Clip, Inputs, Picture, Rows, prompt
+from tests.modeling.reference import CLOSE
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
+MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
+TEXT: Rows = [[9], [5]]
+
+
+def tokens_of(inputs: Inputs, columns: slice) -> Inputs:
+    names = ("input_ids", "attention_mask")
+    return {name: inputs[name][:, columns] for name in names}
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_steps_over_a_cache_are_one_call(backbone, any_model, ratio):
+    inputs = prompt(backbone.batch([[*row, 4] for row in MIXED], "left"))
+    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
+    first = {name: value[:, :-4] if name in per_token else value for name, value in inputs.items()}
+    with torch.no_grad():
+        whole = any_model(**inputs, pruning_ratio=ratio).logits[:, -4:]
+        cache = any_model(**first, pruning_ratio=ratio).past_key_values
+        more = {"input_ids": inputs["input_ids"][:, -4:], "attention_mask": inputs["attention_mask"]}
+        steps = any_model(**more, past_key_values=cache).logits
+    torch.testing.assert_close(steps, whole, **CLOSE)
+
+
+@pytest.mark.parametrize("reuse", [True, False], ids=["over-the-cache", "anew"])
+def test_a_second_turn_is_an_ordinary_prompt(backbone, any_model, reuse):
+    inputs = prompt(backbone.batch(MIXED, "left"))
+    said = any_model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    at_once = any_model.generate(**inputs, **(GREEDY | {"max_new_tokens": 8}))
+    turn = inputs | {"input_ids": said.sequences}
+    for name, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+        turn[name] = torch.nn.functional.pad(inputs[name], (0, 4), value=value)
+    if reuse:
+        turn = {name: turn[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        turn["past_key_values"] = said.past_key_values
+    assert torch.equal(any_model.generate(**turn, **GREEDY), at_once)
+
+
+@pytest.mark.parametrize("filled_by", ["forward", "generate"])
+def test_a_video_after_a_turn_of_text_in_padded_rows(backbone, any_model, filled_by):
+    """The cache holds text only, so the video's tokens find everything as it would be without a cache."""
+    inputs = prompt(backbone.batch([[16, Clip(3), 4], [16, Clip(2), 14]], "left"))
+    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(-1)
+    assert starts.max() > 0
+    head = slice(0, int(starts.max()) + 4)
+    assert not inputs["mm_token_type_ids"][:, head].any()
+    cache, text = DynamicCache(), tokens_of(inputs, head)
+    if filled_by == "generate":
+        any_model.generate(**text, **(GREEDY | {"max_new_tokens": 1}), past_key_values=cache)
+    else:
+        positions = (text["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+        with torch.no_grad():
+            any_model(**text, position_ids=positions, past_key_values=cache)
+    assert cache.get_seq_length() == head.stop
+    settings = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
+    expected = any_model.generate(**inputs, **settings)
+    found = any_model.generate(**inputs, **settings, past_key_values=cache)
+    assert torch.equal(found.sequences, expected.sequences)
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["forward", "generate"])
+@pytest.mark.parametrize("other", ["forward", "generate"])
+@pytest.mark.parametrize("between", [MIXED, [[5], [4], [2]]], ids=["videos", "text"])
+def test_text_over_a_cache_of_text_whatever_was_called_in_between(backbone, any_model, way, other, between):
+    """Native models of positions in three axes keep what the last call was in the module."""
+    rows = TEXT if way == "generate" else [[9]]
+    inputs = prompt(backbone.batch(rows, "left"))
+    cache, seen = DynamicCache(), slice(0, 6)
+    options = {"past_key_values": cache} if way == "forward" else GREEDY | {"past_key_values": cache}
+    call = any_model if way == "forward" else any_model.generate
+    disturb = prompt(backbone.batch(between, "left"))
+    with torch.no_grad():
+        expected = call(**inputs, **({} if way == "forward" else GREEDY))
+        call(**tokens_of(inputs, seen), **(options | ({} if way == "forward" else {"max_new_tokens": 1})))
+        if other == "forward":
+            any_model(**disturb)
+        else:
+            any_model.generate(**disturb, **GREEDY)
+        if way == "generate":
+            assert torch.equal(any_model.generate(**inputs, **options), expected)
+        else:
+            rest = any_model(input_ids=inputs["input_ids"][:, 6:], past_key_values=cache)
+            torch.testing.assert_close(rest.logits, expected.logits[:, 6:], **CLOSE)
