@@ -136,7 +136,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
             [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
         )
 
-    def encode_videos(self, pixel_values: torch.Tensor, plan: STTSVisionPlan, **kwargs: Any) -> VideoFeatures:
+    def encode_videos(  # type: ignore[override]  # its own plan
+        self, pixel_values: torch.Tensor, plan: STTSVisionPlan, **kwargs: Any
+    ) -> VideoFeatures:
         """Scores the blocks of all frames (F, N, pixels), drops what the plan says and pools the rest."""
         if pixel_values.dim() == 4:
             pixel_values = pixel_values.flatten(0, 1)

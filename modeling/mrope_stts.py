@@ -37,7 +37,6 @@ class MropeBackbone(PruningBackbone):
     num_axes = 3
     vision_is_causal = True
     visual: Any
-    rope_deltas: torch.Tensor | None
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """As in `PruningBackbone`, grids on the host. Beside `mm_encoder_outputs` they alone say the positions."""

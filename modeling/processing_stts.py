@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     # which `Trainer` counts on when it pushes a checkpoint in the middle of training. The modules behind
     # `modeling_stts` are named for transformers 4, which else fails to find them before it reads the version above.
     from .attention_stts import packed_attention  # noqa: F401
+    from .cache_stts import CachedPrompt  # noqa: F401
     from .checks_stts import check_tensors  # noqa: F401
     from .configuration_stts import STTSConfig  # noqa: F401
     from .generation_stts import STTSGeneration  # noqa: F401
     from .layout_stts import cumulative_lengths  # noqa: F401
     from .modeling_stts import STTSForConditionalGeneration  # noqa: F401
     from .outputs_stts import PruningOutput  # noqa: F401
-    from .pruning_stts import PruningPlan  # noqa: F401
+    from .plan_stts import PruningPlan  # noqa: F401
+    from .pruning_stts import PruningBackbone  # noqa: F401
     from .scoring_stts import num_kept_blocks  # noqa: F401
-    from .sequence_stts import CachedPrompt  # noqa: F401
+    from .sequence_stts import KeptSequence  # noqa: F401
     from .settings_stts import PruningSettings  # noqa: F401
     from .video_reading_stts import VideoFile  # noqa: F401
     from .vision_stts import STTSVisionModel  # noqa: F401

@@ -203,7 +203,8 @@ class PruningBackbone(NativeModel):
             )
             if plan is not None or drops:
                 rows = RowPlan.read(found[0], tokens.padding_mask, num_blocks, pruned_length is not None)
-        images, of_images = None, torch.empty(0)
+        images: Any = None
+        of_images = torch.empty(0)
         if found is not None and self.image_inputs[0] in vision:
             images = self.encode_images(vision)
             of_images = torch.cat(list(images.pooler_output))

@@ -74,7 +74,7 @@ def check_shape(
     `ValueError` for other shapes. num_axes: of the model's positions, for the message.
     """
     if tuple(value.shape[axes:]) not in ((batch_size, length), (1, length)):
-        shapes = [(batch_size, length)]
+        shapes: list[tuple[int, ...]] = [(batch_size, length)]
         if num_axes:
             shapes += [(num_axes, batch_size, length), (1 + num_axes, batch_size, length)]
         raise ValueError(

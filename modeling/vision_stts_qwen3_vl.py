@@ -111,23 +111,27 @@ class STTSQwen3VLVisionModel(RankingTower, Qwen3VLVisionModel):
         self.add_scorer(config.hidden_size, config.intermediate_size, config.num_heads)
         self.post_init()
 
+    def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
+        """
+        Of the patches of one frame of each video, which are those of all its frames, on the host: rows of the table of
+        learned positions and their weights, (N of all, 4) each, and rows and columns, (N of all, 2).
+        """
+        side = self.spatial_merge_size
+        frame = torch.tensor([[1, side * rows, side * cols] for _, rows, cols in grids])
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            frame, self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners, side
+        )
+        return indices, weights, get_vision_position_ids(frame, side)
+
     def embed(
         self, pixel_values: torch.Tensor, grids: list[tuple[int, int, int]]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """
         Patches (F * N, D) of videos of `grids` in blocks with their learned positions, and the angles of their rotary
-        ones, as the native model. All frames of a video have the same, so they are made once, from host numbers.
+        ones, as the native model.
         """
-        side = self.spatial_merge_size
-        frame = torch.tensor([[1, side * rows, side * cols] for _, rows, cols in grids])
-        sizes = [side * side * rows * cols for _, rows, cols in grids]
-        indices, weights = get_vision_interpolation_indices_and_weights(
-            frame, self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners, side
-        )
-        of_frames = (
-            states.to(pixel_values.device) for states in (indices, weights, get_vision_position_ids(frame, side))
-        )
-        indices, weights, places = of_frames
+        indices, weights, places = (states.to(pixel_values.device) for states in self.place_patches(grids))
+        sizes = [self.spatial_merge_unit * rows * cols for _, rows, cols in grids]
         hidden_states = self.patch_embed(pixel_values)
         learned = (self.pos_embed(indices) * weights[:, :, None]).sum(1)
         rotary = self.rotary_pos_emb(hidden_states, places)

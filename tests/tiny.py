@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import Molmo2ForConditionalGeneration
+from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
@@ -108,6 +110,23 @@ def tiny_model(
     return model
 
 
+def stock_twin(model) -> Molmo2ForConditionalGeneration:
+    """Stock Molmo2 with the same settings and weights."""
+    config = model.config.to_dict()
+    parts: dict[str, Any] = {}
+    for part in ("vision_config", "adapter_config", "text_config"):
+        parts[part] = {
+            name: value
+            for name, value in config[part].items()
+            if name not in (*STTSConfig.vision_settings, "model_type", "architectures")
+        }
+    tokens = {name: value for name, value in config.items() if name.endswith(("_token_id", "_patch_id"))}
+    stock = Molmo2ForConditionalGeneration(Molmo2Config(**parts, **tokens)).eval()
+    shared = {name: value for name, value in model.state_dict().items() if ".scorer." not in name}
+    stock.load_state_dict(shared, strict=True)
+    return stock
+
+
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int = 0) -> None:
     """Draws every parameter anew: default initialisation gives attention that is nearly uniform and hides errors."""
@@ -120,10 +139,10 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
             scale, mean = 0.1, float(name.endswith("weight"))
         elif parameter.dim() == 1:
             scale, mean = 0.1, 0.0
-        elif "embed" in name and "patch_embedding" not in name:
+        elif "embed" in name and "patch_embed" not in name:
             scale, mean = 0.5, 0.0
         else:
-            scale, mean = parameter.shape[-1] ** -0.5, 0.0
+            scale, mean = parameter[0].numel() ** -0.5, 0.0
         parameter.copy_(mean + scale * noise)
 
 

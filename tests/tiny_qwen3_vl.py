@@ -18,6 +18,7 @@ from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
 from stts_hf.modeling.scoring_stts import FIRST_LOGIT
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS
+from tests.tiny import randomise
 
 TEXT_VOCABULARY, IMAGE_ID, VIDEO_ID, VISION_START, VISION_END = 500, 500, 501, 502, 503
 SIDE = 2  # of a block, in patches
@@ -95,24 +96,6 @@ def tiny_model(config: Any = None, seed: int = 0, trained_scorer: bool = True) -
         nn.init.zeros_(model.model.visual.scorer.score_layer.weight)
         nn.init.constant_(model.model.visual.scorer.score_layer.bias, FIRST_LOGIT)
     return model
-
-
-@torch.no_grad()
-def randomise(module: nn.Module, seed: int = 0) -> None:
-    """Draws every parameter anew: default initialisation gives attention that is nearly uniform and hides errors."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        mean = float("norm" in name and name.endswith("weight"))
-        if parameter.dim() == 1:
-            scale = 0.1
-        elif "embed_tokens" in name or "pos_embed" in name:
-            scale = 0.5
-        elif "score_layer" in name:
-            scale = 1.0  # scores spread over (0, 1)
-        else:
-            scale = parameter[0].numel() ** -0.5
-        parameter.copy_(mean + scale * noise)
 
 
 def stock_twin(model: Any) -> Qwen3VLForConditionalGeneration:

@@ -1,11 +1,13 @@
 """Turns over a cache, for every backbone: whatever was called in between, the answer is that to the whole prompt."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from stts_hf.modeling.cache_stts import CachedPrompt
 from tests.backbones import Clip, Inputs, Picture, Rows, prompt
 from tests.modeling.reference import CLOSE
 
@@ -30,6 +32,21 @@ def test_steps_over_a_cache_are_one_call(backbone, any_model, ratio):
         more = {"input_ids": inputs["input_ids"][:, -4:], "attention_mask": inputs["attention_mask"]}
         steps = any_model(**more, past_key_values=cache).logits
     torch.testing.assert_close(steps, whole, **CLOSE)
+
+
+def test_steps_at_positions_off_by_one_are_not_one_call(backbone, any_model):
+    """The comparison above could fail."""
+    inputs = prompt(backbone.batch([[2, Clip(2), 7]], "left"))
+    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
+    first = {name: value[:, :-4] if name in per_token else value for name, value in inputs.items()}
+    logits = []
+    with torch.no_grad():
+        for shift in (0, 1):
+            cache = any_model(**first, pruning_ratio=0.5).past_key_values
+            note = CachedPrompt.of(cache)
+            replace(note, positions=note.positions + shift).attach(cache)
+            logits.append(any_model(input_ids=inputs["input_ids"][:, -4:], past_key_values=cache).logits)
+    assert (logits[1] - logits[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["over-the-cache", "anew"])

@@ -4,41 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Molmo2ForConditionalGeneration
-from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.scoring_stts import FIRST_LOGIT
 from tests.modeling.reference import assert_gradients_equal, gradients
-from tests.tiny import Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
-
-STTS_ONLY = {
-    "pruning_ratio",
-    "pruning_layer",
-    "selector",
-    "selector_seed",
-    "score_rescaling",
-    "packing",
-    "refill_single_frame_bins",
-    "pooling_size",
-}
-
-
-def stock_twin(model) -> Molmo2ForConditionalGeneration:
-    """Stock Molmo2 with the same settings and weights."""
-    config = model.config.to_dict()
-    parts: dict[str, Any] = {}
-    for part in ("vision_config", "adapter_config", "text_config"):
-        parts[part] = {
-            name: value
-            for name, value in config[part].items()
-            if name not in STTS_ONLY and name not in ("model_type", "architectures")
-        }
-    tokens = {name: value for name, value in config.items() if name.endswith(("_token_id", "_patch_id"))}
-    stock = Molmo2ForConditionalGeneration(Molmo2Config(**parts, **tokens)).eval()
-    shared = {name: value for name, value in model.state_dict().items() if ".scorer." not in name}
-    stock.load_state_dict(shared, strict=True)
-    return stock
+from tests.tiny import Image, Part, Video, build_inputs, image_inputs, stock_twin, tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from stts_hf.modeling import attention_stts, vision_stts_qwen3_vl
+from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import padded_frames
 from stts_hf.modeling.sequence_stts import Tokens
 from tests.backbones import Clip, Inputs, Rows
@@ -63,19 +63,7 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def on_host(function):
-    """Of host numbers a real CPU makes these tensors, which a fake one cannot."""
-
-    def made(grids, *arguments):
-        with unset_fake_temporarily():
-            return function(grids.constant, *arguments)
-
-    return made
-
-
 def stand_in(monkeypatch) -> None:
-    for name in ("get_vision_interpolation_indices_and_weights", "get_vision_position_ids"):
-        monkeypatch.setattr(vision_stts_qwen3_vl, name, on_host(getattr(vision_stts_qwen3_vl, name)))
     monkeypatch.setattr(attention_stts, "varlen_attn", kernel_stand_in)
     monkeypatch.setattr(attention_stts, "has_flash", lambda index: True)
 
@@ -160,6 +148,18 @@ def test_packed_rows(monkeypatch):
 ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), Clip(2), 9]]
 
 
+def with_real_host(tower, monkeypatch) -> None:
+    """What is made of host numbers on a CPU forces no sync there, but a fake CPU cannot make it."""
+    place_patches = getattr(tower, "place_patches", None)
+
+    def place(grids):
+        with unset_fake_temporarily():
+            return place_patches(grids)
+
+    if place_patches is not None:
+        monkeypatch.setattr(tower, "place_patches", place)
+
+
 def vision_of(model, inputs: Inputs) -> Inputs:
     return {name: inputs[name] for name in model.model.video_inputs if name in inputs}
 
@@ -170,6 +170,7 @@ def vision_of(model, inputs: Inputs) -> Inputs:
 def test_the_tower_of_every_backbone(backbone, monkeypatch, dtype, config):
     stand_in(monkeypatch)
     model = backbone.model(**config).train()
+    with_real_host(model.model.get_submodule(backbone.tower), monkeypatch)
     inputs = vision_of(model, backbone.batch(ROWS, "left"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         video = model.model.get_video_features(**to_device(model, inputs, dtype), with_temporal_loss=True)
@@ -182,6 +183,7 @@ def test_dropping_tokens_of_every_backbone(backbone, monkeypatch, pruning_ratio)
     """What is ours of a call; native forwards of some backbones wait. Positions that are given need not be counted."""
     stand_in(monkeypatch)
     model, inputs = backbone.model().train(), backbone.batch(ROWS, "left")
+    with_real_host(model.model.get_submodule(backbone.tower), monkeypatch)
     counts = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
     axes = model.model.num_axes
     inputs["position_ids"] = counts.expand(axes, -1, -1) if axes else counts
