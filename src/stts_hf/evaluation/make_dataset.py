@@ -33,14 +33,15 @@ from .questions import (
     compose_image,
     compose_long,
     compose_short,
+    conversation,
     with_options,
 )
 from .scenes import Scene
 
-FORMAT = 1
+FORMAT = 2  # raise it with whatever changes what is drawn or asked; 2: long clips, each thing asked once in a conversation
 SIZE = 144  # pixels, height and width
-SPLITS = {"train": 2000, "validation": 200, "test": 600}
-SHARES = {"short": 0.65, "long": 0.2, "image": 0.15}
+SPLITS = {"train": 2000, "validation": 200, "test": 1200}
+SHARES = {"short": 0.55, "long": 0.3, "image": 0.15}
 QUESTIONS_PER_CLIP = 6
 CELLS = 12  # of a frame's side, in motion masks
 FRAMES_LOOKED_AT, MAX_FPS = 16, 4.0  # for motion masks
@@ -86,9 +87,8 @@ def make_dataset(
         for split_number, (split, number) in enumerate(clips.items()):
             rows[split], conversations = [], []
             motion: dict[str, Any] = {}
-            for index in range(number):
+            for index, kind in enumerate(_kinds(number)):
                 scene_seed = ((seed * 97 + split_number) << 24) + index
-                kind = _kind(index)
                 scene, questions = _COMPOSE[kind](scene_seed)
                 clip = f"{split}-{index:05d}"
                 media = _write_media(new, scene, kind, clip)
@@ -129,11 +129,12 @@ def read_about(folder: str | os.PathLike) -> dict[str, Any]:
     return about
 
 
-def _kind(index: int) -> str:
-    """Kinds of clips take turns, so that a small split has its share of each."""
-    places = {kind: (index + 0.5) * share % 1 for kind, share in SHARES.items()}
-    due = [kind for kind in ("image", "long") if places[kind] < SHARES[kind]]
-    return due[0] if due else "short"
+def _kinds(number: int) -> list[str]:
+    """The kinds of a split's clips: they take turns, each time the one that lacks most of its share."""
+    kinds: list[str] = []
+    for index in range(number):
+        kinds.append(max(SHARES, key=lambda kind: SHARES[kind] * (index + 1) - kinds.count(kind)))
+    return kinds
 
 
 def _write_media(folder: Path, scene: Scene, kind: str, clip: str) -> dict[str, list[str]]:
@@ -181,11 +182,10 @@ def _rows(clip: str, media: dict[str, list[str]], questions: list[Question], see
 
 
 def _conversation(questions: list[Question], seed: int) -> list[dict[str, str]]:
-    """All questions about a clip in an order of their own, one in four with options."""
+    """Questions about a clip of which none tells another's answer, one in four with options."""
     random = np.random.default_rng((seed, 4))
     messages = []
-    for index in random.permutation(len(questions)).tolist():
-        question = questions[index]
+    for index, question in enumerate(conversation(questions, random)):
         options = with_options(question, seed + 100 + index) if random.random() < 0.25 else None
         messages += choice_messages(question.text, options, question.answer)
     return messages

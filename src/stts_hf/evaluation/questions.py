@@ -51,14 +51,22 @@ ANSWERS = {
 }
 
 
+# Kinds that call a thing by what it is, and kinds that name two of them; all others ask what or where a thing is.
+NAMING, COMPARING = ("direction", "start", "end", "long-half"), ("order", "long-order")
+
+
 @dataclass(frozen=True)
 class Question:
-    """kind: one of `GROUP_OF`. answer: one of `answers`, all that the question allows."""
+    """
+    kind: one of `GROUP_OF`. answer: one of `answers`, all that the question allows. about: the thing in question; of
+    two questions about it one may tell the answer of the other.
+    """
 
     kind: str
     text: str
     answer: str
     answers: tuple[str, ...]
+    about: str
 
 
 class _Composer:
@@ -76,9 +84,11 @@ class _Composer:
         values = list(values)
         return [values[index] for index in self.random.permutation(len(values))]
 
-    def ask(self, kind: str, texts: tuple[str, ...], answer: str, answers: tuple[str, ...] | None = None) -> None:
+    def ask(
+        self, kind: str, texts: tuple[str, ...], answer: str, about: str = "", answers: tuple[str, ...] | None = None
+    ) -> None:
         text = texts[self.random.integers(len(texts))]
-        self.questions.append(Question(kind, text, answer, answers or ANSWERS[kind]))
+        self.questions.append(Question(kind, text, answer, answers or ANSWERS[kind], about or kind))
 
     def moment(self, length: float) -> tuple[float, float]:
         """An interval in which something is seen; never in the first frame."""
@@ -92,14 +102,14 @@ class _Composer:
         return name, (x + jitter_x, y + jitter_y)
 
     def movers(self, number: int) -> None:
-        for colour in self.shuffled(COLOURS)[:number]:
+        lines = self.random.permutation(3).tolist()  # of each its own, so that none is behind another all the time
+        for colour, line in zip(self.shuffled(COLOURS)[:number], lines, strict=False):
             shape, radius = self.shapes.pop(), self.random.uniform(0.085, 0.12)
             direction = self.shuffled(DIRECTIONS)[0]
             dx, dy = DIRECTIONS[direction]
             # From one of three places in a row to a later one: which is asked, and it must not lie between two.
             first, last = sorted(self.random.permutation(3)[:2].tolist())
             steps = (first, last) if dx + dy > 0 else (last, first)
-            line = int(self.random.integers(3))
             cells = [(line, step) if dx else (step, line) for step in steps]  # row and column of start and end
             names = [list(PLACES)[3 * row + col] for row, col in cells]
             across, *along = self.random.uniform(-0.06, 0.06, 3)
@@ -113,13 +123,14 @@ class _Composer:
                 "direction",
                 (f"Which way does the {colour} {shape} move?", f"In which direction does the {shape} move?"),
                 direction,
+                shape,
             )
-            self.ask("start", (f"Where is the {colour} {shape} at first?",), names[0])
-            self.ask("end", (f"Where is the {colour} {shape} at last?",), names[1])
-            self.ask("mover-colour", (f"What colour is the {shape} that moves?",), colour)
-            self.ask("mover-shape", (f"What shape is the {colour} thing that moves?",), shape)
+            self.ask("start", (f"Where is the {colour} {shape} at first?",), names[0], shape)
+            self.ask("end", (f"Where is the {colour} {shape} at last?",), names[1], shape)
+            self.ask("mover-colour", (f"What colour is the {shape} that moves?",), colour, shape)
+            self.ask("mover-shape", (f"What shape is the {colour} thing that moves?",), shape, shape)
             if number == 1:
-                self.ask("mover", ("What is moving in this video?", "What moves?"), f"a {colour} {shape}")
+                self.ask("mover", ("What is moving in this video?", "What moves?"), f"a {colour} {shape}", shape)
 
     def still(self, changes: bool) -> None:
         name, start = self.place()
@@ -164,16 +175,18 @@ class _Composer:
             marks.append(name)
             self.things.append(Thing("diamond", colour, 0.06, place, shown=((start, start + self.shown_for),)))
             if prefix:
-                self.ask("long-mark", (f"What colour is the mark at the {name}?",), colour)
+                self.ask("long-mark", (f"What colour is the mark at the {name}?",), colour, name)
                 half = "the first half" if start + self.shown_for / 2 < self.duration / 2 else "the second half"
-                self.ask("long-half", (f"In which half does the {colour} mark flash up?",), half)
+                self.ask("long-half", (f"In which half does the {colour} mark flash up?",), half, name)
             else:
                 self.ask(
                     "mark",
                     (f"What colour is the mark at the {name}?", f"A mark flashes up at the {name}. What colour is it?"),
                     colour,
+                    name,
                 )
-                self.ask("where", (f"Where does the {colour} mark flash up?", f"Where is the {colour} mark?"), name)
+                texts = (f"Where does the {colour} mark flash up?", f"Where is the {colour} mark?")
+                self.ask("where", texts, name, name)
         if number > 1:
             first, second = sorted(self.random.permutation(number)[:2].tolist())
             pair = self.shuffled((colours[first], colours[second]))
@@ -181,7 +194,7 @@ class _Composer:
                 f"{prefix}order",
                 (f"Which mark comes first, the {pair[0]} one or the {pair[1]} one?",),
                 colours[first],
-                tuple(pair),
+                answers=tuple(pair),
             )
 
     def scene(self, busy: bool) -> Scene:
@@ -237,16 +250,28 @@ def compose_image(seed: int) -> tuple[Scene, list[Question]]:
         name, start = composer.place()
         shape = composer.shapes.pop()
         composer.things.append(Thing(shape, colour, composer.random.uniform(0.07, 0.1), start))
-        composer.ask(
-            "image-colour", (f"What colour is the {shape}?", f"What colour is the thing at the {name}?"), colour
-        )
-        composer.ask("image-shape", (f"What shape is the {colour} thing?",), shape)
-        composer.ask("image-where", (f"Where is the {shape}?", f"Where is the {colour} thing?"), name)
+        texts = (f"What colour is the {shape}?", f"What colour is the thing at the {name}?")
+        composer.ask("image-colour", texts, colour, shape)
+        composer.ask("image-shape", (f"What shape is the {colour} thing?",), shape, shape)
+        composer.ask("image-where", (f"Where is the {shape}?", f"Where is the {colour} thing?"), name, shape)
     _, start = composer.place()
     letter = composer.shuffled(LETTERS)[0]
     composer.things.append(Thing(letter, composer.shuffled(COLOURS)[0], LETTER_RADIUS, start))
     composer.ask("image-letter", ("Which letter is shown?",), letter)
     return composer.scene(False), composer.questions
+
+
+def conversation(questions: list[Question], random: np.random.Generator) -> list[Question]:
+    """
+    Those that can be asked one after the other, in an order that is drawn, without that one tells the answer of a later
+    one: of each thing what or where it is, then something that calls it by name, and at the end which was first.
+    """
+    asked: dict[tuple[int, str], Question] = {}
+    for index in random.permutation(len(questions)).tolist():
+        question = questions[index]
+        turn = 2 if question.kind in COMPARING else 1 if question.kind in NAMING else 0
+        asked.setdefault((turn, question.about), question)
+    return [asked[place] for place in sorted(asked, key=lambda place: place[0])]
 
 
 def with_options(question: Question, seed: int) -> list[str] | None:

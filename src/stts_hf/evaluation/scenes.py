@@ -7,6 +7,7 @@ television without a signal, and every frame has noise.
 Coordinates are shares of the frame's side, x to the right and y down; times are seconds.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -121,18 +122,18 @@ class Scene:
     def motion(self, times: list[float], cells: int) -> np.ndarray:
         """
         Where things change: bool (T, cells, cells), True where a cell of the frame looks otherwise than in the frame
-        before because of a thing. Drift, flicker, snow and noise are nobody's motion. Frame 0 has none.
+        before because of a thing. Drift, flicker, snow and noise are nobody's motion: where the camera drifts, both
+        frames are taken as the later one has it. Frame 0 has none.
         """
         size = 12 * cells
         changed = np.zeros((len(times), cells, cells), bool)
-        before = None
-        for index, time in enumerate(times):
-            frame = np.full((size, size, 3), GREY, np.float32)
-            self._draw_things(frame, time, (0.0, 0.0))
-            if before is not None:
-                difference = np.abs(frame - before).max(-1).reshape(cells, 12, cells, 12)
-                changed[index] = (difference > 24).mean((1, 3)) > 0.08
-            before = frame
+        for index, (earlier, later) in enumerate(itertools.pairwise(times), start=1):
+            right, down = np.multiply(self.drift, -later / self.duration).tolist()
+            frames = np.full((2, size, size, 3), GREY, np.float32)
+            for frame, time in zip(frames, (earlier, later), strict=True):
+                self._draw_things(frame, time, (right, down))
+            difference = np.abs(frames[1] - frames[0]).max(-1).reshape(cells, 12, cells, 12)
+            changed[index] = (difference > 24).mean((1, 3)) > 0.08
         return changed
 
     def _draw_things(self, frame: np.ndarray, time: float, shift: tuple[float, float]) -> None:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from stts_hf.cli.main import main
 from stts_hf.data.rows import check_files, read_row
-from stts_hf.evaluation.make_dataset import SHARES, make_dataset, read_about
+from stts_hf.evaluation.make_dataset import FORMAT, SHARES, make_dataset, read_about
+from stts_hf.evaluation.questions import compose_short
 
 CLIPS = {"train": 20, "test": 7}
 
@@ -38,9 +39,19 @@ def test_rows_are_what_training_reads(folder, name):
 
 
 def test_kinds_have_their_share(folder):
-    rows = rows_of(folder / "train_conversations.jsonl")
-    images = sum("images" in row for row in rows)
-    assert images == SHARES["image"] * len(rows)
+    groups = {row["clip"]: row["group"] for row in rows_of(folder / "train.jsonl")}
+    found = {kind: list(groups.values()).count(kind) / CLIPS["train"] for kind in ("long", "image")}
+    assert found == {kind: SHARES[kind] for kind in found}
+
+
+def test_whatever_changes_what_is_drawn_or_asked_raises_the_format(folder):
+    """Data sets of one format must not differ: the study takes them for the same by their questions and format."""
+    scene, questions = compose_short(7, busy=True)
+    brightness = scene.draw([1.25], 48)[0].astype(float).reshape(3, 16, -1).mean((1, 2))
+    asked = [row["messages"][0]["content"] for row in rows_of(folder / "train_conversations.jsonl")[:2]]
+    first = ["What colour does the triangle turn into?", "What colour is the mark at the top left?"]
+    assert (FORMAT, questions[0].text, asked) == (2, "Which way does the red cross move?", first)
+    assert brightness == pytest.approx([108.53, 111.74, 96.08], abs=0.5)
 
 
 def test_clips_decode(folder):
@@ -101,7 +112,7 @@ def test_a_data_set_of_another_version_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no data set of `stts-hf make-dataset`"):
         read_about(tmp_path)
     (tmp_path / "dataset.json").write_text('{"format": 0}')
-    with pytest.raises(ValueError, match=r"format 0, but this version reads format 1"):
+    with pytest.raises(ValueError, match=r"format 0, but this version reads format 2"):
         read_about(tmp_path)
 
 

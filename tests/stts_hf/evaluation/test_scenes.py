@@ -1,12 +1,13 @@
 """What is asked about a scene is true of its pixels, and everything in it follows from its seed."""
 
 import collections
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from stts_hf.evaluation.questions import ANSWERS, compose_image, compose_long, compose_short
+from stts_hf.evaluation.questions import ANSWERS, compose_image, compose_long, compose_short, conversation
 from stts_hf.evaluation.scenes import COLOURS, DIRECTIONS, PLACES, Scene, Thing
 
 SIZE = 96
@@ -119,6 +120,30 @@ def test_motion_is_where_a_thing_was_and_where_it_is():
     assert not motion[0].any()
     assert set(rows) <= {4, 5, 6, 7}
     assert {cols.min(), cols.max()} == {0, 4}
+
+
+def test_motion_is_where_the_camera_shows_it():
+    flash = Thing("square", "blue", 0.06, (0.5, 0.5), shown=((0.9, 1.1),))
+    drifting = replace(STILL, duration=1.0, drift=(0.25, -0.25), things=(flash,))
+    frames = drifting.draw([0.0, 1.0], 144).astype(int)
+    blue = (frames[..., 2] - frames[..., :2].max(-1) > 60).reshape(2, 12, 12, 12, 12).any((2, 4))
+    assert not blue[0].any()
+    assert np.array_equal(drifting.motion([0.0, 1.0], 12)[1], blue[1])
+
+
+@pytest.mark.parametrize("compose", [compose_short, compose_long, compose_image])
+def test_no_question_of_a_conversation_tells_the_answer_of_a_later_one(compose):
+    """Of a thing, what was said before names neither what is asked, nor both ends of the way it goes."""
+    for seed in range(200):
+        questions = compose(seed)[1]
+        asked = conversation(questions, np.random.default_rng(seed))
+        assert {question.about for question in asked} == {question.about for question in questions}
+        for index, question in enumerate(asked):
+            before = [one for one in asked[:index] if one.about == question.about]
+            text = " ".join(f"{one.text} {one.answer}" for one in before)
+            told = re.search(rf"\b{question.answer.removeprefix('a ')}\b", text)
+            assert told is None or question.kind in ("order", "long-order", "start", "end", "direction", "count"), text
+            assert len(before) <= 1
 
 
 @pytest.mark.parametrize("compose", [compose_short, compose_long, compose_image])
