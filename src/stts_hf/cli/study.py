@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", type=Path, metavar="DATA", help="what stts-hf make-dataset made")
     parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="the unpruned model that every run starts from")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--workers", type=count, default=1, metavar="N", help="processes, that share the cores alike")
+    parser.add_argument("--workers", type=count, metavar="N", help="processes, that share the cores alike (default: 1)")
     parser.add_argument("--keep-checkpoints", action="store_true", help="keep the trained models in FOLDER/checkpoints")
     parser.add_argument("--plan", action="store_true", help="say which runs there are and which are done, and stop")
     parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is done")
@@ -87,7 +87,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace, output: Path) -> int:
     """Does what is not done yet of the parts asked for, and writes the report."""
-    from stts_hf.evaluation.study import PARTS, open_study, plan
+    from stts_hf.evaluation.study import open_study, plan
     from stts_hf.evaluation.study_report import check_output, write_report
     from stts_hf.evaluation.study_runs import run_study
 
@@ -97,13 +97,13 @@ def run(arguments: argparse.Namespace, output: Path) -> int:
     check_output(output)
     given = settings_of(arguments)
     study = open_study(arguments.folder, arguments.dataset, arguments.base, given, write=not arguments.plan)
-    runs = plan(study.settings, arguments.only or tuple(PARTS))
+    runs = plan(study.settings, arguments.only or PARTS)
     done = [study.is_over(run) and not study.has_failed(run) for run in runs]
     note(f"stts-hf study: {len(runs)} runs, {sum(done)} of them done, in {arguments.folder}")
     if arguments.plan:
         print("\n".join(f"{'done' if it else 'to do':<7}{run.name}" for it, run in zip(done, runs, strict=True)))
         return 0
-    failed = run_study(study, runs, note, workers=arguments.workers, keep_checkpoints=arguments.keep_checkpoints)
+    failed = run_study(study, runs, note, workers=arguments.workers or 1, keep_checkpoints=arguments.keep_checkpoints)
     if len(failed) < len(runs):
         write_report(arguments.folder, output)
         note(f"stts-hf study: report in {output}")
@@ -116,7 +116,7 @@ def report(arguments: argparse.Namespace, output: Path) -> int:
     """Writes the report of the records there are."""
     from stts_hf.evaluation.study_report import write_report
 
-    given = [*settings_of(arguments), *(name for name in ("dataset", "base", "only", "plan", "keep_checkpoints"))]
+    given = [*settings_of(arguments), "dataset", "base", "only", "workers", "plan", "keep_checkpoints"]
     if used := [name for name in given if getattr(arguments, name)]:
         raise CommandError(f"--report-only runs nothing, so --{used[0].replace('_', '-')} would have no effect")
     write_report(arguments.folder, output)

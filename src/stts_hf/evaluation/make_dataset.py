@@ -38,7 +38,7 @@ from .questions import (
 )
 from .scenes import Scene
 
-FORMAT = 2  # raise it with whatever changes what is drawn or asked; 2: long clips, each thing asked once in a conversation
+FORMAT = 2  # to be raised by whatever changes what is drawn or asked
 SIZE = 144  # pixels, height and width
 SPLITS = {"train": 2000, "validation": 200, "test": 1200}
 SHARES = {"short": 0.55, "long": 0.3, "image": 0.15}

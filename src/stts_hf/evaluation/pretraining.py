@@ -240,6 +240,7 @@ def make_tiny(base: Path, folder: Path, *, scorer_steps: int, steps: int, batch_
     save_into(folder, model.eval(), processor)
 
 
+TEMPLATE = "chat_template.jinja"
 STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 9000, "both": 1500, "scorer": 2000, "pruned": 1000}
 
 
@@ -251,14 +252,18 @@ def main() -> None:
     for stage, usual in STEPS.items():
         parser.add_argument(f"--{stage.replace('_', '-')}-steps", type=int, default=usual, metavar="N")
     arguments = parser.parse_args()
+    if not (arguments.tiny / TEMPLATE).is_file():
+        parser.error(f"--tiny {arguments.tiny} has no {TEMPLATE}: name the folder hub_configs/stts-tiny")
     torch.manual_seed(arguments.seed)
     steps = {stage: getattr(arguments, f"{stage}_steps") for stage in STEPS}
     if arguments.base.exists():
         given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
         if idle := sorted(set(given) - {"base", "tiny", "scorer_steps", "pruned_steps"}):
             parser.error(f"{arguments.base} is there already, so --{idle[0].replace('_', '-')} would have no effect")
+        if not steps["pruned"]:
+            parser.error(f"{arguments.base} is there already, so with --pruned-steps 0 there is nothing to do")
     else:
-        template = (arguments.tiny / "chat_template.jinja").read_text(encoding="utf-8")
+        template = (arguments.tiny / TEMPLATE).read_text(encoding="utf-8")
         make_base(arguments.base, template, steps, seed=arguments.seed)
     if steps["pruned"]:
         make_tiny(arguments.base, arguments.tiny, scorer_steps=steps["scorer"], steps=steps["pruned"])

@@ -25,7 +25,7 @@ from stts_hf.evaluation.study_data import (
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
 from stts_hf.training.arguments import PARTS as MODEL_PARTS
 
-FORMAT = 2  # of a study's folder and records; 2: blocks drawn at random are others for each batch
+FORMAT = 3  # of a study's folder and records; 3: data sets of format 2, and no marks for what could not be asked
 SETTINGS, QUESTIONS, RECORDS, ALL_RECORDS = "study.json", "questions.json", "records", "records.jsonl"
 MAIN_RATIO = 0.5  # the paper's, of every table that is not about ratios
 
@@ -37,14 +37,7 @@ IMAGES = (UNPRUNED, "stts")
 # Those of the configuration that no run decides over.
 MODEL_SETTINGS = ("temporal_loss_weight", "detach_temporal_target", "score_rescaling", "pruned_position_ids", "packing")
 SCORED = ("stts", "stts-no-temporal", "cosine", "random")
-PARTS = {
-    "methods": "every method at 50 %",
-    "ratios": f"{', '.join(DEGRADING)} at every ratio",
-    "layers": "STTS after other layers of the ViT",
-    "scaling": "test-time scaling on long clips",
-    "images": "questions about images",
-    "motion": "scores against what moves",
-}
+PARTS = ("methods", "ratios", "layers", "scaling", "images", "motion")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +132,7 @@ class Evaluation:
         return f"{self.method}-{100 * self.pruning_ratio:g}{scaled}"
 
 
-def plan(settings: Settings, parts: Sequence[str] = tuple(PARTS)) -> list[Run]:
+def plan(settings: Settings, parts: Sequence[str] = PARTS) -> list[Run]:
     """All runs of these parts: of the first seed first, and of each seed the parts in the order of `PARTS`."""
     chosen = [part for part in PARTS if part in parts]
     runs = (run for seed in settings.seeds for part in chosen for run in _runs(settings, part, seed))
@@ -169,6 +162,11 @@ def evaluations(run: Run, settings: Settings) -> list[Evaluation]:
     if run.method in SCALED and run.pruning_ratio in (0.0, MAIN_RATIO) and run.pruning_layer == settings.base_layer:
         asked.append(Evaluation(run.method, run.pruning_ratio, scaling=MAIN_RATIO))
     return asked
+
+
+def is_scored(run: Run, settings: Settings) -> bool:
+    """Whether the run's scores are compared with what moves."""
+    return run.method in SCORED and run.pruning_ratio == MAIN_RATIO and run.pruning_layer == settings.base_layer
 
 
 @dataclasses.dataclass(frozen=True)

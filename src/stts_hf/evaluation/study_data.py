@@ -1,6 +1,7 @@
 """What a study reads and writes but for weights: the data set, encoded once for all runs, and small JSON files."""
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,24 @@ def check_dataset(dataset: Path) -> dict[str, Any]:
     """What `dataset.json` says. Raises `StudyError` for a folder that is no data set of this version, or not whole."""
     try:
         about = read_about(dataset)
-    except ValueError as error:
-        raise StudyError(f"--dataset: {error}") from error
-    for name in (TRAIN, TEST, MOTION):
-        if not (dataset / name).is_file():
-            raise StudyError(f"--dataset {dataset} has no {name}: make it again with stts-hf make-dataset")
+        _check_rows(dataset, TRAIN, about["splits"]["train"]["clips"])
+        _check_rows(dataset, TEST, about["splits"]["test"]["questions"])
+        load_motion(dataset)
+    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
+        raise StudyError(
+            f"--dataset {dataset} is not whole or of another version ({error}): make it again with stts-hf make-dataset"
+        ) from error
     return about
+
+
+def _check_rows(dataset: Path, name: str, number: int) -> None:
+    """Raises `ValueError` or `OSError` where a file of rows, or one that a row is about, is missing or damaged."""
+    rows = [json.loads(line) for line in (dataset / name).read_text(encoding="utf-8").splitlines()]
+    if len(rows) != number:
+        raise ValueError(f"{name} has {len(rows)} rows, not {number}")
+    media = {file for row in rows for file in (*row.get("videos", ()), *row.get("images", ()))}
+    if missing := sorted(file for file in media if not (dataset / file).is_file()):
+        raise ValueError(f"{len(missing)} files are missing, such as {missing[0]}")
 
 
 def fingerprint_dataset(dataset: Path) -> str:
@@ -82,10 +95,7 @@ def load_motion(dataset: Path) -> dict[str, np.ndarray]:
 
 def read_questions(dataset: Path) -> list[dict[str, Any]]:
     """The rows of the test split."""
-    rows = [json.loads(line) for line in (dataset / TEST).read_text(encoding="utf-8").splitlines()]
-    if not rows:
-        raise StudyError(f"--dataset {dataset} has no question in {TEST}: make it again with stts-hf make-dataset")
-    return rows
+    return [json.loads(line) for line in (dataset / TEST).read_text(encoding="utf-8").splitlines()]
 
 
 def describe_questions(dataset: Path, description: Mapping[str, Any]) -> dict[str, Any]:

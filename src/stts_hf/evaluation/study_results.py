@@ -11,7 +11,7 @@ from stts_hf.evaluation.methods import METHODS
 from stts_hf.evaluation.statistics import Bootstrap, Interval
 from stts_hf.evaluation.study import MAIN_RATIO, QUESTIONS, Run, read_records, read_settings
 from stts_hf.evaluation.study_data import read_object
-from stts_hf.evaluation.study_runs import RIGHT, UNREAD
+from stts_hf.evaluation.study_runs import RIGHT
 
 VIDEO_GROUPS = ("motion", "detail", "long")
 AVERAGE = "average"  # of the groups about videos, each of which weighs the same
@@ -98,10 +98,6 @@ class Results:
         """Median seconds of a training step, of the seeds' runs the median."""
         found = [record["training"]["seconds_per_step"] for record in self._of_seeds(method, ratio, layer)]
         return statistics.median(found) if found and None not in found else None
-
-    def num_unread(self) -> int:
-        """Questions that could not be asked, in all evaluations."""
-        return sum(asked["marks"].count(UNREAD) for seeds in self._answers.values() for asked in seeds.values())
 
 
 def is_right(asked: Mapping[str, Any]) -> np.ndarray:

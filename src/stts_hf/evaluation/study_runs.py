@@ -34,7 +34,7 @@ from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.evaluation.fitting import start_scorer
 from stts_hf.evaluation.methods import METHODS, load_method
 from stts_hf.evaluation.statistics import rank_correlation
-from stts_hf.evaluation.study import FORMAT, SCORED, UNPRUNED, Evaluation, Run, Study, evaluations
+from stts_hf.evaluation.study import FORMAT, UNPRUNED, Evaluation, Run, Study, evaluations, is_scored
 from stts_hf.evaluation.study_data import (
     EncodedRows,
     StudyError,
@@ -53,7 +53,7 @@ from stts_hf.training.trainer import STTSTrainer
 CHECKPOINTS, FAILURES, LOCKS, SCORERS = "checkpoints", "failures", "locks", "scorers"
 TRAINING = "training.json"
 QUESTIONS_AT_ONCE = 32
-RIGHT, WRONG, UNREAD, NOT_ASKED = "1", "0", "x", "-"  # a question's mark in a record
+RIGHT, WRONG, NOT_ASKED = "1", "0", "-"  # a question's mark in a record
 _SECONDS_BETWEEN_LOOKS = 1.0  # at runs that other processes are at
 Say = Callable[[str], None]
 
@@ -166,7 +166,7 @@ def carry_out(run: Run, desk: Desk, keep_checkpoints: bool = False) -> str:
             asked.name: before["evaluations"].get(asked.name) or ask(run, asked, desk, checkpoint)
             for asked in evaluations(run, study.settings)
         }
-        if run.method in SCORED:
+        if is_scored(run, study.settings):
             record["motion"] = correlate_with_motion(run, desk, checkpoint)
     except Exception as error:
         if is_disk_full(error):
@@ -275,6 +275,7 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
     """
     The run's weights asked all questions, with more frames those about long clips: `marks`, a character for each
     question in their order, seconds, and of each group the mean tokens and video tokens that the language model gets.
+    Raises `StudyError` where a question could not be asked, as of a clip that cannot be read.
     """
     model = load(run, asked, desk, checkpoint)
     questions, processing = desk.questions, None
@@ -284,6 +285,8 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
     started = time.perf_counter()
     answers = evaluate(model, desk.processor, questions, batch_size=QUESTIONS_AT_ONCE, processing=processing)
     found = {answer["id"]: answer for answer in answers}
+    if errors := [answer["error"] for answer in found.values() if answer["error"]]:
+        raise StudyError(f"{len(errors)} questions could not be asked: {errors[0]}")
     result = dataclasses.asdict(asked) | {
         "marks": "".join(_mark(found.get(row["id"])) for row in desk.questions),
         "seconds": round(time.perf_counter() - started, 2),
@@ -291,29 +294,26 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
         "video_tokens": {},
     }
     for group in dict.fromkeys(row["group"] for row in questions):
-        of_group = [one for one in found.values() if one["group"] == group and not one["error"]]
-        if of_group:
-            kept = statistics.mean(one["video_tokens_kept"] for one in of_group)
-            left_out = statistics.mean(one["video_tokens"] for one in of_group) - kept
-            result["llm_tokens"][group] = round(statistics.mean(one["prompt_tokens"] for one in of_group) - left_out, 2)
-            result["video_tokens"][group] = round(kept, 2)
-    if errors := [answer["error"] for answer in found.values() if answer["error"]]:
-        result["error"] = f"{len(errors)} questions could not be asked: {errors[0]}"
+        of_group = [one for one in found.values() if one["group"] == group]
+        kept = statistics.mean(one["video_tokens_kept"] for one in of_group)
+        left_out = statistics.mean(one["video_tokens"] for one in of_group) - kept
+        result["llm_tokens"][group] = round(statistics.mean(one["prompt_tokens"] for one in of_group) - left_out, 2)
+        result["video_tokens"][group] = round(kept, 2)
     return result
 
 
 def _mark(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
         return NOT_ASKED
-    return UNREAD if answer["error"] else RIGHT if answer["right"] else WRONG
+    return RIGHT if answer["right"] else WRONG
 
 
 @torch.no_grad()
 def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, float]:
     """
     Of each clip whose motion is known, Spearman's correlation of its blocks' scores with how many of their patches
-    move, over the frames `t >= 1`. Left out are clips in which no block differs from the others, and those whose motion
-    is of other frames than the model sees.
+    move, over the frames `t >= 1`; 0 where all scores are the same. Left out are clips in which all blocks move alike,
+    and those whose motion is of other frames than the model sees: the same clips for every method.
     """
     model = load(run, Evaluation(run.method, run.pruning_ratio), desk, checkpoint)
     videos = {row["clip"]: row["videos"][0] for row in desk.questions if row.get("videos")}
@@ -322,9 +322,8 @@ def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, f
         inputs = desk.processor.video_processor([str(desk.study.dataset / videos[clip])], return_tensors="pt")
         scores = model.model.get_video_features(**inputs.to(desk.device)).token_scores[0].cpu()  # (T, n)
         moving = share_of_blocks(desk.motion[clip], tuple(inputs["video_grids"][0].tolist()))
-        correlation = float("nan") if moving is None else rank_correlation(scores[1:].numpy(), moving[1:])
-        if np.isfinite(correlation):
-            correlations[clip] = round(correlation, 3)
+        if moving is not None and np.ptp(moving[1:]):
+            correlations[clip] = round(np.nan_to_num(rank_correlation(scores[1:].numpy(), moving[1:])), 3)
     return correlations
 
 

@@ -18,7 +18,8 @@ import torch
 from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
 from stts_hf.checkpoints.files import read_json
 from stts_hf.cli.main import main
-from stts_hf.evaluation import study_runs
+from stts_hf.evaluation import study_data, study_runs
+from stts_hf.evaluation.methods import METHODS
 from stts_hf.evaluation.study import open_study, plan
 from stts_hf.evaluation.study_data import EncodedRows, encode_conversations
 from stts_hf.evaluation.study_runs import run_study
@@ -213,6 +214,65 @@ def test_a_run_that_another_process_is_at_is_left_to_it(parts, tmp_path, trained
 
     assert run_study(study, [first, second], say) == []
     assert trained == [second.name, first.name]
+
+
+def test_a_question_that_cannot_be_asked_is_no_wrong_answer(parts, tmp_path):
+    dataset, base = parts
+    row = next(row for row in study_data.read_questions(dataset) if row.get("videos"))
+    (tmp_path / row["videos"][0]).parent.mkdir()
+    (tmp_path / row["videos"][0]).write_bytes(b"no video")
+    desk: Any = SimpleNamespace(device=torch.device("cpu"), processor=STTSProcessor.from_pretrained(base))
+    desk.questions = [row | {"media_root": str(tmp_path)}]
+    run = study_runs.Run("none", 0.0, 2, 0)
+    with pytest.raises(study_data.StudyError, match=rf"1 questions could not be asked: .*{row['videos'][0]}"):
+        study_runs.ask(run, study_runs.Evaluation("none", 0.0), desk, base)
+
+
+def test_a_run_that_could_not_be_asked_is_not_trained_again(parts, tmp_path, monkeypatch, trained):
+    def unread(*arguments):
+        raise study_data.StudyError("1 questions could not be asked: a.mp4 cannot be read")
+
+    command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0")
+    with monkeypatch.context() as patch:
+        patch.setattr(study_runs, "ask", unread)
+        assert main(command) == 1
+    assert "a.mp4 cannot be read" in records(tmp_path)[RUNS[0]]["failed"]
+    assert main(command) == 0
+    assert trained == [RUNS[0], RUNS[2]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scores", ["moving", "constant", "other frames"])
+def test_scores_are_compared_with_what_moves(parts, monkeypatch, scores):
+    """Scores that are the motion itself correlate with it by 1, equal ones by 0; other clips than 16 frames are out."""
+    dataset, base = parts
+    study = open_study(base, dataset, base, {}, write=False)
+    masks = study_data.load_motion(dataset)
+    desk: Any = SimpleNamespace(study=study, device=torch.device("cpu"), motion=dict(masks))
+    desk.questions = [row for row in study_data.read_questions(dataset) if row.get("videos")]
+    desk.processor = STTSProcessor.from_pretrained(base)
+    shares = iter([masks[clip].reshape(16, 4, 3, 4, 3).mean((2, 4)).reshape(16, 16) for clip in sorted(masks)])
+
+    def features(**inputs):
+        motion = torch.from_numpy(next(shares))
+        return SimpleNamespace(token_scores=[motion if scores == "moving" else torch.full_like(motion, 0.3)])
+
+    if scores == "other frames":
+        desk.motion = {clip: mask[:8] for clip, mask in masks.items()}
+    model: Any = SimpleNamespace(model=SimpleNamespace(get_video_features=features))
+    monkeypatch.setattr(study_runs, "load", lambda *arguments: model)
+    found = study_runs.correlate_with_motion(plan(study.settings, ["motion"])[0], desk, base)
+    expected = {"moving": 1.0, "constant": 0.0}.get(scores)
+    assert found == ({} if expected is None else dict.fromkeys(sorted(masks), expected))
+
+
+@pytest.mark.slow
+def test_every_method_trains_and_answers(parts, tmp_path):
+    assert main(study_command(tmp_path, *parts, "--only", "methods", "--seeds", "0")) == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "**Unfinished**" in page  # the other parts
+    for method in METHODS.values():
+        assert all(cells(page, "Methods", method.label)[:4]), method.name
 
 
 def test_changed_settings_are_refused(done, parts, capsys):

@@ -1,13 +1,45 @@
 """What several processes do in one study's folder at once."""
 
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 from stts_hf.evaluation import study_data
 from stts_hf.evaluation.study import Run, Settings, Study
+from stts_hf.evaluation.study_data import StudyError, check_dataset
+from tests.stts_hf.evaluation.small_study import write_dataset
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("whole") / "data")
+
+
+def drop_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("videos/test-00001.mp4", Path.unlink, r"1 files are missing, such as videos/test-00001\.mp4"),
+        ("test.jsonl", drop_last_line, r"test\.jsonl has \d+ rows, not \d+"),
+        ("train_conversations.jsonl", lambda path: path.write_text(path.read_text()[:-9]), "Expecting|Unterminated"),
+        ("motion/test.npz", lambda path: path.write_bytes(path.read_bytes()[:-30]), "not a zip file"),
+        ("motion/test.npz", Path.unlink, "No such file"),
+        ("dataset.json", lambda path: path.write_text('{"format": 1}'), "format 1, but this version reads"),
+    ],
+)
+def test_a_data_set_that_is_not_whole_is_refused(whole, tmp_path, name, damage, message):
+    dataset = shutil.copytree(whole, tmp_path / "data")
+    assert check_dataset(dataset)["splits"]["train"]["clips"] == 4
+    damage(dataset / name)
+    with pytest.raises(StudyError, match=rf"--dataset .*{message}.*make it again with stts-hf make-dataset"):
+        check_dataset(dataset)
 
 
 def test_two_shells_at_a_start_decode_once(tmp_path, monkeypatch):

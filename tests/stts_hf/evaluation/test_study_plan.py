@@ -128,13 +128,6 @@ def test_a_data_set_of_another_version_is_refused(tmp_path, base, dataset):
     assert not (tmp_path / "study").exists()
 
 
-def test_a_data_set_that_is_not_whole_is_refused(tmp_path, base, dataset):
-    other = shutil.copytree(dataset, tmp_path / "other")
-    (other / "test.jsonl").unlink()
-    with pytest.raises(StudyError, match=r"no test\.jsonl"):
-        open_study(tmp_path / "study", other, base, {})
-
-
 def test_a_base_without_weights_is_refused(tmp_path, dataset):
     with pytest.raises(StudyError, match=r"--base .* is no checkpoint"):
         open_study(tmp_path / "study", dataset, tmp_path, {})
