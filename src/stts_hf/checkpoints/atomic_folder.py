@@ -19,10 +19,9 @@ from pathlib import Path
 from .files import DECIDING, read_json
 
 _NEW, _OLD = ".stts-new", ".stts-old"
-# What saving, downloading or converting a checkpoint leaves in a folder; anything else is someone's own.
+# What saving, downloading or converting a checkpoint leaves in a folder beside code; anything else is someone's own.
 _CHECKPOINT_FILES = re.compile(
-    DECIDING + r"|additional_chat_templates|.*_(stts|molmo2)\.py"
-    r"|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__"
+    DECIDING + r"|additional_chat_templates|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__"
 )
 
 
@@ -172,12 +171,15 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
         raise ValueError(f"`destination` {destination} exists: pass --overwrite to replace it, or name another folder.")
     foreign = sorted(path.name for path in destination.iterdir())
     with contextlib.suppress(OSError, ValueError):
-        if read_json(destination / "config.json").get("model_type") in ("stts", "molmo2"):
-            foreign = [name for name in foreign if not _CHECKPOINT_FILES.fullmatch(name)]
+        from .families import OWN, STOCK  # which imports models
+
+        if read_json(destination / "config.json").get("model_type") in OWN | STOCK:
+            code = re.compile(rf".*_({'|'.join(OWN | STOCK)})\.py")
+            foreign = [name for name in foreign if not (_CHECKPOINT_FILES.fullmatch(name) or code.fullmatch(name))]
     if foreign:
         more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
         raise ValueError(
-            f"`destination` {destination} holds what is no part of an STTS or Molmo2 checkpoint ("
+            f"`destination` {destination} holds what is no part of an STTS or stock checkpoint ("
             f"{', '.join(foreign[:4])}{more}), and --overwrite would delete it: move that elsewhere, or name another "
             "folder."
         )

@@ -8,12 +8,12 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData
 
+from .families import OWN
 from .files import read_json
 
 CARD = "README.md"
 # Stands for the repository in the usage section until it is known; `stts-hf push` puts its name there.
 UNNAMED = "path/to/this/checkpoint"
-TAGS = ("stts", "molmo2", "video", "token-pruning", "custom_code")
 # A sentence of the card that transformers writes where a repository has none.
 STOCK_SENTENCE = "This model card has been automatically generated."
 
@@ -47,16 +47,18 @@ def model_card(
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    if config.get("model_type") != "stts":
+    family = OWN.get(str(config.get("model_type")))
+    if family is None:
         found = f"has `model_type` {config.get('model_type')!r}" if config else "holds no config.json"
-        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` 'stts'.")
+        kinds = " or ".join(map(repr, OWN))
+        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` {kinds}.")
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="video-text-to-text",
         license=license,
         base_model=base_model,
         datasets=list(datasets) or None,
-        tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
+        tags=[*family.tags, *(tag for tag in tags if tag not in family.tags)],
     )
     for key, value in (metadata or {}).items():
         if data.get(key) is None:
@@ -70,6 +72,7 @@ def model_card(
         vision=config["vision_config"],
         pruned_position_ids=config["pruned_position_ids"],
         video=read_json(folder / "processor_config.json").get("video_processor") or {},
+        video_reader=family.video_reader,
         scorer_trained=scorer_trained,
         training=training,
         figures=figures,
@@ -106,6 +109,9 @@ def write_adapter_card(
     adapter = read_json(folder / "adapter_config.json")
     if not adapter:
         raise ValueError(f"`folder` {folder} holds no adapter_config.json, but must be a saved PEFT adapter.")
+    named = (adapter.get("auto_mapping") or {}).get("base_model_class")
+    family = next((one for one in OWN.values() if one.model.__name__ == named), None)  # none with a `task_type`
+    tags = family.tags if family else ["stts", "video", "token-pruning"]
     method = "DoRA" if adapter.get("use_dora") else "LoRA"
     data = ModelCardData(
         library_name="peft",
@@ -114,7 +120,7 @@ def write_adapter_card(
         base_model=base_model,
         base_model_relation="adapter" if base_model else None,
         datasets=list(datasets) or None,
-        tags=[*(tag for tag in TAGS if tag != "custom_code"), method.lower()],
+        tags=[*(tag for tag in tags if tag != "custom_code"), method.lower()],
     )
     ModelCard.from_template(
         data,
@@ -124,6 +130,7 @@ def write_adapter_card(
         adapter=adapter,
         base=base_model or NO_BASE,
         name_or_path=repo_id or NO_ADAPTER,
+        family=family,
         settings=settings or {},
         processor="adapter" if (folder / "processor_config.json").is_file() else "base",
         training=training,
@@ -148,8 +155,8 @@ def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
     for key, value in (("library_name", "transformers"), ("pipeline_tag", "video-text-to-text")):
         if card.data.get(key) is None:
             card.data[key] = value
-    tags = card.data.get("tags") or []
-    card.data["tags"] = [*tags, *(tag for tag in TAGS if tag not in tags)]
+    tags, family = card.data.get("tags") or [], OWN.get(str(read_json(Path(folder) / "config.json").get("model_type")))
+    card.data["tags"] = [*tags, *(tag for tag in (family.tags if family else ()) if tag not in tags)]
     return card
 
 

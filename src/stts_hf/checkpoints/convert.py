@@ -1,26 +1,27 @@
-"""`convert_checkpoint`: a Molmo2 folder or an original training checkpoint becomes an STTS checkpoint folder."""
+"""`convert_checkpoint`: a stock model's folder or an original training checkpoint becomes an STTS checkpoint folder."""
 
 import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.settings_stts import PruningConfig
 from stts_hf.parts import SCORER, VISION_TOWER, module_of, modules_of
 
 from .atomic_folder import atomic_folder, check_destination
 from .card import inherited_metadata, write_model_card
 from .doctor import check_processor, check_sizes, check_vocabulary, check_weights
-from .files import dangling_links, raise_findings
+from .families import OWN, family_of
+from .files import Finding, dangling_links, raise_findings, read_json
 from .layout import byte_size, empty_model, saved_layout, write_weights
 from .original_weights import is_original, open_original
 from .settings import (
@@ -31,7 +32,7 @@ from .settings import (
     override,
     usable,
 )
-from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors
+from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, same_contents
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SHARD_SIZE = "50GB"  # as in `save_pretrained`, so that loading and saving again writes the same files
@@ -50,7 +51,7 @@ class Conversion:
     num_bytes: int
     dtype: str
     scorer_trained: bool
-    config: STTSConfig
+    config: PruningConfig
     notes: list[str] = field(default_factory=list)
 
 
@@ -74,9 +75,10 @@ def convert_checkpoint(
     Tensors are read and written a few rows at a time. `destination` appears whole or not at all.
 
     Args:
-        source: a Molmo2 (or STTS) folder or Hub repository, or the folder of an original training checkpoint.
-        base: Molmo2 folder or repository that gives tokenizer, processor and chat template; needed for an original
-            training checkpoint, which has none.
+        source: a Molmo2, dense Qwen3-VL or STTS folder or Hub repository, or the folder of an original training
+            checkpoint of STTS on Molmo2.
+        base: stock folder or repository of the same kind, for tokenizer, processor and chat template; an original
+            training checkpoint has none and needs it.
         revision: branch, tag or commit of `source`, if it is a repository.
         packing, pruning_ratio, selector: in place of the source's.
         dtype: "float32", "bfloat16" or "float16"; by default what most of the source's weights are.
@@ -97,18 +99,22 @@ def convert_checkpoint(
     original = is_original(source_folder)
     base_folder = source_folder if base is None else find_folder(base, "base")
 
-    processor = load_processor(base_folder)
+    place = source_folder / "config.json"
+    family = OWN[STTSConfig.model_type] if original else family_of(read_json(place).get("model_type"), place)
+    processor = load_processor(base_folder, family)
     if processor.chat_template is None:
-        raise ValueError(f"{base_folder} has no chat template: pass --base with a Molmo2 folder that has one.")
+        stock = family.config.family
+        raise ValueError(f"{base_folder} has no chat template: pass --base with a {stock} folder that has one.")
     read_config, open_tensors = (
         (config_of_original, open_original) if original else (config_of_hugging_face, open_safetensors)
     )
-    config, declared_layers = read_config(source_folder, processor)
+    config, declared_layers = read_config(source_folder, family, processor)
     tensors = open_tensors(source_folder)
     raise_findings(f"The configuration of {source_folder} cannot be used", check_sizes(config, tensors))
     given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
     override(config, processor, {name: value for name, value in given.items() if value is not None})
-    unfit = [*check_vocabulary(processor.tokenizer.get_vocab(), config), *check_processor(processor, config)]
+    vocabulary = processor.tokenizer.get_vocab()
+    unfit = [*check_vocabulary(vocabulary, config, family), *check_processor(processor, config, family)]
     raise_findings(f"Tokenizer or processor of {base_folder} do not fit {source_folder}", unfit)
 
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
@@ -117,11 +123,12 @@ def convert_checkpoint(
     subject = f"{source_folder / ('config.yaml' if original else 'config.json')} describes a model that cannot be built"
     with usable(subject, "correct it, or copy it again"):  # what raises depends on where a setting is used first
         model = empty_model(config)
-        model.to(target_dtype)  # type: ignore[arg-type]  # transformers wraps the method without its `self`
+        model.to(target_dtype)
     layout = saved_layout(model)
     new_scorer = not any(".scorer." in name for name in tensors)
     if new_scorer:
         tensors |= {name: in_memory(weight) for name, weight in new_scorer_weights(model, seed).items()}
+    raise_findings(f"{source_folder} cannot be converted", leave_out_tied(tensors, model))
     kept_layers = config.vision_config.num_hidden_layers
     raise_findings(f"{source_folder} cannot be converted", check_weights(tensors, layout, declared_layers, kept_layers))
     trained = not new_scorer and is_trained(tensors)
@@ -191,7 +198,19 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=_SETTING_FILES + (weights or [])))
 
 
-def new_scorer_weights(model: STTSForConditionalGeneration, seed: int) -> dict[str, torch.Tensor]:
+def leave_out_tied(tensors: dict[str, StoredTensor], model: Any) -> Iterator[Finding]:
+    """Leaves out second copies of what the configuration ties together, and names those that are none."""
+    for copy, kept in model.all_tied_weights_keys.items():
+        if copy in tensors and kept in tensors:
+            if not same_contents(tensors[copy], tensors[kept]):
+                yield Finding(
+                    f"`tie_word_embeddings` is True, but {copy} is another tensor than {kept}",
+                    "set it to false in config.json, or copy the weights again",
+                )
+            del tensors[copy]
+
+
+def new_scorer_weights(model: Any, seed: int) -> dict[str, torch.Tensor]:
     """Returns freshly initialised weights of the scorer, its last layer zero, the same for the same seed."""
     ((name, scorer),), tower = modules_of(model, SCORER).items(), module_of(model, VISION_TOWER)
     scorer = scorer.float().to_empty(device="cpu")
@@ -219,7 +238,7 @@ def check_space(destination: Path, num_bytes: int) -> None:
         )
 
 
-def write_settings(model: STTSForConditionalGeneration, processor: STTSProcessor, folder: Path) -> None:
+def write_settings(model: Any, processor: Any, folder: Path) -> None:
     """Writes everything but weights and card, as `save_pretrained` of model and processor does."""
     processor.save_pretrained(folder)
     model.save_pretrained(folder, state_dict={})

@@ -4,10 +4,11 @@ The first four checks compare its parts with each other, which conversion does t
 """
 
 import ast
+import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,29 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
+from stts_hf.modeling.settings_stts import PruningConfig
 
 from .atomic_folder import stale_weights
+from .families import OWN, STOCK, Family
 from .files import INSTALLED_CODE, Finding, check_links, read_json, read_section
 from .layout import Group, empty_model, saved_layout
-from .original import SPECIAL_TOKENS
 from .settings import load_processor, usable
 from .tensors import StoredTensor, main_dtype, open_safetensors, weight_files
 
 SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
-_REQUIRED: dict[str, Iterable[str]] = {  # entries of `auto_map`
-    "config.json": AUTO_MAP,
+_REQUIRED: dict[str, Collection[str]] = {  # entries of `auto_map` beside those of config.json, which has them all
     "processor_config.json": ["AutoProcessor"],
     "the video_processor of processor_config.json": ["AutoVideoProcessor"],
 }
 
 
 def check_sizes(config: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[Finding]:
-    """Compares the sizes in an `STTSConfig` with those of tensors, before a model of such sizes is built."""
+    """Compares the sizes in a model's config with those of tensors, before a model of such sizes is built."""
     largest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
-    for section in ("text_config", "vision_config", "adapter_config"):
+    for section in config.sub_configs:
         for name, value in getattr(config, section).to_dict().items():
             is_side = name.endswith(("_size", "_heads", "head_dim", "num_position_embeddings"))
-            limit = len(tensors) if name == "num_hidden_layers" else 4 * largest if is_side else math.inf
+            limit = len(tensors) if name in ("num_hidden_layers", "depth") else 4 * largest if is_side else math.inf
             if isinstance(value, int) and value > limit:
                 yield Finding(
                     f"`{section}.{name}` is {value}, which is far more than the weights have ({len(tensors)} tensors, "
@@ -90,35 +90,35 @@ def check_weights(
         yield Finding(f"the weights are not those of the configuration ({'; '.join(texts)})", remedy)
 
 
-def check_vocabulary(vocabulary: Mapping[str, int], config: Any) -> Iterator[Finding]:
-    """Compares a tokenizer's token ids (text to id) with the special ids and the vocabulary size of an `STTSConfig`."""
+def check_vocabulary(vocabulary: Mapping[str, int], config: Any, family: Family) -> Iterator[Finding]:
+    """Compares a tokenizer's token ids (text to id) with the special ids and the vocabulary size of a config."""
     text = config.text_config
-    total, largest = text.vocab_size + text.additional_vocab_size, max(vocabulary.values(), default=0)
+    additional = getattr(text, "additional_vocab_size", 0)  # embedded alone: the LM head has no rows for them
+    total, largest = text.vocab_size + additional, max(vocabulary.values(), default=0)
     if largest >= total:
+        of = f" and `additional_vocab_size` {additional}" if additional else ""
         yield Finding(
             f"the tokenizer has ids up to {largest}, but the model embeds {total} tokens "
-            f"(`vocab_size` {text.vocab_size} and `additional_vocab_size` {text.additional_vocab_size})",
+            f"(`vocab_size` {text.vocab_size}{of})",
             "take the tokenizer that the model was trained with",
         )
         return
     wrong = []
-    for field, token in SPECIAL_TOKENS.items():
+    first = text.vocab_size if additional else 0  # elsewhere the LM head has rows, so that it could be generated
+    for field, token in family.special_tokens.items():
         number = getattr(config, field)
         if vocabulary.get(token, number) != number:
             wrong.append(f"{token} is {vocabulary[token]} in the tokenizer but {number} in the config's `{field}`")
-        elif not text.vocab_size <= number < total:  # elsewhere the LM head has rows, so that it could be generated
-            wrong.append(f"`{field}` {number} must be from `vocab_size` {text.vocab_size} to {total - 1}")
+        elif not first <= number < total:
+            least = f"`vocab_size` {first}" if first else "0"
+            wrong.append(f"`{field}` {number} must be from {least} to {total - 1}")
     if wrong:
         yield Finding(", ".join(wrong), "take the tokenizer that the model was trained with, or correct config.json")
 
 
-def check_processor(processor: Any, config: Any) -> Iterator[Finding]:
+def check_processor(processor: Any, config: Any, family: Family) -> Iterator[Finding]:
     """Compares the settings of the image and of the video processor with the vision config."""
-    vision = config.vision_config
-    height, width = vision.image_size
-    shared = {"patch_size": vision.patch_size, "size": {"height": height, "width": width}}
-    expected = {"image_processor": shared, "video_processor": shared | {"pooling_size": vision.pooling_size}}
-    for name, settings in expected.items():
+    for name, settings in family.settings(config.vision_config).items():
         found = getattr(processor, name).to_dict()
         for key, value in settings.items():
             if found.get(key) != value:
@@ -128,23 +128,33 @@ def check_processor(processor: Any, config: Any) -> Iterator[Finding]:
                 )
 
 
-def read_config(folder: Path) -> STTSConfig | None:
+def find_family(folder: Path) -> Family | None:
+    """What the checkpoint is made of, ours or a stock one; None where it is neither (`configuration` says so)."""
+    with contextlib.suppress(ValueError):
+        return (OWN | STOCK).get(str(read_json(folder / "config.json").get("model_type")))
+    return None
+
+
+def read_config(folder: Path) -> PruningConfig | None:
     """The configuration, None where it cannot be read (`configuration` says why)."""
     try:
         raw = read_json(folder / "config.json")
-        return STTSConfig.from_dict(raw) if raw.get("model_type") == STTSConfig.model_type else None
+        family = OWN.get(str(raw.get("model_type")))
+        return family.config.from_dict(raw) if family else None
     except Exception:
         return None
 
 
 def configuration(folder: Path) -> Iterator[Finding]:
     raw = read_json(folder / "config.json")
-    if raw.get("model_type") != STTSConfig.model_type:
-        what = f"is of a {raw.get('model_type')!r} model, not of an 'stts' model" if raw else "is missing"
+    family = OWN.get(str(raw.get("model_type")))
+    if family is None:
+        kinds = " or ".join(map(repr, OWN))
+        what = f"is of a {raw.get('model_type')!r} model, not of an {kinds} model" if raw else "is missing"
         yield Finding(f"config.json {what}", "name a checkpoint folder, or make one with stts-hf convert")
         return
     with usable("config.json has a setting that cannot be", "correct it in config.json"):
-        STTSConfig.from_dict(raw)
+        family.config.from_dict(raw)
     card = folder / "README.md"
     if not card.is_file() or not card.read_text(encoding="utf-8").startswith("---\n"):
         state = "has no metadata" if card.is_file() else "is missing"
@@ -153,6 +163,9 @@ def configuration(folder: Path) -> Iterator[Finding]:
 
 def code(folder: Path) -> Iterator[Finding]:
     yield from check_links(folder)
+    if (family := find_family(folder)) is None:
+        return
+    auto_map = family.config.auto_classes
     processor = read_json(folder / "processor_config.json")
     parts = {name: read_json(folder / name) for name in ("config.json", "tokenizer_config.json")}
     parts["processor_config.json"] = processor
@@ -160,13 +173,14 @@ def code(folder: Path) -> Iterator[Finding]:
         parts[f"the {key} of processor_config.json"] = read_section(processor, key, "processor_config.json")
     for place, settings in parts.items():
         found = read_section(settings, "auto_map", place)
-        for name in sorted({*found, *_REQUIRED.get(place, ())} if settings else ()):
-            if found.get(name) != AUTO_MAP.get(name):
-                remedy = f'set it to "{AUTO_MAP[name]}"' if name in AUTO_MAP else "delete it"
+        needed = auto_map.keys() & _REQUIRED.get(place, auto_map if place == "config.json" else ())
+        for name in sorted({*found, *needed} if settings else ()):
+            if found.get(name) != auto_map.get(name):
+                remedy = f'set it to "{auto_map[name]}"' if name in auto_map else "delete it"
                 yield Finding(f"`auto_map` in {place} has {found.get(name)!r} for {name}", remedy)
-    yield from _modules(folder)
-    own = {path.name: path.read_bytes() for path in INSTALLED_CODE.glob("*_stts.py")}
-    files = sorted(path for path in folder.glob("*_stts.py") if path.is_file())
+    yield from _modules(folder, auto_map)
+    own = {path.name: path.read_bytes() for path in INSTALLED_CODE.glob("*_stts*.py")}
+    files = sorted(path for path in folder.glob("*_stts*.py") if path.is_file())
     if different := [path.name for path in files if own.get(path.name) != path.read_bytes()]:
         yield Finding(
             f"{len(different)} code files differ from the installed stts_hf package's ({', '.join(different)})",
@@ -175,9 +189,9 @@ def code(folder: Path) -> Iterator[Finding]:
         )
 
 
-def _modules(folder: Path) -> Iterator[Finding]:
-    """Checks the modules that hold the classes of `AUTO_MAP`, and whatever they import."""
-    references = sorted({tuple(reference.split(".")) for reference in AUTO_MAP.values()})
+def _modules(folder: Path, auto_map: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks the modules that hold the classes of an `auto_map`, and whatever they import."""
+    references = sorted({tuple(reference.split(".")) for reference in auto_map.values()})
     needed_by = dict.fromkeys((home for home, _ in references), "an `auto_map`")
     queue = list(needed_by)
     for module in queue:  # grows on the way
@@ -238,16 +252,24 @@ def weights(folder: Path) -> Iterator[Finding]:
             "correct `dtype` in config.json, or make all weights of one dtype with stts-hf convert --dtype",
             fatal=False,
         )
-    yield from list(check_sizes(config, tensors)) or check_weights(tensors, saved_layout(empty_model(config)))
+    wrong = list(check_sizes(config, tensors))
+    if wrong:
+        yield from wrong
+        return
+    model = empty_model(config)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in model.all_tied_weights_keys}
+    yield from check_weights(tensors, saved_layout(model))
 
 
 def tokenizer(folder: Path) -> Iterator[Finding]:
     """Tokenizer, processor and chat template: all that makes a prompt."""
-    processor = load_processor(folder)
+    if (family := find_family(folder)) is None:
+        return
+    processor = load_processor(folder, family)
     vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()  # without what loading adds
     if (config := read_config(folder)) is not None:
-        yield from check_vocabulary(vocabulary, config)
-        yield from check_processor(processor, config)
+        yield from check_vocabulary(vocabulary, config, family)
+        yield from check_processor(processor, config, family)
     eos = read_json(folder / "generation_config.json").get("eos_token_id")
     expected = processor.tokenizer.eos_token_id
     if expected is not None and expected not in (eos if isinstance(eos, list) else [eos]):

@@ -1,8 +1,8 @@
 """Which tensors a saved checkpoint holds, under which names, and which of the model's weights each is made of.
 
-`save_pretrained` writes Molmo2 in its original layout: query, key and value weights in one tensor, and so on. Rather
-than repeat transformers' renaming rules, they are applied once to tensors that hold nothing but row numbers; where the
-rows end up says what every saved tensor is made of. All these rules cut and join along dimension 0.
+`save_pretrained` writes some models in their original layout: query, key and value weights in one tensor, and so on.
+Rather than repeat transformers' renaming rules, they are applied once to tensors that hold nothing but row numbers;
+where the rows end up says what every saved tensor is made of. All these rules cut and join along dimension 0.
 """
 
 import json
@@ -10,14 +10,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf import _backbones
+from stts_hf.modeling.settings_stts import PruningConfig
 
 from .tensors import StoredTensor, write_safetensors
 
@@ -49,18 +50,20 @@ class Group:
             start += rows
 
 
-def empty_model(config: STTSConfig) -> STTSForConditionalGeneration:
+def empty_model(config: PruningConfig) -> Any:
     """Returns the model without memory for its weights (on the meta device), for names and shapes."""
     with torch.device("meta"):
-        return STTSForConditionalGeneration(config)
+        return _backbones()[type(config)](config)
 
 
-def saved_layout(model: STTSForConditionalGeneration) -> list[Group]:
+def saved_layout(model: Any) -> list[Group]:
     """Returns all tensors that `model.save_pretrained` writes, in its order, with the weights each is made of."""
-    weights: Shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    own = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    weights: Shapes = {name: tuple(weight.shape) for name, weight in own.items()}
     ends = torch.tensor([shape[0] for shape in weights.values()]).cumsum(0)
     traces = {name: torch.arange(end - weights[name][0], end) for name, end in zip(weights, ends.tolist(), strict=True)}
-    saved = revert_weight_conversion(model, dict(traces))
+    # In the order of a loaded model, of which alone it also sorts what needs no conversion.
+    saved = revert_weight_conversion(model, dict(sorted(traces.items(), key=lambda item: dot_natural_key(item[0]))))
     groups: list[Group] = []
     for key, rows in saved.items():
         names = [list(weights)[index] for index in torch.searchsorted(ends, rows, right=True).unique_consecutive()]

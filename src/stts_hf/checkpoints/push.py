@@ -1,5 +1,6 @@
 """Pushes a checkpoint folder to the Hub: everything in one commit, or nothing."""
 
+import fnmatch
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from huggingface_hub.utils import httpx
 from .atomic_folder import stale_weights
 from .card import checkpoint_card
 from .doctor import examine
+from .families import OWN
 from .files import checkpoint_files, read_json
 
 
@@ -98,7 +100,7 @@ def check_repository(api: HfApi, repo_id: str, revision: str | None, present: li
             model_type = read_json(Path(api.hf_hub_download(repo_id, "config.json", revision=revision))).get(
                 "model_type"
             )
-    if model_type != "stts" and not set(present) & {"processing_stts.py", "modeling_stts.py"}:
+    if model_type not in OWN and not fnmatch.filter(present, "modeling_stts*.py"):
         holds = f"a {model_type!r} model" if model_type else "other files"
         raise PushRefused(f"{repo_id} exists and holds {holds}; choose another name, or replace it with --overwrite")
 

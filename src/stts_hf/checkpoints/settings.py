@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, Molmo2ImageProcessor, PreTrainedConfig, PreTrainedTokenizerFast
-from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.processing_stts import STTSProcessor
-from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.modeling.settings_stts import PruningConfig
 
+from .families import Family
 from .files import read_json, read_section
 from .original import convert_original_config, load_original_config
 
@@ -30,74 +28,75 @@ def usable(subject: str, remedy: str) -> Iterator[None]:
         raise ValueError(f"{subject} ({reason}): {remedy}.") from error
 
 
-def load_processor(folder: Path) -> STTSProcessor:
-    """Returns the processor of a Molmo2 or STTS folder, without running code of its own. Raises `ValueError`."""
+def load_processor(folder: Path, family: Family) -> Any:
+    """Returns the processor of a stock or STTS folder, without running code of its own. Raises `ValueError`."""
     has_settings = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
+    stock = family.config.family
     if not has_settings or not (folder / "tokenizer.json").is_file():
         missing = "tokenizer.json" if has_settings else "processor_config.json"
         raise ValueError(
-            f"{folder} has no {missing}: pass --base with a Molmo2 folder or repository that has tokenizer and "
+            f"{folder} has no {missing}: pass --base with a {stock} folder or repository that has tokenizer and "
             "processor."
         )
+    known = {base.__name__ for base in family.processor.__mro__}
     for kind in ("processor", "preprocessor", "video_preprocessor", "tokenizer"):
-        read_json(folder / f"{kind}_config.json")  # says which file is damaged
+        path = folder / f"{kind}_config.json"
+        made_for = read_json(path).get("processor_class")  # says which file is damaged, too
+        if made_for is not None and made_for not in known:
+            raise ValueError(
+                f"`processor_class` in {path} is {made_for!r}, but the model is a {stock} one, whose processor is a "
+                f"{family.processor.__name__}: pass --base with a {stock} folder or repository."
+            )
     read_json(folder / "tokenizer.json")
-    remedy = "copy its files again, or pass --base with another Molmo2 folder"
+    remedy = f"copy its files again, or pass --base with another {stock} folder"
     with usable(f"The tokenizer or processor in {folder} cannot be used", remedy):
-        settings = STTSProcessor.get_processor_dict(str(folder))[0]
+        settings = family.processor.get_processor_dict(str(folder))[0]
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        image = Molmo2ImageProcessor.from_pretrained(folder).to_dict()
-        video = STTSVideoProcessor.from_pretrained(folder).to_dict()
         for name in ("auto_map", "is_local", "local_files_only"):  # of the source and of this machine
             tokenizer.init_kwargs.pop(name, None)
         # Built from known settings alone: the rest of a source, its `auto_map` above all, would be saved again.
-        names = inspect.signature(STTSProcessor.__init__).parameters
+        names = inspect.signature(family.processor.__init__).parameters
         parts: dict[str, Any] = {
-            "image_processor": Molmo2ImageProcessor(**_known(image, Molmo2ImageProcessor)),
-            "video_processor": STTSVideoProcessor(**_known(video, STTSVideoProcessor)),
             "tokenizer": tokenizer,
             "chat_template": settings.get("chat_template") or tokenizer.chat_template,
         }
-        return STTSProcessor(**{name: value for name, value in settings.items() if name in names} | parts)
+        for name in ("image_processor", "video_processor"):
+            part = getattr(family, name)
+            parts[name] = part(**_known(part.from_pretrained(folder).to_dict(), part))
+        return family.processor(**{name: value for name, value in settings.items() if name in names} | parts)
 
 
-def config_of_hugging_face(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
-    """Returns the configuration of a Molmo2 or STTS folder, and how many ViT layers its file declares.
-
-    Raises `ValueError` for the configuration of another model.
-    """
+def config_of_hugging_face(folder: Path, family: Family, processor: Any) -> tuple[Any, int]:
+    """Returns the configuration of a stock or STTS folder, and how many ViT layers its file declares."""
     raw = read_json(folder / "config.json")
-    kind = raw.get("model_type")
-    if kind not in (Molmo2Config.model_type, STTSConfig.model_type):
-        raise ValueError(f"{folder / 'config.json'} is of a {kind!r} model, but must be of a 'molmo2' or 'stts' model.")
-    key = "vision_config" if raw.get("vision_config") else "vit_config"
+    key = next((name for name in family.config.vision_names if raw.get(name)), family.config.vision_names[-1])
     declared = read_section(raw, key, folder / "config.json").get("num_hidden_layers") or 0
-    if kind == Molmo2Config.model_type:
-        raw = STTSConfig.as_stts(raw)
-        window = processor.video_processor.pooling_size
+    if raw.get("model_type") == family.config.native.model_type:
+        raw = family.config.as_stts(raw)
+        window = getattr(processor.video_processor, "pooling_size", None)
         if isinstance(window, list | tuple):  # `check_processor` refuses all else
             raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}
     with usable(f"{folder / 'config.json'} cannot be used", "correct it, or copy it again"):
-        return drop_unknown_fields(STTSConfig.from_dict(raw)), declared
+        return drop_unknown_fields(family.config.from_dict(raw)), declared
 
 
-def config_of_original(folder: Path, processor: STTSProcessor) -> tuple[STTSConfig, int]:
+def config_of_original(folder: Path, family: Family, processor: Any) -> tuple[Any, int]:
     """The same for an original training checkpoint; its frame settings go into `processor`."""
     original = load_original_config(folder)
     with usable(f"{folder / 'config.yaml'} cannot be used", "correct it, or copy it again"):
-        config = STTSConfig(**convert_original_config(original, processor.tokenizer.get_vocab()))
-        _set_frames(processor, config, original["mm_preprocessor"]["video"])
+        config = family.config(**convert_original_config(original, processor.tokenizer.get_vocab()))
+        _set_frames(processor, family, config, original["mm_preprocessor"]["video"])
     return config, original["vision_backbone"]["vit"]["image_num_layers"]
 
 
-def override(config: STTSConfig, processor: STTSProcessor, given: Mapping[str, Any]) -> None:
+def override(config: Any, processor: Any, given: Mapping[str, Any]) -> None:
     """Puts fields of the vision config in place of the source's. Raises `ValueError` for values that do not fit."""
     for name, value in given.items():
         with usable(f"`{name}` {value!r} cannot be used", "choose another"):
             setattr(config.vision_config, name, value)
     if config.vision_config.packing != "first_fit_descending":
         config.vision_config.refill_single_frame_bins = False
-    if given.get("pruning_ratio", 1) < 1:
+    if given.get("pruning_ratio", 1) < 1 and hasattr(processor.video_processor, "pruning_ratio"):
         processor.video_processor.pruning_ratio = given["pruning_ratio"]  # what its `test_time_scaling` counts with
 
 
@@ -114,7 +113,7 @@ def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Ge
     return config
 
 
-def _set_frames(processor: STTSProcessor, config: STTSConfig, video: Mapping[str, Any]) -> None:
+def _set_frames(processor: Any, family: Family, config: Any, video: Mapping[str, Any]) -> None:
     vision = config.vision_config
     size = dict(zip(("height", "width"), vision.image_size, strict=True))
     changes: dict[str, Any] = {"patch_size": vision.patch_size, "size": size, "pooling_size": list(vision.pooling_size)}
@@ -127,10 +126,10 @@ def _set_frames(processor: STTSProcessor, config: STTSConfig, video: Mapping[str
         changes["max_fps"] = max_fps
     if vision.pruning_ratio < 1:
         changes["pruning_ratio"] = vision.pruning_ratio
-    settings = _known(processor.video_processor.to_dict(), STTSVideoProcessor)
-    processor.video_processor = STTSVideoProcessor(**{**settings, **changes})
-    image = _known(processor.image_processor.to_dict(), Molmo2ImageProcessor)
-    processor.image_processor = Molmo2ImageProcessor(**{**image, "patch_size": vision.patch_size, "size": size})
+    settings = _known(processor.video_processor.to_dict(), family.video_processor)
+    processor.video_processor = family.video_processor(**{**settings, **changes})
+    image = _known(processor.image_processor.to_dict(), family.image_processor)
+    processor.image_processor = family.image_processor(**{**image, "patch_size": vision.patch_size, "size": size})
     if video.get("use_frame_special_tokens") is not None:
         processor.use_frame_special_tokens = video["use_frame_special_tokens"]
 
@@ -139,12 +138,12 @@ def _known(settings: Mapping[str, Any], processor: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in processor.valid_kwargs.__annotations__}
 
 
-def drop_unknown_fields(config: STTSConfig) -> STTSConfig:
+def drop_unknown_fields(config: PruningConfig) -> Any:
     """The same settings without fields that no config class knows: those of remote code, and notes of a saved file."""
 
     def own_fields(part: PreTrainedConfig) -> dict[str, Any]:
         names = type(part).__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
         return {name: value for name, value in part.to_dict().items() if name in names}
 
-    sections = ("vision_config", "adapter_config", "text_config")
-    return STTSConfig(**own_fields(config) | {name: own_fields(getattr(config, name)) for name in sections})
+    sections = {name: own_fields(getattr(config, name)) for name in config.sub_configs}
+    return type(config)(**own_fields(config) | sections)

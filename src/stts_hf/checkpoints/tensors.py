@@ -49,6 +49,14 @@ def in_memory(tensor: torch.Tensor) -> StoredTensor:
     return StoredTensor(tuple(tensor.shape), tensor.dtype, lambda first, last: tensor[first:last])
 
 
+def same_contents(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits; reads both, a few rows at a time."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    blocks = zip(one.blocks(0, one.shape[0]), other.blocks(0, other.shape[0]), strict=True)
+    return all(torch.equal(first.view(torch.uint8), second.view(torch.uint8)) for first, second in blocks)
+
+
 def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
     """Returns the floating dtype that most of the numbers have. Raises `ValueError` where there are none."""
     counts: Counter[torch.dtype] = Counter()

@@ -1,11 +1,11 @@
-"""`stts-hf convert SOURCE DESTINATION`: makes an STTS checkpoint of a Molmo2 or an original training checkpoint."""
+"""`stts-hf convert SOURCE DESTINATION`: makes an STTS checkpoint of a stock or an original training checkpoint."""
 
 import argparse
 import sys
 
 from stts_hf.cli.errors import CommandError, one_line
 
-HELP = "make an STTS checkpoint of a Molmo2 model, or of a training checkpoint of STTS's authors"
+HELP = "make an STTS checkpoint of a stock Molmo2 or Qwen3-VL model, or of a training checkpoint of STTS's authors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,14 +13,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="Molmo2 folder or Hub repository, or the folder of an original training checkpoint "
+        help="Molmo2 or dense Qwen3-VL folder or Hub repository, or the folder of an original training checkpoint "
         "(model.pt or model_and_optim/, with config.yaml)",
     )
     parser.add_argument("destination", metavar="DESTINATION", help="folder to write; appears whole or not at all")
     parser.add_argument(
         "--base",
         metavar="PATH_OR_REPO",
-        help="Molmo2 folder or repository that gives tokenizer, processor and chat template; "
+        help="stock folder or repository that gives tokenizer, processor and chat template; "
         "needed for an original training checkpoint",
     )
     parser.add_argument("--revision", help="branch, tag or commit of SOURCE, if it is a repository")

@@ -1,9 +1,12 @@
-"""Small Molmo2 folders in every form that conversion takes, and a base for the reference checkpoints."""
+"""Small stock folders in every form that conversion takes, and a base for the reference checkpoints."""
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -14,10 +17,17 @@ from transformers import (
     Molmo2VideoProcessor,
     Molmo2VisionConfig,
     PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
 )
 
 from stts_hf.evaluation.tiny_model import VISION_TOKENS
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS
+from tests.checkpoints import TINY
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config
+
+QWEN3_VL = TINY.with_name("stts-qwen3-vl-tiny")
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}<|im_end|>"
 CODE_THAT_MUST_NOT_RUN = "raise SystemExit('the code of a source was run')\n"
@@ -102,6 +112,57 @@ def as_released(folder: Path) -> None:
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     (folder / "processor_config.json").write_text(json.dumps(processor | {"auto_map": auto_map}))
     (folder / "processing_molmo2.py").write_text(CODE_THAT_MUST_NOT_RUN)
+
+
+def stock_qwen3_vl() -> Qwen3VLForConditionalGeneration:
+    """Stock Qwen3-VL of the size of the tiny checkpoint, embedding and head tied, every weight random."""
+    settings = json.loads((QWEN3_VL / "config.json").read_text())
+    vision = {name: value for name, value in settings["vision_config"].items() if name not in PRUNING_FIELDS}
+    ids = {name: value for name, value in settings.items() if name.endswith("_token_id")}
+    config = Qwen3VLConfig(
+        vision_config=vision | {"model_type": "qwen3_vl_vision"},
+        text_config=settings["text_config"],
+        tie_word_embeddings=True,
+        **ids,
+    )
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    randomise(model)
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_pretrained(QWEN3_VL)
+    return model
+
+
+def write_qwen3_vl(folder: Path, form: str) -> Path:
+    """A stock Qwen3-VL folder: "qwen3_vl" in one file, "qwen3_vl_shards", or "qwen3_vl_released" as first released."""
+    stock_qwen3_vl().save_pretrained(folder, max_shard_size="40KB" if form == "qwen3_vl_shards" else "50GB")
+    processor: Any = Qwen3VLProcessor.from_pretrained(QWEN3_VL)
+    processor.save_pretrained(folder)
+    if form == "qwen3_vl_released":
+        as_released_qwen3_vl(folder)
+    return folder
+
+
+def as_released_qwen3_vl(folder: Path) -> None:
+    """Files and settings as of transformers 4.57: other names, and as some have it, the tied head a second time."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = config["text_config"].pop("rope_parameters")
+    config["text_config"] |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "tie_word_embeddings": True}
+    config["vision_config"]["model_type"] = "qwen3_vl"
+    del config["vision_config"]["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = json.loads((folder / "processor_config.json").read_text())
+    for part, name in (("image_processor", "preprocessor"), ("video_processor", "video_preprocessor")):
+        of_class = {"processor_class": "Qwen3VLProcessor"}
+        (folder / f"{name}_config.json").write_text(json.dumps(processor[part] | of_class))
+    (folder / "processor_config.json").unlink()
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"tokenizer_class": "Qwen2Tokenizer"}))
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.language_model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from stts_hf import STTSForConditionalGeneration
 from stts_hf.checkpoints.card import (
     STOCK_SENTENCE,
-    TAGS,
     UNNAMED,
     base_model_of,
     checkpoint_card,
     write_model_card,
 )
+from stts_hf.checkpoints.families import OWN
+from tests.backbones import BACKBONES
 from tests.checkpoints import TINY, write_small_clip
-from tests.tiny import tiny_config
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_metadata_is_what_the_hub_reads(folder):
     assert data.license == "apache-2.0"
     assert data.base_model == "allenai/Molmo2-4B"
     assert data.datasets == ["user/videos"]
-    assert data.tags == [*TAGS, "tiny"]
+    assert data.tags == [*OWN["stts"].tags, "tiny"]
 
 
 def test_what_is_not_known_is_not_claimed(folder):
@@ -126,7 +125,7 @@ def test_metadata_that_a_card_lacks_is_filled_in(folder):
     (folder / "README.md").write_text("---\nlicense: mit\ntags: [generated_from_trainer]\n---\n# Mine\n")
     data: Any = checkpoint_card(folder, repo_id="user/name").data
     assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "video-text-to-text", "mit")
-    assert data.tags == ["generated_from_trainer", *TAGS]
+    assert data.tags == ["generated_from_trainer", *OWN["stts"].tags]
 
 
 def test_a_card_without_metadata_gets_some(folder):
@@ -156,5 +155,20 @@ def test_a_card_that_says_nothing_is_replaced(folder, text):
     assert "| `pruning_layer` | 1 " in checkpoint_card(folder, repo_id="user/name").text
 
 
-def test_the_model_carries_the_tags_of_the_card():
-    assert STTSForConditionalGeneration(tiny_config()).model_tags == list(TAGS)
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+def test_the_model_carries_the_tags_of_the_card(backbone):
+    model = backbone.model()
+    assert model.model_tags == OWN[model.config.model_type].tags
+
+
+def test_a_card_names_its_backbone(tmp_path):
+    """Its base, classes and licence are told; how it reads videos, and how many frames."""
+    qwen = TINY.with_name("stts-qwen3-vl-tiny")
+    for name in ("config.json", "processor_config.json"):
+        shutil.copy(qwen / name, tmp_path)
+    card = written(tmp_path, base_model="Qwen/Qwen3-VL-4B-Instruct")
+    assert card.data.tags == ["stts", "qwen3_vl", "video", "token-pruning", "custom_code"]
+    assert "Made from [Qwen/Qwen3-VL-4B-Instruct]" in card.text
+    assert "| frames | 2 per second, at most 64 |" in card.text
+    assert "torchcodec to read video files" in card.text
+    assert "PyAV" not in card.text

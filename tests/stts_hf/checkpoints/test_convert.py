@@ -11,31 +11,39 @@ from safetensors.torch import load_file
 
 from stts_hf.checkpoints.convert import convert_checkpoint
 from stts_hf.checkpoints.doctor import examine
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.cli.main import main
-from stts_hf.modeling.configuration_stts import AUTO_MAP, STTSConfig
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.configuration_stts import STTSConfig
+from tests.checkpoints import AUTO_CLASSES, TINY
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
 from tests.stts_hf.checkpoints.convert_files import (
+    QWEN3_VL,
     REFERENCE_LOGITS,
     contents,
     copy,
     stock_model,
+    stock_qwen3_vl,
     write_base,
     write_molmo2,
+    write_qwen3_vl,
 )
 from tests.stts_hf.checkpoints.original_weights import native_weights, read_original
 
 MOLMO2_FORMS = ["original", "native", "shards", "released"]
+QWEN3_VL_FORMS = ["qwen3_vl", "qwen3_vl_shards", "qwen3_vl_released"]
+STOCK_FORMS = [*MOLMO2_FORMS, *QWEN3_VL_FORMS]
 FORMS = checkpoint_forms()
 LOGIT_TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """A folder with a Molmo2 folder of every form, and `base` for the reference checkpoints."""
+    """A folder with a stock folder of every form, and `base` for the reference checkpoints."""
     folder = tmp_path_factory.mktemp("sources")
     for form in MOLMO2_FORMS:
         write_molmo2(folder / form, form)
+    for form in QWEN3_VL_FORMS:
+        write_qwen3_vl(folder / form, form)
     write_base(folder / "base")
     return folder
 
@@ -44,18 +52,18 @@ def sources(tmp_path_factory) -> Path:
 def converted(sources, tmp_path_factory) -> Path:
     """The conversion of every source, under the source's name."""
     folder = tmp_path_factory.mktemp("converted")
-    for form in MOLMO2_FORMS:
+    for form in STOCK_FORMS:
         convert_checkpoint(sources / form, folder / form)
     for path in FORMS:
         convert_checkpoint(path, folder / path.name, base=sources / "base")
     return folder
 
 
-ALL = [*MOLMO2_FORMS, *(form.name for form in FORMS)]
+ALL = [*STOCK_FORMS, *(form.name for form in FORMS)]
 
 
-def load(folder: Path) -> STTSForConditionalGeneration:
-    loaded: Any = STTSForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+def load(folder: Path) -> Any:
+    loaded: Any = family_of_checkpoint(folder).model.from_pretrained(folder, output_loading_info=True)
     model, info = loaded
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
@@ -65,9 +73,9 @@ def vision_config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["vision_config"]
 
 
-@pytest.mark.parametrize("form", MOLMO2_FORMS)
-def test_weights_of_molmo2_are_kept(converted, form):
-    expected = stock_model().state_dict()
+@pytest.mark.parametrize("form", STOCK_FORMS)
+def test_weights_of_a_stock_model_are_kept(converted, form):
+    expected = (stock_model() if form in MOLMO2_FORMS else stock_qwen3_vl()).state_dict()
     weights = load(converted / form).state_dict()
     scorer = {name for name in weights if ".scorer." in name}
     assert weights.keys() - scorer == expected.keys()
@@ -83,11 +91,11 @@ def test_weights_of_an_original_checkpoint_are_kept(converted, form):
 
 
 @pytest.mark.parametrize("size", ["50GB", "40KB"], ids=["one-file", "shards"])
-@pytest.mark.parametrize("form", ["native", FORMS[0].name])
+@pytest.mark.parametrize("form", ["native", "qwen3_vl", FORMS[0].name])
 def test_files_are_those_that_saving_the_loaded_model_writes(sources, converted, tmp_path, form, size):
     folder = converted / form
     if size != "50GB":
-        source, base = (sources / form, None) if form in MOLMO2_FORMS else (FORMS[0], sources / "base")
+        source, base = (sources / form, None) if form in STOCK_FORMS else (FORMS[0], sources / "base")
         convert_checkpoint(source, tmp_path / "new", base=base, max_shard_size=size)
         folder = tmp_path / "new"
     load(folder).save_pretrained(tmp_path / "again", max_shard_size=size)
@@ -114,9 +122,31 @@ def test_the_doctor_finds_nothing(converted, form):
 
 @pytest.mark.parametrize("form", ALL)
 def test_auto_map_names_our_classes_and_nothing_of_the_source(converted, form):
-    assert json.loads((converted / form / "config.json").read_text())["auto_map"] == AUTO_MAP
+    written = json.loads((converted / form / "config.json").read_text())["auto_map"]
+    tiny = json.loads((QWEN3_VL / "config.json").read_text())["auto_map"]
+    assert written == (tiny if form in QWEN3_VL_FORMS else AUTO_CLASSES)
     files = contents(converted / form)
     assert not [name for name, content in files.items() if b"molmo2.Molmo2" in content and name.endswith(".json")]
+
+
+@pytest.mark.parametrize("form", ["native", "qwen3_vl_released"])
+def test_the_code_is_that_of_its_backbone_alone(converted, form):
+    code = (QWEN3_VL if form in QWEN3_VL_FORMS else TINY).glob("*.py")
+    assert {file.name for file in (converted / form).glob("*.py")} == {file.name for file in code}
+
+
+def test_processor_and_template_of_files_as_released_are_those_of_today(sources, converted):
+    for name in ("processor_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (converted / "qwen3_vl_released" / name).read_bytes() == (converted / "qwen3_vl" / name).read_bytes()
+    assert (converted / "qwen3_vl" / name).read_bytes() == (QWEN3_VL / name).read_bytes()
+
+
+@pytest.mark.parametrize("form", QWEN3_VL_FORMS)
+def test_settings_as_released_mean_what_they_do_today(converted, form):
+    config, tiny = (json.loads((folder / "config.json").read_text()) for folder in (converted / form, QWEN3_VL))
+    assert config["text_config"]["rope_parameters"] == tiny["text_config"]["rope_parameters"]
+    assert config["vision_config"]["rope_parameters"] == tiny["vision_config"]["rope_parameters"]
+    assert config["tie_word_embeddings"] is True
 
 
 def test_pruning_settings_of_a_training_checkpoint_carry_over(converted):
@@ -193,10 +223,10 @@ def test_dtype_is_the_sources_unless_given(sources, converted, tmp_path):
     assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_converted_checkpoint_converts_to_itself(converted, tmp_path):
-    form = FORMS[0].name
+@pytest.mark.parametrize("form", [FORMS[0].name, "qwen3_vl"])
+def test_a_converted_checkpoint_converts_to_itself(converted, tmp_path, form):
     result = convert_checkpoint(converted / form, tmp_path / "new")
-    assert result.scorer_trained
+    assert result.scorer_trained == (form == FORMS[0].name)
     before, after = contents(converted / form), contents(tmp_path / "new")
     assert {name for name in before if before[name] != after[name]} <= {"README.md"}
 

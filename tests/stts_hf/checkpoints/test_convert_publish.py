@@ -71,7 +71,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_are_no
 def test_files_that_are_no_checkpoint_are_never_overwritten(source, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="no part of an STTS or Molmo2 checkpoint"):
+    with pytest.raises(ValueError, match="no part of an STTS or stock checkpoint"):
         convert_checkpoint(source, tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "letter.txt").read_text() == "dear"
 
@@ -80,7 +80,7 @@ def test_files_that_are_no_checkpoint_are_never_overwritten(source, tmp_path):
 def test_a_folder_with_another_config_json_is_never_overwritten(source, tmp_path, config):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "config.json").write_text(config)
-    with pytest.raises(ValueError, match="no part of an STTS or Molmo2 checkpoint"):
+    with pytest.raises(ValueError, match="no part of an STTS or stock checkpoint"):
         convert_checkpoint(source, tmp_path / "app", overwrite=True)
     assert (tmp_path / "app" / "config.json").read_text() == config
 

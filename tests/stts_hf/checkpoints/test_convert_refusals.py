@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from stts_hf.checkpoints.convert import convert_checkpoint
 from stts_hf.checkpoints.doctor import examine
 from tests.fixture_files import checkpoint_fixtures
-from tests.stts_hf.checkpoints.convert_files import copy, write_base, write_molmo2
+from tests.stts_hf.checkpoints.convert_files import copy, write_base, write_molmo2, write_qwen3_vl
 
 UNSHARDED = checkpoint_fixtures()[0] / "unsharded"
 SHARDED = checkpoint_fixtures()[0] / "sharded"
@@ -27,6 +27,7 @@ def folders(tmp_path_factory) -> Path:
     write_molmo2(folder / "one_file", "original")
     write_molmo2(folder / "shards", "shards")
     write_base(folder / "base")
+    write_qwen3_vl(folder / "qwen3_vl", "qwen3_vl_released")
     convert_checkpoint(folder / "one_file", folder / "stts")
     return folder
 
@@ -219,10 +220,61 @@ def test_a_training_checkpoint_needs_a_base(tmp_path):
     refuse(copy(UNSHARDED, tmp_path / "source"), "--base")
 
 
-def test_the_config_of_another_model(folders, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe", "llama"])
+def test_the_config_of_another_model(folders, tmp_path, kind):
     source = copy(folders / "one_file", tmp_path / "source")
-    edit_json(source / "config.json", lambda config: config.update(model_type="qwen2_vl"))
-    refuse(source, "'qwen2_vl' model")
+    edit_json(source / "config.json", lambda config: config.update(model_type=kind))
+    refuse(source, f"'{kind}' model, but must be of one of 'molmo2', 'qwen3_vl', 'stts', 'stts_qwen3_vl'")
+
+
+@pytest.mark.parametrize(
+    ("source", "base", "of_base", "needed"),
+    [
+        ("qwen3_vl", "one_file", "Molmo2Processor", "Qwen3VLProcessor"),
+        ("one_file", "qwen3_vl", "Qwen3VLProcessor", "STTSProcessor"),
+    ],
+    ids=["molmo2s", "qwens"],
+)
+def test_the_processor_of_another_family(folders, tmp_path, source, base, of_base, needed):
+    refuse(copy(folders / source, tmp_path / "source"), f"is '{of_base}'.*processor is a {needed}", base=folders / base)
+
+
+def test_weights_of_another_family(folders, tmp_path):
+    source = copy(folders / "qwen3_vl", tmp_path / "source")
+    (source / "model.safetensors").write_bytes((folders / "one_file" / "model.safetensors").read_bytes())
+    refuse(source, "tensors are missing: model.language_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("video_preprocessor", "merge_size", "`merge_size` of the video_processor is 3, but the vision config has 2"),
+        ("video_preprocessor", "temporal_patch_size", "`temporal_patch_size` of the video_processor is 3"),
+        ("preprocessor", "patch_size", "`patch_size` of the image_processor is 3, but the vision config has 8"),
+    ],
+)
+def test_a_processor_of_other_patches(folders, tmp_path, name, key, message):
+    source = copy(folders / "qwen3_vl", tmp_path / "source")
+    edit_json(source / f"{name}_config.json", lambda settings: settings.update({key: 3}))
+    refuse(source, message)
+
+
+def test_a_token_of_another_id(folders, tmp_path):
+    source = copy(folders / "qwen3_vl", tmp_path / "source")
+    edit_json(source / "config.json", lambda config: config.update(video_token_id=7))
+    refuse(source, r"<\|video_pad\|> is 1027 in the tokenizer but 7 in the config's `video_token_id`")
+
+
+def test_a_tied_head_that_is_none(folders, tmp_path):
+    source = copy(folders / "qwen3_vl", tmp_path / "source")
+    edit_weights(source, lambda weights: weights["lm_head.weight"][-1].neg_())
+    refuse(source, "`tie_word_embeddings` is True, but lm_head.weight is another tensor than model.language_model.emb")
+
+
+def test_a_vision_tower_of_another_width(folders, tmp_path):
+    source = copy(folders / "qwen3_vl", tmp_path / "source")
+    edit_json(source / "config.json", lambda config: config["vision_config"].update(hidden_size=96))
+    refuse(source, r"of the wrong shape: model\.visual")
 
 
 def test_a_training_config_of_another_model(folders, tmp_path):

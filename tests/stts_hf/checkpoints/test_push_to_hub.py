@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.checkpoints.card import TAGS
+from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from tests.checkpoints import TINY, load_tiny, prepare
 from tests.stts_hf.checkpoints.pushing import client_of, contents, without_card, write_files
@@ -32,7 +32,7 @@ def test_push_to_hub_of_model_and_processor_gives_a_whole_repository(hub, tmp_pa
     code = {name: content for name, content in files.items() if name.endswith(".py")}
     assert code == {name: content for name, content in contents(TINY).items() if name.endswith(".py")}
     card: Any = ModelCard(files["README.md"].decode())
-    assert set(TAGS) <= set(card.data.tags)
+    assert set(OWN["stts"].tags) <= set(card.data.tags)
 
 
 class CardTrainer(ModelCardTrainerMixin, Trainer):

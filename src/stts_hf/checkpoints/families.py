@@ -1,0 +1,105 @@
+"""What a checkpoint of each backbone is made of: looked up by the `model_type` in its `config.json`, ours or stock."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import Molmo2ImageProcessor, PreTrainedConfig, Qwen2VLImageProcessor, Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+from stts_hf import _backbones
+from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
+from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.settings_stts import PruningConfig
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+
+from .original import SPECIAL_TOKENS
+
+
+def _molmo2_settings(vision: Any) -> dict[str, dict[str, Any]]:
+    height, width = vision.image_size
+    shared = {"patch_size": vision.patch_size, "size": {"height": height, "width": width}}
+    return {"image_processor": shared, "video_processor": shared | {"pooling_size": vision.pooling_size}}
+
+
+def _qwen3_vl_settings(vision: Any) -> dict[str, dict[str, Any]]:
+    shared = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    shared["merge_size"] = vision.spatial_merge_size
+    return {"image_processor": shared, "video_processor": shared}
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    processor, image_processor, video_processor: classes. special_tokens: the config's fields for them, and their texts.
+    settings: what a vision config wants the image and the video processor to have.
+    """
+
+    config: type[PruningConfig]
+    processor: Any
+    image_processor: Any
+    video_processor: Any
+    special_tokens: Mapping[str, str]
+    settings: Callable[[Any], dict[str, dict[str, Any]]]
+
+    @property
+    def model(self) -> Any:
+        """The class with the head."""
+        return _backbones()[self.config]
+
+    @property
+    def tags(self) -> list[str]:
+        """Of a model card."""
+        return ["stts", self.config.native.model_type, "video", "token-pruning", "custom_code"]
+
+    @property
+    def video_reader(self) -> str:
+        """The package by which the processor reads video files, as one who installs it needs to know it."""
+        return "PyAV (`pip install av`)" if self.processor.__module__.startswith("stts_hf.") else "torchcodec"
+
+
+FAMILIES = [
+    Family(
+        STTSConfig,
+        STTSProcessor,
+        Molmo2ImageProcessor,
+        STTSVideoProcessor,
+        SPECIAL_TOKENS,
+        _molmo2_settings,
+    ),
+    Family(
+        STTSQwen3VLConfig,
+        Qwen3VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen3VLVideoProcessor,
+        {
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|vision_start|>",
+            "vision_end_token_id": "<|vision_end|>",
+        },
+        _qwen3_vl_settings,
+    ),
+]
+OWN = {family.config.model_type: family for family in FAMILIES}
+STOCK = {family.config.native.model_type: family for family in FAMILIES}
+
+
+def family_of(model_type: object, subject: object) -> Family:
+    """Of a `model_type`, ours or a stock one. Raises `ValueError` that says of `subject` what it is instead."""
+    found = (OWN | STOCK).get(str(model_type))
+    if found is None:
+        raise ValueError(
+            f"{subject} is of a {model_type!r} model, but must be of one of {', '.join(map(repr, STOCK | OWN))}."
+        )
+    return found
+
+
+def family_of_checkpoint(checkpoint: str | Path, revision: str | None = None) -> Family:
+    """Of a checkpoint's folder or Hub repository. Raises `OSError` where it holds no config, `ValueError` as above."""
+    config, _ = PreTrainedConfig.get_config_dict(checkpoint, revision=revision)
+    if not config:
+        raise OSError(f"{checkpoint} holds no config.json. Pass a checkpoint's folder or Hub id.")
+    return family_of(config.get("model_type"), checkpoint)
