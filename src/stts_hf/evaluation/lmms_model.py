@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,15 +90,19 @@ class STTS(lmms):
         given = {"num_frames": num_frames, "max_fps": max_fps, "test_time_scaling": test_time_scaling or None}
         self.processing = {name: value for name, value in given.items() if value is not None}
         self.allow_urls = allow_urls
+        self._failed: Counter[str] = Counter()  # questions of each task that could not be asked
+        self._text_only: Counter[str] = Counter()  # that were asked without a video or image
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """
         Answers requests, those with the same generation settings in batches. One that cannot be asked, also because its
         video cannot be read, is logged as an error and answered with nothing: an exception would cost lmms-eval the
-        answers to all others.
+        answers to all others. How many these were, and how many were asked without a video or image, is logged by task
+        at the end and stands in the results file.
         """
         results: dict[int, GenerationResult] = {}
         unreadable: list[str] = []
+        self._failed, self._text_only = Counter(), Counter()
         alike: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[2], sort_keys=True, default=str), []).append(place)
@@ -108,8 +113,9 @@ class STTS(lmms):
                 for start in range(0, len(places), _WINDOW * self.batch_size):
                     window = places[start : start + _WINDOW * self.batch_size]
                     for number, answer in self._answers([requests[place] for place in window], options):
-                        if isinstance(answer, Exception):
+                        if isinstance(answer, BaseException):
                             unreadable.append(f"{_name(requests[window[number]])} cannot be asked: {answer!r}")
+                            self._failed[requests[window[number]].task_name] += 1
                             logger.error(unreadable[-1])
                         results[window[number]] = result_of(answer, until)
                         bar.update()
@@ -117,12 +123,18 @@ class STTS(lmms):
             raise ValueError(f"None of {len(requests)} questions could be asked. {unreadable[0]}")
         counts = [result.token_counts.output_tokens or 0 for result in results.values() if result.token_counts]
         seconds = time.perf_counter() - started
-        log_metrics(seconds, sum(counts), sum(counts) / seconds, {"rank": self.rank, "unreadable": len(unreadable)})
+        found = {"unreadable": self._failed.total(), "text_only": self._text_only.total()}
+        log_metrics(seconds, sum(counts), sum(counts) / seconds, {"rank": self.rank, **found})
+        asked = Counter(request.task_name for request in requests)
+        for task, number in self._failed.items():
+            logger.error(f"{task}: {number} of {asked[task]} questions could not be asked, so they have no answer.")
+        for task, number in self._text_only.items():
+            logger.warning(f"{task}: {number} of {asked[task]} questions were asked without any video or image.")
         return [results[place] for place in range(len(requests))]
 
     def _answers(
         self, requests: Sequence[Instance], options: Mapping[str, Any]
-    ) -> Iterator[tuple[int, PromptAnswer | Exception]]:
+    ) -> Iterator[tuple[int, PromptAnswer | BaseException]]:
         assert self.pruning_ratio is not None  # a configuration has one
         prompts: list[Prompt] = []
         asked: list[int] = []
@@ -130,7 +142,7 @@ class STTS(lmms):
             try:
                 prompts.append(self._prompt(request))
                 asked.append(number)
-            except Exception as error:  # also of the task's own code
+            except (Exception, SystemExit) as error:  # also of the task's own code, which may exit for a missing video
                 yield number, error
         answers = answer_prompts(
             self.model,
@@ -159,6 +171,8 @@ class STTS(lmms):
                 {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
             ]
             messages.append({"role": message.role, "content": parts})
+        if not any(media.values()):  # as some tasks ask where a file is missing
+            self._text_only[request.task_name] += 1
         return make_prompt(self.processor, messages, media["video"], media["image"])
 
     def _source(self, part: Any) -> Any:
@@ -204,9 +218,9 @@ def generation_options(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     return options, [until] if isinstance(until, str) else list(until)
 
 
-def result_of(answer: PromptAnswer | Exception, until: Sequence[str]) -> GenerationResult:
+def result_of(answer: PromptAnswer | BaseException, until: Sequence[str]) -> GenerationResult:
     """What lmms-eval takes for an answer, which ends before any of the texts `until`."""
-    if isinstance(answer, Exception):
+    if isinstance(answer, BaseException):
         return GenerationResult(text="")
     ends = [answer.written.find(stop) for stop in until if stop in answer.written]
     counts = TokenCounts(input_tokens=answer.prompt_tokens, output_tokens=answer.new_tokens)

@@ -23,6 +23,7 @@ lmms_eval = pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test
 from lmms_eval.__main__ import cli_evaluate  # noqa: E402
 from lmms_eval.api.instance import Instance  # noqa: E402
 from lmms_eval.evaluator import simple_evaluate  # noqa: E402
+from lmms_eval.models.model_utils.gen_metrics import reset_logged_metrics, summarize_logged_metrics  # noqa: E402
 from lmms_eval.tasks import TaskManager  # noqa: E402
 
 from stts_hf.evaluation.lmms_model import STTS, generation_options, result_of  # noqa: E402
@@ -119,6 +120,8 @@ def ask(model):
 
 def request(doc_id: int, kind: str = "generate_until", **options: Any) -> Instance:
     def doc_to_messages(doc):
+        if doc == "exit":
+            sys.exit("video path:gone.mp4 does not exist, please check")
         return [{"role": "user", "content": doc}]
 
     arguments = ("", doc_to_messages, GREEDY | options, doc_id, "made_up", "test")
@@ -207,6 +210,27 @@ def test_a_video_that_cannot_be_read_costs_its_own_answer_only(ask, rows, tmp_pa
     assert ask(clip, gone) == [*ask(clip), ""]
     with pytest.raises(ValueError, match=r"None of 1 questions could be asked\. Question 0 of the task made_up .*gone"):
         ask(gone)
+
+
+def test_a_task_that_exits_for_a_missing_video_loses_that_question_only(ask, rows, caplog):
+    """As VideoMME, MLVU, VideoEvalPro, TempCompass and PerceptionTest of lmms-eval do."""
+    clip = [{"type": "video", "url": str(rows.parent / "10.mp4")}, text("Where does it go?")]
+    assert ask(clip, "exit") == [*ask(clip), ""]
+    assert "Question 1 of the task made_up cannot be asked: SystemExit('video path:gone.mp4" in caplog.text
+
+
+def test_what_makes_a_score_unsound_is_counted_at_the_end(ask, rows, caplog):
+    clip = [{"type": "video", "url": str(rows.parent / "10.mp4")}, text("Where does it go?")]
+    reset_logged_metrics()
+    ask(clip, "exit", "exit", [text("Where?")])
+    assert caplog.messages[-2:] == [
+        "made_up: 2 of 4 questions could not be asked, so they have no answer.",
+        "made_up: 1 of 4 questions were asked without any video or image.",
+    ]
+    assert {"avg_unreadable": 2.0, "avg_text_only": 1.0}.items() <= summarize_logged_metrics().items()
+    caplog.clear()
+    ask(clip)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
