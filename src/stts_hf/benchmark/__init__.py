@@ -1,1 +1,1 @@
-"""`stts-hf bench`: what every stage costs beside stock Molmo2, in seconds, in FLOPs and in memory."""
+"""`stts-hf bench`: what every stage costs beside the stock model, in seconds, in FLOPs and in memory."""

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.optim import Optimizer
@@ -26,14 +27,17 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from stts_hf import __version__
 from stts_hf.benchmark import meters
+from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
 from stts_hf.benchmark.meters import Clock, StageRecorder
-from stts_hf.benchmark.models import Models, build_models, configure, workload_inputs
+from stts_hf.benchmark.models import Models, build_models, configure, pruning_settings
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.reading import measure_clip
 from stts_hf.benchmark.report import SCHEMA
-from stts_hf.modeling.scoring_stts import num_kept_blocks
+from stts_hf.evaluation.after_tower import AFTER_TOWER, prune_after_tower
+from stts_hf.evaluation.motion import correlate, draw_clips, share_kept
 
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
+CLIPS, CLIP_FRAMES = 8, 16  # on which it is looked at what a selector keeps
 FLASH_BACKENDS = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 # Compiled code and the kernels of other packages have no formulas in PyTorch's counter.
 COUNTED_WITH_SDPA = ("flex_attention", *FLASH_BACKENDS)
@@ -55,6 +59,10 @@ def check_runnable(preset: Preset, device: torch.device) -> None:
                 needs = "its package, a CUDA device, --dtypes bfloat16 or float16, and --layouts varlen"
         if needs:
             raise ValueError(f"backend {workload.backend!r} needs {needs}; or use --backends sdpa")
+        vision = geometry_config(workload.geometry).vision_config
+        for name, value in pruning_settings(workload).items():
+            setattr(vision, name, value)
+        vision.validate_pruning()
 
 
 def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[dict[str, Any]]:
@@ -119,7 +127,7 @@ def describe_versions() -> dict[str, str]:
 
 
 class Runner:
-    """Runs passes of one workload, by stock Molmo2 or by STTS. inputs: from `workload_inputs`."""
+    """Runs passes of one workload, by the stock model or by STTS. inputs: from `workload_inputs`."""
 
     def __init__(self, workload: Workload, models: Models, inputs: dict[str, Any]) -> None:
         self.workload = workload
@@ -135,28 +143,57 @@ class Runner:
             self.optimiser.zero_grad(set_to_none=True)
 
     def run(self, ratio: float | None, clock: Clock) -> dict[str, float]:
-        """One pass at pruning ratio `k`, or by stock Molmo2 for None. Returns what `clock` says of each stage."""
-        model = self.stock if ratio is None else self.model
-        call = {} if ratio is None else {"pruning_ratio": ratio}
+        """One pass at pruning ratio `k`, or by the stock model for None. Returns what `clock` says of each stage."""
+        if ratio is None:
+            return self._pass(self.stock, {}, clock)
+        with self._pruning():
+            return self._pass(self.model, {"pruning_ratio": ratio}, clock)
+
+    def _pruning(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, the model prunes as the workload says."""
+        after = self.workload.selector == AFTER_TOWER
+        return prune_after_tower(self.model.model) if after else contextlib.nullcontext()
+
+    def _pass(self, model: Any, call: dict[str, float], clock: Clock) -> dict[str, float]:
         if self.optimiser is not None:
             return self._train(model, call, clock, self.optimiser)
         with torch.no_grad():
             if self.workload.mode == "tower":
-                names = ("pixel_values_videos", "video_token_pooling", "video_grids")
+                videos = {name: self.inputs[name] for name in self.model.model.video_inputs}
                 with StageRecorder(model, clock) as recorder:
-                    model.model.get_video_features(**{name: self.inputs[name] for name in names}, **call)
+                    model.model.get_video_features(**videos, **call)
                 return recorder.stages()
             with StageRecorder(model, clock) as recorder:
                 outputs = model(**self.inputs, **call, logits_to_keep=1, use_cache=True)
             return recorder.stages() | self._decode(model, outputs.past_key_values, clock)
 
+    @torch.no_grad()
+    def look_at_clips(self, number: int) -> list[tuple[torch.Tensor, np.ndarray]]:
+        """Of some drawn clips, what ranks their blocks, (T, n), and how much of each block moves, (T, n)."""
+        found, geometry = [], GEOMETRIES[self.workload.geometry]
+        model, config = self.model.model, self.model.config
+        side, cells = geometry.clip_size(config)
+        with self._pruning():
+            for clip in draw_clips(number, CLIP_FRAMES, side, cells):
+                inputs = geometry.read_clip(clip.frames, config)
+                videos = {name: inputs[name].to(self.model.device) for name in model.video_inputs}
+                scores = model.get_video_features(**videos).token_scores[0].float().cpu()
+                moving = clip.moving.reshape(len(scores), -1, cells, cells).mean(1)  # of the video frames in each frame
+                found.append((scores, moving.reshape(len(scores), -1)))
+        return found
+
+    def count_tokens(self, ratio: float) -> int:
+        """How many tokens a row has at pruning ratio `k`: of the video in mode "tower", else in the language model."""
+        plan = self.model.model.plan_videos(self.inputs, ratio)
+        others = self.inputs["input_ids"].shape[1] - plan.num_blocks[0]
+        return plan.num_kept[0] + (0 if self.workload.mode == "tower" else others)
+
     def _decode(self, model: Any, cache: Any, clock: Clock) -> dict[str, float]:
-        count, mask = self.workload.decode_tokens, self.inputs["attention_mask"]
-        tokens = self.inputs["input_ids"][:, -1:]
+        """Without a mask: no row is padded, and stock Qwen3-VL takes a mask's length for that of the new tokens."""
+        count, tokens = self.workload.decode_tokens, self.inputs["input_ids"][:, -1:]
         start = clock.read()
         for _ in range(count):
-            mask = torch.cat([mask, mask[:, :1]], dim=-1)
-            model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True)
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
         end = clock.read()
         clock.synchronize()
         return {meters.DECODE_TOKEN: clock.between(start, end) / count}
@@ -205,7 +242,8 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
     """
     Measures one workload: `{"status", "order", "variants"}`, stock first among the variants, each with `stages` (raw
     `seconds` of every round and `flops`), `peak_memory` in bytes, and `tokens`, how many a row has: of the video in
-    mode "tower", else in the language model.
+    mode "tower", else in the language model; and `motion` where nothing trained ranks the blocks (see `look_at_clips`):
+    of each clip, the correlation of ranking and motion, and the share of what moves that is kept.
 
     `order` is the order in which variants ran in each timed round: stock and each ratio take turns, and every round
     begins with another of them, so that drift of the machine affects all alike.
@@ -213,15 +251,13 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
     configure(models, workload, workload.backend)
     config = models[0].config
     runner = Runner(workload, models, workload_inputs(workload, config, device))
-    rows, cols = config.vision_config.block_grid
-    others = 0 if workload.mode == "tower" else workload.frames * (workload.timestamp_tokens + 2) + workload.text_tokens
     variants: dict[float | None, dict[str, Any]] = {}
     order: list[list[str]] = []
     passes = (1 + len(workload.ratios)) * (1 + repeats)
     with tqdm(total=passes, desc=workload.title, unit="pass", leave=False, disable=None) as bar:
         for ratio in (None, *workload.ratios):
             name = "stock" if ratio is None else f"{ratio:g}"
-            tokens = num_kept_blocks(workload.frames, rows * cols, ratio or 0.0) + others
+            tokens = runner.count_tokens(ratio or 0.0)
             variants[ratio] = {"name": name, "pruning_ratio": ratio, "status": "ok", "tokens": tokens}
             with _noting_failure(variants[ratio], device):
                 variants[ratio] |= _warm_up(runner, ratio, device)
@@ -237,6 +273,14 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
                 bar.update()
             if turn:
                 order.append([variants[ratio]["name"] for ratio in turn])
+    if workload.selector != "scorer" and workload.mode != "training":
+        clips = runner.look_at_clips(CLIPS)
+        for ratio, variant in variants.items():
+            if ratio and variant["status"] == "ok":
+                variant["motion"] = {
+                    "correlation": [correlate(scores, moving) for scores, moving in clips],
+                    "kept": [share_kept(scores, moving, ratio) for scores, moving in clips],
+                }
     return {"status": "ok", "order": order, "variants": list(variants.values())}
 
 

@@ -14,9 +14,10 @@ class Workload:
     """
     mode: "tower" (tower and connector), "inference" (pixels to logits, then `decode_tokens` tokens one by one) or
         "training" (forward, backward, optimiser step). frames: of each video. batch: rows, each with one video.
-    ratios: pruning ratios `k`; stock Molmo2 always runs beside them. layout: `packing` of the survivors.
-    backend: `attn_implementation`. text_tokens: of a row besides the video's. timestamp_tokens: before each frame.
-    checkpointing: recompute activations in the backward pass, on both sides.
+    ratios: pruning ratios `k`; the stock model always runs beside them. layout: `packing` of the survivors.
+    backend: `attn_implementation`. text_tokens: of a row besides the video's. timestamp_tokens: before each frame of
+    the tower. checkpointing: recompute activations in the backward pass, on both sides. selector: one of STTS's, or
+    "evs", which drops after the tower. pruning_layer: `l`, the geometry's if it is None.
     """
 
     mode: str
@@ -31,12 +32,18 @@ class Workload:
     timestamp_tokens: int = 7
     decode_tokens: int = 4
     checkpointing: bool = False
+    selector: str = "scorer"
+    pruning_layer: int | None = None
 
     @property
     def title(self) -> str:
         rows = f"{self.batch} x " if self.batch > 1 else ""
         extra = ", gradient checkpointing" if self.checkpointing and self.mode == "training" else ""
         how = f"{self.geometry}, {self.layout}, {self.backend}, {self.dtype}{extra}"
+        if self.selector != "scorer":
+            how += f", {self.selector}"
+        if self.pruning_layer is not None:
+            how += f", l = {self.pruning_layer}"
         return f"{self.mode}, {rows}{self.frames} frames, {how}"
 
 
@@ -56,6 +63,8 @@ class Preset:
     needs_gpu: str | None = None
 
 
+QWEN_RATIOS = (0.3, 0.5, 0.7)
+
 _TINY = Workload("tower", "tiny", 4, (0.0, 0.5), text_tokens=16, timestamp_tokens=2, decode_tokens=2)
 # As many tokens beside each video token, and as many of attention beside each linear FLOP, as in 4B at as many frames.
 _SMALL = Workload("inference", "molmo2-small", 64, ALL, text_tokens=858, timestamp_tokens=3)
@@ -68,6 +77,23 @@ _PAPER = tuple(
     # Which of them is the fastest is not known before, on either side.
     for backend, ratios in (("sdpa", ALL), ("flex_attention", PRUNED))
 )
+# As for Molmo2: as many tokens beside each video token, and as many of attention beside each linear FLOP, as in 4B.
+_QWEN_SMALL = Workload("inference", "qwen3-vl-small", 64, QWEN_RATIOS, text_tokens=64, timestamp_tokens=1)
+# What is left of 720p under the processor's pixel budget is 11,648 tokens, of 64 frames and of 256.
+_QWEN = tuple(
+    Workload(
+        mode,
+        geometry,
+        frames,
+        QWEN_RATIOS,
+        dtype="bfloat16",
+        text_tokens=128,
+        timestamp_tokens=6,
+        checkpointing=True,
+    )
+    for mode in ("inference", "training")
+    for geometry, frames in (("qwen3-vl-4b", 64), ("qwen3-vl-4b-low", 256), ("qwen3-vl-4b", 256))
+)
 _PRESETS = (
     Preset(
         "tiny",
@@ -78,6 +104,8 @@ _PRESETS = (
             dataclasses.replace(_TINY, layout="first_fit_descending"),
             dataclasses.replace(_TINY, mode="inference", batch=2),
             dataclasses.replace(_TINY, mode="training", batch=2),
+            dataclasses.replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8, selector="cosine"),
+            dataclasses.replace(_TINY, geometry="qwen3-vl-tiny", mode="training", frames=8, batch=2),
         ),
     ),
     Preset(
@@ -105,6 +133,25 @@ _PRESETS = (
         "the same at 256 frames: smaller still, with attention's share as in 4B at 256 frames",
         "8 min, 10 GB on 2 CPU cores",
         (_LONG, dataclasses.replace(_LONG, mode="training")),
+    ),
+    Preset(
+        "qwen",
+        "Qwen3-VL-4B with random weights: 64 and 256 frames of 720p, and 256 frames with four times the pixel budget",
+        "not measured; 46,592 video tokens in training need more memory than one GPU of 80 GB has",
+        _QWEN,
+        needs_gpu="4.4 billion weights and 19 PFLOP a round take hours on a CPU; use --preset qwen-small there",
+    ),
+    Preset(
+        "qwen-small",
+        "Qwen3-VL-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
+        "12 min, 14 GB on 2 CPU cores",
+        (_QWEN_SMALL, dataclasses.replace(_QWEN_SMALL, mode="training")),
+    ),
+    Preset(
+        "training-free",
+        "the same prompt, pruned without training: cosine in the ViT, EVS after it, random",
+        "12 min, 14 GB on 2 CPU cores",
+        tuple(dataclasses.replace(_QWEN_SMALL, selector=selector) for selector in ("cosine", "evs", "random")),
     ),
     Preset(
         "scaling",

@@ -3,7 +3,9 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -200,11 +202,21 @@ def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], stages: Mappin
     if workload := cell.get("workload"):
         figures["frames/s"] = f"{workload['frames'] * workload['batch'] / stages[TOTAL].median:.3g}"
         figures["tokens of a row"] = variant["tokens"]
+    if motion := variant.get("motion"):
+        figures["correlation with motion"] = _median(motion["correlation"])
+        figures["kept of what moves"] = _median(motion["kept"], ".0%")
     if "same_frames" in variant:
         figures["same frames"] = {True: "yes", False: "**no**", None: ""}[variant["same_frames"]]
     if paper := _paper_speed_up(cell, variant):
         figures["speed-up in the paper"] = paper
     return figures
+
+
+def _median(values: Sequence[float], form: str = ".2f") -> str:
+    """Median and extremes of what is a number."""
+    known = sorted(value for value in values if not math.isnan(value))
+    low, middle, high = (format(value, form) for value in (known[0], statistics.median(known), known[-1]))
+    return f"{middle} ({low} to {high}, {len(known)} clips)"
 
 
 def _paper_speed_up(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> float | None:

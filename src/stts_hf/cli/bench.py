@@ -1,4 +1,4 @@
-"""`stts-hf bench`: measures STTS beside stock Molmo2 and writes down what it found."""
+"""`stts-hf bench`: measures STTS beside the stock model and writes down what it found."""
 
 import argparse
 import itertools
@@ -14,7 +14,7 @@ from stts_hf.cli.errors import CommandError
 from stts_hf.cli.options import check_writable, choose_device, count, share
 from stts_hf.cli.progress import note
 
-HELP = "measure speed, FLOPs and memory beside stock Molmo2"
+HELP = "measure speed, FLOPs and memory beside the stock model"
 
 DEFAULT_PRESET = "tiny"
 OUTPUTS = Path("outputs", "bench")  # where every other preset writes that is told nothing else
@@ -28,6 +28,8 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "frames": ("frames", {"type": count, "metavar": "T", "help": "frames of each video"}),
     "ratios": ("ratios", {"type": share, "metavar": "K", "help": "pruning ratios, 0 to 1"}),
     "batches": ("batch", {"type": count, "metavar": "B", "help": "rows, each with one video"}),
+    "selectors": ("selector", {"choices": ("scorer", "cosine", "random", "evs"), "help": "evs drops after the ViT"}),
+    "pruning_layers": ("pruning_layer", {"type": int, "metavar": "L", "help": "layers after which blocks go, from 0"}),
     "layouts": ("layout", {"choices": ("varlen", "first_fit_descending")}),
     "backends": ("backend", {"choices": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}),
     "dtypes": ("dtype", {"choices": ("float32", "bfloat16", "float16")}),
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     axes = parser.add_argument_group("other values than the preset's; every combination of them is measured")
     for name, (_, argument) in AXES.items():
-        axes.add_argument(f"--{name}", nargs="+", **argument)
+        axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", **argument)
     parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds of each workload (default: 3 or 4)")
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
 

@@ -33,6 +33,7 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.evaluation.fitting import start_scorer
 from stts_hf.evaluation.methods import METHODS, load_method
+from stts_hf.evaluation.motion import share_of_blocks
 from stts_hf.evaluation.statistics import rank_correlation
 from stts_hf.evaluation.study import FORMAT, UNPRUNED, Evaluation, Run, Study, evaluations, is_scored
 from stts_hf.evaluation.study_data import (
@@ -325,15 +326,3 @@ def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, f
         if moving is not None and np.ptp(moving[1:]):
             correlations[clip] = round(np.nan_to_num(rank_correlation(scores[1:].numpy(), moving[1:])), 3)
     return correlations
-
-
-def share_of_blocks(moving: np.ndarray, grid: tuple[int, ...]) -> np.ndarray | None:
-    """
-    Which patches (T, rows, columns) move, as the share of each block's, (T, n). grid: frames, and rows and columns of
-    blocks, as the model sees them. None where the model sees other frames, or blocks that do not hold whole patches.
-    """
-    frames, rows, columns = grid
-    if len(moving) != frames or moving.shape[1] % rows or moving.shape[2] % columns:
-        return None
-    blocks = moving.reshape(frames, rows, moving.shape[1] // rows, columns, -1)
-    return blocks.mean(axis=(2, 4)).reshape(frames, rows * columns)

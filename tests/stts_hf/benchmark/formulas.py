@@ -11,18 +11,18 @@ from typing import Any
 from stts_hf.modeling.configuration_stts import STTSConfig
 
 
-def vision_layers(config: STTSConfig, layers: int, lengths: list[int]) -> int:
+def vision_layers(config: Any, layers: int, lengths: list[int]) -> int:
     """`layers` encoder layers over frames of `lengths` patches, each seeing its own frame."""
     return vision_linears(config, layers, sum(lengths)) + vision_attention(config, layers, lengths)
 
 
-def vision_linears(config: STTSConfig, layers: int, patches: int) -> int:
+def vision_linears(config: Any, layers: int, patches: int) -> int:
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
     return layers * (8 * patches * width**2 + 4 * patches * width * mlp)
 
 
-def vision_attention(config: STTSConfig, layers: int, lengths: list[int]) -> int:
+def vision_attention(config: Any, layers: int, lengths: list[int]) -> int:
     return layers * 4 * sum(length**2 for length in lengths) * config.vision_config.hidden_size
 
 
@@ -55,11 +55,10 @@ def biased_head_dim(config: STTSConfig, dtype: str) -> int:
     return 8 * math.ceil((config.vision_config.head_dim + (1 if dtype == "float32" else 3)) / 8)
 
 
-def scorer(config: STTSConfig, blocks: int) -> int:
-    """Token pooler and MLP over `blocks` blocks of `S` patches; plain products all."""
+def scorer(config: Any, blocks: int, window: int = 9) -> int:
+    """Token pooler and MLP over `blocks` blocks of `S = window` patches; plain products all."""
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
-    window = vision.pooling_size[0] * vision.pooling_size[1]
     pooler = 4 * width**2 + window * (4 * width**2 + 4 * width)
     return blocks * (pooler + 2 * (2 * width * mlp + mlp**2 + mlp))
 
@@ -85,20 +84,20 @@ def connector_attention(config: STTSConfig, blocks: int) -> int:
     return 4 * blocks * window * adapter.num_attention_heads * adapter.head_dim
 
 
-def text_linears(config: STTSConfig, tokens: int) -> int:
+def text_linears(config: Any, tokens: int) -> int:
     text: Any = config.text_config
     width, heads, cached = text.hidden_size, text.num_attention_heads, text.num_key_value_heads
     attention = 2 * width * text.head_dim * (2 * heads + 2 * cached)
     return tokens * text.num_hidden_layers * (attention + 6 * width * text.intermediate_size)
 
 
-def text_attention(config: STTSConfig, tokens: int) -> int:
+def text_attention(config: Any, tokens: int) -> int:
     """Every token of one row to every other: the mask saves nothing in `torch.utils.flop_counter`'s view."""
     text = config.text_config
     return 4 * tokens**2 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
 
 
-def last_products(config: STTSConfig, patches_of_layers: int, tokens: int) -> int:
+def last_products(config: Any, patches_of_layers: int, tokens: int) -> int:
     """
     The product that ends each layer of the ViT and the LLM. Recomputing a layer stops before it: all that gradients
     need is there by then. `patches_of_layers`: summed over the ViT's layers.
@@ -108,5 +107,5 @@ def last_products(config: STTSConfig, patches_of_layers: int, tokens: int) -> in
     return vit + 2 * tokens * text.num_hidden_layers * text.hidden_size * text.intermediate_size
 
 
-def head(config: STTSConfig, tokens: int) -> int:
+def head(config: Any, tokens: int) -> int:
     return 2 * tokens * config.text_config.hidden_size * config.text_config.vocab_size

@@ -1,6 +1,6 @@
 """Prints what FLOPs allow in every preset, worked out and not measured: `python -m tests.stts_hf.benchmark.ideals`."""
 
-from stts_hf.benchmark.models import geometry_config
+from stts_hf.benchmark.geometries import GEOMETRIES, Molmo2, geometry_config
 from stts_hf.benchmark.presets import PRESETS, Workload
 from tests.stts_hf.benchmark import formulas
 
@@ -55,6 +55,8 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
 def main() -> None:
     for preset in PRESETS.values():
         for workload in preset.workloads:
+            if not isinstance(GEOMETRIES[workload.geometry], Molmo2):
+                continue  # ideals_qwen3_vl
             stock = flops(workload, None)
             ideals = [
                 f"k = {ratio:g}: {stock / flops(workload, ratio):.3f}" for ratio in sorted({0.0, *workload.ratios})

@@ -202,7 +202,7 @@ def test_axes_replace_the_presets_values_in_every_combination():
 
 
 def test_modes_choose_among_a_presets_workloads():
-    varied = vary(find_preset("tiny"), modes=["training"], repeats=5)
+    varied = vary(find_preset("paper-small"), modes=["training"], repeats=5)
     assert [w.mode for w in varied.workloads] == ["training"]
     assert varied.repeats == 5
 

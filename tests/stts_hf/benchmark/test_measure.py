@@ -12,9 +12,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounter
 
 from stts_hf.benchmark import measure as measuring
+from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner, measure, measure_workloads
 from stts_hf.benchmark.meters import Clock, FlopClock, limited_to_free_memory, peak_memory, proc_bytes
-from stts_hf.benchmark.models import build_models, configure, workload_inputs
+from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 
 CPU = torch.device("cpu")
@@ -214,7 +215,7 @@ def test_kernels_without_formulas_are_counted_with_sdpa(models, backends, backen
 
 
 def test_attention_that_cannot_be_counted_gives_no_ideal(models, monkeypatch):
-    monkeypatch.setattr("stts_hf.benchmark.meters.CPU_ATTENTION", {})
+    monkeypatch.setattr("stts_hf.benchmark.meters.ATTENTION", {})
     monkeypatch.setattr("stts_hf.benchmark.meters.flop_registry", {})
     monkeypatch.setattr(gc, "collect", lambda: 0)
     cell = measure(TOWER, models, CPU, repeats=1)

@@ -109,7 +109,7 @@ def test_the_papers_speed_ups_stand_beside_ours():
 
 @pytest.mark.parametrize(("frames", "tokens"), [(128, 15670), (256, 25307)])
 def test_the_paper_preset_has_the_papers_tokens(frames, tokens):
-    from stts_hf.benchmark.models import geometry_config
+    from stts_hf.benchmark.geometries import geometry_config
 
     workloads = [workload for workload in PRESETS["paper"].workloads if workload.batch * workload.frames == frames]
     assert workloads

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.meters import SCORE, SELECT_AND_PACK, TOTAL, VISION_TOWER, Clock
-from stts_hf.benchmark.models import build_models, configure, workload_inputs
+from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 
 CPU = torch.device("cpu")
