@@ -115,7 +115,7 @@ def test_smoke_configuration(monkeypatch, tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "out")]) == 0
 
 
-@pytest.mark.parametrize("name", ["paper.yaml", "lora.yaml", "scorer_only.yaml"])
+@pytest.mark.parametrize("name", ["paper.yaml", "lora.yaml", "scorer_only.yaml", "scorer_start.yaml"])
 def test_configurations_for_gpus(name, checkpoint, data, tmp_path):
     """The shipped file but for what a CPU and two clips ask for."""
     output = tmp_path / "out"
@@ -127,9 +127,10 @@ def test_configurations_for_gpus(name, checkpoint, data, tmp_path):
         "--use_cpu=true",
         "--num_frames=2",
     ]
-    if name == "scorer_only.yaml":
+    if name.startswith("scorer"):
         make_smoke_data = runpy.run_path(str(EXAMPLES / "make_smoke_data.py"))["make_smoke_data"]
         data = make_smoke_data(tmp_path / "data", clips=2).parent / "unlabelled.jsonl"
+    if name == "scorer_only.yaml":
         here.append("--max_answer_tokens=4")
     assert run_config(name, checkpoint, data, here) == 0
     log = json.loads((output / "trainer_state.json").read_text())["log_history"]

@@ -3,7 +3,7 @@ One row of a data set, read without touching its videos: conversation, videos an
 
 A row has `messages`, or `question` with `options` and `answer` in their place; `videos` and `images` fill the
 placeholders of the messages in order. A row without an answer gets one of the model's own where the model is to match
-itself. See docs/training_data.md.
+itself, and a stand-in where only its video is looked at. See docs/training_data.md.
 """
 
 import base64
@@ -137,7 +137,7 @@ def _read(row: Any, name: str) -> Sample:
         messages.insert(0, {"role": "subtitle", "content": subtitle_text(row["subtitles"], root)})
     if own is not None and not media["videos"]:
         raise ValueError(
-            "it has no answer and no video. Text and images alone are never pruned: there is nothing to match. Leave "
+            "it has no answer and no video. Text and images alone are never pruned: there is nothing to learn. Leave "
             "the row out."
         )
     return Sample(name, messages, media["videos"], media["images"], room=(own or {}).get("room", 0))

@@ -30,6 +30,8 @@ class STTSTrainingArguments(TrainingArguments):
     freeze: parts that are not trained.
     distillation_weight: above 0, the scorer alone is trained, and what the model says with nothing dropped, times this,
         takes the place of the task loss (`training/distillation.py`).
+    temporal_loss_only: whether the scorer alone is trained, by the temporal loss alone, which needs the ViT up to layer
+        `l` and nothing after it (`training/scorer_alone.py`).
     distillation_temperature: both distributions are softened by it.
     log_frame_positions: how many frame positions get a curve of their own share kept in TensorBoard; 0 for none.
 
@@ -51,6 +53,10 @@ class STTSTrainingArguments(TrainingArguments):
     distillation_weight: float = field(
         default=0.0,
         metadata={"help": "Above 0: train the scorer alone to match the unpruned model, in place of the task loss."},
+    )
+    temporal_loss_only: bool = field(
+        default=False,
+        metadata={"help": "Train the scorer alone by the temporal loss alone: a fast start for one that is new."},
     )
     distillation_temperature: float = field(
         default=1.0, metadata={"help": "What both distributions are softened by, where `distillation_weight` is."}
@@ -81,6 +87,11 @@ class STTSTrainingArguments(TrainingArguments):
             raise ValueError(f"`distillation_weight` must be a number >= 0, not {self.distillation_weight}.")
         if not 0 < self.distillation_temperature < math.inf:
             raise ValueError(f"`distillation_temperature` must be a number > 0, not {self.distillation_temperature}.")
+        if self.temporal_loss_only and self.distillation_weight:
+            raise ValueError(
+                f"`temporal_loss_only` is true, but `distillation_weight` is {self.distillation_weight:g}: there is no "
+                "output to match where no language model runs. Take one of the two out."
+            )
         off = {
             "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
             "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",
@@ -88,6 +99,12 @@ class STTSTrainingArguments(TrainingArguments):
         for name, reason in off.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be left out: {reason}.")
+
+    @property
+    def scorer_alone(self) -> str:
+        """The setting that has the scorer alone be trained, in the words of an error; empty where there is none."""
+        matches = "`distillation_weight` is above 0" if self.distillation_weight else ""
+        return "`temporal_loss_only` is true" if self.temporal_loss_only else matches
 
     def _complete(self, given: Any) -> dict[str, float]:
         """The given rates, checked, and the paper's for all other parts."""

@@ -29,8 +29,8 @@ from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.parts import SCORER, modules_of
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts
 from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
-from stts_hf.training.distillation import check_distillation, only_scorer_is_trained
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
+from stts_hf.training.scorer_alone import check_scorer_alone, only_scorer_is_trained
 from stts_hf.training.trainer import STTSTrainer
 
 logger = logging.get_logger(__name__)
@@ -77,7 +77,7 @@ def assemble(
     rows = {name: make_rows(config, name, there, model_config, processor, progress) for name, there in opened.items()}
     train_rows, eval_rows = rows["train"][0], rows["eval"][0] if "eval" in rows else None
     check_sampling(config, train_rows)
-    if arguments.distillation_weight:
+    if arguments.scorer_alone:
         check_videos(config, train_rows, processor)
     collator = STTSDataCollator(
         processor,
@@ -136,9 +136,10 @@ def open_rows(config: TrainConfig, name: str) -> Any:
         rows = load_rows(sources, split=split, media_root=data.media_root, revision=revision)
     except (ValueError, OSError) as error:
         raise config.error(f"{name}_data", f"cannot be loaded: {error}") from error
-    if not config.training.distillation_weight:
+    if not config.training.scorer_alone:
         return rows
-    return mark_unanswered(rows, data.default_question, data.max_answer_tokens)
+    room = 0 if config.training.temporal_loss_only else data.max_answer_tokens  # nobody will write an answer
+    return mark_unanswered(rows, data.default_question, room)
 
 
 def make_rows(
@@ -185,10 +186,14 @@ def check_sampling(config: TrainConfig, rows: Any) -> None:
 
 
 def check_videos(config: TrainConfig, rows: Any, processor: STTSProcessor) -> None:
-    """Raises `ConfigError` where no row has a video, so that the pruned model and the unpruned are the same."""
+    """Raises `ConfigError` where the scorer alone is trained and no row has a video, or none a second frame."""
+    setting, frames = config.training.scorer_alone, processor.video_processor
     if not any(processor.video_token in prompt for prompt in table_of(rows)[PROMPT]):
-        problem = "is above 0, but no row of `train_data` has a video, so there is nothing to match."
-        raise config.error("distillation_weight", problem)
+        problem = "holds no row with a video, so there is nothing to learn."
+        raise config.error("train_data", f"{problem} {setting}.")
+    if config.training.temporal_loss_only and frames.num_frames <= getattr(frames, "temporal_patch_size", 1):
+        problem = f"is {frames.num_frames}, but the temporal loss compares a frame with the one before it"
+        raise config.error("num_frames", f"{problem}, so there is nothing to learn. {setting}.")
 
 
 def make_empty_model(run: TrainingSetup) -> Any:
@@ -259,8 +264,7 @@ def _adapt(run: TrainingSetup, model: Any) -> Any:
         model = add_adapter(run.config, model)
     try:
         freeze_parts(model, run.arguments.freeze or ())
-        if run.arguments.distillation_weight:
-            check_distillation(model)
+        check_scorer_alone(model, run.arguments)
     except ValueError as error:
         raise ConfigError(f"{run.config.source}: {error}") from error
     return model
@@ -320,6 +324,8 @@ def answer_unlabelled(run: TrainingSetup, trainer: STTSTrainer) -> TrainingSetup
     folder. Raises `RowError` as `answer_rows`.
     """
     config, arguments = run.config, run.arguments
+    if not arguments.distillation_weight:
+        return run
     tables = {"train": run.train_rows, "eval": run.eval_rows}
     rows = {name: table_of(table) for name, table in tables.items() if table is not None}
     if not any(ANSWER in table.column_names for table in rows.values()):

@@ -198,7 +198,7 @@ REFUSED = {
 _KEPT = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed"),
     *("train_sampling_strategy", "length_column_name", "average_tokens_across_devices", "bf16", "fp16", "freeze"),
-    *("max_grad_norm", "neftune_noise_alpha", "distillation_weight", "distillation_temperature"),
+    *("max_grad_norm", "neftune_noise_alpha", "distillation_weight", "distillation_temperature", "temporal_loss_only"),
     *(item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)),
 } - {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
 _OPTIMIZER = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_", "weight_decay")  # beginnings of names

@@ -11,47 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-from stts_hf.parts import PARTS, SCORER, parts_of
 from stts_hf.training.losses import predicted_labels
-
-
-def trained_parts(model: nn.Module) -> set[str]:
-    """The parts of which some parameter requires a gradient."""
-    parts = parts_of(model)
-    return {parts[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def only_scorer_is_trained(model: nn.Module) -> bool:
-    """Whether some parameters require a gradient, all of them the scorer's."""
-    return trained_parts(model) == {SCORER}
-
-
-def check_distillation(model: Any) -> None:
-    """
-    Raises `ValueError` where `model` cannot be its own teacher: other parts than the scorer are trained, or nothing
-    that its scores decide would ever come to the language model.
-    """
-    if not only_scorer_is_trained(model):
-        raise ValueError(
-            f"`distillation_weight` is above 0, which trains the scorer alone, but {sorted(trained_parts(model))} "
-            "would be trained: the unpruned model would change with them. Set `freeze: "
-            f"{[part for part in PARTS if part != SCORER]}`, without an adapter, or leave `distillation_weight` out."
-        )
-    vision = model.config.vision_config
-    if vision.selector != "scorer":
-        raise ValueError(
-            f"`distillation_weight` is above 0, but `selector` is {vision.selector!r}, which has nothing to learn. Set "
-            "`selector: scorer`."
-        )
-    if not 0 < vision.pruning_ratio < 1:
-        does = "nothing, so it is the unpruned model" if vision.pruning_ratio == 0 else "every video token"
-        raise ValueError(
-            f"`distillation_weight` is above 0, but `pruning_ratio` is {vision.pruning_ratio:g}: the model drops "
-            f"{does}, and its scores change no output. Set a ratio between 0 and 1."
-        )
 
 
 @dataclass

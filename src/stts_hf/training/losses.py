@@ -40,14 +40,15 @@ def predicted_labels(batch: Mapping[str, Any]) -> torch.Tensor:
     return predicted
 
 
-def count(batch: Mapping[str, Any]) -> torch.Tensor:
+def count(batch: Mapping[str, Any], with_labels: bool = True) -> torch.Tensor:
     """
     What the losses of a batch are divided by, (2,) float32: its label tokens that something predicts, and the blocks in
-    frames `t >= 1` of its videos. Raises `ValueError` where there are no labels.
+    frames `t >= 1` of its videos. with_labels: False where these are not learnt, so that 0 stands for them. Raises
+    `ValueError` where there are no labels otherwise.
     """
-    labels, grids = predicted_labels(batch).sum(), batch.get("video_grids")
+    labels, grids = predicted_labels(batch).sum() if with_labels else torch.tensor(0), batch.get("video_grids")
     blocks = torch.zeros_like(labels) if grids is None else ((grids[:, 0] - 1) * grids[:, 1] * grids[:, 2]).sum()
-    return torch.stack([labels, blocks.to(labels.device)]).float()
+    return torch.stack([labels.to(blocks.device), blocks]).float()
 
 
 def normalised_losses(outputs: Any, counts: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,14 +98,19 @@ class PruningMetrics:
         attention_mask = batch.get("attention_mask")
         shown = attention_mask.sum() if attention_mask is not None and attention_mask.dim() == 2 else tokens.numel()
         self.add("llm_tokens", shown)
-        for scores, keep_mask in zip(outputs.token_scores or (), outputs.keep_mask or (), strict=True):
+        self.observe_scores(outputs)
+        for keep_mask in outputs.keep_mask or ():
             kept = keep_mask.sum(dim=1).to(self.device)  # (T,)
-            self.add("scores", scores.sum())
-            self.add("video_tokens", keep_mask.numel())
             self.add("kept_tokens", kept.sum())
             self.add("llm_tokens", kept.sum() - keep_mask.numel())
             frames = torch.stack([kept, torch.full_like(kept, keep_mask.shape[1])], dim=1).float()  # (T, 2)
             self.frames = pad_sequence([self.frames, frames]).sum(dim=1)
+
+    def observe_scores(self, outputs: Any) -> None:
+        """Counts scores, and the blocks that they are of, where no language model sees any."""
+        for scores in outputs.token_scores or ():
+            self.add("scores", scores.sum())
+            self.add("video_tokens", scores.numel())
 
     def read(self, accelerator: Accelerator) -> tuple[dict[str, float], list[float]]:
         """The sums over all processes, with `seconds` as their mean; and the share kept at each frame position."""
@@ -121,8 +127,12 @@ class PruningMetrics:
 
 
 def describe(sums: Mapping[str, float]) -> dict[str, float]:
-    """Of the videos among `sums`: mean score and share of blocks kept. Empty where there were none."""
+    """
+    Of the videos among `sums`: mean score and, where a language model saw them, share of blocks kept. Empty where there
+    were none.
+    """
     tokens = sums["video_tokens"]
     if not tokens:
         return {}
-    return {"mean_score": sums["scores"] / tokens, "kept_share": sums["kept_tokens"] / tokens}
+    kept = {"kept_share": sums["kept_tokens"] / tokens} if sums["llm_tokens"] else {}
+    return {"mean_score": sums["scores"] / tokens} | kept

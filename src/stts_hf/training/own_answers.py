@@ -40,8 +40,9 @@ def mark_unanswered(rows: datasets.Dataset, question: str, max_new_tokens: int) 
     Rows of `load_rows`, those without an answer marked as such, so that `prepare_rows` takes them and leaves room for
     one. The same rows where all have one.
 
-    question: what rows are asked that hold no question. max_new_tokens: most tokens of an answer. Raises `ValueError`
-    for an empty question.
+    question: what rows are asked that hold no question. max_new_tokens: most tokens of an answer; 0 where none will be
+    written, because none is learnt (`temporal_loss_only`), and a stand-in does. Raises `ValueError` for an empty
+    question.
     """
     if not question.strip():
         raise ValueError("question is empty. Give the words to ask about clips that come without any.")

@@ -147,15 +147,17 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
             f"the unpruned model's outputs x {arguments.distillation_weight:g}, "
             f"temperature {arguments.distillation_temperature:g}"
         )
+    if arguments.temporal_loss_only:
+        lines["loss"] = f"the temporal loss alone; nothing after layer {vision.pruning_layer} of the ViT runs"
     rates: Any = arguments.learning_rates
     for part, (total, trained) in count_parameters(model, rates).items():
         share = "" if trained in (0, total) else f"{trained:,} of them "
         lines[part] = f"{total:,} parameters, {share}" + (f"trained at {rates[part]:g}" if trained else "frozen")
-    lines["train"] = _describe_rows(run.train_rows)
+    lines["train"] = _describe_rows(run, run.train_rows)
     if run.eval_rows is not None:
         strategy = getattr(arguments.eval_strategy, "value", arguments.eval_strategy)
         during = {"steps": f"every {arguments.eval_steps} steps and ", "epoch": "every epoch and "}
-        lines["eval"] = f"{_describe_rows(run.eval_rows)}, {during.get(strategy, '')}at the end"
+        lines["eval"] = f"{_describe_rows(run, run.eval_rows)}, {during.get(strategy, '')}at the end"
     skipped = [f"{number} rows of {name}" for name, number in run.skipped.items() if number]
     if skipped:
         lines["skipped"] = f"{', '.join(skipped)} (on_error: skip)"
@@ -174,10 +176,11 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
     return lines
 
 
-def _describe_rows(rows: Any) -> str:
+def _describe_rows(run: TrainingSetup, rows: Any) -> str:
     table = table_of(rows)
     own = sum(mark is not None for mark in table[ANSWER]) if ANSWER in table.column_names else 0
-    answered = f", {own} of them answered by the unpruned model" if own else ""
+    how = "without an answer" if run.arguments.temporal_loss_only else "answered by the unpruned model"
+    answered = f", {own} of them {how}" if own else ""
     return f"{rows if isinstance(rows, PackedDataset) else f'{len(rows)} samples'}{answered}"
 
 

@@ -14,11 +14,13 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
+from stts_hf.modeling.outputs_stts import PruningOutput
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
-from stts_hf.training.distillation import Teaching, check_distillation
+from stts_hf.training.distillation import Teaching
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
 from stts_hf.training.losses import LOSSES, PruningMetrics, count, describe, normalised_losses
+from stts_hf.training.scorer_alone import check_scorer_alone, redirected, score_videos
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
 
 logger = logging.get_logger(__name__)
@@ -51,6 +53,11 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
             raise TypeError(f"`args` must be an STTSTrainingArguments, not a {type(args).__name__}.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("`compute_loss_func` must be None: the model computes its losses itself.")
+        if args.temporal_loss_only and kwargs.get("compute_metrics") is not None:
+            raise ValueError(
+                "`temporal_loss_only` is true, so no language model runs and there are no predictions for "
+                "`compute_metrics`. Leave it out; `eval_loss` is the temporal loss."
+            )
         self.eval_collator = eval_collator
         self.termination = Termination()
         super().__init__(model, args, **kwargs)
@@ -79,13 +86,12 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
                 "convert` makes one of a Molmo2 checkpoint."
             )
         freeze_parts(model, self.args.freeze or ())
-        if self.args.distillation_weight:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError(
-                    "`distillation_weight` is above 0, but FSDP or DeepSpeed would shard the model, of which all but "
-                    "the scorer is frozen. Use DDP: examples/accelerate/ddp.yaml."
-                )
-            check_distillation(model)
+        if self.args.scorer_alone and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                f"{self.args.scorer_alone}, but FSDP or DeepSpeed would shard the model, of which all but the scorer "
+                "is frozen. Use DDP: examples/accelerate/ddp.yaml."
+            )
+        check_scorer_alone(model, self.args)
         checkpointing = self.args.gradient_checkpointing_kwargs
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             # It gives no gradient where no input needs one: with LoRA, or with frozen parts.
@@ -141,7 +147,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         """The step's micro-batches, and its label tokens over all processes."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         check_batches_agree(self, batches, device)
-        counts = sum((count(batch).to(device) for batch in batches), torch.zeros(2, device=device))
+        counts = sum((self._count(batch).to(device) for batch in batches), torch.zeros(2, device=device))
         if self.args.world_size > 1:
             stop = torch.tensor([float(self.termination.requested)], device=device)
             everywhere: Any = self.accelerator.reduce(torch.cat([counts, stop]), reduction="sum")
@@ -173,14 +179,14 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     ) -> Any:
         """The batch's share of the step's loss; outside training, the loss of the batch alone."""
         training = model.training and self._eval_statistics is None
-        counts = count(inputs)
+        counts, alone = self._count(inputs), self.args.temporal_loss_only
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
         # Text and images alone are never pruned, so there is nothing to match.
         matches = self.args.distillation_weight and inputs.get("video_grids") is not None
         teaching = Teaching.of(self.model, inputs) if matches else None
-        outputs = model(**inputs, num_items_in_batch=step[0])
+        outputs = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
         task, temporal = normalised_losses(outputs, counts, step)
         distillation = torch.zeros_like(task)
         if teaching is not None:
@@ -196,7 +202,10 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         if statistics is not None:
             with torch.no_grad():
                 labels, blocks = counts
-                statistics.observe(outputs, inputs)
+                if alone:
+                    statistics.observe_scores(outputs)
+                else:
+                    statistics.observe(outputs, inputs)
                 statistics.add("labels", labels)
                 statistics.add("blocks", blocks)
                 for name, value in losses.items():
@@ -204,15 +213,34 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
                     statistics.add(name, value * (scale if training else number))
         return (loss, outputs) if return_outputs else loss
 
+    def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        return count(batch, with_labels=not self.args.temporal_loss_only)
+
+    def _score(self, model: Any, inputs: dict[str, Any]) -> PruningOutput:
+        """`score_videos` through `model`, which may be wrapped in DDP."""
+
+        def score(**batch: Any) -> PruningOutput:
+            with self.accelerator.autocast():
+                return score_videos(self.model, batch)
+
+        with redirected(self.model, score):
+            return model(**inputs)
+
     @property
     def _logged_losses(self) -> tuple[str, ...]:
+        if self.args.temporal_loss_only:
+            return ("temporal_loss",)
         return LOSSES if self.args.distillation_weight else LOSSES[:2]
 
     def _total(self, losses: Mapping[str, Any]) -> Any:
         """The loss that is trained on, of its parts; matching the unpruned model takes the place of the task loss."""
-        weight = self.args.distillation_weight
-        first = weight * losses["distillation_loss"] if weight else losses["task_loss"]
-        return first + self.model.config.temporal_loss_weight * losses["temporal_loss"]
+        weight, temporal = (
+            self.args.distillation_weight,
+            self.model.config.temporal_loss_weight * losses["temporal_loss"],
+        )
+        if self.args.temporal_loss_only:
+            return temporal
+        return (weight * losses["distillation_loss"] if weight else losses["task_loss"]) + temporal
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the statistics of the steps since the last log in logs of the training loss."""
@@ -246,11 +274,11 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         inputs = {key: value for key, value in inputs.items() if key not in NON_MODEL_KEYS}
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            if inputs.get("labels") is None:
+            if inputs.get("labels") is None and not self.args.temporal_loss_only:
                 loss, outputs = None, model(**inputs)
             else:
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        if prediction_loss_only:
+        if prediction_loss_only or self.args.temporal_loss_only:
             return loss, None, None
         labels = inputs.get("labels")
         return loss, outputs.logits, None if labels is None else align_labels(outputs.kept_indices, labels)
@@ -265,8 +293,8 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         finally:
             self._eval_statistics = None
         sums, _ = statistics.read(self.accelerator)
-        if sums["labels"]:
-            found = {name: sums[name] / sums["labels"] for name in self._logged_losses}
+        if sums["labels"] or sums["blocks"]:
+            found = {name: sums[name] / max(sums["labels"], 1) for name in self._logged_losses}
             found["temporal_loss"] = sums["temporal_loss"] / max(sums["blocks"], 1)
             found |= {"loss": self._total(found)} | describe(sums)
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})

@@ -178,6 +178,15 @@ def scorer_only(folder: Path) -> dict[str, Any]:
     return describe(run) | {"answers": list(answered["stts_answer"])}
 
 
+def scorer_start(folder: Path) -> dict[str, Any]:
+    """Where one process has a video in its batch and the other has none."""
+    options: dict[str, Any] = {"freeze": list(PARTS[:3]), "temporal_loss_only": True, "data_collator": Plain()}
+    run = make(folder, max_steps=4, **options)
+    run.train()
+    run.save_model(str(folder / "model"))
+    return describe(run)
+
+
 def bf16(folder: Path) -> dict[str, Any]:
     run = make(folder, max_steps=4, bf16=True)
     run.train()
@@ -263,7 +272,19 @@ def refused(folder: Path) -> dict[str, Any]:
 
 SCENARIOS = {
     run.__name__: run
-    for run in (full, checkpointed, lora, scorer_only, bf16, resumed, uneven, refused, resumed_from_shards, command)
+    for run in (
+        full,
+        checkpointed,
+        lora,
+        scorer_only,
+        scorer_start,
+        bf16,
+        resumed,
+        uneven,
+        refused,
+        resumed_from_shards,
+        command,
+    )
 }
 
 

@@ -31,7 +31,7 @@ from tests.tiny import Video, build_inputs
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 SCENARIOS = {
-    "ddp": ("full", "checkpointed", "lora", "scorer_only", "resumed", "uneven", "refused", "command"),
+    "ddp": ("full", "checkpointed", "lora", "scorer_only", "scorer_start", "resumed", "uneven", "refused", "command"),
     "fsdp2": ("full", "checkpointed", "lora", "bf16", "resumed", "uneven", "refused", "resumed_from_shards", "command"),
 }
 ENGINES = list(SCENARIOS)
@@ -97,7 +97,7 @@ def launched(run_once):
 @pytest.fixture(scope="module")
 def alone(run_once) -> Path:
     """Folder of the same runs in this process."""
-    return run_once("alone", lambda folder: main(folder, ["full", "lora", "scorer_only"]))
+    return run_once("alone", lambda folder: main(folder, ["full", "lora", "scorer_only", "scorer_start"]))
 
 
 def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
@@ -172,6 +172,13 @@ def test_two_processes_match_the_unpruned_model_as_one_does(launched, alone):
     # Each wrote some of the answers, and both have them all.
     assert found["answers"] == results(launched("ddp"), "scorer_only", rank=1)["answers"] == expected["answers"]
     assert len(list((launched("ddp") / "scorer_only" / "answers").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_temporal_loss_alone_as_one_does(launched, alone):
+    found, expected = (results(folder, "scorer_start") for folder in (launched("ddp"), alone))
+    assert_losses_close(found["losses"], expected["losses"], 4)
+    assert_weights_close((launched("ddp"), alone), "scorer_start/model/model.safetensors")
 
 
 @pytest.mark.slow

@@ -201,4 +201,4 @@ def test_without_the_weight_rows_need_answers(data, tmp_path, capsys):
 def test_data_without_any_video(tmp_path, capsys):
     rows = write_rows(tmp_path, [{"question": "What?", "answer": "That."}])
     assert train(write_config(tmp_path, rows, tmp_path / "out", more=MORE), "--dry-run") == 2
-    assert "no row of `train_data` has a video, so there is nothing to match" in capsys.readouterr().err
+    assert "`train_data` holds no row with a video, so there is nothing to learn" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from stts_hf.parts import PARTS, parts_of
 from stts_hf.training.arguments import PAPER_LEARNING_RATES, freeze_parts, is_adapter
-from stts_hf.training.distillation import trained_parts
+from stts_hf.training.scorer_alone import trained_parts
 from tests.stts_hf.training.runs import arguments, logged, trainer
 from tests.tiny import tiny_config, tiny_model
 

@@ -1,0 +1,218 @@
+"""The temporal loss alone: whose gradient it is, what runs and what changes for it, and what does not go with it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stts_hf import STTSTrainer
+from stts_hf.parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
+from stts_hf.training.scorer_alone import score_videos
+from tests.backbones import BACKBONES, Clip
+from tests.checkpoints import weights_of
+from tests.modeling.reference import assert_gradients_equal
+from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, arguments, collate, logged, trainer
+from tests.stts_hf.training.test_resume import history
+from tests.tiny import Video, tiny_config, tiny_model
+from tests.training_files import train, write_config, write_data, write_rows
+
+FROZEN = [part for part in PARTS if part != SCORER]
+ALONE: dict[str, Any] = {"temporal_loss_only": True, "freeze": FROZEN}
+VIDEOS = Rows([[3, Video(2), 2], [3, Video(5), 30], [2, Video(3), 7]])
+
+
+def scorer_gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and ".scorer." in n}
+
+
+def modules_that_give(model: Any) -> list[str]:
+    """A list that fills with the names of the modules that return a tensor of anything."""
+    names: list[str] = []
+
+    def note(name: str, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.numel():
+            names.append(name)
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *given, name=name: note(name, given[-1]))
+    return names
+
+
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+def test_loss_and_gradients_are_those_of_the_whole_model(backbone):
+    model = backbone.model(pruning_ratio=0.5).train()
+    inputs = backbone.batch([[3, Clip(3), 4], [2, Clip(4), 3]], "left")
+    whole = model(**inputs).temporal_loss
+    expected = scorer_gradients(model, whole)
+    alone = score_videos(model, inputs).temporal_loss
+    torch.testing.assert_close(alone, whole, rtol=1e-6, atol=0)
+    assert_gradients_equal(scorer_gradients(model, alone), expected)
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
+
+
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+def test_nothing_runs_but_the_tower_up_to_its_layer(backbone):
+    model = backbone.model(pruning_ratio=0.5).train()
+    called = modules_that_give(model)
+    score_videos(model, backbone.batch([[3, Clip(3), 4]], "left"))
+    of = {name.rpartition(".")[0]: part for name, part in parts_of(model).items()}
+    assert {of[name] for name in called if name in of} == {"vision_tower", "scorer"}
+    layers = {int(found[1]) for name in called if (found := re.search(r"\.(?:layers|blocks)\.(\d+)$", name))}
+    assert layers == set(range(model.config.vision_config.pruning_layer + 1))
+
+
+@pytest.mark.parametrize(("batch_size", "accumulated"), [(4, 1), (1, 4)], ids=["at_once", "accumulated"])
+def test_the_trainers_gradients_are_those_of_the_whole_model(tmp_path, batch_size, accumulated):
+    """Of four rows, one of them text alone, and of different numbers of blocks."""
+    kept, rows = KeepGradients(), Rows()
+    options = {"max_steps": 1, "train_sampling_strategy": "sequential", "max_grad_norm": 0}
+    sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulated}
+    run = trainer(tmp_path, model=tiny_model(), **ALONE, **options, **sizes)
+    run.add_callback(kept)
+    run.train()
+    model = tiny_model().train()
+    batch = {key: value for key, value in collate([rows[index] for index in range(4)]).items() if key != "sample_ids"}
+    assert_gradients_equal(kept.gradients, scorer_gradients(model, model(**batch).temporal_loss))
+
+
+def test_it_falls_and_nothing_else_changes(tmp_path):
+    """Of batches without labels; the language model is never called, in training and evaluation."""
+    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.5}), trained_scorer=False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    called: list[Any] = []
+    module_of(model, LANGUAGE_MODEL).register_forward_hook(lambda *_: called.append(_))
+
+    def videos_alone(items: Any) -> dict[str, Any]:
+        return {name: value for name, value in collate(items).items() if name in (*BESIDE, "sample_ids")}
+
+    options = {"max_steps": 25, "per_device_train_batch_size": 3, "learning_rates": {"scorer": 3e-3}}
+    run = trainer(
+        tmp_path, model=model, data=VIDEOS, data_collator=videos_alone, **ALONE, eval_dataset=VIDEOS, **options
+    )
+    run.train()
+    losses = logged(run, "temporal_loss")
+    assert losses[-1] < 0.2 * losses[0]
+    assert logged(run, "loss") == pytest.approx([0.5 * loss for loss in losses], rel=1e-5)
+    names = {name for logs in run.state.log_history for name in logs}
+    assert {"mean_score", "video_tokens_per_second"} < names
+    assert not names & {"task_loss", "kept_share"}
+    evaluated = run.evaluate()
+    assert called == []
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".scorer." in name}
+    with torch.no_grad():
+        inputs = {name: value for name, value in collate([*VIDEOS]).items() if name != "sample_ids"}
+        whole = model.eval()(**inputs)
+    assert evaluated["eval_temporal_loss"] == pytest.approx(whole.temporal_loss.item(), rel=1e-5)
+    assert evaluated["eval_loss"] == pytest.approx(0.5 * whole.temporal_loss.item(), rel=1e-5)
+    assert len(called) == 1  # the model's own call is its own again
+
+
+def test_a_resumed_run_repeats_the_uninterrupted(tmp_path):
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+    whole, half = (trainer(tmp_path, model=tiny_model(seed=seed), **ALONE, **options) for seed in (0, 1))
+    whole.train()
+    half.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert history(half) == history(whole)
+    for (name, weight), other in zip(whole.model.named_parameters(), half.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (
+            {},
+            {"freeze": []},
+            r"`temporal_loss_only` is true.*\['connector', 'language_model', 'scorer', 'vision_tower'\]",
+        ),
+        ({"selector": "cosine"}, {}, "`selector` is 'cosine', which has nothing to learn"),
+        ({"model_overrides": {"temporal_loss_weight": 0.0}}, {}, "`temporal_loss_weight` is 0"),
+        ({}, {"distillation_weight": 1.0}, "`temporal_loss_only` is true, but `distillation_weight` is 1:"),
+    ],
+    ids=["all_trained", "cosine", "no_weight", "distillation"],
+)
+def test_what_does_not_go_with_it(tmp_path, config, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, model=tiny_model(tiny_config(**config)), **ALONE | options)
+
+
+def test_metrics_of_predictions_do_not_go_with_it(tmp_path):
+    with pytest.raises(ValueError, match="no predictions for `compute_metrics`"):
+        STTSTrainer(tiny_model(), arguments(tmp_path, **ALONE), compute_metrics=lambda _: {})
+
+
+MORE = """\
+temporal_loss_only: true
+freeze: [language_model, vision_tower, connector]
+report_to: none
+"""
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    """A clip without words, one with a question, and one with an answer too."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder, clips=3)
+    rows: list[dict[str, Any]] = [{"videos": [f"clip_{number}.mp4"]} for number in range(3)]
+    rows[1] |= {"question": "What moves?"}
+    rows[2] |= {"question": "What moves?", "answer": "That."}
+    return write_rows(folder, rows)
+
+
+def test_from_clips_alone_to_a_checkpoint_that_another_training_takes(clips, undecided, tmp_path, capsys):
+    """bfloat16 weights and packed rows, the scorer in float32."""
+    start = write_config(tmp_path / "start", clips, tmp_path / "out", model=undecided, more=MORE)
+    assert train(start, "--dtype=bfloat16", "--bf16=true", "--pack_to=700", "--eval_data", str(clips)) == 0
+    text = capsys.readouterr().out
+    assert "the temporal loss alone; nothing after layer " in text
+    assert "2 of them without an answer" in text
+    log = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert "task_loss" not in log[0]
+    assert log[-1]["eval_loss"] == log[-1]["eval_temporal_loss"] > 0
+    assert not list((tmp_path / "out").glob("_answers_*"))
+    before = weights_of(undecided)
+    for name, weight in weights_of(tmp_path / "out").items():
+        changed = not torch.equal(weight, before[name].to(weight.dtype))
+        assert changed == (".scorer." in name), name
+    then = write_config(
+        tmp_path / "then",
+        write_rows(
+            clips.parent, [{"question": "What?", "answer": "That.", "videos": ["clip_0.mp4"]}], "answered.jsonl"
+        ),
+        tmp_path / "whole",
+        model=tmp_path / "out",
+    )
+    assert train(then) == 0
+    [first] = [
+        entry
+        for entry in json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["log_history"]
+        if "loss" in entry
+    ]
+    assert first["task_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--num_frames=1", "`num_frames` is 1, but the temporal loss compares a frame with the one before it"),
+        ("--default_question=What?", "`default_question` has no use without `distillation_weight`"),
+        ("--use_peft=true", "Take the part out of `freeze`"),
+        ("--selector=random", "`selector` is 'random', which has nothing to learn"),
+    ],
+)
+def test_what_a_dry_run_finds(clips, tmp_path, capsys, change, message):
+    config = write_config(tmp_path, clips, tmp_path / "out", more=MORE)
+    assert train(config, "--dry-run", change) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_data_without_any_video(tmp_path, capsys):
+    rows = write_rows(tmp_path, [{"question": "What?", "answer": "That."}])
+    assert train(write_config(tmp_path, rows, tmp_path / "out", more=MORE), "--dry-run") == 2
+    assert "`train_data` holds no row with a video, so there is nothing to learn" in capsys.readouterr().err
