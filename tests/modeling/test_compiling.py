@@ -4,13 +4,12 @@ Graphs are counted, not generated: the backend runs what the compiler captured. 
 error.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from stts_hf.modeling.vision_stts import STTSVisionPlan
+from tests.backbones import Clip, prompt
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.towers import video_inputs
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
@@ -29,8 +28,11 @@ def fresh_compiler():
 
 def compile_layers(model, **options) -> None:
     """As docs/behaviour.md says it."""
-    for layer in [*model.model.vision_tower.layers, *model.model.language_model.layers]:
-        layer.compile(fullgraph=True, **options)
+    for name, part in model.model.parts.items():
+        if part in ("vision_tower", "language_model"):
+            children = model.model.get_submodule(name).children()
+            for layer in next(child for child in children if isinstance(child, torch.nn.ModuleList)):
+                layer.compile(fullgraph=True, **options)
 
 
 def compiled(model, backend: str = "eager") -> CompileCounterWithBackend:
@@ -77,15 +79,19 @@ def test_bins_compile_layer_by_layer():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-def test_beside_gradient_checkpointing(use_reentrant):
-    reference, model = tiny_model().train(), tiny_model().train()
+def test_beside_gradient_checkpointing(backbone, use_reentrant):
+    reference, model = backbone.model().train(), backbone.model().train()
     for each in (reference, model):
         each.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         each.enable_input_require_grads()
     counter = compiled(model)
-    counts = []
+    inputs, counts = backbone.batch([[3, Clip(4), 5], [2, Clip(2), 9]], "left"), []
     for seed in range(2):
-        assert_gradients_equal(train_step(model, seed)[1], train_step(reference, seed)[1], tolerance=5e-5)
+        inputs["pixel_values_videos"] = inputs["pixel_values_videos"] + seed
+        ours, theirs = (
+            gradients(each, each(**inputs, use_cache=False, pruned_length=70).loss) for each in (model, reference)
+        )
+        assert_gradients_equal(ours, theirs, tolerance=5e-5)
         counts.append(counter.frame_count)
     assert counts[0] == counts[1]
 
@@ -140,10 +146,10 @@ def test_batches_of_many_shapes_stop_compiling():
 
 
 @torch.no_grad()
-def test_generate_goes_on_with_compiled_layers():
-    inputs = build_inputs([ROWS[0]])
+def test_generate_goes_on_with_compiled_layers(backbone):
+    inputs = prompt(backbone.batch([[3, Clip(4), 5]], "left"))
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model: Any = tiny_model()
+    model = backbone.model()
     expected = model.generate(**inputs, **options)
     compiled(model)
     assert torch.equal(model.generate(**inputs, **options), expected)

@@ -1,17 +1,14 @@
 """What holds for every backbone, whatever its parts: a new one in `tests/backbones.py` is held to it too."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.backbones import Clip, Picture, Rows, prompt
+from tests.backbones import Clip, Picture, Rows
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row
 from tests.naive import naive_budget
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), 3, Clip(2), 9], [6]]
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["videos", "mixed"])
@@ -98,16 +95,6 @@ def test_the_layouts_give_the_same(backbone):
     torch.testing.assert_close(flat.logits[real], bins.logits[real], **CLOSE)
 
 
-@pytest.mark.parametrize("way", [{}, {"use_cache": False}, {"num_beams": 2}], ids=["greedy", "without-cache", "beams"])
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_generate_continues_each_row_as_it_would_alone(backbone, any_model, ratio, way):
-    inputs = prompt(backbone.batch(MIXED, "left"))
-    together = any_model.generate(**inputs, **GREEDY, **way, pruning_ratio=ratio)
-    assert torch.equal(together[:, :-4], inputs["input_ids"])
-    for answer, row in zip(together[:, -4:], backbone.alone(MIXED), strict=True):
-        assert torch.equal(answer, any_model.generate(**prompt(row), **GREEDY, **way, pruning_ratio=ratio)[0, -4:])
-
-
 def test_training_moves_every_part_of_the_scorer_and_the_losses_add_up(backbone):
     model = backbone.model().train()
     outputs = model(**backbone.batch(ROWS, "right"), pruning_ratio=0.5)
@@ -142,3 +129,18 @@ def test_settings_set_later_are_checked_by_the_next_call(backbone, field):
     setattr(model.config.vision_config, field, 5 if field == "pruning_layer" else True)
     with pytest.raises(ValueError, match=f"`{field}` is"):
         model(**backbone.batch(ROWS, "left"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_loads_as_a_cast(backbone, any_model, tmp_path, dtype):
+    any_model.save_pretrained(tmp_path)
+    loaded, cast = type(any_model).from_pretrained(tmp_path, dtype=dtype), backbone.model()
+    for parameter in cast.parameters():  # not `cast.to(dtype)`, which rounds the frequencies of RoPE too
+        parameter.data = parameter.data.to(dtype)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    half = {n: v.to(dtype) if v.is_floating_point() else v for n, v in backbone.batch(ROWS, "left").items()}
+    with torch.no_grad():
+        logits = loaded(**half).logits
+        assert torch.equal(logits, cast(**half).logits)
+    assert logits.dtype == dtype
+    assert logits.isfinite().all()

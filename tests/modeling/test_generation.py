@@ -166,41 +166,6 @@ def test_positions_of_the_caller_are_followed(model):
     assert not torch.equal(model.generate(**inputs, **GREEDY, position_ids=jump), expected)
 
 
-@pytest.mark.parametrize("where", ["argument", "generation_config", "model"])
-def test_max_length_counts_the_whole_prompt(model, where):
-    inputs = build_inputs(PROMPTS["one_video"])
-    limit = inputs["input_ids"].shape[1] + 3
-    settings = {name: value for name, value in GREEDY.items() if name != "max_new_tokens"}
-    before = model.generation_config
-    try:
-        if where == "argument":
-            sequences = model.generate(**inputs, **settings, max_length=limit)
-        elif where == "generation_config":
-            sequences = model.generate(**inputs, generation_config=GenerationConfig(**settings, max_length=limit))
-        else:
-            model.generation_config = GenerationConfig(**settings, max_length=limit)
-            sequences = model.generate(**inputs)
-    finally:
-        model.generation_config = before
-    assert sequences.shape[1] == limit
-
-
-@pytest.mark.parametrize("as_embeddings", [False, True], ids=["ids", "embeddings"])
-def test_min_length_counts_the_whole_prompt(model, as_embeddings):
-    inputs = build_inputs(PROMPTS["one_video"])
-    length = inputs["input_ids"].shape[1]
-    first = int(model.generate(**inputs, **GREEDY)[0, length])
-    if as_embeddings:
-        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
-    settings = GREEDY | {"eos_token_id": first}
-    shown = 0 if as_embeddings else length
-    assert model.generate(**inputs, **settings).shape[1] == shown + 1
-    # As in transformers, an end is forbidden while the text so far is shorter.
-    assert model.generate(**inputs, **settings, min_length=length).shape[1] == shown + 1
-    assert model.generate(**inputs, **settings, min_length=length + 1).shape[1] > shown + 1
-    assert model.generate(**inputs, **settings, min_length=length + 5).shape[1] > shown + 5
-
-
 def test_the_callers_generation_config_is_left_alone(model):
     inputs = build_inputs(PROMPTS["one_video"])
     config = GenerationConfig(**{**GREEDY, "max_new_tokens": None}, max_length=60, min_length=59)
@@ -209,34 +174,6 @@ def test_the_callers_generation_config_is_left_alone(model):
     model.generate(**inputs, generation_config=config)
     assert config.to_dict() == before
     assert model.generation_config.to_dict() == own
-
-
-def test_the_callers_inputs_are_left_alone(model):
-    inputs = build_inputs(PROMPTS["images_and_videos"])
-    before = {name: value.clone() for name, value in inputs.items()}
-    model.generate(**inputs, **GREEDY)
-    assert all(torch.equal(inputs[name], value) for name, value in before.items())
-
-
-class Recorder:
-    def __init__(self):
-        self.values: list[torch.Tensor] = []
-        self.ended = False
-
-    def put(self, value):
-        self.values.append(value)
-
-    def end(self):
-        self.ended = True
-
-
-def test_a_streamer_gets_the_whole_prompt_and_then_each_token(model):
-    inputs = build_inputs(PROMPTS["one_video"])
-    streamer = Recorder()
-    sequences = model.generate(**inputs, **GREEDY, streamer=streamer)
-    assert torch.equal(streamer.values[0], inputs["input_ids"])
-    assert torch.equal(torch.cat(streamer.values[1:]), sequences[0, inputs["input_ids"].shape[1] :])
-    assert streamer.ended
 
 
 @pytest.mark.parametrize("way", ["cache_implementation", "past_key_values", "prefill_chunk_size"])
