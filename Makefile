@@ -44,7 +44,7 @@ test-eval: .venv-eval/.installed
 
 .venv-eval/.installed: pyproject.toml
 	@test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
-	@.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e ".[eval]" pytest==9.2.0
+	@.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e ".[benchmarks]" pytest==9.2.0
 	@touch $@
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.

@@ -20,14 +20,18 @@ def subtitle_text(subtitles: Any, root: Path | None = None) -> str:
     Raises:
         ValueError: nothing can be read from it.
     """
-    cues = _read_file(subtitles, root) if isinstance(subtitles, str | Path) else _read_cues(subtitles)
+    cues = read_subtitles(subtitles, root) if isinstance(subtitles, str | Path) else _read_cues(subtitles)
     lines = [f"{start:.1f} - {end:.1f} {text}" for start, end, text in cues if text]
     if not lines:
         raise ValueError("subtitles hold no text. Leave the column empty for a video without subtitles.")
     return "\n".join(lines)
 
 
-def _read_file(subtitles: str | Path, root: Path | None) -> list[tuple[float, float, str]]:
+def read_subtitles(subtitles: str | Path, root: Path | None = None) -> list[tuple[float, float, str]]:
+    """
+    Cues `(start, end, text)`, in seconds and on one line, of an SRT or WebVTT file or of the text of one; a relative
+    path starts from `root`. Raises `ValueError` for what is neither.
+    """
     import pysubs2
 
     text = str(subtitles)

@@ -1,11 +1,11 @@
 """The model `stts` in the real lmms-eval, on a local task: answers and scores of `stts-hf eval`, to the question."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from lmms_eval.api.instance import Instance  # noqa: E402
 from lmms_eval.evaluator import simple_evaluate  # noqa: E402
 from lmms_eval.models.model_utils.gen_metrics import reset_logged_metrics, summarize_logged_metrics  # noqa: E402
 from lmms_eval.tasks import TaskManager  # noqa: E402
+from lmms_eval.utils import load_yaml_config  # noqa: E402
 
 from stts_hf.evaluation.lmms_model import STTS, generation_options, result_of  # noqa: E402
 
@@ -315,41 +316,136 @@ def test_an_answer_ends_before_what_the_task_stops_at(ask, rows):
     assert result_of(ValueError("gone"), ["\n"]).text == ""
 
 
+def leaves(manager: TaskManager, name: str | dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every task of a task or group of lmms-eval with its configuration, without its functions."""
+    name = name if isinstance(name, str) else name["task"]
+    if manager.task_index[name]["type"] == "task":
+        return {name: load_yaml_config(manager.task_index[name]["yaml_path"], mode="simple")}
+    return {
+        task: config for part in manager._get_config(name)["task"] for task, config in leaves(manager, part).items()
+    }
+
+
 def test_lmms_eval_has_the_papers_benchmarks(manager):
-    """13 of videos, one of them from a file beside the list, and 12 of images: MMIU is missing."""
-    found = {group: manager._get_config(f"stts_{group}")["task"] for group in ("short_video", "long_video", "image")}
-    assert {group: len(tasks) for group, tasks in found.items()} == {"short_video": 6, "long_video": 7, "image": 12}
-    for tasks in found.values():
-        assert set(tasks) <= set(manager.all_tasks)
+    """13 of videos, two of them from files beside the list, and 12 of images: MMIU is missing."""
+    found = {group: leaves(manager, f"stts_{group}") for group in ("video", "image", "long_video", "long_video_128")}
+    mvbench, tempcompass = (
+        {task for task in found["video"] if task.startswith(name)} for name in ("mvbench_", "tempcompass_")
+    )
+    assert {"mvbench": len(mvbench), "tempcompass": len(tempcompass)} == {"mvbench": 20, "tempcompass": 3}
+    assert len(found["video"].keys() - mvbench - tempcompass) == 13 - 2
+    assert len(found["image"]) == 12
+    assert len(found["long_video"]) == 7
+    assert list(found["long_video_128"]) == list(found["long_video"])
     assert not [name for name in manager.all_tasks if "mmiu" in name.lower()]
-    assert manager._get_config("stts_video")["task"] == ["stts_short_video", "stts_long_video"]
 
 
-def test_subtitles_of_longvideobench(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "decord", SimpleNamespace(VideoReader=None, cpu=None))
-    names = runpy.run_path(str(EXAMPLES / "paper" / "longvideobench.py"))
-    video = tmp_path / "videos" / "a.mp4"
-    monkeypatch.setattr(names["utils"], "longvideobench_doc_to_visual_v", lambda doc: [str(video)])
-    (tmp_path / "subtitles").mkdir()
-    doc = {"question": "Who?", "option0": "he", "option1": "she", "duration": 10, "subtitle_path": "a.json"}
+def test_code_of_the_papers_benchmarks_can_be_imported(manager, tmp_path):
+    """With HF_HOME, the extra `benchmarks` and, for MathVista, a key: in a process that lmms-eval is fresh in."""
+    files = {
+        task: manager.task_index[task]["yaml_path"]
+        for group in ("video", "image")
+        for task in leaves(manager, f"stts_{group}")
+    }
+    code = (
+        "import json, sys, nltk\nnltk.download = lambda *_, **__: None\nfrom lmms_eval.utils import load_yaml_config\n"
+    )
+    code += "for file in json.loads(sys.argv[1]): load_yaml_config(file)"
+    environment = os.environ | {"HF_HOME": str(tmp_path), "OPENAI_API_KEY": "none"}
+    command = [sys.executable, "-c", code, json.dumps([*files.values()])]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_the_papers_table_reads_what_lmms_eval_writes(results, capsys, tmp_path):
+    """A run of the local task under the name of a benchmark."""
+    written = {name: results[name] for name in ("results", "n-samples", "efficiency", "throughput", "config", "date")}
+    renamed = json.dumps(written).replace("stts_local", "lvbench").replace("accuracy,none", "lvbench_score,none")
+    (tmp_path / "a_results.json").write_text(renamed)
+    status = runpy.run_path(str(EXAMPLES / "paper" / "table.py"))["main"]([str(tmp_path)])
+    printed = capsys.readouterr()
+    right = 100 * results["results"]["stts_local"]["accuracy,none"]
+    assert f"| {right:.1f} |" in printed.out
+    assert status == 1
+    assert "lvbench: some questions of its run were asked without a video" in printed.err  # two of them are
+    assert "could not be asked" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("stts_longvideobench_sub", "longvideobench_val_v"), ("stts_videomme_sub", "videomme_w_subtitle")],
+)
+def test_tasks_with_subtitles_are_lmms_evals_but_for_the_prompt(manager, ours, theirs):
+    [ours], [theirs] = (leaves(manager, task).values() for task in (ours, theirs))
+    for name in ("dataset_path", "dataset_kwargs", "test_split", "doc_to_target", "generation_kwargs"):
+        assert ours[name] == theirs[name]
+    assert [metric["metric"] for metric in ours["metric_list"]] == [
+        metric["metric"] for metric in theirs["metric_list"]
+    ]
+
+
+@pytest.fixture
+def subtitled(monkeypatch, tmp_path) -> tuple[dict[str, Any], Path]:
+    """The functions of the tasks with subtitles, and a video of 10.5 s: of 3 frames, 0, 5 and 10 s are shown."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "videos").mkdir()
+    write_clip(tmp_path / "videos" / "a.mp4", 21, fps=2)
+    names = runpy.run_path(str(EXAMPLES / "paper" / "subtitles.py"))
+    found = {name: lambda doc: [str(tmp_path / "videos" / "a.mp4")] for name in names if name.endswith("doc_to_visual")}
+    names["_ask"].__globals__.update(found)
+    return names, tmp_path
+
+
+def said(messages: list[dict[str, Any]]) -> str:
+    [message] = messages
+    video, text = message["content"]
+    assert video["type"] == "video"
+    assert Path(video["url"]).name == "a.mp4"
+    return text["text"]
+
+
+def test_subtitles_of_longvideobench_near_the_frames(subtitled):
+    names, folder = subtitled
+    (folder / "subtitles").mkdir()
+    doc = {"question": "Who?", "option0": "he", "option1": "she", "duration": 10.5, "subtitle_path": "a.json"}
     doc |= {f"option{number}": "N/A" for number in (2, 3, 4)} | {"starting_timestamp_for_subtitles": 5}
+    settings = {"pre_prompt": "", "post_prompt": "Answer.", "num_frames": 3, "max_fps": 2}
     question = "Who?\nA. he\nB. she\nAnswer."
-    prompts = {"pre_prompt": "", "post_prompt": "Answer."}
     both = [
         [
-            {"timestamp": [1, 4.5], "text": "before"},
+            {"timestamp": [1, 3.5], "text": "before"},
             {"timestamp": [4, 6.5], "text": "Hello"},
-            {"timestamp": [12.0, None], "text": "there"},
+            {"timestamp": [7, 8.5], "text": "between two frames"},
+            {"timestamp": [14.0, None], "text": "there"},
         ],
         [
-            {"start": "00:00:01.000", "end": "00:00:04.500", "line": "before"},
+            {"start": "00:00:01.000", "end": "00:00:03.500", "line": "before"},
             {"start": "00:00:04.000", "end": "00:00:06.500", "line": "Hello"},
-            {"start": "00:00:12.000", "end": "00:00:15.000", "line": "there"},
-            {"start": "00:00:16.000", "end": "00:00:17.000", "line": "after"},
+            {"start": "00:00:07.000", "end": "00:00:08.500", "line": "between two frames"},
+            {"start": "00:00:14.000", "end": "00:00:15.500", "line": "there"},
+            {"start": "00:00:17.000", "end": "00:00:18.000", "line": "after"},
         ],
     ]
     for lines in both:
-        (tmp_path / "subtitles" / "a.json").write_text(json.dumps(lines))
-        assert names["doc_to_text"](doc, prompts) == f"0.0 - 1.5 Hello\n7.0 - 10.0 there\n{question}"
-    (tmp_path / "subtitles" / "a.json").write_text("[]")
-    assert names["doc_to_text"](doc, prompts) == question
+        (folder / "subtitles" / "a.json").write_text(json.dumps(lines))
+        text = said(names["longvideobench_doc_to_messages"](doc, settings))
+        assert text.startswith("0.0 - 1.5 Hello\n9.0 - 10.5 there\n")
+        assert text.endswith(question)
+        assert "before" not in text
+        assert "between" not in text
+        assert "between" in said(names["longvideobench_doc_to_messages"](doc, settings | {"num_frames": 64}))
+    (folder / "subtitles" / "a.json").write_text("[]")
+    assert said(names["longvideobench_doc_to_messages"](doc, settings)) == question
+
+
+def test_subtitles_of_videomme_near_the_frames(subtitled):
+    names, folder = subtitled
+    (folder / "subtitle").mkdir()
+    doc = {"videoID": "a", "question": "Who?", "options": ["A. he", "B. she"]}
+    settings = {"post_prompt": "The best answer is:", "num_frames": 3, "max_fps": 2}
+    alone = said(names["videomme_doc_to_messages"](doc, settings))
+    assert alone.endswith("\nWho?\nA. he\nB. she\nThe best answer is:")
+    cue = '{}\n00:00:{},000 --> 00:00:{},500\n<font color="white" size=".72c">{}</font>\n\n'
+    lines = [cue.format(1, "03", "03", "between"), cue.format(2, "04", "04", "Hello"), cue.format(3, "11", "12", "end")]
+    (folder / "subtitle" / "a.srt").write_text("".join(lines))
+    assert said(names["videomme_doc_to_messages"](doc, settings)) == f"4.0 - 4.5 Hello\n11.0 - 12.5 end\n{alone}"
