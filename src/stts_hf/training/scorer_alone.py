@@ -7,12 +7,13 @@ ViT's later layers nor connector and language model run, and no gradient passes 
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from stts_hf.modeling.outputs_stts import PruningOutput
+from stts_hf.modeling.outputs_stts import PruningOutput, TaskOutput
 from stts_hf.parts import PARTS, SCORER, find_backbone, module_of, parts_of
 from stts_hf.training.arguments import STTSTrainingArguments
 
@@ -60,7 +61,12 @@ def check_scorer_alone(model: Any, arguments: STTSTrainingArguments) -> None:
         )
 
 
-def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> PruningOutput:
+@dataclass
+class ScoringOutput(PruningOutput, TaskOutput):
+    """What is known of a call in which no language model runs."""
+
+
+def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
     """
     `temporal_loss` and `token_scores` of a batch's videos; `task_loss` is 0. A batch without videos has a loss of 0
     that depends on the whole scorer, as DDP needs it.
@@ -70,12 +76,12 @@ def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> PruningOutput:
     if pixels is None:
         scorer = module_of(model, SCORER).parameters()
         nothing = sum((0 * parameter.float().sum() for parameter in scorer), torch.zeros(()))
-        return PruningOutput(task_loss=torch.zeros_like(nothing), temporal_loss=nothing)
+        return ScoringOutput(task_loss=torch.zeros_like(nothing), temporal_loss=nothing)
     videos = {name: batch[name] for name in backbone.video_inputs}
     # At `k = 1` nothing is encoded past the scorer.
     found = backbone.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True)
     loss = found.temporal_loss
-    return PruningOutput(task_loss=torch.zeros_like(loss), temporal_loss=loss, token_scores=found.token_scores)
+    return ScoringOutput(task_loss=torch.zeros_like(loss), temporal_loss=loss, token_scores=found.token_scores)
 
 
 @contextlib.contextmanager

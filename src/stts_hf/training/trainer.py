@@ -14,13 +14,12 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
-from stts_hf.modeling.outputs_stts import PruningOutput
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
 from stts_hf.training.distillation import Teaching
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
 from stts_hf.training.losses import LOSSES, PruningMetrics, count, describe, normalised_losses
-from stts_hf.training.scorer_alone import check_scorer_alone, redirected, score_videos
+from stts_hf.training.scorer_alone import ScoringOutput, check_scorer_alone, redirected, score_videos
 from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
 
 logger = logging.get_logger(__name__)
@@ -216,10 +215,10 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
         return count(batch, with_labels=not self.args.temporal_loss_only)
 
-    def _score(self, model: Any, inputs: dict[str, Any]) -> PruningOutput:
+    def _score(self, model: Any, inputs: dict[str, Any]) -> ScoringOutput:
         """`score_videos` through `model`, which may be wrapped in DDP."""
 
-        def score(**batch: Any) -> PruningOutput:
+        def score(**batch: Any) -> ScoringOutput:
             with self.accelerator.autocast():
                 return score_videos(self.model, batch)
 
