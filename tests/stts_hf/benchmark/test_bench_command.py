@@ -106,6 +106,8 @@ def test_the_list_names_every_preset_and_what_it_takes(capsys):
         (["--preset", "tower", "--modes", "training"], "'tower' measures tower, which these options leave out"),
         (["--preset", "decode", "--frames", "8"], "'decode' measures files"),
         (["--backends", "flex_attention"], "'flex_attention' needs a GPU"),
+        (["--pruning-layers", "1", "5"], "`pruning_layer` is 5"),
+        (["--preset", "qwen"], "preset 'qwen' is for a GPU"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
         (["--device", "meta"], "--device meta cannot be used here"),
         (["--render"], "--render measures nothing, so --device would have no effect"),

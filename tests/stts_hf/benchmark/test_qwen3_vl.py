@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from stts_hf.benchmark.geometries import workload_inputs
-from stts_hf.benchmark.measure import Runner
+from stts_hf.benchmark.measure import Runner, measure
 from stts_hf.benchmark.meters import CONNECTOR, LANGUAGE_MODEL, SEQUENCE, TOTAL, VISION_TOWER, FlopClock
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import PRESETS, Workload
+from stts_hf.benchmark.report import table
 from tests.stts_hf.benchmark import ideals_qwen3_vl as ideals
 
 CPU = torch.device("cpu")
@@ -70,6 +71,22 @@ def test_the_stages_make_the_whole(runner):
         found = count(runner(), ratio)
         assert found[TOTAL] == found[VISION_TOWER] + found[CONNECTOR] + found[SEQUENCE] + found[LANGUAGE_MODEL]
         assert found[CONNECTOR] > 0 == found[SEQUENCE]
+
+
+@pytest.mark.parametrize("selector", ["cosine", "evs", "random"])
+def test_it_is_looked_at_what_untrained_selectors_keep(models, monkeypatch, selector):
+    monkeypatch.setattr("stts_hf.benchmark.measure.CLIPS", 1)
+    cell = measure(dataclasses.replace(SHAPE, selector=selector, ratios=(0.5,)), models, CPU, repeats=1)
+    stock, pruned = cell["variants"]
+    assert "motion" not in stock
+    ((correlation,), (kept,)) = (pruned["motion"][name] for name in ("correlation", "kept"))
+    assert "kept of what moves" in table([cell])
+    # Random weights let change through: what goes by it finds what moves, and what goes by nothing does not.
+    if selector == "random":
+        assert abs(correlation) < 0.15
+    else:
+        assert correlation > 0.2
+        assert kept > 0.6
 
 
 def test_evs_saves_in_the_language_model_alone(runner):
