@@ -104,7 +104,7 @@ _PRESETS = (
             dataclasses.replace(_TINY, layout="first_fit_descending"),
             dataclasses.replace(_TINY, mode="inference", batch=2),
             dataclasses.replace(_TINY, mode="training", batch=2),
-            dataclasses.replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8, selector="cosine"),
+            dataclasses.replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8),
             dataclasses.replace(_TINY, geometry="qwen3-vl-tiny", mode="training", frames=8, batch=2),
         ),
     ),
