@@ -357,6 +357,17 @@ def test_code_of_the_papers_benchmarks_can_be_imported(manager, tmp_path):
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
+def test_every_task_of_the_papers_lists_has_its_column(manager):
+    tables = runpy.run_path(str(EXAMPLES / "paper" / "table.py"))["TABLES"]
+    columns = [column for groups in tables for group in groups.values() for column in group.values()]
+    tasks = {name: config for group in ("video", "image") for name, config in leaves(manager, f"stts_{group}").items()}
+    for column in columns:
+        found = [tasks.pop(name) for name in list(tasks) if column.has(name)]
+        assert len(found) == column.number
+        assert all(column.metric in [metric["metric"] for metric in config["metric_list"]] for config in found)
+    assert not tasks
+
+
 def test_the_papers_table_reads_what_lmms_eval_writes(results, capsys, tmp_path):
     """A run of the local task under the name of a benchmark."""
     written = {name: results[name] for name in ("results", "n-samples", "efficiency", "throughput", "config", "date")}
@@ -382,6 +393,15 @@ def test_tasks_with_subtitles_are_lmms_evals_but_for_the_prompt(manager, ours, t
     assert [metric["metric"] for metric in ours["metric_list"]] == [
         metric["metric"] for metric in theirs["metric_list"]
     ]
+
+
+def test_the_list_for_128_frames_shows_the_subtitles_of_128(manager, monkeypatch):
+    monkeypatch.setattr("lmms_eval.tasks.ConfigurableMessagesTask", lambda config, model_name: config)  # loads no data
+    for group, frames in (("stts_long_video", 64), ("stts_long_video_128", 128)):
+        [tasks] = manager.load_task_or_group(group, task_type="chat").values()
+        for name in ("stts_videomme_sub", "stts_longvideobench_sub"):
+            assert tasks[name]["lmms_eval_specific_kwargs"]["default"]["num_frames"] == frames
+            assert tasks[name]["doc_to_messages"].__name__.endswith("doc_to_messages")
 
 
 @pytest.fixture
