@@ -5,14 +5,16 @@ import sys
 import torch
 from transformers import Trainer, TrainingArguments
 
-from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
+from stts_hf import STTSDataCollator, load_rows
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.parts import parts_of
 
 RATES = {"language_model": 1e-5, "vision_tower": 5e-6, "connector": 5e-6, "scorer": 1e-4}  # the paper's
 
 checkpoint, data, output = sys.argv[1:4]
-model = STTSForConditionalGeneration.from_pretrained(checkpoint)  # STTS or stock Molmo2
-processor = STTSProcessor.from_pretrained(checkpoint)
+family = family_of_checkpoint(checkpoint)  # its classes, for STTS or a stock model of a backbone
+model = family.model.from_pretrained(checkpoint)
+processor = family.processor.from_pretrained(checkpoint)
 groups: dict[str, list] = {part: [] for part in RATES}
 parts = parts_of(model)
 for name, parameter in model.named_parameters():

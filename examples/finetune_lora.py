@@ -5,13 +5,15 @@ import sys
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
-from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
+from stts_hf import STTSDataCollator, load_rows
 from stts_hf.checkpoints.card import write_adapter_card
+from stts_hf.checkpoints.families import family_of_checkpoint
 
 checkpoint, data, output = sys.argv[1:4]
-processor = STTSProcessor.from_pretrained(checkpoint)
+family = family_of_checkpoint(checkpoint)  # its classes, for STTS or a stock model of a backbone
+processor = family.processor.from_pretrained(checkpoint)
 model = get_peft_model(
-    STTSForConditionalGeneration.from_pretrained(checkpoint),
+    family.model.from_pretrained(checkpoint),
     LoraConfig(
         r=16,
         lora_alpha=32,
@@ -42,7 +44,7 @@ trainer.train()
 model.save_pretrained(output)  # LoRA weights and scorer
 write_adapter_card(output)
 
-base = STTSForConditionalGeneration.from_pretrained(checkpoint)  # later, or on another machine
+base = family.model.from_pretrained(checkpoint)  # later, or on another machine
 reloaded = PeftModel.from_pretrained(base, output).eval()
 reloaded.merge_and_unload().save_pretrained(f"{output}/merged")  # a checkpoint of its own, without PEFT
 processor.save_pretrained(f"{output}/merged")

@@ -4,14 +4,16 @@ import sys
 
 from peft import LoraConfig
 
-from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
+from stts_hf import STTSDataCollator, load_rows
 from stts_hf.checkpoints.card import write_adapter_card
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.training.config import TEXT_LINEAR
 from stts_hf.training.sft import STTSSFTConfig, STTSSFTTrainer  # a trl.SFTTrainer and SFTConfig with STTS's losses
 
 checkpoint, data, output = sys.argv[1:4]
-model = STTSForConditionalGeneration.from_pretrained(checkpoint)
-processor = STTSProcessor.from_pretrained(checkpoint)
+family = family_of_checkpoint(checkpoint)  # its classes, for STTS or a stock model of a backbone
+model = family.model.from_pretrained(checkpoint)
+processor = family.processor.from_pretrained(checkpoint)
 
 trainer = STTSSFTTrainer(
     model,

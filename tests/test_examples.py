@@ -40,9 +40,9 @@ def checkpoint(tmp_path_factory) -> Path:
 def run_example(monkeypatch, checkpoint, data, tmp_path):
     """Runs an example for one step; returns its globals and the output folder."""
 
-    def run(name: str) -> tuple[dict[str, Any], Path]:
+    def run(name: str, model: Path = checkpoint) -> tuple[dict[str, Any], Path]:
         output = tmp_path / "out"
-        monkeypatch.setattr(sys, "argv", [name, str(checkpoint), str(data), str(output), "1"])
+        monkeypatch.setattr(sys, "argv", [name, str(model), str(data), str(output), "1"])
         return runpy.run_path(str(EXAMPLES / name), run_name="__main__"), output
 
     return run
@@ -105,6 +105,20 @@ def test_trl(run_example, checkpoint, data):
     # TRL's forward is no other: only its head's loss is, which is not used.
     assert torch.equal(logits_of(reloaded, inputs), logits_of(trainer.model.eval(), inputs))
     assert AutoProcessor.from_pretrained(output, trust_remote_code=True).video_processor.num_frames == 2
+
+
+@pytest.mark.parametrize("name", ["finetune.py", "finetune_lora.py", "finetune_trl.py"])
+def test_another_backbone(run_example, name):
+    """By nothing but its folder."""
+    model = TINY.with_name("stts-qwen3-vl-tiny")
+    names, output = run_example(name, model)
+    assert len(losses(names)) == 1
+    saved = {"finetune.py": output, "finetune_lora.py": output / "merged"}.get(name)
+    if saved is None:
+        assert (output / "adapter_model.safetensors").is_file()
+    else:
+        assert weights_of(saved).keys() == weights_of(model).keys()
+        assert main(["doctor", str(saved)]) == 0
 
 
 def test_smoke_configuration(monkeypatch, tmp_path, capsys):

@@ -15,17 +15,16 @@ from transformers.utils import logging
 
 from stts_hf import register_auto_classes
 from stts_hf.checkpoints.convert import new_scorer_weights
+from stts_hf.checkpoints.families import OWN, family_of_checkpoint
 from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import explain
+from stts_hf.data import frames
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.loading import accepts_option, load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows
 from stts_hf.data.rows import ANSWER, PROMPT
 from stts_hf.data.sample_packing import PackedDataset
-from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.processing_stts import STTSProcessor
-from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, PruningConfig
 from stts_hf.parts import SCORER, modules_of
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts
 from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
@@ -41,8 +40,8 @@ class TrainingSetup:
     """All of a run but its weights; `train_rows` and `eval_rows` are data sets for `collator` and `eval_collator`."""
 
     config: TrainConfig
-    model_config: STTSConfig
-    processor: STTSProcessor
+    model_config: PruningConfig
+    processor: Any
     collator: STTSDataCollator
     eval_collator: STTSDataCollator
     train_rows: Any
@@ -70,7 +69,7 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
 
 
 def assemble(
-    config: TrainConfig, model_config: STTSConfig, processor: STTSProcessor, opened: dict[str, Any], progress: bool
+    config: TrainConfig, model_config: PruningConfig, processor: Any, opened: dict[str, Any], progress: bool
 ) -> TrainingSetup:
     """The run of the rows that `open_rows` or `answer_rows` gave; raises as `prepare`."""
     data, arguments = config.data, config.training
@@ -96,32 +95,30 @@ def assemble(
     return TrainingSetup(config, model_config, processor, collator, eval_collator, train_rows, eval_rows, skipped)
 
 
-def load_model_config(config: TrainConfig) -> STTSConfig:
+def load_model_config(config: TrainConfig) -> PruningConfig:
     """The checkpoint's configuration with the run's settings in it. Raises `ConfigError`, for other models' too."""
-    path = config.model.model_name_or_path
+    path, revision = config.model.model_name_or_path, config.model.model_revision
     settings = config.model.given((*PRUNING_FIELDS, *TRAINING_FIELDS))
     try:
-        return STTSConfig.from_pretrained(path, revision=config.model.model_revision, **settings)
+        return family_of_checkpoint(path, revision).config.from_pretrained(path, revision=revision, **settings)
     except (ValueError, OSError, StrictDataclassError) as error:
         name = repr(path) if Path(path).is_dir() else f"{path!r} (no folder here, so it is sought on the Hub)"
         raise config.error("model_name_or_path", f"{name} cannot be trained with these settings: {error}") from error
 
 
-def load_processor(config: TrainConfig, model_config: STTSConfig) -> STTSProcessor:
+def load_processor(config: TrainConfig, model_config: PruningConfig) -> Any:
     """The checkpoint's processor with the run's frames. Raises `ConfigError`."""
-    model = config.model
+    model, processor_class = config.model, OWN[model_config.model_type].processor
     try:
-        processor = STTSProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+        processor = processor_class.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     except (ValueError, OSError, TypeError) as error:
         problem = f"{model.model_name_or_path!r} has no usable processor: {error}"
         raise config.error("model_name_or_path", problem) from error
-    for name in ("num_frames", "max_fps"):
-        value = getattr(config.data, name)
-        if value is not None:
-            setattr(processor.video_processor, name, value)
+    video_processor = processor.video_processor
+    frames.set_frames(video_processor, num_frames=config.data.num_frames, max_fps=config.data.max_fps)
     ratio = model_config.vision_config.pruning_ratio
-    if ratio < 1:
-        processor.video_processor.pruning_ratio = ratio  # what its `test_time_scaling` counts with
+    if ratio < 1 and hasattr(video_processor, "pruning_ratio"):
+        video_processor.pruning_ratio = ratio  # what its `test_time_scaling` counts with
     return processor
 
 
@@ -143,7 +140,7 @@ def open_rows(config: TrainConfig, name: str) -> Any:
 
 
 def make_rows(
-    config: TrainConfig, name: str, rows: Any, model_config: STTSConfig, processor: STTSProcessor, progress: bool
+    config: TrainConfig, name: str, rows: Any, model_config: PruningConfig, processor: Any, progress: bool
 ) -> tuple[Any, int]:
     """
     The rows of `train_data` or `eval_data`, read and rendered and, with `pack_to`, packed; and how many were left out.
@@ -185,14 +182,15 @@ def check_sampling(config: TrainConfig, rows: Any) -> None:
         raise config.error("train_sampling_strategy", problem)
 
 
-def check_videos(config: TrainConfig, rows: Any, processor: STTSProcessor) -> None:
+def check_videos(config: TrainConfig, rows: Any, processor: Any) -> None:
     """Raises `ConfigError` where the scorer alone is trained and no row has a video, or none a second frame."""
-    setting, frames = config.training.scorer_alone, processor.video_processor
+    setting, shown = config.training.scorer_alone, frames.get_frames(processor.video_processor)["num_frames"]
     if not any(processor.video_token in prompt for prompt in table_of(rows)[PROMPT]):
         problem = "holds no row with a video, so there is nothing to learn."
         raise config.error("train_data", f"{problem} {setting}.")
-    if config.training.temporal_loss_only and frames.num_frames <= getattr(frames, "temporal_patch_size", 1):
-        problem = f"is {frames.num_frames}, but the temporal loss compares a frame with the one before it"
+    each = getattr(processor.video_processor, "temporal_patch_size", 1)  # frames that the tower sees as one
+    if config.training.temporal_loss_only and shown <= each:
+        problem = f"is {shown}, but the temporal loss compares a frame with the one before it"
         raise config.error("num_frames", f"{problem}, so there is nothing to learn. {setting}.")
 
 
@@ -231,7 +229,7 @@ def load_weights(run: TrainingSetup) -> Any:
     set_seed(run.arguments.seed)  # an adapter, and a scorer that the checkpoint lacks, are drawn from here on
     model = run.config.model
     try:
-        pair: Any = STTSForConditionalGeneration.from_pretrained(
+        pair: Any = OWN[run.model_config.model_type].model.from_pretrained(
             model.model_name_or_path,
             config=run.model_config,
             revision=model.model_revision,
@@ -252,7 +250,7 @@ def load_weights(run: TrainingSetup) -> Any:
     return loaded
 
 
-def renew_scorer(model: STTSForConditionalGeneration, seed: int) -> None:
+def renew_scorer(model: Any, seed: int) -> None:
     """Puts a scorer that has learned nothing, the same for the same seed, in place of the model's."""
     weights = new_scorer_weights(empty_model(model.config), seed)
     ((name, scorer),) = modules_of(model, SCORER).items()

@@ -42,7 +42,7 @@ def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
 class ModelArguments:
     """Checkpoint, pruning and adapter; the first and the last are named as in TRL's `ModelConfig`."""
 
-    model_name_or_path: str = _arg("", "Folder or Hub id of an STTS or stock Molmo2 checkpoint; needed.")
+    model_name_or_path: str = _arg("", "Folder or Hub id of an STTS, stock Molmo2 or Qwen3-VL checkpoint; needed.")
     model_revision: str = _arg("main", "Branch, tag or commit of a checkpoint on the Hub.")
     dtype: str = _arg(
         "float32",
@@ -53,7 +53,7 @@ class ModelArguments:
         None, "One name, or one for each of text_config and vision_config."
     )
     new_scorer: bool = _arg(False, "Start from an untrained scorer, drawn from `seed`, not from the checkpoint's.")
-    # Settings of `STTSVisionConfig` and `STTSConfig`; what is left out stays the checkpoint's.
+    # Settings of the model's and its vision config; what is left out stays the checkpoint's.
     pruning_ratio: float | None = _arg(None, "Share of a video's blocks to drop, from 0 to 1.")
     pruning_layer: int | None = _arg(None, "Last ViT layer that sees every patch.")
     selector: str | None = _arg(None, "What ranks the blocks.", SELECTORS)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import kl_div, log_softmax
 
+from stts_hf.parts import find_backbone
 from stts_hf.training.losses import predicted_labels
 
 
@@ -34,7 +35,7 @@ class Teaching:
     @torch.no_grad()
     def of(cls, model: Any, batch: Mapping[str, Any]) -> "Teaching":
         """Runs `model`, without DDP around it, at `k = 0` and without dropout. Only logits at labels are computed."""
-        predicted = predicted_labels(batch)
+        predicted = predicted_labels(batch, find_backbone(model)[1].num_axes)
         rows, places = predicted.nonzero(as_tuple=True)
         columns = (places - 1).unique()  # a token is predicted by the one before it
         call = {name: value for name, value in batch.items() if name not in ("labels", "pruned_length")}

@@ -15,23 +15,23 @@ import torch
 from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
 
-from stts_hf.modeling.sequence_stts import find_samples
+from stts_hf.modeling.sequence_stts import find_samples, token_order
 
 LOSSES = ("task_loss", "temporal_loss", "distillation_loss")
 SUMS = (*LOSSES, "labels", "blocks", "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
 
 
-def predicted_labels(batch: Mapping[str, Any]) -> torch.Tensor:
+def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tensor:
     """
     Which tokens of a batch are labels that something predicts, (B, L) bool: not a row's first, nor that of a packed
-    sample. Raises `ValueError` where there are no labels.
+    sample. num_axes: of the backbone's positions. Raises `ValueError` where there are no labels.
     """
     labels = batch.get("labels")
     if labels is None:
         raise ValueError("A batch has no `labels`: the collator must add them, -100 where no loss is wanted.")
     predicted = labels != -100
     predicted[:, 0] = False
-    position_ids = batch.get("position_ids")
+    position_ids = token_order(batch.get("position_ids"), num_axes)
     if position_ids is not None:
         attention_mask = batch.get("attention_mask")
         padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
@@ -40,14 +40,17 @@ def predicted_labels(batch: Mapping[str, Any]) -> torch.Tensor:
     return predicted
 
 
-def count(batch: Mapping[str, Any], with_labels: bool = True) -> torch.Tensor:
+def count(batch: Mapping[str, Any], backbone: Any, with_labels: bool = True) -> torch.Tensor:
     """
     What the losses of a batch are divided by, (2,) float32: its label tokens that something predicts, and the blocks in
-    frames `t >= 1` of its videos. with_labels: False where these are not learnt, so that 0 stands for them. Raises
-    `ValueError` where there are no labels otherwise.
+    frames `t >= 1` of its videos. backbone: the model without a head. with_labels: False where these are not learnt, so
+    that 0 stands for them. Raises `ValueError` where there are no labels otherwise.
     """
-    labels, grids = predicted_labels(batch).sum() if with_labels else torch.tensor(0), batch.get("video_grids")
-    blocks = torch.zeros_like(labels) if grids is None else ((grids[:, 0] - 1) * grids[:, 1] * grids[:, 2]).sum()
+    labels = predicted_labels(batch, backbone.num_axes).sum() if with_labels else torch.tensor(0)
+    grids, blocks = batch.get(backbone.video_inputs[-1]), torch.zeros_like(labels)
+    if grids is not None:
+        side = getattr(backbone.config.vision_config, "spatial_merge_size", 1)  # of those that count patches
+        blocks = ((grids[:, 0] - 1) * (grids[:, 1] // side) * (grids[:, 2] // side)).sum()
     return torch.stack([labels.to(blocks.device), blocks]).float()
 
 

@@ -23,12 +23,12 @@ from transformers.utils import logging
 
 from stts_hf.data.collator import check_on_error
 from stts_hf.data.encoding import process
+from stts_hf.data.frames import get_frames
 from stts_hf.data.lines import open_lines, read_lines, write_line
 from stts_hf.data.prefetch import prefetch
 from stts_hf.data.preparing import LENGTH, with_column
 from stts_hf.data.rows import ANSWER, PROMPT, RowError, Sample, is_unanswered, read_row, row_errors
 from stts_hf.inference.answering import inputs_for
-from stts_hf.modeling.processing_stts import STTSProcessor
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +55,7 @@ def mark_unanswered(rows: datasets.Dataset, question: str, max_new_tokens: int) 
 def answer_rows(
     rows: datasets.Dataset,
     model: Any,
-    processor: STTSProcessor,
+    processor: Any,
     *,
     folder: Path | None = None,
     identity: str = "",
@@ -67,7 +67,7 @@ def answer_rows(
 
     Args:
         rows: of `mark_unanswered`, then `prepare_rows`.
-        model: an `STTSForConditionalGeneration` on its device.
+        model: of any backbone, on its device.
         processor: the one that prepared the rows.
         folder: where answers are kept as they come, so that a run that is killed does not lose them.
         identity: tells the model and its settings from others whose answers may lie in `folder`.
@@ -84,7 +84,8 @@ def answer_rows(
     marks: list[str | None] = list(rows[ANSWER]) if ANSWER in rows.column_names else []
     waiting = [index for index, mark in enumerate(marks) if mark is not None and "room" in json.loads(mark)]
     known = _read_answers(folder)
-    settings = f"{identity} {processor.video_processor.num_frames} {processor.video_processor.max_fps}"
+    shown = get_frames(processor.video_processor)
+    settings = f"{identity} {shown['num_frames']} {shown['max_fps']}"
 
     def prepare(index: int) -> tuple[int, Sample, str, Any] | RowError:
         """The sample, a key that tells it from all others, and the inputs of its prompt where no answer is known."""
@@ -131,7 +132,7 @@ def answer_rows(
 
 
 @torch.no_grad()
-def _generate(model: Any, processor: STTSProcessor, inputs: Any, max_new_tokens: int) -> str:
+def _generate(model: Any, processor: Any, inputs: Any, max_new_tokens: int) -> str:
     options: dict[str, Any] = {"pruning_ratio": 0.0, "do_sample": False, "num_beams": 1}
     sequences = model.generate(**inputs_for(model, inputs), **options, max_new_tokens=max_new_tokens)
     return processor.decode(sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PreTrainedModel
 
 from stts_hf.data.encoding import IGNORED, align_labels
-from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.settings_stts import PruningConfig
 
-IGNORE_KEYS = [name for name in STTSConfig.keys_to_ignore_at_inference if name != "kept_indices"]
+IGNORE_KEYS = [name for name in PruningConfig.keys_to_ignore_at_inference if name != "kept_indices"]
 
 
 def predictions_and_labels(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

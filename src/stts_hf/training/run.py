@@ -14,6 +14,7 @@ from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.files import check_links
 from stts_hf.checkpoints.push import PushRefused, refusals
+from stts_hf.data import frames
 from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
@@ -161,9 +162,9 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
     skipped = [f"{number} rows of {name}" for name, number in run.skipped.items() if number]
     if skipped:
         lines["skipped"] = f"{', '.join(skipped)} (on_error: skip)"
-    processor = run.processor.video_processor
-    rate = f"{processor.max_fps:g} per second, " if processor.max_fps else ""
-    lines["frames"] = f"{rate}at most {processor.num_frames}"
+    shown = frames.get_frames(run.processor.video_processor)
+    rate = f"{shown['max_fps']:g} per second, " if shown["max_fps"] else ""
+    lines["frames"] = f"{rate}at most {shown['num_frames']}"
     steps, epoch = count_steps(run)
     batch, processes = arguments.per_device_train_batch_size, arguments.world_size
     accumulated = arguments.gradient_accumulation_steps

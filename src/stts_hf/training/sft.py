@@ -64,7 +64,7 @@ class STTSSFTTrainer(STTSTrainer, SFTTrainer):  # type: ignore[misc]
         if kwargs.get("data_collator") is None:
             processor = kwargs.get("processing_class")
             if processor is None:
-                raise ValueError("`processing_class` must be the STTSProcessor, or give a `data_collator`.")
+                raise ValueError("`processing_class` must be the checkpoint's processor, or give a `data_collator`.")
             kwargs["data_collator"] = STTSDataCollator(processor, model_config=model.config, return_ids=True)
         super().__init__(model, args, **kwargs)
 

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.utils import logging
 
+from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
+from stts_hf.parts import find_backbone
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
 from stts_hf.training.distillation import Teaching
@@ -29,7 +31,7 @@ NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # what a collator may add for th
 
 class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     """
-    `Trainer` for an `STTSForConditionalGeneration`, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
+    `Trainer` for an STTS model of any backbone, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
 
     `eval_collator` takes the place of `data_collator` in evaluation: one that has no training rows as replacements.
@@ -79,10 +81,10 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
 
     def _prepare_model(self, model: Any) -> None:
         model_type = getattr(getattr(model, "config", None), "model_type", None)
-        if model_type != "stts":
+        if model_type not in OWN:
             raise ValueError(
                 f"`model` is a {type(model).__name__} of type {model_type!r}; it must be an STTS model. `stts-hf "
-                "convert` makes one of a Molmo2 checkpoint."
+                "convert` makes one of a stock checkpoint."
             )
         freeze_parts(model, self.args.freeze or ())
         if self.args.scorer_alone and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
@@ -183,7 +185,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
         # Text and images alone are never pruned, so there is nothing to match.
-        matches = self.args.distillation_weight and inputs.get("video_grids") is not None
+        matches = self.args.distillation_weight and inputs.get(self._backbone.video_inputs[0]) is not None
         teaching = Teaching.of(self.model, inputs) if matches else None
         outputs = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
         task, temporal = normalised_losses(outputs, counts, step)
@@ -213,7 +215,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        return count(batch, with_labels=not self.args.temporal_loss_only)
+        return count(batch, self._backbone, with_labels=not self.args.temporal_loss_only)
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> ScoringOutput:
         """`score_videos` through `model`, which may be wrapped in DDP."""
@@ -224,6 +226,10 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
 
         with redirected(self.model, score):
             return model(**inputs)
+
+    @property
+    def _backbone(self) -> Any:
+        return find_backbone(self.model)[1]
 
     @property
     def _logged_losses(self) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ def test_counting_reads_nothing_from_the_device():
     outputs = model(**inputs)
     statistics = PruningMetrics(torch.device("cpu"))
     with Readings() as readings:
-        counts = count(inputs)
+        counts = count(inputs, model.model)
         task, temporal = normalised_losses(outputs, counts, counts.clamp_min(1))
         statistics.observe(outputs, inputs)
         statistics.add("task_loss", task)

@@ -1,0 +1,112 @@
+"""`stts-hf train` on a checkpoint of every backbone, by nothing but its folder."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from stts_hf.checkpoints.families import family_of_checkpoint
+from stts_hf.cli.main import main
+from stts_hf.parts import PARTS, parts_of
+from tests.checkpoints import TINY
+from tests.training_files import train, write_config
+
+CHECKPOINTS = {"molmo2": TINY, "qwen3_vl": TINY.with_name("stts-qwen3-vl-tiny")}
+FRAMES = 4  # of Qwen3-VL, two tubelets
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request) -> Path:
+    return CHECKPOINTS[request.param]
+
+
+def load(folder: Path) -> Any:
+    loaded: Any = family_of_checkpoint(folder).model.from_pretrained(folder, output_loading_info=True)
+    model, info = loaded
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+def run(tmp_path: Path, data: Path, checkpoint: Path, more: str) -> Path:
+    """A step on three clips, with a scorer that is not sure of anything; returns the folder."""
+    output = tmp_path / "out"
+    config = write_config(tmp_path, data, output, model=checkpoint, more=f"new_scorer: true\n{more}")
+    assert train(config, f"--num_frames={FRAMES}") == 0
+    return output
+
+
+def moved(checkpoint: Path, output: Path, part_by_name: dict[str, str]) -> set[str]:
+    """The parts whose weights are others; the scorer's are always, as it is a new one."""
+    before, after = load(checkpoint).state_dict(), load(output).state_dict()
+    return {part for name, part in part_by_name.items() if not torch.equal(before[name], after[name])}
+
+
+def test_a_run_trains_its_parts_and_writes_a_whole_checkpoint(checkpoint, data, tmp_path, capsys):
+    more = "pruning_ratio: 0.5\nfreeze: [vision_tower]\npack_to: 400\neval_data: " + str(data) + "\n"
+    output = run(tmp_path, data, checkpoint, more)
+    plan = capsys.readouterr().out
+    assert f"at most {FRAMES}" in plan
+    assert "parameters, frozen" in plan
+    assert main(["doctor", str(output)]) == 0
+    model = load(output)
+    assert model.config.vision_config.pruning_ratio == 0.5
+    assert moved(checkpoint, output, parts_of(model)) == set(PARTS) - {"vision_tower"}
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["loss"] == pytest.approx(log[0]["task_loss"] + log[0]["temporal_loss"], rel=1e-4)
+    assert log[0]["temporal_loss"] > 0
+    assert 0 < log[0]["kept_share"] < 1
+    card: Any = ModelCard.load(output / "README.md")
+    assert model.config.native.model_type in card.data.tags
+    assert {file.name for file in output.glob("*.py")} == {file.name for file in checkpoint.glob("*.py")}
+
+
+def test_an_adapter_is_of_the_text_model_and_merges_into_a_whole_checkpoint(checkpoint, data, tmp_path):
+    more = "use_peft: true\nlora_r: 2\nmerge_adapter: true\n"
+    output = run(tmp_path, data, checkpoint, more)
+    assert main(["doctor", str(output / "merged")]) == 0
+    model = load(output / "merged")
+    assert moved(checkpoint, output / "merged", parts_of(model)) == {"language_model", "scorer"}
+    before, after = load(checkpoint).state_dict(), model.state_dict()
+    text = [name for name in before if "language_model." in name]
+    changed = Counter(name.split(".")[-2] for name in text if not torch.equal(before[name], after[name]))
+    adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert changed == dict.fromkeys(adapted, model.config.text_config.num_hidden_layers)
+    card: Any = ModelCard.load(output / "README.md")
+    assert model.config.native.model_type in card.data.tags
+    assert f"stts_hf.{type(model).__name__}.from_pretrained(base)" in card.text
+
+
+def test_the_scorer_alone_learns_from_the_unpruned_model(checkpoint, data, tmp_path):
+    more = "freeze: [language_model, vision_tower, connector]\ndistillation_weight: 1.0\n"
+    output = run(tmp_path, data, checkpoint, more)
+    assert moved(checkpoint, output, parts_of(load(output))) == {"scorer"}
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["distillation_loss"] > 0
+
+
+def test_a_stock_model_is_trained_with_a_new_scorer(checkpoint, data, tmp_path):
+    """The checkpoint's own weights, under the stock model's type."""
+    stock = tmp_path / "stock"
+    stock.mkdir()
+    for file in checkpoint.iterdir():
+        if file.suffix != ".py":
+            (stock / file.name).write_bytes(file.read_bytes())
+    config = json.loads((stock / "config.json").read_text())
+    native = family_of_checkpoint(checkpoint).config.native.model_type
+    config["model_type"], config["vision_config"]["model_type"] = native, f"{native}_vision"
+    (stock / "config.json").write_text(json.dumps(config))
+    output = run(tmp_path, data, stock, "")
+    assert load(output).config.model_type == load(checkpoint).config.model_type
+
+
+def test_a_checkpoint_of_another_family_is_refused(data, tmp_path, capsys):
+    folder = tmp_path / "moe"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl_moe"}')
+    config = write_config(tmp_path, data, tmp_path / "out", model=folder)
+    assert train(config) == 2
+    assert "is of a 'qwen3_vl_moe' model, but must be of one of 'molmo2'" in capsys.readouterr().err
