@@ -3,17 +3,25 @@
 import ast
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.checkpoints.doctor import check_processor, examine
+from stts_hf.checkpoints.families import OWN, family_of_checkpoint
 
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
+QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-tiny"]
+QWEN3_VL_CLASSES = {
+    "AutoConfig": "configuration_stts_qwen3_vl.STTSQwen3VLConfig",
+    "AutoModel": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
+    "AutoModelForImageTextToText": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
+    "AutoModelForMultimodalLM": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
+}
 AUTO_CLASSES = {
     "AutoConfig": "configuration_stts.STTSConfig",
     "AutoModel": "modeling_stts.STTSForConditionalGeneration",
@@ -34,7 +42,7 @@ def siblings_of(module: Path) -> set[str]:
     return {node.module for node in imports if node.level == 1 and node.module}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
 def test_code_is_linked_relatively_and_every_link_resolves_to_the_one_copy(hub_configs, preset):
     files = sorted((hub_configs / preset).glob("*.py"))
     assert files
@@ -44,10 +52,11 @@ def test_code_is_linked_relatively_and_every_link_resolves_to_the_one_copy(hub_c
         assert file.resolve(strict=True).parent == hub_configs.parent / "modeling"
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
 def test_the_folder_holds_every_module_that_its_auto_map_leads_to(hub_configs, preset):
     folder = hub_configs / preset
-    wanted = {reference.split(".")[0] for reference in AUTO_CLASSES.values()}
+    auto_map = AUTO_CLASSES if preset in PRESETS else QWEN3_VL_CLASSES
+    wanted = {reference.split(".")[0] for reference in auto_map.values()}
     seen: set[str] = set()
     while wanted - seen:
         module = (wanted - seen).pop()
@@ -63,6 +72,32 @@ def test_config_and_processor_name_all_auto_classes(hub_configs, preset):
     assert read_json(folder / "config.json")["auto_map"] == AUTO_CLASSES
     assert processor["auto_map"]["AutoProcessor"] == AUTO_CLASSES["AutoProcessor"]
     assert processor["video_processor"]["auto_map"]["AutoVideoProcessor"] == AUTO_CLASSES["AutoVideoProcessor"]
+
+
+@pytest.mark.parametrize("preset", QWEN3_VL)
+def test_the_config_of_qwen_names_the_auto_classes_that_are_ours(hub_configs, preset):
+    assert read_json(hub_configs / preset / "config.json")["auto_map"] == QWEN3_VL_CLASSES
+    assert "auto_map" not in json.dumps(read_json(hub_configs / preset / "processor_config.json"))  # it is native
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
+def test_the_doctor_misses_nothing_but_weights_and_tokenizer(hub_configs, preset):
+    found = {name: [str(finding) for finding in findings] for name, findings in examine(hub_configs / preset).items()}
+    missing = {name for name, findings in found.items() if findings}
+    assert missing == (set() if preset.endswith("tiny") else {"weights", "tokenizer"})
+    for name in missing:
+        assert ["holds neither" in finding or "has no tokenizer.json" in finding for finding in found[name]] == [True]
+
+
+@pytest.mark.parametrize("preset", QWEN3_VL)
+def test_a_native_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset):
+    family = family_of_checkpoint(hub_configs / preset)
+    config = family.config.from_pretrained(hub_configs / preset)
+    parts = {
+        name: getattr(family, name).from_pretrained(hub_configs / preset)
+        for name in ("image_processor", "video_processor")
+    }
+    assert not list(check_processor(SimpleNamespace(**parts), config, family))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -96,17 +131,27 @@ print(json.dumps(loaded))
 # The released weights are float32 and 18.1, 32.3 and 28.9 GiB large; every wrong width or depth changes these counts.
 @pytest.mark.parametrize(
     ("preset", "gibibytes", "text"),
-    [("stts-molmo2-4b", 18.1, 4.02e9), ("stts-molmo2-8b", 32.3, 7.57e9), ("stts-molmo2-o-7b", 28.9, 6.89e9)],
+    [
+        ("stts-molmo2-4b", 18.1, 4.02e9),
+        ("stts-molmo2-8b", 32.3, 7.57e9),
+        ("stts-molmo2-o-7b", 28.9, 6.89e9),
+        # As released 2.13, 4.44 and 8.77 billion; the text models are Qwen3-1.7B, 4B and 8B.
+        ("stts-qwen3-vl-2b", 7.9, 1.72e9),
+        ("stts-qwen3-vl-4b", 16.5, 4.02e9),
+        ("stts-qwen3-vl-8b", 32.7, 7.57e9),
+    ],
 )
 def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, preset, gibibytes, text):
     with torch.device("meta"):
-        model = STTSForConditionalGeneration(STTSConfig.from_pretrained(hub_configs / preset))
+        family = family_of_checkpoint(hub_configs / preset)
+        model = family.model(family.config.from_pretrained(hub_configs / preset))
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     scorer = sum(count for name, count in counts.items() if ".scorer." in name)
     assert round(4 * (sum(counts.values()) - scorer) / 2**30, 1) == gibibytes
     assert sum(p.numel() for p in model.model.language_model.parameters()) == pytest.approx(text, rel=0.002)
-    # The pooler's four projections, then 2 D -> M -> M -> 1 (DESIGN item 2 and 3), D = 1152, M = 4304.
-    assert scorer == 4 * (1152**2 + 1152) + (2 * 1152 * 4304 + 4304) + (4304**2 + 4304) + (4304 + 1)
+    # The pooler's four projections, then 2 D -> M -> M -> 1 (DESIGN item 2 and 3).
+    d, m = (1024, 4096) if preset in ("stts-qwen3-vl-2b", "stts-qwen3-vl-4b") else (1152, 4304)
+    assert scorer == 4 * (d**2 + d) + (2 * d * m + m) + (m**2 + m) + (m + 1)
 
 
 @pytest.mark.parametrize("preset", MOLMO2)
@@ -118,12 +163,14 @@ def test_placeholder_ids_follow_the_text_vocabulary(hub_configs, preset):
     assert config["image_patch_id"] - first == 2
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
 def test_cards_have_the_metadata_the_hub_reads(hub_configs, preset):
     card = (hub_configs / preset / "README.md").read_text()
     metadata = card.split("---\n")[1]
     for line in ("library_name: transformers", "pipeline_tag: video-text-to-text", "license: apache-2.0"):
         assert line in metadata
+    model_type = read_json(hub_configs / preset / "config.json")["model_type"]
+    assert all(tag in metadata for tag in OWN[model_type].tags)
 
 
 def render(folder: Path, messages: list[dict], **kwargs) -> str:
@@ -187,5 +234,28 @@ def test_chat_template_refuses_two_user_turns_in_a_row(hub_configs):
         render(hub_configs / "stts-tiny", [user(text("a")), user(text("b"))])
 
 
-def test_all_presets_share_one_chat_template(hub_configs):
-    assert len({(hub_configs / preset / "chat_template.jinja").read_text() for preset in PRESETS}) == 1
+@pytest.mark.parametrize("presets", [PRESETS, QWEN3_VL], ids=["molmo2", "qwen3_vl"])
+def test_all_presets_of_a_backbone_share_one_chat_template(hub_configs, presets):
+    assert len({(hub_configs / preset / "chat_template.jinja").read_text() for preset in presets}) == 1
+
+
+# Written by hand from the conversation format of the released Qwen3-VL models.
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user(text("Why?"))], "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            [{"role": "system", "content": "Be brief."}, user(IMAGE, VIDEO, text("Why?"))],
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+            "<|vision_start|><|video_pad|><|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            [user(VIDEO, text("What?")), ANSWER, user(text("Why?"))],
+            "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
+            "A ball.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+    ids=["text", "system", "second_turn"],
+)
+def test_chat_template_of_qwen3_vl(hub_configs, messages, expected):
+    assert render(hub_configs / "stts-qwen3-vl-4b", messages, add_generation_prompt=True) == expected
