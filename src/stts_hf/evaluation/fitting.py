@@ -1,16 +1,17 @@
-"""
-A plain training loop, and the start of a scorer: by the temporal loss alone, which needs the ViT up to layer `l` and
-nothing after it.
-"""
+"""A plain training loop, and the start of a scorer."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import PrinterCallback
 
-from stts_hf.parts import SCORER, module_of
+from stts_hf.parts import PARTS, SCORER
+from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.trainer import STTSTrainer
 
 RATE = 2e-3
 
@@ -39,31 +40,36 @@ def fit(
     return losses
 
 
-def start_scorer(model: Any, batches: Iterable[Mapping[str, Any]], steps: int) -> list[float]:
+def start_scorer(
+    model: Any, rows: Any, collator: Any, steps: int, batch_size: int, seed: int, workers: int = 0
+) -> None:
     """
-    Trains the scorer alone by the temporal loss (paper 3.4), and returns the losses. batches: one a step, of a
-    collator's; those without videos teach nothing. Nothing but the scorer changes.
-
-    What moves is a difference of two frames' features, which takes the scorer some thousand steps to tell as finely as
-    the heuristic does. The paper's training has so many; a shorter one does not, but here each takes a fifth of the
-    time, since there is neither a language model nor a backward pass through the ViT.
+    Trains the scorer alone by the temporal loss, as `temporal_loss_only` of `STTSTrainer` does for everybody; nothing
+    but the scorer changes. rows, collator: of the trainer. workers: processes that make batches.
     """
-    scorer = list(module_of(model, SCORER).parameters())
-    of_scorer = set(map(id, scorer))
-    others = [one for one in model.parameters() if one.requires_grad and id(one) not in of_scorer]
-
-    def loss_of(batch: Mapping[str, Any]) -> torch.Tensor:
-        if model.model.video_inputs[0] not in batch:
-            return 0.0 * scorer[-1].sum()
-        videos = {name: batch[name].to(model.device) for name in model.model.video_inputs}
-        # At `k = 1` nothing is encoded past the scorer.
-        found = model.model.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True)
-        return found.temporal_loss
-
-    for parameter in others:
-        parameter.requires_grad_(False)
-    try:
-        return fit([{"params": scorer, "lr": RATE}], batches, steps, loss_of, "Scorer")
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with tempfile.TemporaryDirectory() as output:
+        arguments = STTSTrainingArguments(
+            output_dir=output,
+            max_steps=steps,
+            per_device_train_batch_size=batch_size,
+            temporal_loss_only=True,
+            freeze=[part for part in PARTS if part != SCORER],
+            learning_rates={SCORER: RATE},
+            lr_scheduler_type="cosine",
+            warmup_steps=0.1,
+            adam_beta2=0.98,
+            weight_decay=0.01,
+            seed=seed,
+            dataloader_num_workers=workers,
+            dataloader_pin_memory=False,
+            logging_steps=max(1, steps // 10),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = STTSTrainer(model, arguments, train_dataset=rows, data_collator=collator)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    for parameter in learnt:
+        parameter.requires_grad_(True)

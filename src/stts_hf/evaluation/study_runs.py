@@ -249,11 +249,7 @@ def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataColl
     path = desk.study.folder / SCORERS / f"layer{run.pruning_layer}-seed{run.seed}.pt"
     settings, scorer = desk.study.settings, module_of(model, SCORER)
     if not path.exists():
-        chosen = np.random.default_rng(run.seed).integers(
-            len(desk.rows), size=(settings.scorer_steps, settings.batch_size)
-        )
-        batches = (collator([desk.rows[index] for index in rows]) for rows in chosen.tolist())
-        start_scorer(model.train(), batches, settings.scorer_steps)
+        start_scorer(model, desk.rows, collator, settings.scorer_steps, settings.batch_size, run.seed)
         with atomic_file(path) as new:
             torch.save(scorer.state_dict(), new)
     scorer.load_state_dict(torch.load(path, weights_only=True, map_location=desk.device))
