@@ -8,7 +8,7 @@ require_version("transformers>=5.20", "Upgrade it with `pip install -U transform
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -214,9 +214,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                 return file.read(indices, target, functools.partial(resize, interpolation=interpolation))
         layout = options["input_data_format"]
         if isinstance(video, list | tuple):  # paths or URLs of images
-            pictures = [_load_picture(picture, options) for picture in video]
-            _check_sizes({(picture.height, picture.width) for picture in pictures})
-            video, layout = np.stack([np.asarray(picture) for picture in pictures]), ChannelDimension.LAST
+            limits_of_download = options["max_download_bytes"], options["max_download_seconds"]
+            video, layout = load_pictures(video, *limits_of_download), ChannelDimension.LAST
         frames = frames_tensor(video, index, layout)
         metadata = checked_metadata(metadata, len(frames), index, limits is not None)
         if limits is not None:
@@ -321,11 +320,18 @@ def _open(source: Any, options: dict[str, Any]) -> VideoFile:
     return VideoFile(source, options["max_download_bytes"], options["max_download_seconds"])
 
 
-def _load_picture(source: Any, options: dict[str, Any]) -> Image.Image:
-    if not is_url(source):
-        return load_image(source).convert("RGB")
-    with download(source, options["max_download_bytes"], options["max_download_seconds"]) as file:
-        return load_image(Image.open(file)).convert("RGB")
+def load_pictures(sources: Sequence[Any], max_bytes: int = 2**31, max_seconds: float = 600.0) -> np.ndarray:
+    """The frames (T, height, width, 3) of a video of pictures: PIL images, paths or URLs; limits as in `download`."""
+
+    def load(source: Any) -> Image.Image:
+        if not is_url(source):
+            return load_image(source).convert("RGB")
+        with download(source, max_bytes, max_seconds) as file:
+            return load_image(Image.open(file)).convert("RGB")
+
+    pictures = [load(source) for source in sources]
+    _check_sizes({(picture.height, picture.width) for picture in pictures})
+    return np.stack([np.asarray(picture) for picture in pictures])
 
 
 def _check_sizes(sizes: set[tuple[int, ...]]) -> None:

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import stts_hf
-from stts_hf import _backbones
-
 from .files import dangling_links
 
 
@@ -53,22 +50,23 @@ def load_config_and_processor(
     """
     from transformers import AutoConfig, AutoProcessor, PreTrainedConfig
 
+    from .families import STOCK
+
     options: dict[str, Any] = {"revision": revision or "main"}
     with _loading(checkpoint):
         kind = PreTrainedConfig.get_config_dict(checkpoint, **options)[0].get("model_type")
-    stock = {config_class.native.model_type: config_class for config_class in _backbones()}
-    if kind in stock and selector in (None, "scorer"):
+    stock = STOCK.get(str(kind))
+    if stock is not None and selector in (None, "scorer"):
         raise ValueError(
-            f"checkpoint {checkpoint} is a stock {stock[kind].family} model, which has no trained scorer: choose the "
+            f"checkpoint {checkpoint} is a stock {stock.config.family} model, which has no trained scorer: choose the "
             "selector cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
         )
-    if kind not in stock and not str(kind).startswith("stts"):
+    if stock is None and not str(kind).startswith("stts"):
         raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
     with _loading(checkpoint):
-        if kind in stock:
-            config: Any = stock[kind].from_pretrained(checkpoint, **options)
-            own = config.auto_classes.get("AutoProcessor", "").rpartition(".")[2]
-            processor: Any = (getattr(stts_hf, own) if own else AutoProcessor).from_pretrained(checkpoint, **options)
+        if stock is not None:
+            config: Any = stock.config.from_pretrained(checkpoint, **options)
+            processor: Any = stock.processor.from_pretrained(checkpoint, **options)
         else:
             config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True, **options)
             processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True, **options)
@@ -83,6 +81,8 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
     `ValueError` where the weights cannot be loaded.
     """
     from transformers import AutoModelForMultimodalLM
+
+    from stts_hf import _backbones
 
     options |= {"config": config, "revision": revision or "main"}
     with _loading(checkpoint):

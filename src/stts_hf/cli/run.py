@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time",
         action="store_true",
-        help="compare the times of one video's prompt with stock Molmo2 and with nothing dropped, after the answer",
+        help="compare the times of one video's prompt with the stock model and with nothing dropped, after the answer",
     )
 
 
@@ -116,7 +116,7 @@ def trouble_of(video: str, allow_urls: bool) -> str | None:
 
 
 def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[], Any]) -> int:
-    """Answers about one video, draws it, and times it against stock Molmo2 where that is asked for."""
+    """Answers about one video, draws it, and times it against the stock model where that is asked for."""
     from stts_hf.inference.answering import VideoAnswer, answer_prepared, inputs_for, prepare_video
 
     (video,), question, ratio = arguments.videos, arguments.question, arguments.pruning_ratio

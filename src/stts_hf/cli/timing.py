@@ -1,4 +1,4 @@
-"""How long a prompt takes: stock Molmo2, STTS that drops nothing, and STTS that drops."""
+"""How long a prompt takes: the stock model, STTS that drops nothing, and STTS that drops."""
 
 import statistics
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ Variants = Mapping[str, tuple[PreTrainedModel, Mapping[str, Any]]]
 
 
 def compare_with_stock(model: PreTrainedModel, inputs: Mapping[str, Any], ratio: float) -> Variants:
-    """What to time: stock Molmo2, STTS with nothing dropped and with `ratio` dropped, each with a call's arguments."""
+    """What to time: the stock model, STTS with nothing and with `ratio` dropped, each with a call's arguments."""
     variants = {
-        "stock Molmo2": (stock_twin(model), inputs),
+        "stock model": (stock_twin(model), inputs),
         "STTS, none dropped": (model, {**inputs, "pruning_ratio": 0.0}),
         f"STTS, {ratio:.0%} dropped": (model, {**inputs, "pruning_ratio": ratio}),
     }

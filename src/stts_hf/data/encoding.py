@@ -129,7 +129,7 @@ def prompt_of(processor: Any, sample: Sample) -> tuple[str, list[tuple[int, int]
                     f"messages[{number}] holds {found!r}, a control token of the model. Take it out of the text."
                 )
         check_videos(processor, sample)
-        sample.prompt = render(processor, _placed_subtitles(processor, sample.messages))
+        sample.prompt = render(processor, place_subtitles(processor, sample.messages))
     return sample.prompt
 
 
@@ -143,7 +143,7 @@ def check_videos(processor: Any, sample: Sample) -> None:
         )
 
 
-def _placed_subtitles(processor: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def place_subtitles(processor: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Subtitles as a message where the template has a place for them, else as text behind the videos and images."""
     if messages[0]["role"] != "subtitle" or "subtitle" in (processor.chat_template or ""):
         return messages

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from transformers import BatchFeature
 from transformers.image_processing_backends import TorchvisionBackend
-from transformers.image_utils import SizeDict, load_image
+from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
 from stts_hf.modeling.video_processing_stts import (
     checked_metadata,
     frame_budget,
     frames_tensor,
+    load_pictures,
     normalize_videos,
     one_each,
 )
@@ -134,7 +135,7 @@ class FrameReader:
                 frames, shown = file.read(chosen, size, self.resize)
             return self.fill(frames, shown)
         if isinstance(video, list | tuple):  # pictures, or paths of them
-            video = np.stack([np.asarray(load_image(picture).convert("RGB")) for picture in video])
+            video = load_pictures(video)
         frames = frames_tensor(video, index, None)
         shown = checked_metadata(metadata, len(frames), index, self.samples)
         if shown.fps is None:
@@ -220,6 +221,11 @@ def download_limits(processor: Any) -> tuple[int, float]:
 def grid_name(processor: Any) -> str:
     """What the processor calls the grids of videos; it gives them last."""
     return processor.video_processor.model_input_names[-1]
+
+
+def grids_of(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The grids of videos (V, 3) in a call's inputs, by their name; none where there are no videos."""
+    return {name: inputs[name] for name in inputs if name.startswith("video_grid")}
 
 
 def block_grids(processor: Any, inputs: Mapping[str, Any]) -> list[Grid]:

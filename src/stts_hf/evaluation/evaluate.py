@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 from stts_hf.data.collator import resolve_ratio
+from stts_hf.data.encoding import check_videos, place_subtitles
 from stts_hf.data.rows import RowError, check_files, read_row, row_errors, row_id
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
 
@@ -26,7 +27,7 @@ def evaluate(
     same video are answered in one batch; it is decoded, and read by the model, once.
 
     Args:
-        model: an `STTSForConditionalGeneration`, or a model made of one.
+        model: an STTS model of any backbone, or one made of it.
         processor: its processor.
         rows: dicts with `question`, `answer` and, as the case may be, `options`, `videos`, `images`, `subtitles`, and
             `type` and `group`, which name what the question is about.
@@ -76,7 +77,8 @@ def read_question(processor: Any, row: Mapping[str, Any], index: int | None = No
         if row.get("question") is None:
             raise ValueError("question is empty: a conversation in messages is for training, not for scoring.")
         check_files(sample, allow_urls)
-        return make_prompt(processor, sample.messages[:-1], sample.videos, sample.images)
+        check_videos(processor, sample)
+        return make_prompt(processor, place_subtitles(processor, sample.messages[:-1]), sample.videos, sample.images)
 
 
 def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:

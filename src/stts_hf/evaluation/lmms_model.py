@@ -33,7 +33,7 @@ _FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 class STTS(lmms):
     """
-    An STTS checkpoint of any backbone, or a stock Molmo2 one with `selector=cosine` or `random`.
+    An STTS checkpoint of any backbone, or a stock one of such a model with `selector=cosine` or `random`.
 
     Args:
         pretrained: folder or Hub repository; its own code runs.

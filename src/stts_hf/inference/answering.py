@@ -206,7 +206,7 @@ def answer_prepared(
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A processor's output on the model's device, in its dtype; videos' grids stay on the host, where they are read."""
     moved = {**BatchFeature(dict(inputs)).to(model.device, dtype=model.dtype)}
-    return moved | {name: inputs[name] for name in inputs if name.startswith("video_grid")}
+    return moved | frames.grids_of(inputs)
 
 
 def check_question(processor: Any, question: str) -> None:

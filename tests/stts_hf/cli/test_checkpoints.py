@@ -10,12 +10,15 @@ from transformers import Molmo2Processor, Molmo2VideoProcessor
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.main import main
 from tests.checkpoints import TINY, load_tiny
+from tests.stts_hf.checkpoints.convert_files import write_qwen3_vl
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory, processor) -> Path:
-    """The tiny model without its scorer, as a stock Molmo2 folder."""
+@pytest.fixture(scope="module", params=["molmo2", "qwen3_vl"])
+def stock(request, tmp_path_factory, processor) -> Path:
+    """A tiny model without its scorer, as a stock folder."""
     folder = tmp_path_factory.mktemp("stock")
+    if request.param == "qwen3_vl":
+        return write_qwen3_vl(folder, "qwen3_vl")
     stock_twin(load_tiny()).save_pretrained(folder)
     video = processor.video_processor
     Molmo2Processor(
@@ -38,13 +41,15 @@ def run(clip: Path, folder: Path, tmp_path: Path, *options: str) -> int:
     return main([*command, "--max-new-tokens", "2", "--pruning-ratio", "0.5", *options])
 
 
-def test_a_stock_molmo2_folder_runs_with_the_cosine_selector(clip, stock, tmp_path, capsys):
+def test_a_stock_folder_runs_with_the_cosine_selector(clip, stock, tmp_path, capsys):
     assert run(clip, stock, tmp_path, "--selector", "cosine") == 0
-    assert re.search(r"^video tokens: +40 of 80 kept", capsys.readouterr().out, re.M)
+    kept, of_all = re.findall(r"^video tokens: +(\d+) of (\d+) kept", capsys.readouterr().out, re.M)[0]
+    assert int(of_all) in (80, 96)  # 5 frames of 16, or 2 tubelets of 48
+    assert 2 * int(kept) == int(of_all)
 
 
 @pytest.mark.parametrize("options", [[], ["--selector", "scorer"]], ids=["checkpoints", "scorer"])
-def test_a_stock_molmo2_folder_without_it_is_one_line_that_says_what_to_do(clip, stock, tmp_path, capsys, options):
+def test_a_stock_folder_without_it_is_one_line_that_says_what_to_do(clip, stock, tmp_path, capsys, options):
     assert run(clip, stock, tmp_path, *options) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "choose the selector cosine" in line

@@ -86,6 +86,16 @@ def test_it_scores_by_type_and_writes_a_line_for_each_question(run, tmp_path):
     assert summary(tmp_path)["types"]["what"]["accuracy"] == 0.5
 
 
+def test_another_backbone_takes_the_same_command(run, hub_configs):
+    options = ["--checkpoint", str(hub_configs / "stts-qwen3-vl-tiny"), "--max-new-tokens", "1"]
+    status, out, _, lines = run(*options, "--pruning-ratio", "0.3", "--num-frames", "4")
+    assert status == 0
+    assert re.search(r"^all +4 ", out, re.M)
+    # Two tubelets of 6 x 8 blocks, of which floor(0.3 * 96) = 28 are dropped.
+    assert {line["id"]: line["video_tokens_kept"] for line in lines} == dict.fromkeys("abc", 96 - 28) | {"d": 0}
+    assert {line["video_tokens"] for line in lines} == {96, 0}
+
+
 def test_without_output_it_prints_alone(rows, checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(rows), "--checkpoint", str(checkpoint), "--max-new-tokens", "1"]) == 0

@@ -65,6 +65,22 @@ def test_the_prompt_shrinks_by_what_was_dropped(run):
     assert whole - left == 72
 
 
+def test_another_backbone_takes_the_same_command(run, hub_configs):
+    """Of 20 frames in 2 s four, in two tubelets of 4 x 6 blocks, in the size they have."""
+    tiny = hub_configs / "stts-qwen3-vl-tiny"
+    status, out, _, sheet = run("--time", checkpoint=tiny)
+    assert status == 0
+    assert re.search(r"^frames: +4 sampled from 0\.0 s to 1\.9 s of a video of 2\.0 s$", out, re.M)
+    assert re.search(r"^video tokens: +24 of 48 kept", out, re.M)
+    assert re.search(r"^stock model .*\(1\.00x\)", out, re.M)
+    with Image.open(sheet) as image:
+        assert image.width > 600
+    # ceil(2 / (1 - 0.5)) = 4
+    assert "2 sampled" in run("--num-frames", "2", checkpoint=tiny)[1]
+    scaled = ("--num-frames", "2", "--test-time-scaling", "--pruning-ratio", "0.5")
+    assert "4 sampled" in run(*scaled, checkpoint=tiny)[1]
+
+
 @pytest.mark.parametrize(("ratio", "kept"), [("0", 144), ("0.3", 144 - 43), ("0.4", 144 - 57), ("0.9", 16), ("1", 0)])
 def test_pruning_ratio(run, ratio, kept):
     # At 0.9 the budget exceeds all frames but the first, which then stays in full; at 1 that goes too.
@@ -105,7 +121,7 @@ def test_times_are_taken_only_when_asked_for(run, monkeypatch):
     monkeypatch.setattr(timing, "time_prompts", lambda *_, **__: pytest.fail("nobody asked for times"))
     status, out, err, _ = run()
     assert status == 0
-    assert "stock Molmo2" not in out
+    assert "stock model" not in out
     assert "Timing" not in err
 
 
@@ -142,10 +158,10 @@ def test_an_address_that_is_allowed_is_answered_about_and_drawn(run, clip):
     assert sheet.is_file()
 
 
-def test_times_compare_stock_molmo2_with_and_without_dropping(run):
+def test_times_compare_the_stock_model_with_and_without_dropping(run):
     _, out, _, _ = run("--time")
     rows = [line for line in out.splitlines() if line.startswith(("stock", "STTS"))]
-    assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["stock Molmo2", "STTS, none dropped", "STTS, 50% dropped"]
+    assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["stock model", "STTS, none dropped", "STTS, 50% dropped"]
     for row in rows:
         assert len(re.findall(r"\d+\.\d \(\d+\.\d\dx\)", row)) == 3
     assert rows[0].count("(1.00x)") == 3
@@ -302,7 +318,7 @@ def tiny_prompt(hub_configs):
 def test_the_stock_twin_is_the_same_model(tiny_prompt):
     model, inputs = tiny_prompt
     twin = stock_twin(model)
-    # The scorer's bias is off at k = 0, so what is left is stock Molmo2 up to float32 rounding.
+    # The scorer's bias is off at k = 0, so what is left is the stock model up to float32 rounding.
     torch.testing.assert_close(twin(**inputs).logits, model(**inputs, pruning_ratio=0.0).logits, atol=1e-5, rtol=1e-5)
 
 
@@ -331,4 +347,4 @@ def test_every_variant_is_warmed_up_and_takes_turns(tiny_prompt):
 
 def test_nothing_dropped_is_not_timed_twice(tiny_prompt):
     model, inputs = tiny_prompt
-    assert list(timing.compare_with_stock(model, inputs, 0.0)) == ["stock Molmo2", "STTS, none dropped"]
+    assert list(timing.compare_with_stock(model, inputs, 0.0)) == ["stock model", "STTS, none dropped"]

@@ -60,6 +60,18 @@ def test_all_turns_of_the_assistant_and_nothing_else(processor, conversation, te
     assert (encoded.labels[real] == encoded.input_ids[real]).all()
 
 
+def test_a_text_holds_as_many_videos_as_the_model_takes(any_processor, media):
+    videos = [str(media / "two.mp4"), str(media / "three.mp4")]
+    sample = read_row({"id": "r", "messages": [user("Which?", "video", "video"), assistant("One.")], "videos": videos})
+    if hasattr(any_processor, "max_videos"):
+        with pytest.raises(
+            RowError, match="Row 'r': videos: a text of this model holds at most 1 video, this one has 2"
+        ):
+            encode(any_processor, sample)
+    else:
+        assert len(encode(any_processor, sample).grids) == 2
+
+
 def test_what_comes_before_an_answer_is_the_prompt_that_generate_gets(processor, media):
     """Token for token, with the video: learning and answering must not differ."""
     sample = read_row(video_row("r", media / "two.mp4"))

@@ -128,6 +128,21 @@ def test_answers_are_those_of_one_call_after_the_other(any_model, any_processor,
         assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_indices.shape[1])
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("stts-qwen3-vl-tiny", "`pixel_values_videos` needs `video_token_pooling`"),
+        ("stts-tiny", "`pixel_values_videos` needs `video_grid_thw`"),
+    ],
+)
+def test_a_processor_of_another_backbone_is_one_clear_error(hub_configs, clips, other, said):
+    names = ["stts-tiny", "stts-qwen3-vl-tiny"]
+    model = AutoModelForMultimodalLM.from_pretrained(hub_configs / names[names.index(other) - 1]).eval()
+    processor = AutoProcessor.from_pretrained(hub_configs / other)
+    with pytest.raises(ValueError, match=said):
+        list(answer_videos(model, processor, clips[:1], QUESTION, **FEW))
+
+
 def test_a_model_with_adapters_answers_too(hub_configs, processor, clips):
     model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True)
     adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj")).eval()

@@ -1,25 +1,30 @@
 """What the temporal loss teaches: after a short run, scores of videos never seen follow `1 - similarity`."""
 
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from stts_hf.modeling import vision_stts
 from stts_hf.modeling.scoring_stts import temporal_similarity
-from tests.stts_hf.training.runs import collate, logged, trainer
-from tests.tiny import Video, build_inputs, tiny_config, tiny_model
+from tests.backbones import BACKBONES, Backbone, Clip
+from tests.stts_hf.training.runs import logged, trainer
 
 FRAMES, STEPS, CLIPS, HELD_OUT = 8, 140, 3, 8  # frames a clip, optimizer steps, clips a step, clips to measure on
 
 
 class MovingClips(Dataset):
-    """Clips of a wave of light that runs to the right, in each clip with a length and speed of its own."""
+    """Clips of a wave of light from block to block, in each clip with a length and speed of its own."""
 
-    def __init__(self, first: int, count: int):
-        self.first, self.count = first, count
+    def __init__(self, backbone: Backbone, model: Any, first: int, count: int):
+        self.backbone, self.first, self.count = backbone, first, count
+        [inputs] = backbone.alone([[2, Clip(FRAMES), 4]])
+        plan = model.model.plan_videos({name: inputs[name] for name in model.model.video_inputs})
+        blocks = plan.block_patches[: len(plan.block_patches) // FRAMES]  # (n, S), of frame 0
+        self.place = torch.empty(blocks.numel())  # (N,)
+        self.place[blocks] = torch.linspace(0, 1, len(blocks))[:, None]
 
     def __len__(self) -> int:
         return self.count
@@ -32,15 +37,22 @@ class MovingClips(Dataset):
         def draw(*shape: int) -> torch.Tensor:
             return torch.rand(*shape, generator=generator)
 
-        inputs = build_inputs([[2, Video(FRAMES), 4]], seed=self.first + index, labels=True)
+        [inputs] = self.backbone.alone([[2, Clip(FRAMES), 4]])
         inputs["labels"][:, 0] = -100
-        rows, cols = torch.meshgrid(torch.arange(9.0), torch.arange(9.0), indexing="ij")
-        phase = math.tau * (draw(1) + (rows * (draw(1) - 0.5) + cols * (draw(1) - 0.5)) / 9)  # (9, 9)
-        speed = 1.6 * draw(1) * cols / 8  # radians a frame: the left stands still, the right moves on
-        brightness = torch.stack([(phase + frame * speed).sin() for frame in range(FRAMES)])  # (T, 9, 9)
-        patches = 3 * brightness.view(FRAMES, 81, 1) + 0.02 * torch.randn(FRAMES, 81, 12, generator=generator)
-        inputs["pixel_values_videos"] = patches
+        pixels = inputs["pixel_values_videos"]
+        patches = pixels.view(FRAMES, -1, pixels.shape[-1])  # (T, N, values)
+        phase = math.tau * (draw(1) + self.place * 2 * (draw(1) - 0.5))  # (N,)
+        speed = 1.6 * draw(1) * self.place  # radians a frame: the first block stands still, the last moves on
+        brightness = torch.stack([(phase + frame * speed).sin() for frame in range(FRAMES)])  # (T, N)
+        noise = 0.02 * torch.randn(patches.shape, generator=generator)
+        inputs["pixel_values_videos"] = (3 * brightness[..., None] + noise).view_as(pixels)
         return {"id": f"clip-{self.first + index}", **inputs}
+
+
+def one_clip(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of a single clip."""
+    ((name, inputs),) = ((item["id"], {key: item[key] for key in item if key != "id"}) for item in items)
+    return {**inputs, "sample_ids": [name]}
 
 
 def ranks(values: torch.Tensor) -> torch.Tensor:
@@ -64,49 +76,57 @@ def test_rank_correlation_by_hand():
 
 
 @torch.no_grad()
-def held_out_correlation(model, monkeypatch) -> float:
+def held_out_correlation(backbone, model, monkeypatch) -> float:
     """Rank correlation between score and `1 - similarity` of all blocks in frames t >= 1 of clips not trained on."""
     targets = []
-    original = vision_stts.temporal_loss
+    tower = sys.modules[type(model.model.get_submodule(backbone.tower)).__module__]
+    original = tower.temporal_loss
 
     def keep_target(scores, patches, grids, *args):
-        targets.append(1 - temporal_similarity(patches, grids)[9:])
+        ((_, rows, cols),) = grids
+        targets.append(1 - temporal_similarity(patches, grids)[rows * cols :])
         return original(scores, patches, grids, *args)
 
     scores = []
     with monkeypatch.context() as patch:
-        patch.setattr(vision_stts, "temporal_loss", keep_target)
-        clips = MovingClips(100_000, HELD_OUT)
+        patch.setattr(tower, "temporal_loss", keep_target)
+        clips = MovingClips(backbone, model, 100_000, HELD_OUT)
         for clip in (clips[index] for index in range(HELD_OUT)):
             outputs = model.eval()(**{key: value for key, value in clip.items() if key != "id"})
             scores.append(outputs.token_scores[0][1:].flatten())
     return rank_correlation(torch.cat(scores), torch.cat(targets))
 
 
-def smoke_run(folder, weight: float) -> Any:
-    config = tiny_config(model_overrides={"temporal_loss_weight": weight})
+def smoke_run(backbone, folder, weight: float) -> Any:
     rates = {"scorer": 3e-3, "language_model": 1e-3, "vision_tower": 1e-5, "connector": 1e-4}
     options: dict[str, Any] = {
         "max_steps": STEPS,
         "learning_rates": rates,
-        "per_device_train_batch_size": CLIPS,
+        "gradient_accumulation_steps": CLIPS,
         "logging_steps": 10,
     }
-    model = tiny_model(config, trained_scorer=False)
-    run = trainer(folder, model=model, data=MovingClips(0, CLIPS * STEPS), data_collator=collate, **options)
+    model = backbone.model(trained_scorer=False)
+    model.config.temporal_loss_weight = weight
+    clips = MovingClips(backbone, model, 0, CLIPS * STEPS)
+    run = trainer(folder, model=model, data=clips, data_collator=one_clip, **options)
     run.train()
     return run
 
 
+@pytest.fixture(scope="module", params=BACKBONES, ids=lambda backbone: backbone.name)
+def backbone(request) -> Backbone:
+    return request.param
+
+
 @pytest.mark.slow
-def test_the_temporal_loss_teaches_scores_what_is_redundant(tmp_path, monkeypatch):
-    run = smoke_run(tmp_path, weight=1.0)
+def test_the_temporal_loss_teaches_scores_what_is_redundant(backbone, tmp_path, monkeypatch):
+    run = smoke_run(backbone, tmp_path, weight=1.0)
     losses = logged(run, "temporal_loss")
     assert losses[-1] < 0.5 * losses[0]
-    assert held_out_correlation(run.model, monkeypatch) > 0.8
+    assert held_out_correlation(backbone, run.model, monkeypatch) > 0.8
 
 
 @pytest.mark.slow
-def test_without_the_temporal_loss_scores_do_not_learn_it(tmp_path, monkeypatch):
-    run = smoke_run(tmp_path, weight=0.0)
-    assert held_out_correlation(run.model, monkeypatch) < 0.8
+def test_without_the_temporal_loss_scores_do_not_learn_it(backbone, tmp_path, monkeypatch):
+    run = smoke_run(backbone, tmp_path, weight=0.0)
+    assert held_out_correlation(backbone, run.model, monkeypatch) < 0.8

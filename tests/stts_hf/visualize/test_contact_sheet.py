@@ -51,6 +51,29 @@ def test_a_rectangular_grid_is_read_row_by_row():
     assert tile[45, 15].tolist() != [200, 60, 40]
 
 
+@pytest.mark.parametrize("num_frames", [4, 3], ids=["whole", "one_lacking"])
+def test_the_frames_of_a_tubelet_lie_side_by_side_and_share_their_blocks(num_frames):
+    """Of two tubelets of 1 x 2 blocks: the first keeps all, the second its right block, in both frames."""
+    frames = plain_frames(num_frames)
+    frames[1] = (40, 60, 200)
+    keep = np.array([[True, True], [False, True]])
+    sheet = np.asarray(contact_sheet(frames, keep, (1, 2), columns=1, tubelet=2))
+    red, blue = ((sheet == colour).all(-1) for colour in ((200, 60, 40), (40, 60, 200)))
+    first = np.nonzero(blue.any(1))[0]  # rows of the first tile
+    assert np.nonzero(red[first].any(0))[0].max() < np.nonzero(blue.any(0))[0].min()
+    second = red[first.max() + 1 :]
+    halves = np.split(np.nonzero(second.any(0))[0], np.nonzero(np.diff(np.nonzero(second.any(0))[0]) > 1)[0] + 1)
+    width = np.ptp(np.nonzero(blue.any(0))[0]) + 1
+    assert [abs(len(half) - width / 2) <= 2 for half in halves] == [True, True]
+
+
+def test_a_tubelet_more_or_less_is_refused():
+    with pytest.raises(
+        ValueError, match=r"`keep_mask` has shape \(2, 81\), but 5 frames, 2 to a tubelet, .* \(3, 81\)"
+    ):
+        contact_sheet(plain_frames(5), np.ones((2, 81), dtype=bool), (9, 9), tubelet=2)
+
+
 @pytest.mark.parametrize("num_frames", [1, 5, 64, 128])
 def test_the_sheet_shows_every_frame_at_a_readable_size(num_frames):
     keep = np.ones((num_frames, 81), dtype=bool)
