@@ -43,7 +43,7 @@ def test_steps_at_positions_off_by_one_are_not_one_call(backbone, any_model):
     with torch.no_grad():
         for shift in (0, 1):
             cache = any_model(**first, pruning_ratio=0.5).past_key_values
-            note = CachedPrompt.of(cache)
+            note: Any = CachedPrompt.of(cache)
             replace(note, positions=note.positions + shift).attach(cache)
             logits.append(any_model(input_ids=inputs["input_ids"][:, -4:], past_key_values=cache).logits)
     assert (logits[1] - logits[0]).abs().max() > 1e-3

@@ -150,7 +150,7 @@ ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), Clip(2), 9]]
 
 def with_real_host(tower, monkeypatch) -> None:
     """What is made of host numbers on a CPU forces no sync there, but a fake CPU cannot make it."""
-    place_patches = getattr(tower, "place_patches", None)
+    place_patches: Any = getattr(tower, "place_patches", None)
 
     def place(grids):
         with unset_fake_temporarily():

@@ -1,5 +1,7 @@
 """What a trainer does: train mode, gradient checkpointing, mixed precision, a few steps that learn something."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,7 +28,7 @@ def test_gradient_checkpointing_changes_nothing(backbone, packing, use_reentrant
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     calls = []
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     hooks = [layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in layers]
     loss = model(**inputs).loss
     assert torch.equal(loss, expected_loss)
