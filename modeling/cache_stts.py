@@ -35,10 +35,13 @@ class CachedPrompt:
 
     @property
     def next_position(self) -> torch.Tensor:
-        """(B, 1) RoPE position of the next token."""
-        if self.positions.shape[1] == 0:
+        """(B, 1) RoPE position of the next token: after the last one, which a video before it may be ahead of."""
+        columns = self.positions.shape[1]
+        if columns == 0:
             return self.positions.new_zeros(self.positions.shape[0], 1)
-        return self.positions.amax(-1, keepdim=True) + 1
+        places = torch.arange(columns, device=self.positions.device)
+        last = torch.where(self.positions >= 0, places, 0).argmax(-1, keepdim=True)
+        return self.positions.gather(-1, last) + 1
 
     @staticmethod
     def of(cache: Cache | None) -> "CachedPrompt | None":

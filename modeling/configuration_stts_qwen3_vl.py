@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
 
-from .settings_stts import PruningConfig, PruningSettings, TrainingSettings, auto_map
+from .settings_stts import MropeConfig, MropeSettings, TrainingSettings, auto_map
 
 
 @strict
-class STTSQwen3VLVisionConfig(PruningSettings, Qwen3VLVisionConfig):
+class STTSQwen3VLVisionConfig(MropeSettings, Qwen3VLVisionConfig):
     """
     Qwen3-VL's vision tower with a scorer after layer `pruning_layer` (paper section 3). A frame is one of Qwen's
     tubelets of `temporal_patch_size` video frames, a block the `spatial_merge_size`^2 patches of one token. Fields are
-    those of `PruningSettings`, without `refill_single_frame_bins`.
+    those of `MropeSettings`.
     """
 
     model_type = "stts_qwen3_vl_vision"
@@ -29,17 +29,9 @@ class STTSQwen3VLVisionConfig(PruningSettings, Qwen3VLVisionConfig):
 
         def __init__(self, **settings: Any) -> None: ...
 
-    def validate_pruning(self) -> None:
-        super().validate_pruning()
-        if self.refill_single_frame_bins:
-            raise ValueError(
-                "`refill_single_frame_bins` is True, but must be False for Qwen3-VL: it reproduces a detail of code "
-                "that was written for Molmo2, and takes frames of one size for granted."
-            )
-
 
 @strict
-class STTSQwen3VLConfig(PruningConfig, TrainingSettings, Qwen3VLConfig):
+class STTSQwen3VLConfig(MropeConfig, TrainingSettings, Qwen3VLConfig):
     """
     Qwen3-VL's configuration with an `STTSQwen3VLVisionConfig` and the fields of `TrainingSettings`, of which
     `pruned_position_ids` must be `"original"`. Settings of the vision config are arguments too.
@@ -60,14 +52,6 @@ class STTSQwen3VLConfig(PruningConfig, TrainingSettings, Qwen3VLConfig):
         text_config: Qwen3VLTextConfig
 
         def __init__(self, **settings: Any) -> None: ...
-
-    def validate_position_rule(self) -> None:
-        """Raises `ValueError` for the rule that has no meaning here."""
-        if self.pruned_position_ids != "original":
-            raise ValueError(
-                f"`pruned_position_ids` is {self.pruned_position_ids!r}, but must be 'original' for Qwen3-VL: its "
-                "tokens have a position in time, height and width, in which a dropped block leaves no gap to close."
-            )
 
 
 STTSQwen3VLConfig.register_for_auto_class()

@@ -156,6 +156,22 @@ def sequence_kept_patches(
     )
 
 
+def sequence_kept_blocks(
+    kept_blocks: torch.Tensor, block_size: int, bounds: torch.Tensor, longest: int
+) -> FrameSequence:
+    """
+    The survivors as one flat sequence, where the `block_size` patches of a block lie together, block by block.
+
+    kept_blocks: (K,) ascending. bounds: (F + 1,) int32, where each frame starts and ends among the patches of all.
+    longest: bound of a frame's length. Nothing forces a host-device sync.
+    """
+    patches = block_size * kept_blocks[:, None] + torch.arange(block_size, device=kept_blocks.device)
+    ends = block_size * torch.searchsorted(
+        kept_blocks, bounds.long() // block_size
+    )  # of the kept ones before each bound
+    return FrameSequence(patches.flatten(), ends.to(torch.int32), bounds, longest)
+
+
 def sequence_with_refill(
     sequence: FrameSequence, frames: list[int], window_size: int, frame_lengths: list[int]
 ) -> FrameSequence:

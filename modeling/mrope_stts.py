@@ -19,7 +19,6 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_stts import CachedPrompt
 from .checks_stts import check_exclusive, check_finite, check_grids, check_settings, check_tensors, holds_packed_rows
-from .generation_stts import STTSGeneration
 from .outputs_stts import PruningModelOutputWithPast
 from .plan_stts import PruningPlan, VideoFeatures
 from .pruning_stts import PrunedInputs, PruningBackbone
@@ -265,16 +264,6 @@ class MropeBackbone(PruningBackbone):
         order = place - torch.where(starts, place, 0).cummax(-1).values
         positions = torch.cat([order[None], positions.expand(self.num_axes, -1, -1)])
         return replace(left, position_ids=positions, attention_mask=None)
-
-
-class MropeGeneration(STTSGeneration):
-    """`STTSGeneration` for a model with a head whose `model` is a `MropeBackbone`."""
-
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the native model, for text alone; but not by what another call left behind."""
-        model: Any = self.get_submodule("model")
-        model.rope_deltas = None
-        return super()._prepare_position_ids_for_generation(*args, **kwargs)
 
 
 def samples_as_rows(sample_ids: torch.Tensor, shown: torch.Tensor) -> tuple[list[int], torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests import tiny, tiny_qwen3_vl
+from tests import tiny, tiny_qwen2_5_vl, tiny_qwen3_vl
 from tests.modeling import reference
 
 Inputs = dict[str, Any]
@@ -82,24 +82,24 @@ def molmo2() -> Backbone:
     )
 
 
-def qwen3_vl() -> Backbone:
+def qwen_vl(name: str, tiny_qwen: Any) -> Backbone:
     def alone(rows: Rows) -> list[Inputs]:
         def part(some: Part) -> tiny_qwen3_vl.Part:
             if isinstance(some, Clip):
                 return tiny_qwen3_vl.Video(some.frames, 2 + some.frames % 2, 3)  # of two resolutions
             return tiny_qwen3_vl.Image() if isinstance(some, Picture) else some
 
-        return tiny_qwen3_vl.samples([[part(some) for some in row] for row in rows])
+        return tiny_qwen.samples([[part(some) for some in row] for row in rows])
 
     def batch(rows: Rows, padding_side: str = "left") -> Inputs:
         return tiny_qwen3_vl.batch(alone(rows), padding_side)
 
     return Backbone(
-        name="qwen3_vl",
-        model=lambda trained_scorer=True, **vision: tiny_qwen3_vl.tiny_model(
-            tiny_qwen3_vl.tiny_config(**vision), trained_scorer=trained_scorer
+        name=name,
+        model=lambda trained_scorer=True, **vision: tiny_qwen.tiny_model(
+            tiny_qwen.tiny_config(**vision), trained_scorer=trained_scorer
         ),
-        stock=tiny_qwen3_vl.stock_twin,
+        stock=tiny_qwen.stock_twin,
         batch=batch,
         alone=alone,
         pack=lambda rows: tiny_qwen3_vl.pack(alone(rows)),
@@ -109,7 +109,7 @@ def qwen3_vl() -> Backbone:
     )
 
 
-BACKBONES = [molmo2(), qwen3_vl()]
+BACKBONES = [molmo2(), qwen_vl("qwen3_vl", tiny_qwen3_vl), qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl)]
 
 
 def prompt(inputs: Inputs) -> Inputs:

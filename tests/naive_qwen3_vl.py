@@ -5,7 +5,7 @@ text model on embeddings, positions and deepstack features that are put together
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,10 +121,16 @@ def per_token(encoded: list[tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterato
         yield from ((feature, [tap[place] for tap in taps]) for place, feature in enumerate(features))
 
 
-def naive_forward(model: Any, row: Inputs, ratio: float | None = None, shift: int = 0) -> NaiveOutput:
+def naive_forward(
+    model: Any,
+    row: Inputs,
+    ratio: float | None = None,
+    shift: int = 0,
+    encode: Callable[[Any, torch.Tensor, list[int], float], NaiveVideo] = naive_video,
+) -> NaiveOutput:
     """
-    One sample. Positions are native `get_rope_index`'s of the whole prompt, those of the tokens that are left;
-    `shift` moves every token after the first dropped one, for tests that must notice it.
+    One sample, whose videos `encode` encodes. Positions are native `get_rope_index`'s of the whole prompt, those of
+    the tokens that are left; `shift` moves every token after the first dropped one, for tests that must notice it.
     """
     native = model.model
     ratio = model.config.vision_config.pruning_ratio if ratio is None else ratio
@@ -132,15 +138,16 @@ def naive_forward(model: Any, row: Inputs, ratio: float | None = None, shift: in
     videos: list[NaiveVideo] = []
     if of_videos is not None:
         pixels = row["pixel_values_videos"].split(of_videos.prod(-1).tolist())
-        videos = [naive_video(model, some, grid, ratio) for some, grid in zip(pixels, of_videos.tolist(), strict=True)]
+        videos = [encode(model, some, grid, ratio) for some, grid in zip(pixels, of_videos.tolist(), strict=True)]
     video_tokens = per_token([(video.features, video.deepstack) for video in videos])
     keep = iter([kept for video in videos for kept in video.keep_mask.flatten().tolist()])
     image_tokens: Iterator[Any] = iter(())
     if of_images is not None:
         images = native.get_image_features(row["pixel_values"], of_images, return_dict=True)
-        taps_of_images = [torch.cat(list(tap)) for tap in images.deepstack_features]
+        taps_of_images = [torch.cat(list(tap)) for tap in images.get("deepstack_features") or ()]
         image_tokens = per_token([(torch.cat(list(images.pooler_output)), taps_of_images)])
-    positions, _ = native.get_rope_index(row["input_ids"], row["mm_token_type_ids"], of_images, of_videos)
+    timing = {name: row[name] for name in row if name == "second_per_grid_ts"}
+    positions, _ = native.get_rope_index(row["input_ids"], row["mm_token_type_ids"], of_images, of_videos, **timing)
 
     kept: list[int] = []
     embeddings, is_vision, taps, shifts = [], [], [], []
@@ -158,14 +165,16 @@ def naive_forward(model: Any, row: Inputs, ratio: float | None = None, shift: in
     assert next(keep, None) is None
     assert next(video_tokens, None) is None
     of_kept = positions[:, :, kept] + torch.tensor(shifts)
-    deepstack = [torch.stack(tap) for tap in zip(*taps, strict=True)] if taps else None
+    deepstack: dict[str, Any] = {}
+    if any(taps):
+        deepstack["deepstack_visual_embeds"] = [torch.stack(tap) for tap in zip(*taps, strict=True)]
+        deepstack["visual_pos_masks"] = torch.tensor([is_vision])
     hidden_states = native.language_model(
         inputs_embeds=torch.stack(embeddings)[None],
         position_ids=of_kept,
         attention_mask=torch.ones(1, len(kept), dtype=torch.long),
-        visual_pos_masks=torch.tensor([is_vision]) if deepstack else None,
-        deepstack_visual_embeds=deepstack,
         use_cache=False,
+        **deepstack,
     ).last_hidden_state
     labels = row["labels"][0, kept].tolist() if "labels" in row else []
     return NaiveOutput(kept, model.lm_head(hidden_states)[0], labels, of_kept[:, 0], videos)

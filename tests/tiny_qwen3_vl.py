@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
@@ -88,9 +87,11 @@ def tiny_config(*, taps: Sequence[int] = (1, 4), model_overrides: dict[str, Any]
     )
 
 
-def tiny_model(config: Any = None, seed: int = 0, trained_scorer: bool = True) -> Any:
-    """A model in eval mode and float32 whose every weight is random and large enough to matter."""
-    model = STTSQwen3VLForConditionalGeneration(config or tiny_config()).float().eval()
+def tiny_model(
+    config: Any = None, seed: int = 0, trained_scorer: bool = True, kind: Any = STTSQwen3VLForConditionalGeneration
+) -> Any:
+    """A model of `kind` in eval mode and float32 whose every weight is random and large enough to matter."""
+    model = kind(config or tiny_config()).float().eval()
     randomise(model, seed)
     if not trained_scorer:
         nn.init.zeros_(model.model.visual.scorer.score_layer.weight)
@@ -98,23 +99,24 @@ def tiny_model(config: Any = None, seed: int = 0, trained_scorer: bool = True) -
     return model
 
 
-def stock_twin(model: Any) -> Qwen3VLForConditionalGeneration:
-    """Stock Qwen3-VL with the same settings and weights."""
+def stock_twin(model: Any, kind: Any = Qwen3VLForConditionalGeneration) -> Any:
+    """The stock model of `kind` with the same settings and weights."""
     config = model.config.to_dict()
     vision = {
         name: value for name, value in config["vision_config"].items() if name not in (*PRUNING_FIELDS, "model_type")
     }
     ids = {name: config[name] for name in config if name.endswith("_token_id")}
-    stock = Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(vision_config=vision, text_config=config["text_config"], **ids)
-    ).eval()
+    stock = kind(kind.config_class(vision_config=vision, text_config=config["text_config"], **ids)).eval()
     weights = {name: value for name, value in model.state_dict().items() if ".scorer." not in name}
     stock.load_state_dict(weights, strict=True)
     return stock
 
 
-def sample(parts: Sequence[Part], seed: int = 0) -> Inputs:
-    """Arguments of `model(...)` for one sample, (1, L), as the processor returns them, and `labels` of its text."""
+def sample(parts: Sequence[Part], seed: int = 0, timestamps: bool = True) -> Inputs:
+    """
+    Arguments of `model(...)` for one sample, (1, L), as the processor returns them, and `labels` of its text. Without
+    timestamps, all tubelets of a video lie between one start and one end.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     pixels: dict[str, list[torch.Tensor]] = {"pixel_values_videos": [], "pixel_values": []}
@@ -125,10 +127,12 @@ def sample(parts: Sequence[Part], seed: int = 0) -> Inputs:
             continue
         frames = part.tubelets if isinstance(part, Video) else 1
         blocks = part.rows * part.cols
-        for _ in range(frames):
-            if isinstance(part, Video):
+        runs = frames if timestamps else 1
+        for _ in range(runs):
+            if isinstance(part, Video) and timestamps:
                 ids += torch.randint(1, TEXT_VOCABULARY, (2,), generator=generator).tolist()
-            ids += [VISION_START, *[VIDEO_ID if isinstance(part, Video) else IMAGE_ID] * blocks, VISION_END]
+            pads = [VIDEO_ID if isinstance(part, Video) else IMAGE_ID] * (blocks * frames // runs)
+            ids += [VISION_START, *pads, VISION_END]
         kind = (
             ("pixel_values_videos", "video_grid_thw") if isinstance(part, Video) else ("pixel_values", "image_grid_thw")
         )

@@ -2,9 +2,9 @@
 STTS (Spatio-Temporal Token Scoring) for Hugging Face.
 
 The public names below are imported on first use, so that `import stts_hf` takes milliseconds. The first use of a
-configuration, model or processor also registers transformers' Auto classes for `model_type` "stts" and "stts_qwen3_vl":
-from then on checkpoints load without `trust_remote_code`, and by this package's code even with it. `import stts_hf`
-alone registers nothing.
+configuration, model or processor also registers transformers' Auto classes for `model_type` "stts", "stts_qwen3_vl" and
+"stts_qwen2_5_vl": from then on checkpoints load without `trust_remote_code`, and by this package's code even with it.
+`import stts_hf` alone registers nothing.
 """
 
 import functools as _functools
@@ -24,10 +24,16 @@ if _typing.TYPE_CHECKING:
     from stts_hf.inference.answering import answer_videos as answer_videos
     from stts_hf.modeling.configuration_stts import STTSConfig as STTSConfig
     from stts_hf.modeling.configuration_stts import STTSVisionConfig as STTSVisionConfig
+    from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig as STTSQwen2_5_VLConfig
+    from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig as STTSQwen2_5_VLVisionConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig as STTSQwen3VLConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig as STTSQwen3VLVisionConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration as STTSForConditionalGeneration
     from stts_hf.modeling.modeling_stts import STTSModel as STTSModel
+    from stts_hf.modeling.modeling_stts_qwen2_5_vl import (
+        STTSQwen2_5_VLForConditionalGeneration as STTSQwen2_5_VLForConditionalGeneration,
+    )
+    from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLModel as STTSQwen2_5_VLModel
     from stts_hf.modeling.modeling_stts_qwen3_vl import (
         STTSQwen3VLForConditionalGeneration as STTSQwen3VLForConditionalGeneration,
     )
@@ -35,6 +41,7 @@ if _typing.TYPE_CHECKING:
     from stts_hf.modeling.processing_stts import STTSProcessor as STTSProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor as STTSVideoProcessor
     from stts_hf.modeling.vision_stts import STTSVisionModel as STTSVisionModel
+    from stts_hf.modeling.vision_stts_qwen2_5_vl import STTSQwen2_5_VLVisionModel as STTSQwen2_5_VLVisionModel
     from stts_hf.modeling.vision_stts_qwen3_vl import STTSQwen3VLVisionModel as STTSQwen3VLVisionModel
     from stts_hf.training.arguments import STTSTrainingArguments as STTSTrainingArguments
     from stts_hf.training.sft import STTSSFTTrainer as STTSSFTTrainer
@@ -53,12 +60,15 @@ _NAMES = {
     "data.rows": ("RowError",),
     "inference.answering": ("answer_videos",),
     "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
+    "modeling.configuration_stts_qwen2_5_vl": ("STTSQwen2_5_VLConfig", "STTSQwen2_5_VLVisionConfig"),
     "modeling.configuration_stts_qwen3_vl": ("STTSQwen3VLConfig", "STTSQwen3VLVisionConfig"),
     "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
+    "modeling.modeling_stts_qwen2_5_vl": ("STTSQwen2_5_VLForConditionalGeneration", "STTSQwen2_5_VLModel"),
     "modeling.modeling_stts_qwen3_vl": ("STTSQwen3VLForConditionalGeneration", "STTSQwen3VLModel"),
     "modeling.processing_stts": ("STTSProcessor",),
     "modeling.video_processing_stts": ("STTSVideoProcessor",),
     "modeling.vision_stts": ("STTSVisionModel",),
+    "modeling.vision_stts_qwen2_5_vl": ("STTSQwen2_5_VLVisionModel",),
     "modeling.vision_stts_qwen3_vl": ("STTSQwen3VLVisionModel",),
     "training.arguments": ("STTSTrainingArguments",),
     "training.sft": ("STTSSFTTrainer",),
@@ -74,11 +84,17 @@ __all__ = [*_MODULES, "register_auto_classes"]
 def _backbones() -> dict[_typing.Any, _typing.Any]:
     """The model class of each configuration class."""
     from stts_hf.modeling.configuration_stts import STTSConfig
+    from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+    from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration
     from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
 
-    return {STTSConfig: STTSForConditionalGeneration, STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration}
+    return {
+        STTSConfig: STTSForConditionalGeneration,
+        STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration,
+        STTSQwen2_5_VLConfig: STTSQwen2_5_VLForConditionalGeneration,
+    }
 
 
 def register_auto_classes() -> None:

@@ -150,14 +150,15 @@ ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), Clip(2), 9]]
 
 def with_real_host(tower, monkeypatch) -> None:
     """What is made of host numbers on a CPU forces no sync there, but a fake CPU cannot make it."""
-    place_patches: Any = getattr(tower, "place_patches", None)
+    for name in ("place_patches", "cut_windows"):
+        real: Any = getattr(tower, name, None)
+        if real is not None:
 
-    def place(grids):
-        with unset_fake_temporarily():
-            return place_patches(grids)
+            def place(grids, real=real):
+                with unset_fake_temporarily():
+                    return real(grids)
 
-    if place_patches is not None:
-        monkeypatch.setattr(tower, "place_patches", place)
+            monkeypatch.setattr(tower, name, place)
 
 
 def vision_of(model, inputs: Inputs) -> Inputs:

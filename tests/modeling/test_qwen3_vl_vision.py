@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.modeling import layout_stts
+from stts_hf.modeling import mrope_tower_stts
+from stts_hf.modeling.layout_stts import sequence_kept_blocks
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.towers import assert_features_close, largest_difference, weighted
 from tests.naive import naive_temporal_loss
@@ -25,10 +26,10 @@ def encode(model, inputs: Inputs, ratio: float) -> Any:
     return model.model.get_video_features(**inputs, pruning_ratio=ratio, with_temporal_loss=True)
 
 
-def encode_naively(model, inputs: Inputs, ratio: float) -> list[NaiveVideo]:
+def encode_naively(model, inputs: Inputs, ratio: float, naive: Any = naive_video) -> list[NaiveVideo]:
     grids = inputs["video_grid_thw"]
     pixels = inputs["pixel_values_videos"].split(grids.prod(-1).tolist())
-    return [naive_video(model, some, grid, ratio) for some, grid in zip(pixels, grids.tolist(), strict=True)]
+    return [naive(model, some, grid, ratio) for some, grid in zip(pixels, grids.tolist(), strict=True)]
 
 
 def flat(videos: list[NaiveVideo]) -> list[torch.Tensor]:
@@ -38,7 +39,8 @@ def flat(videos: list[NaiveVideo]) -> list[torch.Tensor]:
 
 
 def found(output) -> list[torch.Tensor]:
-    return [torch.cat(list(output.pooler_output)), *(torch.cat(list(tap)) for tap in output.deepstack_features)]
+    taps = output.deepstack_features or ()
+    return [torch.cat(list(output.pooler_output)), *(torch.cat(list(tap)) for tap in taps)]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -112,12 +114,13 @@ def test_a_video_does_not_depend_on_the_others():
 
 
 def test_the_comparison_notices_survivors_that_see_another_frame(monkeypatch):
-    def one_frame_too_far(lengths):
-        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        return bounds.index_fill(0, torch.tensor([1]), int(bounds[2]))
+    def one_frame_too_far(*arguments):
+        sequence = sequence_kept_blocks(*arguments)
+        sequence.cu_seqlens[1] = sequence.cu_seqlens[2]
+        return sequence
 
     model, inputs = tiny_model(), videos()
-    monkeypatch.setattr(layout_stts, "cumulative_lengths", one_frame_too_far)
+    monkeypatch.setattr(mrope_tower_stts, "sequence_kept_blocks", one_frame_too_far)
     with torch.no_grad():
         wrong = found(encode(model, inputs, 0.5))[0]
         assert largest_difference(wrong, flat(encode_naively(model, inputs, 0.5))[0]) > 1e-3

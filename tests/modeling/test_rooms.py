@@ -23,6 +23,8 @@ CORE = [
     "generation",
     "outputs",
     "mrope",
+    "mrope_generation",
+    "mrope_tower",
 ]
 BACKBONES = re.compile(r"molmo|qwen|siglip|olmo", re.IGNORECASE)
 ALLOWED = {"av", "huggingface_hub", "numpy", "PIL", "torch", "torchvision", "transformers"}

@@ -26,6 +26,14 @@ PART_OF = {
         "model.vision_tower.scorer.score_layer.bias": "scorer",
         "model.multi_modal_projector.image_projector.down_proj.weight": "connector",
     },
+    "qwen2_5_vl": {
+        **TEXT,
+        "model.visual.blocks.2.attn.qkv.weight": "vision_tower",
+        "model.visual.patch_embed.proj.weight": "vision_tower",
+        "model.visual.scorer.token_pooler.q_proj.weight": "scorer",
+        "model.visual.scorer.score_layer.bias": "scorer",
+        "model.visual.merger.mlp.2.weight": "connector",
+    },
     "qwen3_vl": {
         **TEXT,
         "model.visual.blocks.2.attn.qkv.weight": "vision_tower",

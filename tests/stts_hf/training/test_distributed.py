@@ -324,7 +324,11 @@ def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**options)
 
 
-LAYERS = {"molmo2": "Molmo2DecoderLayer", "qwen3_vl": "Qwen3VLTextDecoderLayer"}
+LAYERS = {
+    "molmo2": "Molmo2DecoderLayer",
+    "qwen2_5_vl": "Qwen2_5_VLDecoderLayer",
+    "qwen3_vl": "Qwen3VLTextDecoderLayer",
+}
 
 
 @pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
@@ -348,6 +352,7 @@ def test_accelerate_reads_the_shipped_config(engine):
 def test_fsdp_units_inside_the_vision_tower_are_refused(backbone, unit):
     units = {
         "molmo2": {"tower": "STTSVisionEncoderLayer", "connector": "STTSAdapter"},
+        "qwen2_5_vl": {"tower": "STTSQwen2_5_VLVisionBlock", "connector": "Qwen2_5_VLPatchMerger"},
         "qwen3_vl": {"tower": "STTSQwen3VLVisionBlock", "connector": "Qwen3VLVisionPatchMerger"},
     }
     names = [LAYERS[backbone.name], units[backbone.name][unit]]

@@ -1,0 +1,156 @@
+"""Qwen2.5-VL whole: stock where nothing is pruned, a construction token by token where something is, and its files."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration, STTSQwen2_5_VLModel
+from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
+from tests.modeling.test_qwen3_vl_stock import LOAD, NEW, ROWS, WAYS
+from tests.modeling.test_rooms import CORE
+from tests.naive_qwen2_5_vl import naive_forward
+from tests.tiny_qwen2_5_vl import samples, stock_twin, tiny_config, tiny_model
+from tests.tiny_qwen3_vl import Image, Video, batch, text_of
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
+def test_an_untrained_scorer_at_ratio_0_is_stock(packing):
+    model = tiny_model(tiny_config(pruning_ratio=0.0, packing=packing), trained_scorer=False)
+    stock, inputs = stock_twin(model), batch(samples(ROWS))
+    ours, theirs = model(**inputs), stock(**inputs)
+    real = inputs["attention_mask"].bool()
+    # Bins are a kernel of their own, so rounding differs; logits are about 4.
+    tolerance = 1e-6 if packing == "varlen" else 1e-5
+    torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=tolerance, rtol=0)
+    assert_gradients_equal(gradients(model, ours.task_loss), gradients(stock, theirs.loss), tolerance)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_generate_gives_stocks_tokens(way):
+    model = tiny_model(tiny_config(pruning_ratio=0.0), trained_scorer=False)
+    inputs = text_of(batch(samples(ROWS)))
+    assert torch.equal(model.generate(**inputs, **(NEW | way)), stock_twin(model).generate(**inputs, **(NEW | way)))
+
+
+def test_rows_of_a_batch_equal_the_naive_construction(model):
+    alone = samples([[1, Video(2), 2, Image(1, 2), 3, Video(3, 3, 4), 4], [2, Image(), 3, Video(2, 3, 3), 2], [6]])
+    inputs = batch(alone)
+    for ratio in (0.3, 0.5, 0.9):
+        outputs = model(**inputs, pruning_ratio=ratio)
+        naive = [naive_forward(model, row, ratio) for row in alone]
+        for index, expected in enumerate(naive):
+            assert kept_of_row(outputs, inputs, index) == expected.kept
+            torch.testing.assert_close(logits_of_row(outputs, inputs, index), expected.logits, **CLOSE)
+        task_loss = torch.cat([row.task_losses for row in naive]).mean()
+        assert_gradients_equal(gradients(model, outputs.task_loss), gradients(model, task_loss))
+
+
+def test_positions_in_time_follow_the_seconds_of_each_video(model):
+    (row,) = samples([[3, Video(3), 2, Video(2), 4]])
+    with torch.no_grad():
+        outputs = model(**row, pruning_ratio=0.5).logits[0]
+        torch.testing.assert_close(outputs, naive_forward(model, row, 0.5).logits, **CLOSE)
+        swapped = row | {"second_per_grid_ts": row["second_per_grid_ts"].flip(0)}
+        assert (model(**swapped, pruning_ratio=0.5).logits[0] - outputs).abs().max() > 1e-2
+        as_list = row | {"second_per_grid_ts": row["second_per_grid_ts"].tolist()}  # as some versions' processor has it
+        assert torch.equal(model(**as_list, pruning_ratio=0.5).logits[0], outputs)
+    with pytest.raises(ValueError, match="`second_per_grid_ts` has 1 entries, but must have one for each of the 2"):
+        model(**(row | {"second_per_grid_ts": row["second_per_grid_ts"][:1]}))
+
+
+def test_text_after_a_cached_video_that_is_ahead_of_it(model):
+    """The next position follows the last token, not the largest position."""
+    (row,) = samples([[3, Video(4), 5]])
+    row = text_of(row)
+    positions, _ = model.model.get_rope_index(**{n: row[n] for n in row if not n.startswith("pixel")})
+    assert positions[0].max() > positions[0, 0, -1] + 10
+    first = {name: value[:, :-3] if value.shape == row["input_ids"].shape else value for name, value in row.items()}
+    with torch.no_grad():
+        whole = model(**row, pruning_ratio=0.5).logits[:, -3:]
+        cache = model(**first, pruning_ratio=0.5).past_key_values
+        rest = model(input_ids=row["input_ids"][:, -3:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole, **CLOSE)
+
+
+@pytest.mark.parametrize("form", ["as-saved", "as-released", "without-a-head"])
+def test_a_stock_checkpoint_lacks_exactly_the_scorer(model, tmp_path, form):
+    """Released checkpoints have the text model's settings at the top and older names of weights."""
+    stock = stock_twin(model)
+    stock.save_pretrained(tmp_path)
+    if form == "as-released":
+        config = json.loads((tmp_path / "config.json").read_text())
+        config |= config.pop("text_config") | {"model_type": "qwen2_5_vl"}
+        config["rope_scaling"] = config.pop("rope_parameters") | {"type": "mrope", "rope_type": "mrope"}
+        config["vision_config"]["model_type"] = "qwen2_5_vl"
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    kind: Any = STTSQwen2_5_VLModel if form == "without-a-head" else STTSQwen2_5_VLForConditionalGeneration
+    loaded, info = kind.from_pretrained(tmp_path, pruning_ratio=0.25, pruning_layer=2, output_loading_info=True)
+    prefix = "visual" if form == "without-a-head" else "model.visual"
+    assert all(name.startswith(f"{prefix}.scorer.") for name in info["missing_keys"])
+    assert len(info["missing_keys"]) == 14
+    assert info["unexpected_keys"] <= {"lm_head.weight"}
+    assert bool(info["unexpected_keys"]) == (form == "without-a-head")
+    weights = (stock.model if form == "without-a-head" else stock).state_dict()
+    found = loaded.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert loaded.config.text_config.rope_parameters["mrope_section"] == [2, 2, 2]
+    assert loaded.config.vision_config.pruning_ratio == 0.25
+
+
+def test_weights_are_saved_under_the_names_of_released_ones(model, tmp_path):
+    """So tools that read Qwen2.5-VL's files find all but the scorer where they expect it."""
+    from safetensors import safe_open
+
+    stock_twin(model).save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "ours")
+    names = []
+    for folder in ("stock", "ours"):
+        with safe_open(tmp_path / folder / "model.safetensors", "pt") as file:
+            names.append(set(file.keys()))
+    assert {name for name in names[1] - names[0] if ".scorer." not in name} == set()
+    assert names[0] < names[1]
+
+
+def test_a_process_without_the_package_loads_it_and_gives_the_same_tokens(model, tmp_path, run_without_package):
+    inputs = text_of(batch(samples(ROWS)))
+    model.save_pretrained(tmp_path / "saved")
+    own = {f"{room}_stts_qwen2_5_vl.py" for room in ("configuration", "vision", "modeling")}
+    assert {file.name for file in (tmp_path / "saved").glob("*.py")} == {f"{room}_stts.py" for room in CORE} | own
+    torch.save(inputs, tmp_path / "inputs.pt")
+    load = LOAD.replace("STTSQwen3VL", "STTSQwen2_5_VL")
+    printed = run_without_package(load, str(tmp_path / "saved"), str(tmp_path / "inputs.pt"))
+    assert json.loads(printed) == model.generate(**inputs, **NEW).tolist()
+
+
+def test_other_backbones_checkpoints_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "stts_qwen3_vl"}))
+    with pytest.raises(ValueError, match=r"is a .stts_qwen3_vl. model, but must be an STTS or Qwen2\.5-VL checkpoint"):
+        STTSQwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_overrides": {"pruned_position_ids": "compact"}}, "'original' for Qwen2.5-VL: its tokens"),
+        (
+            {"packing": "first_fit_descending", "refill_single_frame_bins": True},
+            "`refill_single_frame_bins` is True, but",
+        ),
+    ],
+    ids=["compact", "refill"],
+)
+def test_settings_that_have_no_meaning_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model(tiny_config(**options))
+
+
+def test_the_layer_that_takes_the_bias_sees_whole_frames_by_default():
+    config = type(tiny_config())()
+    assert config.vision_config.pruning_layer + 1 == min(config.vision_config.fullatt_block_indexes)

@@ -1,0 +1,81 @@
+"""STTS on Qwen2.5-VL written straight from its formulas: dense, masked, patches in the caller's order throughout.
+
+The tower shares no code with ours and takes nothing but weights from the model. Windows are a mask: patches of a frame
+whose blocks lie in the same square of the grid.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.naive import naive_bias, naive_budget, naive_keep_mask, naive_scores, naive_similarity
+from tests.naive_qwen3_vl import NaiveVideo, block_order
+from tests.naive_qwen3_vl import naive_forward as _naive_forward
+
+
+def rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return norm.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float) -> NaiveVideo:
+    """One video (T * N, values) with its grid (T, rows, cols) in patches."""
+    tower, config = model.model.visual, model.config.vision_config
+    num_frames, rows, cols = grid
+    side, heads = config.spatial_merge_size, config.num_heads
+    order, size = block_order(rows, cols, side), rows * cols
+    x = pixels @ tower.patch_embed.proj.weight.flatten(1).T
+
+    head_dim = config.hidden_size // heads
+    frequencies = 10000.0 ** -(torch.arange(0, head_dim // 2, 2) / (head_dim // 2))
+    row, col = order // cols, order % cols
+    angles = torch.cat([row[:, None] * frequencies, col[:, None] * frequencies], dim=-1)
+    angles = angles.repeat(num_frames, 2)[:, None]  # (T * N, 1, head_dim)
+
+    def rotate(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, dim=-1)
+        return states * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+
+    frame = torch.arange(num_frames).repeat_interleave(size)
+    same_frame = frame[:, None] == frame[None]
+    window = config.window_size // config.patch_size  # in patches
+    place = torch.stack([row // window, col // window], dim=-1).repeat(num_frames, 1)
+    same_window = same_frame & (place[:, None] == place[None]).all(-1)
+    kept = torch.ones(num_frames * size, dtype=torch.bool)
+    bias = torch.zeros(num_frames * size)
+    block_table = torch.arange(num_frames * size).view(-1, side * side)
+    for index, block in enumerate(tower.blocks):
+        query, key, value = block.attn.qkv(rms_norm(block.norm1, x)).view(-1, 3, heads, head_dim).unbind(1)
+        logits = torch.einsum("qhd,khd->hqk", rotate(query), rotate(key)) / math.sqrt(head_dim)
+        if index == config.pruning_layer + 1:
+            logits = logits + bias
+        allowed = same_frame if index in config.fullatt_block_indexes else same_window
+        if index > config.pruning_layer + 1:
+            allowed = allowed & kept
+        # A frame or window that lost everything has nothing to attend to, and nothing comes of it.
+        weights = logits.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num()
+        x = x + block.attn.proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
+        normed = rms_norm(block.norm2, x)
+        x = x + block.mlp.down_proj(F.silu(block.mlp.gate_proj(normed)) * block.mlp.up_proj(normed))
+        if index == config.pruning_layer:
+            states = x.view(num_frames, size, -1)
+            similarity, scores = naive_similarity(states, block_table), None
+            if config.selector == "scorer":
+                scorer = {f"vision_tower.scorer.{name}": weight for name, weight in tower.scorer.named_parameters()}
+                scores = naive_scores(scorer, heads, states, block_table)
+            keep_mask = naive_keep_mask(1 - similarity if scores is None else scores, ratio)
+            kept = keep_mask.flatten().repeat_interleave(side * side)
+            if scores is not None and naive_budget(ratio, num_frames, size // side**2):
+                raster = torch.cat([start * size + order.view(-1, side * side) for start in range(num_frames)])
+                by_raster = naive_bias(scores, raster, (rows, cols), config.score_rescaling)  # (T, N)
+                bias = by_raster[:, order].flatten()
+
+    first, _, second = tower.merger.mlp
+    blocks = rms_norm(tower.merger.ln_q, x).view(-1, side * side * config.hidden_size)
+    features = second(F.gelu(first(blocks)))[keep_mask.flatten()]
+    return NaiveVideo(features, [], keep_mask, scores, similarity)
+
+
+naive_forward = partial(_naive_forward, encode=naive_video)
