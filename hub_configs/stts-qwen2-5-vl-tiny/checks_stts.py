@@ -1,0 +1,1 @@
+../../modeling/checks_stts.py

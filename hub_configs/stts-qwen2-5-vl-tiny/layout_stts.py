@@ -1,0 +1,1 @@
+../../modeling/layout_stts.py

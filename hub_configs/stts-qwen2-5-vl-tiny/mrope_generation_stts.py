@@ -1,0 +1,1 @@
+../../modeling/mrope_generation_stts.py

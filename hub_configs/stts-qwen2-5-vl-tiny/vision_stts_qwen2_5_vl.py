@@ -1,0 +1,1 @@
+../../modeling/vision_stts_qwen2_5_vl.py
