@@ -31,7 +31,7 @@ NATIVE_OUTPUTS = ("last_hidden_state", "past_key_values", "hidden_states", "atte
 class MropeBackbone(PruningBackbone):
     """Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`."""
 
-    video_inputs = ("pixel_values_videos", "video_grid_thw")
+    video_inputs: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
     image_inputs = ("pixel_values", "image_grid_thw")
     num_axes = 3
     vision_is_causal = True

@@ -6,7 +6,7 @@ layers those of their window in it: windows are stretches of the same sequence, 
 Scores, masks and features are always in the caller's order of blocks. Images take the native path untouched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +92,10 @@ class FrameAttention(NativeLayer):
 class FrameBlock(NativeLayer):
     """Mixin for a native layer, whose `attn` is a `FrameAttention`; as layer `l + 1` it also drops patches."""
 
-    attn: nn.Module
-    norm1: nn.Module
-    norm2: nn.Module
-    mlp: nn.Module
+    attn: Any
+    norm1: Any
+    norm2: Any
+    mlp: Any
 
     def forward(
         self,
@@ -141,12 +141,12 @@ class FlatTower(RankingTower):
 
     blocks: nn.ModuleList
     patch_embed: Any
-    rotary_pos_emb: nn.Module
-    merger: nn.Module
+    rotary_pos_emb: Any
+    merger: Any
     spatial_merge_size: int
     spatial_merge_unit: int
-    deepstack_visual_indexes: Sequence[int] = ()
-    deepstack_merger_list: nn.ModuleList
+    deepstack_visual_indexes: Any = ()  # of layers, in native towers that have some
+    deepstack_merger_list: Any
 
     def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
         """
@@ -241,10 +241,10 @@ class FlatTower(RankingTower):
             return native.forward(hidden_states, grid_thw, **kwargs)
         self.check_call(kwargs)
         layer, grids, key_bias = self.config.pruning_layer, pruning.grids, None
-        hidden_states, rotation = self.embed(hidden_states, grids, drops=pruning.num_kept != pruning.num_blocks)
+        hidden_states, angles = self.embed(hidden_states, grids, drops=pruning.num_kept != pruning.num_blocks)
         kinds, order = self.cut_stretches(grids, hidden_states.device)
         place = None if order is None else order.argsort()
-        by_block = (states.unflatten(0, (-1, self.spatial_merge_unit)) for states in (hidden_states, *rotation))
+        by_block = (states.unflatten(0, (-1, self.spatial_merge_unit)) for states in (hidden_states, *angles))
         hidden_states, *rotation = (reorder(states, order).flatten(0, 1) for states in by_block)
         asked = bool(kwargs.get("output_hidden_states"))
         states = {-1: hidden_states} if asked else {}  # outputs of layers by their index

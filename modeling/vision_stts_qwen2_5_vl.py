@@ -5,7 +5,7 @@ window alone; blocks lie window by window all through the tower. After the drop 
 blocks are scored and dropped is in `mrope_tower_stts`.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from .configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig
 from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock, PatchProjection
 
 
-class STTSQwen2_5_VLVisionAttention(FrameAttention, Qwen2_5_VLVisionAttention):
+class STTSQwen2_5_VLVisionAttention(FrameAttention, Qwen2_5_VLVisionAttention):  # type: ignore[misc]  # hands `max_seqlen` on
     """Native attention, and beside it attention within the tubelets of videos and their windows."""
 
     rotate = staticmethod(apply_rotary_pos_emb_vision)
@@ -53,7 +53,8 @@ class STTSQwen2_5_VLVisionModel(FlatTower, Qwen2_5_VisionTransformerPretrainedMo
         """As in `FlatTower`, by the native rule: windows begin at a frame's corner and end at its border."""
         side = self.spatial_merge_size
         patches = torch.tensor([[frames, side * rows, side * cols] for frames, rows, cols in grids])
-        order, bounds = get_vision_window_index(patches, side, self.window_size, self.patch_size)
+        patch_size: Any = self.patch_size  # a number, which the native config's type leaves open
+        order, bounds = get_vision_window_index(patches, side, self.window_size, patch_size)
         return order, bounds, int(bounds.diff().max())
 
     def sees_window(self, layer: int) -> bool:

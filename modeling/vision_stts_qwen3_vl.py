@@ -20,7 +20,7 @@ from .configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig
 from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock, PatchProjection
 
 
-class STTSQwen3VLVisionAttention(FrameAttention, Qwen3VLVisionAttention):
+class STTSQwen3VLVisionAttention(FrameAttention, Qwen3VLVisionAttention):  # type: ignore[misc]  # hands `max_seqlen` on
     """Native attention, and beside it attention within the tubelets of videos."""
 
     rotate = staticmethod(apply_rotary_pos_emb_vision)

@@ -1,4 +1,4 @@
-"""`hub_configs/stts-qwen3-vl-tiny`: complete, small, usable without the package, and what its script makes."""
+"""`hub_configs/stts-qwen*-tiny`: complete, small, usable without the package, and what their script makes."""
 
 import json
 
@@ -7,19 +7,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from stts_hf import STTSQwen3VLForConditionalGeneration
-from tests import make_qwen3_vl_tiny
+from tests.make_qwen_vl_tiny import FAMILIES, build_config, build_processor
 from tests.test_hub_configs import siblings_of
 
-CODE = {"configuration_stts_qwen3_vl", "modeling_stts_qwen3_vl"}
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(hub_configs):
-    return hub_configs / "stts-qwen3-vl-tiny"
+def folder(hub_configs, family):
+    return hub_configs / f"stts-{family.replace('_', '-')}-tiny"
 
 
-# Frames, since native Qwen3-VL reads files with torchcodec alone.
+# Frames, since native processors read files with torchcodec alone.
 ANSWER = """
 import json
 import torch, transformers
@@ -47,14 +49,14 @@ if len(sys.argv) > 2:
 
 
 def test_it_answers_through_every_auto_class_without_the_package_and_so_does_what_it_saves(
-    folder, run_without_package, tmp_path
+    folder, family, run_without_package, tmp_path
 ):
     saved = tmp_path / "saved"
 
     first = run_without_package(ANSWER, str(folder), str(saved)).splitlines()[-1]
     printed = json.loads(first)
     prompt, answers = printed["prompt"], printed["answers"]
-    assert {name for name, _ in answers.values()} == {"STTSQwen3VLForConditionalGeneration"}
+    assert {name for name, _ in answers.values()} == {FAMILIES[family].model.__name__}
     sequences = [tokens for _, tokens in answers.values()]
     assert sequences[0] == sequences[1] == sequences[2]
     assert sequences[0][: len(prompt)] == prompt
@@ -69,9 +71,9 @@ def test_it_answers_through_every_auto_class_without_the_package_and_so_does_wha
     assert run_without_package(ANSWER, str(saved)).splitlines()[-1] == first
 
 
-def test_code_is_linked_relatively_and_is_all_that_its_auto_map_leads_to(folder):
+def test_code_is_linked_relatively_and_is_all_that_its_auto_map_leads_to(folder, family):
     assert all(file.is_symlink() and not file.readlink().is_absolute() for file in folder.glob("*.py"))
-    wanted, seen = set(CODE), set[str]()
+    wanted, seen = {f"configuration_stts_{family}", f"modeling_stts_{family}"}, set[str]()
     while wanted - seen:
         module = (wanted - seen).pop()
         seen.add(module)
@@ -89,19 +91,21 @@ def settings(config: dict) -> dict:
     return {n: settings(v) if isinstance(v, dict) else v for n, v in config.items() if n not in added}
 
 
-def test_settings_and_tokenizer_are_what_the_script_makes(folder):
-    processor = make_qwen3_vl_tiny.build_processor((folder / "chat_template.jinja").read_text())
+def test_settings_and_tokenizer_are_what_the_script_makes(folder, family):
+    processor = build_processor((folder / "chat_template.jinja").read_text(), family)
     loaded = AutoProcessor.from_pretrained(folder)
     assert loaded.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
     assert loaded.video_processor.to_dict() == processor.video_processor.to_dict()
-    made = make_qwen3_vl_tiny.build_config(processor.tokenizer).to_dict()
-    config = STTSQwen3VLForConditionalGeneration.from_pretrained(folder).config.to_dict()
+    made = build_config(processor.tokenizer, family).to_dict()
+    config = FAMILIES[family].model.from_pretrained(folder).config.to_dict()
     assert settings(config) == settings(made)
 
 
-def test_weights_are_all_there_and_none_is_zero(folder):
+def test_weights_are_all_there_and_none_is_zero(folder, family):
     weights = load_file(folder / "model.safetensors")
-    model = STTSQwen3VLForConditionalGeneration.from_pretrained(folder)
-    assert set(weights) == set(model.state_dict()) - {"lm_head.weight"}  # tied
+    model, info = FAMILIES[family].model.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert len(weights) == len(model.state_dict()) - 1  # tied
     matrices = {name: weight for name, weight in weights.items() if weight.dim() > 1}
     assert all(torch.isfinite(weight).all() and weight.any() for weight in matrices.values())
