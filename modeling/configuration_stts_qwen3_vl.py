@@ -9,6 +9,7 @@ require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import SubConfigSpec
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
 
 from .settings_stts import MropeConfig, MropeSettings, TrainingSettings, auto_map
@@ -24,6 +25,8 @@ class STTSQwen3VLVisionConfig(MropeSettings, Qwen3VLVisionConfig):
 
     model_type = "stts_qwen3_vl_vision"
     base_config_key = "vision_config"
+    # The native config has it since transformers 5.23.
+    attribute_map: ClassVar[dict] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 
     if TYPE_CHECKING:
 
@@ -44,7 +47,7 @@ class STTSQwen3VLConfig(MropeConfig, TrainingSettings, Qwen3VLConfig):
     auto_classes = auto_map("_qwen3_vl", "Qwen3VL")
     sub_configs_defaults: ClassVar[dict] = {
         **Qwen3VLConfig.sub_configs_defaults,
-        "vision_config": STTSQwen3VLVisionConfig,
+        "vision_config": SubConfigSpec(config_class=STTSQwen3VLVisionConfig),
     }
 
     if TYPE_CHECKING:  # dicts and None become these
