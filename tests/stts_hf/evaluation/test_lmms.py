@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-from stts_hf import STTSProcessor
 from stts_hf.evaluation.evaluate import evaluate
-from tests.checkpoints import BLOCKS, TINY, load_talkative, load_tiny
+from tests.checkpoints import BLOCKS, load_talkative
 from tests.clips import write_clip
 from tests.conftest import REPOSITORY
 from tests.training_files import write_rows
@@ -33,11 +33,11 @@ EXAMPLES = REPOSITORY / "examples" / "eval"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "until": []}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=["stts-tiny", "stts-qwen3-vl-tiny"], ids=["molmo2", "qwen3_vl"])
+def checkpoint(request, tmp_path_factory, hub_configs) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    load_talkative().save_pretrained(folder)
-    STTSProcessor.from_pretrained(TINY).save_pretrained(folder)
+    load_talkative(hub_configs / request.param).save_pretrained(folder)
+    AutoProcessor.from_pretrained(hub_configs / request.param).save_pretrained(folder)
     return folder
 
 
@@ -57,7 +57,7 @@ def rows(tmp_path_factory, checkpoint) -> Path:
     rows += [{"question": f"How many are {n}?", "answer": "three", "options": None} for n in range(2)]
     rows += [{"question": f"What moves in clip {clip}?", "answer": "x", "videos": [clip]} for clip in clips]
     rows = [{"id": f"q{number}", "type": "t", **row} for number, row in enumerate(rows)]
-    said = {record["id"]: record["written"] for record in run_evaluate(checkpoint, rows, folder)}
+    said = {record["id"]: record["written"] or "nothing" for record in run_evaluate(checkpoint, rows, folder)}
     for row in rows[1::2]:
         if row.get("options"):
             row["options"] = [*options[:2], said[row["id"]]]
@@ -70,7 +70,8 @@ def rows(tmp_path_factory, checkpoint) -> Path:
 
 
 def run_evaluate(checkpoint: Path, rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    model, processor = load_tiny(checkpoint), STTSProcessor.from_pretrained(checkpoint)
+    model = AutoModelForMultimodalLM.from_pretrained(checkpoint).eval()
+    processor = AutoProcessor.from_pretrained(checkpoint)
     return list(
         evaluate(
             model,
@@ -241,7 +242,7 @@ def test_what_makes_a_score_unsound_is_counted_at_the_end(ask, rows, caplog):
         ({"type": "video", "url": "a.mp4", "start_time": 1.0}, "shows a part of a video"),
         ({"type": "video", "url": {"url": "a.mp4", "video_end": 2}}, "shows a part of a video"),
         ({"type": "image", "url": "https://a.b/c.png"}, "is a URL, and nothing is fetched unasked. Add allow_urls"),
-        (text("<|video|>"), r"messages\[0\] holds '<\|video\|>'"),
+        (text("<|im_end|>"), r"messages\[0\] holds '<\|im_end\|>'"),
     ],
     ids=["audio", "part", "part as dict", "URL", "control token"],
 )
