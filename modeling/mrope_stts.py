@@ -62,17 +62,18 @@ class MropeBackbone(PruningBackbone):
         The grid `(T, rows, cols)` of each video or image in blocks, on the host; raises `ValueError` or `TypeError`
         where pixels (patches, values) and grids (V, 3) in patches do not fit each other or the config.
         """
-        pixel_values, grid_thw = check_tensors(vision, *names[:2])
-        grids, side = check_grids(names[1], grid_thw), self.visual.spatial_merge_size
+        of_pixels, of_grids = names[0], names[-1]
+        pixel_values, grid_thw = check_tensors(vision, of_pixels, of_grids)
+        grids, side = check_grids(of_grids, grid_thw), self.visual.spatial_merge_size
         if any(rows % side or cols % side for _, rows, cols in grids):
             raise ValueError(
-                f"`{names[1]}` is {grids}, but rows and columns must be multiples of `spatial_merge_size` = {side}, "
+                f"`{of_grids}` is {grids}, but rows and columns must be multiples of `spatial_merge_size` = {side}, "
                 "which must be the processor's `merge_size`."
             )
         expected = (sum(map(math.prod, grids)), self.visual.patch_embed.proj.weight[0].numel())
         if tuple(pixel_values.shape) != expected:
             raise ValueError(
-                f"`{names[0]}` has shape {tuple(pixel_values.shape)}, but `{names[1]}` and the vision config make it "
+                f"`{of_pixels}` has shape {tuple(pixel_values.shape)}, but `{of_grids}` and the vision config make it "
                 f"{expected}: patches, and values of a patch."
             )
         return [(frames, rows // side, cols // side) for frames, rows, cols in grids]
@@ -187,7 +188,7 @@ class MropeBackbone(PruningBackbone):
         **kwargs: Any,
     ) -> tuple | VideoFeatures:
         """Features of the kept blocks of each video; arguments as in `plan_videos`."""
-        vision = dict(zip(self.video_inputs, (pixel_values_videos, video_grid_thw), strict=False))
+        vision = {self.video_inputs[0]: pixel_values_videos, self.video_inputs[-1]: video_grid_thw}
         return self.encode_call(vision, pruning_ratio, with_temporal_loss, **kwargs)
 
     @can_return_tuple

@@ -70,9 +70,9 @@ class PruningBackbone(NativeModel):
 
     parts: what a module is, by its name: "language_model", "vision_tower", "connector" or "scorer"; of two that contain
     each other, the inner one says it. video_inputs, image_inputs: names of the arguments that come with videos and with
-    images, the pixels first. unread_inputs: names of those that a processor makes and no model reads. num_axes: of
-    positions, 0 where a token has one. vision_is_causal: whether vision tokens see only what is before them, so that
-    more may follow a cache.
+    images, the pixels first and the grids last. unread_inputs: names of those that a processor makes and no model
+    reads. num_axes: of positions, 0 where a token has one. vision_is_causal: whether vision tokens see only what is
+    before them, so that more may follow a cache.
     """
 
     parts: ClassVar[dict[str, str]]

@@ -75,8 +75,8 @@ FAMILIES = {
         IMAGE_PIXELS,  # of each frame
         {  # windows of 4 x 4 blocks, and whole frames in the layer that takes the bias
             "window_size": 8 * PATCH_SIZE,
-            "fullatt_block_indexes": [4, 6],
-            "pruning_layer": 3,
+            "depth": 9,
+            "fullatt_block_indexes": [3, 7],
             "tokens_per_second": 2,
         },
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [4, 4, 4]}},
@@ -102,7 +102,7 @@ def build_processor(chat_template: str, family: str = "qwen3_vl") -> Any:
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3_vl") -> Any:
-    """Returns a configuration of about a million parameters: 7 ViT layers and 4 text layers of width 64 and 96."""
+    """Returns a configuration of about a million parameters: 7 or 9 ViT layers of width 64, 4 text layers of 96."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in VISION_TOKENS}
     vision = {
         "depth": 7,

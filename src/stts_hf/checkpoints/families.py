@@ -5,11 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import Molmo2ImageProcessor, PreTrainedConfig, Qwen2VLImageProcessor, Qwen3VLProcessor
+from transformers import (
+    Molmo2ImageProcessor,
+    PreTrainedConfig,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen3VLProcessor,
+)
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from stts_hf import _backbones
 from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import PruningConfig
@@ -24,7 +32,7 @@ def _molmo2_settings(vision: Any) -> dict[str, dict[str, Any]]:
     return {"image_processor": shared, "video_processor": shared | {"pooling_size": vision.pooling_size}}
 
 
-def _qwen3_vl_settings(vision: Any) -> dict[str, dict[str, Any]]:
+def _qwen_vl_settings(vision: Any) -> dict[str, dict[str, Any]]:
     shared = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
     shared["merge_size"] = vision.spatial_merge_size
     return {"image_processor": shared, "video_processor": shared}
@@ -60,6 +68,12 @@ class Family:
         return "PyAV (`pip install av`)" if self.processor.__module__.startswith("stts_hf.") else "torchcodec"
 
 
+_QWEN_VL_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 FAMILIES = [
     Family(
         STTSConfig,
@@ -74,13 +88,16 @@ FAMILIES = [
         Qwen3VLProcessor,
         Qwen2VLImageProcessor,
         Qwen3VLVideoProcessor,
-        {
-            "image_token_id": "<|image_pad|>",
-            "video_token_id": "<|video_pad|>",
-            "vision_start_token_id": "<|vision_start|>",
-            "vision_end_token_id": "<|vision_end|>",
-        },
-        _qwen3_vl_settings,
+        _QWEN_VL_TOKENS,
+        _qwen_vl_settings,
+    ),
+    Family(
+        STTSQwen2_5_VLConfig,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+        _QWEN_VL_TOKENS,
+        _qwen_vl_settings,
     ),
 ]
 OWN = {family.config.model_type: family for family in FAMILIES}

@@ -94,8 +94,10 @@ def encode(processor: Any, sample: Sample) -> Encoded:
 
 
 def _encoded(processor: Any, name: str, inputs: Any, labels: torch.Tensor) -> Encoded:
-    keys = (*processor.video_processor.model_input_names, *processor.image_processor.model_input_names)
-    vision = {key: inputs[key] for key in keys if key in inputs}
+    of_text = {*processor.tokenizer.model_input_names, "mm_token_type_ids"}
+    parts = (processor.video_processor, processor.image_processor, processor)  # the whole one may add some of its own
+    keys = dict.fromkeys(key for part in parts for key in part.model_input_names)
+    vision = {key: inputs[key] for key in keys if key in inputs and key not in of_text}
     grids = frames.block_grids(processor, inputs)
     return Encoded(name, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision, grids)
 

@@ -224,7 +224,7 @@ def test_a_training_checkpoint_needs_a_base(tmp_path):
 def test_the_config_of_another_model(folders, tmp_path, kind):
     source = copy(folders / "one_file", tmp_path / "source")
     edit_json(source / "config.json", lambda config: config.update(model_type=kind))
-    refuse(source, f"'{kind}' model, but must be of one of 'molmo2', 'qwen3_vl', 'stts', 'stts_qwen3_vl'")
+    refuse(source, f"'{kind}' model, but must be of one of 'molmo2', 'qwen3_vl', 'qwen2_5_vl', 'stts', 'stts_qwen3_vl'")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,12 @@ from stts_hf.parts import PARTS, parts_of
 from tests.checkpoints import TINY
 from tests.training_files import train, write_config
 
-CHECKPOINTS = {"molmo2": TINY, "qwen3_vl": TINY.with_name("stts-qwen3-vl-tiny")}
-FRAMES = 4  # of Qwen3-VL, two tubelets
+CHECKPOINTS = {
+    "molmo2": TINY,
+    "qwen3_vl": TINY.with_name("stts-qwen3-vl-tiny"),
+    "qwen2_5_vl": TINY.with_name("stts-qwen2-5-vl-tiny"),
+}
+FRAMES = 4  # of the Qwens, two tubelets
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
