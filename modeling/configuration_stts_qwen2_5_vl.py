@@ -9,6 +9,7 @@ require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import SubConfigSpec
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLTextConfig,
@@ -29,6 +30,8 @@ class STTSQwen2_5_VLVisionConfig(MropeSettings, Qwen2_5_VLVisionConfig):
 
     model_type = "stts_qwen2_5_vl_vision"
     base_config_key = "vision_config"
+    # The native config has it since transformers 5.23.
+    attribute_map: ClassVar[dict] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
     pruning_layer: int = 6
 
     if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class STTSQwen2_5_VLConfig(MropeConfig, TrainingSettings, Qwen2_5_VLConfig):
     auto_classes = auto_map("_qwen2_5_vl", "Qwen2_5_VL")
     sub_configs_defaults: ClassVar[dict] = {
         **Qwen2_5_VLConfig.sub_configs_defaults,
-        "vision_config": STTSQwen2_5_VLVisionConfig,
+        "vision_config": SubConfigSpec(config_class=STTSQwen2_5_VLVisionConfig),
     }
 
     if TYPE_CHECKING:  # dicts and None become these
