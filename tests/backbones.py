@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from tests import tiny, tiny_qwen2_5_vl, tiny_qwen3_vl
@@ -110,6 +111,8 @@ def qwen_vl(name: str, tiny_qwen: Any) -> Backbone:
 
 
 BACKBONES = [molmo2(), qwen_vl("qwen3_vl", tiny_qwen3_vl), qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl)]
+# For tests that take seconds each: of backbones whose tower is the same code, one every day.
+DAILY = [*BACKBONES[:2], pytest.param(BACKBONES[2], marks=pytest.mark.slow)]
 
 
 def prompt(inputs: Inputs) -> Inputs:

@@ -48,6 +48,7 @@ if len(sys.argv) > 2:
 """
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)], indirect=True)
 def test_it_answers_through_every_auto_class_without_the_package_and_so_does_what_it_saves(
     folder, family, run_without_package, tmp_path
 ):

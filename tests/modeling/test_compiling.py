@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from stts_hf.modeling.vision_stts import STTSVisionPlan
-from tests.backbones import Clip, prompt
+from tests.backbones import DAILY, Clip, prompt
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.towers import video_inputs
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
@@ -78,6 +78,7 @@ def test_bins_compile_layer_by_layer():
     assert 0 < counts[1] == counts[2]  # once more where the number of bins changes, and then no more
 
 
+@pytest.mark.parametrize("backbone", DAILY, ids=lambda backbone: backbone.name, indirect=True)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 def test_beside_gradient_checkpointing(backbone, use_reentrant):
     reference, model = backbone.model().train(), backbone.model().train()
@@ -145,6 +146,7 @@ def test_batches_of_many_shapes_stop_compiling():
     assert counts[2] == counts[-1]
 
 
+@pytest.mark.parametrize("backbone", DAILY, ids=lambda backbone: backbone.name, indirect=True)
 @torch.no_grad()
 def test_generate_goes_on_with_compiled_layers(backbone):
     inputs = prompt(backbone.batch([[3, Clip(4), 5]], "left"))

@@ -23,7 +23,10 @@ CHECKPOINTS = {
 FRAMES = 4  # of the Qwens, two tubelets
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+DAILY = ["molmo2", "qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=DAILY)
 def checkpoint(request) -> Path:
     return CHECKPOINTS[request.param]
 
