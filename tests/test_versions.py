@@ -108,7 +108,7 @@ def test_a_checkout_that_is_not_installed_imports(monkeypatch):
 def test_the_known_good_set_is_within_what_the_project_supports():
     for line in [*PROJECT["dependencies"], *itertools.chain.from_iterable(OPTIONAL.values())]:
         requirement = Requirement(line)
-        if requirement.name not in ("stts-hf", "flash-attn", "lmms-eval"):
+        if requirement.name not in ("stts-hf", "flash-attn", "lmms-eval", "Levenshtein"):
             assert requirement.specifier.contains(PINS[plain(requirement.name)]), requirement
 
 

@@ -128,5 +128,5 @@ def test_features_given_beside_packed_rows_are_refused(model):
     images = {name: packed.pop(name) for name in ("pixel_values", "image_token_pooling", "image_grids")}
     packed.pop("image_num_crops")
     features = model.model.get_image_features(**images)
-    with pytest.raises(ValueError, match=r"`mm_encoder_outputs` excludes .* packed rows; pass the pixels"):
+    with pytest.raises(ValueError, match=r"`mm_encoder_outputs` came with .* packed rows.* Pass the pixels"):
         model(**packed, mm_encoder_outputs={"image": features})

@@ -272,7 +272,7 @@ def test_lengths_of_a_sequence_that_will_be_shortened(model):
 
 def test_encoder_outputs_beside_a_video(model):
     inputs = build_inputs([[3, Video(2), 4]])
-    with pytest.raises(ValueError, match="`mm_encoder_outputs` excludes `pixel_values_videos`"):
+    with pytest.raises(ValueError, match=r"`mm_encoder_outputs` came with pixels.* Pass the pixels instead"):
         model(**inputs, mm_encoder_outputs={"video": object()})
 
 

@@ -102,16 +102,19 @@ class _Composer:
         return name, (x + jitter_x, y + jitter_y)
 
     def movers(self, number: int) -> None:
-        lines = self.random.permutation(3).tolist()  # of each its own, so that none is behind another all the time
-        for colour, line in zip(self.shuffled(COLOURS)[:number], lines, strict=False):
+        ways: list[list[str]] = []
+        for colour in self.shuffled(COLOURS)[:number]:
             shape, radius = self.shapes.pop(), self.random.uniform(0.085, 0.12)
             direction = self.shuffled(DIRECTIONS)[0]
             dx, dy = DIRECTIONS[direction]
             # From one of three places in a row to a later one: which is asked, and it must not lie between two.
             first, last = sorted(self.random.permutation(3)[:2].tolist())
             steps = (first, last) if dx + dy > 0 else (last, first)
-            cells = [(line, step) if dx else (step, line) for step in steps]  # row and column of start and end
-            names = [list(PLACES)[3 * row + col] for row, col in cells]
+            line = int(self.random.integers(3))
+            names = self.way(line, steps, bool(dx))
+            if names in ways:  # it would hide the other all the time
+                names = self.way((line + 1) % 3, steps, bool(dx))
+            ways.append(names)
             across, *along = self.random.uniform(-0.06, 0.06, 3)
             start, end = (
                 (PLACES[name][0] + (shift if dx else across), PLACES[name][1] + (across if dx else shift))
@@ -131,6 +134,10 @@ class _Composer:
             self.ask("mover-shape", (f"What shape is the {colour} thing that moves?",), shape, shape)
             if number == 1:
                 self.ask("mover", ("What is moving in this video?", "What moves?"), f"a {colour} {shape}", shape)
+
+    def way(self, line: int, steps: tuple[int, int], along: bool) -> list[str]:
+        """Places where something starts and ends that moves along a row, or down a column, of places."""
+        return [list(PLACES)[3 * line + step if along else 3 * step + line] for step in steps]
 
     def still(self, changes: bool) -> None:
         name, start = self.place()

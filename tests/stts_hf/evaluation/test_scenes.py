@@ -146,6 +146,15 @@ def test_no_question_of_a_conversation_tells_the_answer_of_a_later_one(compose):
             assert len(before) <= 1
 
 
+def test_no_two_things_go_the_same_way():
+    """The later one would hide the other from start to end."""
+    for seed in range(300):
+        questions = compose_short(seed)[1]
+        ends = ([question.answer for question in questions if question.kind == kind] for kind in ("start", "end"))
+        ways = list(zip(*ends, strict=True))
+        assert len(set(ways)) == len(ways)
+
+
 @pytest.mark.parametrize("compose", [compose_short, compose_long, compose_image])
 def test_answers_are_possible_and_even(compose):
     counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
