@@ -24,6 +24,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "steps of a new scorer by the temporal loss alone, before the others (default: 0)",
     },
+    "without_options": {
+        "action": "store_true",
+        "default": None,
+        "help": "ask questions that have options without them, of a model that guesses among options",
+    },
     "learning_rates": {"nargs": "+", "metavar": "PART=RATE", "help": "peak rate of a part (default: the paper's)"},
     "model_settings": {
         "nargs": "+",

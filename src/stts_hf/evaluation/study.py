@@ -49,7 +49,8 @@ class Settings:
     base, which every run has that is not about layers. steps, batch_size: of training; a row is a clip with its
     conversation. scorer_steps: of a new scorer by the temporal loss alone, before all learn together; none where the
     method has no such loss. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`.
-    model_settings: of the model's configuration, such as `temporal_loss_weight`; a method's own come before them.
+    without_options: whether questions with options are asked without them. model_settings: of the model's
+    configuration, such as `temporal_loss_weight`; a method's own come before them.
     """
 
     dataset: str
@@ -59,6 +60,7 @@ class Settings:
     batch_size: int = 16
     warmup_steps: int = 10
     scorer_steps: int = 0
+    without_options: bool = False
     learning_rates: dict[str, float] = dataclasses.field(default_factory=lambda: dict(PAPER_LEARNING_RATES))
     model_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -225,7 +227,7 @@ def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]
     else:
         settings = Settings(**given)
     _check_layers(settings.layers, config)
-    questions = describe_questions(dataset, description)
+    questions = describe_questions(dataset, description, settings.without_options)
     if write:
         write_json(folder / QUESTIONS, questions)
         write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
@@ -288,6 +290,9 @@ def command_of(settings: Settings) -> str:
     for field in dataclasses.fields(Settings):
         value = getattr(settings, field.name)
         if value != getattr(defaults, field.name):
+            if value is True:
+                words.append(_option(field.name))
+                continue
             pairs = [f"{name}={one}" for name, one in value.items()] if isinstance(value, dict) else value
             values = pairs if isinstance(pairs, list | tuple) else [pairs]
             words.append(" ".join([_option(field.name), *map(str, values)]))

@@ -93,17 +93,20 @@ def load_motion(dataset: Path) -> dict[str, np.ndarray]:
         return dict(masks)
 
 
-def read_questions(dataset: Path) -> list[dict[str, Any]]:
-    """The rows of the test split."""
-    return [json.loads(line) for line in (dataset / TEST).read_text(encoding="utf-8").splitlines()]
+def read_questions(dataset: Path, without_options: bool = False) -> list[dict[str, Any]]:
+    """The rows of the test split; without_options: all to be answered openly."""
+    rows = [json.loads(line) for line in (dataset / TEST).read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in row.items() if k != "options"} for row in rows] if without_options else rows
 
 
-def describe_questions(dataset: Path, description: Mapping[str, Any]) -> dict[str, Any]:
+def describe_questions(dataset: Path, description: Mapping[str, Any], without_options: bool) -> dict[str, Any]:
     """What a report needs of the data set, so that it can be made without: ids and kinds of the questions, levels."""
     rows = read_questions(dataset)
     return {
         "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
-        **{name: description.get(name) for name in ("splits", "chance", "text_only")},
+        "splits": description.get("splits"),
+        # These levels are of questions as the data set asks them.
+        **{name: {} if without_options else description.get(name) for name in ("chance", "text_only")},
     }
 
 

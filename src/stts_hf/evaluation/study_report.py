@@ -138,7 +138,8 @@ def header(results: Results) -> Iterator[str]:
         f"{settings.base} and trains {settings.steps} steps of {settings.batch_size} clips with their conversations "
         f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}), a new scorer before that "
         f"{settings.scorer_steps} steps by the temporal loss alone, unless it has none. Data set {settings.dataset} "
-        f"(clips and pictures: {splits}): {len(results.types)} test questions about {len(set(results.clips))} of them."
+        f"(clips and pictures: {splits}): {len(results.types)} test questions about {len(set(results.clips))} of them"
+        f"{', all asked without options' if settings.without_options else ''}."
     )
     machines = (record["machine"] for record in done)
     places = sorted({f"{it['cpu']}, {it['threads']} threads a run, {it['device']}" for it in machines})

@@ -144,7 +144,8 @@ class Desk:
         register_auto_classes()  # a process of its own begins without
         self.study = study
         self.rows = EncodedRows(study.folder)
-        self.questions = [{**row, "media_root": str(study.dataset)} for row in read_questions(study.dataset)]
+        questions = read_questions(study.dataset, study.settings.without_options)
+        self.questions = [{**row, "media_root": str(study.dataset)} for row in questions]
         self.motion = load_motion(study.dataset)
         self.processor = STTSProcessor.from_pretrained(study.base)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,7 +10,7 @@ import torch
 
 from stts_hf.evaluation import study_data
 from stts_hf.evaluation.study import Run, Settings, Study
-from stts_hf.evaluation.study_data import StudyError, check_dataset
+from stts_hf.evaluation.study_data import StudyError, check_dataset, describe_questions, read_questions
 from tests.stts_hf.evaluation.small_study import write_dataset
 
 
@@ -40,6 +40,15 @@ def test_a_data_set_that_is_not_whole_is_refused(whole, tmp_path, name, damage, 
     damage(dataset / name)
     with pytest.raises(StudyError, match=rf"--dataset .*{message}.*make it again with stts-hf make-dataset"):
         check_dataset(dataset)
+
+
+def test_questions_can_be_asked_without_their_options(whole):
+    asked, openly = (read_questions(whole, without_options) for without_options in (False, True))
+    assert any("options" in row for row in asked)
+    assert openly == [{name: value for name, value in row.items() if name != "options"} for row in asked]
+    about = {"splits": {}, "chance": {"direction": 0.25}, "text_only": {"direction": 0.3}}
+    assert describe_questions(whole, about, False)["chance"] == {"direction": 0.25}
+    assert describe_questions(whole, about, True)["chance"] == {}
 
 
 def test_two_shells_at_a_start_decode_once(tmp_path, monkeypatch):

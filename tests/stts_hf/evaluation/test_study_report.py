@@ -185,5 +185,18 @@ def test_intervals_of_a_difference_are_of_pairs(page):
     assert "+0.0 [+0.0, +0.0]" in next(line for line in table.splitlines() if line.startswith("| STTS |"))
 
 
+def test_the_page_says_that_options_were_left_out(tmp_path):
+    settings = dataclasses.replace(STUDY, without_options=True)
+    runs = plan(settings, ["images"])
+    folder = write_study(tmp_path / "study", [], settings=settings)
+    for run in runs:
+        record = record_of(run, as_claimed) | {"study": settings.fingerprint}
+        (folder / RECORDS / f"{run.name}.json").write_text(json.dumps(record))
+    write_report(folder, tmp_path / "page")
+    page = (tmp_path / "page" / "README.md").read_text()
+    assert "--without-options --layer-ratios 0.5 0.8`" in page
+    assert "all asked without options." in page
+
+
 def test_the_command_gives_what_is_not_by_default(page):
     assert "Made by `stts-hf study FOLDER --dataset DATA --base CHECKPOINT --layer-ratios 0.5 0.8`" in page
