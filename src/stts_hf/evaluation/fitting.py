@@ -71,5 +71,6 @@ def start_scorer(
         trainer = STTSTrainer(model, arguments, train_dataset=rows, data_collator=collator)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    model.config.__dict__.pop("use_cache", None)  # which `Trainer` puts there
     for parameter in learnt:
         parameter.requires_grad_(True)

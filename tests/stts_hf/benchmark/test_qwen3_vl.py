@@ -77,10 +77,10 @@ def test_the_stages_make_the_whole(runner):
 @pytest.mark.parametrize("selector", ["cosine", "evs", "random"])
 def test_what_goes_by_change_finds_what_moves(runner, selector):
     """Random weights let change through; a random ranking of 1008 blocks correlates by 1 / 32, a standard deviation."""
-    ((scores, moving),) = runner(selector=selector).look_at_clips(1)
-    assert scores.shape == moving.shape == (8, 144)
-    found = correlate(scores, moving)
-    assert abs(found) < 0.15 if selector == "random" else found > 0.2
+    clips = runner(selector=selector).look_at_clips(3)
+    assert all(scores.shape == moving.shape == (8, 144) for scores, moving in clips)
+    found = [correlate(scores, moving) for scores, moving in clips]
+    assert max(map(abs, found)) < 0.15 if selector == "random" else sum(found) / 3 > 0.2
 
 
 def test_untrained_selectors_are_looked_at(models, monkeypatch):
