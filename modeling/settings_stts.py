@@ -206,8 +206,11 @@ class PruningConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """As in transformers; settings of the vision config may be given as `kwargs`."""
-        given = {name: kwargs.pop(name) for name in cls.vision_settings if name in kwargs}
+        """
+        As in transformers; settings of the vision config may be given as `kwargs`. They and those of training are there
+        when the config is checked, where transformers would set them afterwards.
+        """
+        given = {name: kwargs.pop(name) for name in (*cls.vision_settings, *TRAINING_FIELDS) if name in kwargs}
         return super().from_dict(config_dict | given, **kwargs)
 
     @classmethod
@@ -262,7 +265,7 @@ class MropeConfig(PruningConfig):
     pruned_position_ids: PositionRule
 
     def validate_position_rule(self) -> None:
-        """Raises `ValueError` for the rule that has no meaning here."""
+        """Raises `ValueError` for the rule that has no meaning here: at construction, saving and each use."""
         if self.pruned_position_ids != "original":
             raise ValueError(
                 f"`pruned_position_ids` is {self.pruned_position_ids!r}, but must be 'original' for {self.family}: its "
