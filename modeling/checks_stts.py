@@ -2,6 +2,7 @@
 remedy.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -106,6 +107,27 @@ def check_grids(name: str, grids: torch.Tensor) -> list[tuple[int, int, int]]:
     if not read or min(min(grid) for grid in read) < 1:
         raise ValueError(f"`{name}` is {read}, but every {kind} needs at least one frame, row and column.")
     return read
+
+
+def check_runs(name: str, grids: torch.Tensor, found: list[int], block: int, run_per_frame: bool) -> None:
+    """
+    Raises `ValueError` where the runs of placeholders in the text, `found` tokens long, are not those of videos or
+    images with `grids` (V, 3) in patches, of which a token takes a `block`: one run for each, or for each frame.
+    """
+    read, kind = check_grids(name, grids), name.partition("_")[0]
+    expected: list[int] = []
+    for frames, rows, cols in read:
+        tokens = rows * cols // block
+        expected += [tokens] * frames if run_per_frame else [frames * tokens]
+    if found == expected:
+        return
+    pairs = enumerate(itertools.zip_longest(expected, found, fillvalue=0))
+    index, (wanted, there) = next((index, pair) for index, pair in pairs if len(set(pair)) > 1)
+    raise ValueError(
+        f"`{name}` is {read}, so run {index} of the {kind}s' placeholder tokens must have {wanted} tokens, one run for "
+        f"each {'frame' if run_per_frame else kind}, but in the text it has {there}. Text and {kind}s must come from "
+        "the same call of this model's processor."
+    )
 
 
 def check_finite(pixel_values_videos: torch.Tensor) -> None:

@@ -39,6 +39,7 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
         "visual.merger": "connector",
     }
     video_inputs = ("pixel_values_videos", "second_per_grid_ts", "video_grid_thw")
+    run_per_frame = False
 
     def __init__(self, config: STTSQwen2_5_VLConfig):
         # Skips Qwen2_5_VLModel.__init__, which would build a second vision tower and language model.

@@ -18,7 +18,15 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_stts import CachedPrompt
-from .checks_stts import check_exclusive, check_finite, check_grids, check_settings, check_tensors, holds_packed_rows
+from .checks_stts import (
+    check_exclusive,
+    check_finite,
+    check_grids,
+    check_runs,
+    check_settings,
+    check_tensors,
+    holds_packed_rows,
+)
 from .outputs_stts import PruningModelOutputWithPast
 from .plan_stts import PruningPlan, VideoFeatures
 from .pruning_stts import PrunedInputs, PruningBackbone
@@ -29,8 +37,13 @@ NATIVE_OUTPUTS = ("last_hidden_state", "past_key_values", "hidden_states", "atte
 
 
 class MropeBackbone(PruningBackbone):
-    """Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`."""
+    """
+    Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`.
 
+    run_per_frame: whether each frame of a video has a run of placeholders in the text, or all have one together.
+    """
+
+    run_per_frame = True
     video_inputs: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
     image_inputs = ("pixel_values", "image_grid_thw")
     num_axes = 3
@@ -108,7 +121,7 @@ class MropeBackbone(PruningBackbone):
         return native.get_image_features(pixels, grids.to(pixels.device), return_dict=True)
 
     def merge_inputs(self, pruned: PrunedInputs, by_row: bool = False) -> dict[str, Any]:
-        """Features, and those of the tower's taps where it has some, for the native forward, which scatters them."""
+        """Features, and those of the taps of a tower with deepstack, for the native forward, which scatters them."""
         encoded: list[tuple[str, Any]] = [("video", pruned.video), ("image", pruned.images)]
         outputs = {}
         for index, (name, of) in enumerate((name, of) for name, of in encoded if of is not None):
@@ -119,7 +132,7 @@ class MropeBackbone(PruningBackbone):
             taps = getattr(of, "deepstack_features", None)
             outputs[name] = VideoFeatures(
                 pooler_output=rows(pruned.features[index][1]),
-                deepstack_features=[rows(torch.cat(list(tap))) for tap in taps] if taps else None,
+                deepstack_features=[rows(torch.cat(list(tap))) for tap in taps] if taps is not None else None,
             )
         return {"mm_encoder_outputs": outputs} if outputs else {}
 
@@ -146,16 +159,23 @@ class MropeBackbone(PruningBackbone):
                 "processor returns, or `position_ids` (3, batch, length)."
             )
         # Native code reads them one by one, so they come to the host together.
-        expected = VIDEO * placeholders[0].long() + IMAGE * placeholders[1].long()
+        expected = types_of(placeholders)
         optional = [(tokens.padding_mask, 1), (tokens.sample_ids, 0), (given, 0)]
         columns = [torch.full_like(expected, other) if some is None else some.long() for some, other in optional]
         expected, types, shown, samples, counts = torch.stack([expected, types.long(), *columns]).cpu().unbind()
         if not torch.equal(types, expected):
+            self.check_pixels(tokens, types, vision)
             raise ValueError(
                 f"`mm_token_type_ids` must be {VIDEO} for placeholders of videos, {IMAGE} for those of images and 0 "
                 f"elsewhere, but {int((types != expected).sum())} tokens differ; pass what the processor returns."
             )
         rows, masks = samples_as_rows(samples, shown.bool())
+        runs = [types[row, mask].unique_consecutive(return_counts=True) for row, mask in zip(rows, masks, strict=True)]
+        for kind, names in ((VIDEO, self.video_inputs), (IMAGE, self.image_inputs)):
+            if names[-1] in vision:
+                found = [length for kinds, lengths in runs for length in lengths[kinds == kind].tolist()]
+                per_frame = self.run_per_frame and kind == VIDEO
+                check_runs(names[-1], vision[names[-1]], found, self.visual.spatial_merge_unit, per_frame)
         rope: Any = self
         grids = {name: value for name, value in vision.items() if not name.startswith("pixel_values")}
         native, _ = rope.get_rope_index(expected[rows], types[rows], attention_mask=masks.long(), **grids)
@@ -172,6 +192,18 @@ class MropeBackbone(PruningBackbone):
             positions[:, row, mask] = native[:, index, mask] + start
         positions = positions.to(placeholders[0].device)
         return positions if given is not None and cached.seen else positions + cached.next_position
+
+    def check_pixels(self, tokens: Tokens, types: torch.Tensor, vision: dict[str, Any]) -> None:
+        """Raises `ValueError` where `types` (B, L), on the host, are those of the text, but no pixels came for some."""
+        found = self.find_placeholders(tokens, True, True)
+        if not torch.equal(types, types_of(found).cpu()):
+            return
+        for places, names, kind in zip(found, (self.video_inputs, self.image_inputs), ("video", "image"), strict=True):
+            if vision.keys().isdisjoint(names):
+                raise ValueError(
+                    f"The text has {int(places.sum())} {kind} placeholder tokens, but `{names[0]}` is None. Pass all "
+                    "that the processor returns, or take the placeholders out."
+                )
 
     def compute_3d_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """As the native model, but not by what another call left behind."""
@@ -266,6 +298,11 @@ class MropeBackbone(PruningBackbone):
         order = place - torch.where(starts, place, 0).cummax(-1).values
         positions = torch.cat([order[None], positions.expand(self.num_axes, -1, -1)])
         return replace(left, position_ids=positions, attention_mask=None)
+
+
+def types_of(placeholders: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """`mm_token_type_ids` (B, L) of placeholders of videos and of images, (B, L) each."""
+    return VIDEO * placeholders[0].long() + IMAGE * placeholders[1].long()
 
 
 def samples_as_rows(sample_ids: torch.Tensor, shown: torch.Tensor) -> tuple[list[int], torch.Tensor]:

@@ -145,7 +145,7 @@ class FlatTower(RankingTower):
     merger: Any
     spatial_merge_size: int
     spatial_merge_unit: int
-    deepstack_visual_indexes: Any = ()  # of layers, in native towers that have some
+    deepstack_visual_indexes: Any = ()  # of layers, in native towers that have deepstack, if only an empty list
     deepstack_merger_list: Any
 
     def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
@@ -284,5 +284,5 @@ class FlatTower(RankingTower):
             token_scores=pruning.per_video(scores),
             keep_mask=pruning.per_video(keep_mask),
             temporal_loss=temporal_loss(scores, blocks, grids, pruning.detach_temporal_target) if with_loss else None,
-            deepstack_features=taps or None,
+            deepstack_features=taps if hasattr(self, "deepstack_merger_list") else None,
         )

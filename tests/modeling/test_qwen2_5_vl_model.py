@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration, STTSQwen2_5_VLModel
+from tests import tiny_qwen3_vl
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.modeling.test_qwen3_vl_stock import LOAD, NEW, ROWS, WAYS
 from tests.modeling.test_rooms import CORE
@@ -128,6 +129,20 @@ def test_a_process_without_the_package_loads_it_and_gives_the_same_tokens(model,
     load = LOAD.replace("STTSQwen3VL", "STTSQwen2_5_VL")
     printed = run_without_package(load, str(tmp_path / "saved"), str(tmp_path / "inputs.pt"))
     assert json.loads(printed) == model.generate(**inputs, **NEW).tolist()
+
+
+def test_grids_that_are_not_those_of_the_texts_runs_are_refused(model):
+    inputs = batch(samples([[3, Video(3), 2, Video(2, 1, 3), 4]]))
+    swapped = inputs | {"video_grid_thw": torch.tensor([[2, 2, 6], [3, 4, 6]])}
+    by_tubelet = tiny_qwen3_vl.batch(tiny_qwen3_vl.samples([[3, Video(3), 4]]))
+    for wrong, message in (
+        (swapped, r"`video_grid_thw` is \[\(2, 2, 6\), .* must have 6 tokens, one run for each video, .* it has 18"),
+        (by_tubelet, "`video_grid_thw` is .* run 0 .* must have 18 tokens, one run for each video, .* it has 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**wrong)
+        with pytest.raises(ValueError, match=message):
+            model.generate(**text_of(wrong), max_new_tokens=2)
 
 
 def test_other_backbones_checkpoints_are_refused(tmp_path):

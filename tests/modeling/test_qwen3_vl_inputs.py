@@ -14,7 +14,19 @@ from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
 from tests import tiny
-from tests.tiny_qwen3_vl import IMAGE_ID, VIDEO_ID, Image, Video, batch, pack, samples, text_of, tiny_config, tiny_model
+from tests.tiny_qwen3_vl import (
+    IMAGE_ID,
+    VIDEO_ID,
+    Image,
+    Video,
+    batch,
+    pack,
+    sample,
+    samples,
+    text_of,
+    tiny_config,
+    tiny_model,
+)
 
 ROWS: list[list[Any]] = [[3, Video(3), 5], [2, Image(), Video(2, 1, 3), 9]]
 
@@ -66,6 +78,18 @@ BAD: dict[str, tuple[Any, str]] = {
         r"`image_grid_thw` is .* must be multiples of `spatial_merge_size` = 2",
     ),
     "grids-of-nothing": (change("video_grid_thw", lambda grids: grids * 0), "every video needs at least one frame"),
+    "more-tubelets-than-the-text-has": (
+        change("video_grid_thw", lambda grids: torch.tensor([[9, 2, 4], [1, 2, 12]])),
+        r"`video_grid_thw` is \[\(9, 2, 4\), .* so run 0 .* must have 2 tokens, .* each frame, but .* it has 6",
+    ),
+    "fewer-tubelets-than-the-text-has": (
+        change("video_grid_thw", lambda grids: torch.tensor([[1, 12, 6], [2, 2, 6]])),
+        "so run 0 .* must have 18 tokens, .* but in the text it has 6",
+    ),
+    "tubelets-of-other-videos": (
+        change("video_grid_thw", lambda grids: torch.tensor([[3, 4, 6], [1, 4, 6]])),
+        r"so run 3 .* must have 6 tokens, .* but in the text it has 3\. Text and videos must come from the same call",
+    ),
     "image-grids-of-nothing": (change("image_grid_thw", lambda grids: grids * 0), "every image needs at least one"),
     "grids-of-two-columns": (
         change("video_grid_thw", lambda grids: grids[:, :2]),
@@ -131,6 +155,31 @@ def test_a_processor_of_qwen_does_not_serve_molmo2():
         ValueError, match=r"`pixel_values_videos` needs `video_token_pooling`, but it is None; .* this model"
     ):
         tiny.tiny_model()(**inputs)
+
+
+def test_a_text_with_one_run_for_all_tubelets_is_refused(call):
+    inputs = text_of(sample([3, Video(3), 5], timestamps=False))
+    with pytest.raises(ValueError, match=r"run 0 .* must have 6 tokens, one run for each frame, but .* it has 18"):
+        call(**inputs)
+
+
+def test_grids_of_images_in_another_order_are_refused(call):
+    inputs = sample([3, Image(), 2, Image(1, 2), 5])
+    inputs["image_grid_thw"] = inputs["image_grid_thw"].flip(0)
+    with pytest.raises(ValueError, match=r"`image_grid_thw` is .* have 2 tokens, one run for each image, .* it has 6"):
+        call(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pixel_values_videos", "The text has 24 video placeholder tokens, but `pixel_values_videos` is None"),
+        ("pixel_values", "The text has 6 image placeholder tokens, but `pixel_values` is None"),
+    ],
+)
+def test_pixels_that_are_missing_beside_others_are_named(call, name, message):
+    with pytest.raises(ValueError, match=message):
+        call(**without(name)(batch(samples(ROWS))))
 
 
 def test_packed_samples_fill_no_cache_and_are_not_gone_on_with(model):

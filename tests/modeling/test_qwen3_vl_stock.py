@@ -52,10 +52,11 @@ def test_logits_and_gradients_are_stocks(packing, padding_side):
     assert_gradients_equal(gradients(model, ours.task_loss), gradients(stock, theirs.loss), tolerance)
 
 
-@pytest.mark.parametrize("taps", [(4, 1), (2, 0, 5)], ids=str)
-def test_taps_in_any_order_are_stocks(taps):
+@pytest.mark.parametrize("part", [Video(4), Image()], ids=["video", "image"])
+@pytest.mark.parametrize("taps", [(4, 1), (2, 0, 5), ()], ids=str)
+def test_any_taps_are_stocks(taps, part):
     model = tiny_model(tiny_config(taps=taps, pruning_ratio=0.0), trained_scorer=False)
-    inputs = batch(samples([[3, Video(4), 5]]))
+    inputs = batch(samples([[3, part, 5]]))
     with torch.no_grad():
         theirs = stock_twin(model)(**inputs).logits
         torch.testing.assert_close(model(**inputs).logits, theirs, atol=1e-6, rtol=0)

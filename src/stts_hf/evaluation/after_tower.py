@@ -51,7 +51,7 @@ def encode_then_prune(
     return replace(
         whole,
         pooler_output=keep(merged),
-        deepstack_features=[keep(tap) for tap in taps] if taps else None,
+        deepstack_features=None if whole.deepstack_features is None else [keep(tap) for tap in taps],
         token_scores=plan.per_video(ranking),
         keep_mask=plan.per_video(keep_mask),
     )
