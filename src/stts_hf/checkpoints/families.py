@@ -42,7 +42,8 @@ def _qwen_vl_settings(vision: Any) -> dict[str, dict[str, Any]]:
 class Family:
     """
     processor, image_processor, video_processor: classes. special_tokens: the config's fields for them, and their texts.
-    settings: what a vision config wants the image and the video processor to have.
+    settings: what a vision config wants the image and the video processor to have. video_reader: the package by which
+    the processor reads video files, as one who installs it needs to know it.
     """
 
     config: type[PruningConfig]
@@ -51,6 +52,7 @@ class Family:
     video_processor: Any
     special_tokens: Mapping[str, str]
     settings: Callable[[Any], dict[str, dict[str, Any]]]
+    video_reader: str = "torchcodec"
 
     @property
     def model(self) -> Any:
@@ -61,11 +63,6 @@ class Family:
     def tags(self) -> list[str]:
         """Of a model card."""
         return ["stts", self.config.native.model_type, "video", "token-pruning", "custom_code"]
-
-    @property
-    def video_reader(self) -> str:
-        """The package by which the processor reads video files, as one who installs it needs to know it."""
-        return "PyAV (`pip install av`)" if self.processor.__module__.startswith("stts_hf.") else "torchcodec"
 
 
 _QWEN_VL_TOKENS = {
@@ -82,6 +79,7 @@ FAMILIES = [
         STTSVideoProcessor,
         SPECIAL_TOKENS,
         _molmo2_settings,
+        "PyAV (`pip install av`)",
     ),
     Family(
         STTSQwen3VLConfig,

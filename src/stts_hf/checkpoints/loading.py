@@ -50,7 +50,7 @@ def load_config_and_processor(
     """
     from transformers import AutoConfig, AutoProcessor, PreTrainedConfig
 
-    from .families import STOCK
+    from .families import OWN, STOCK
 
     options: dict[str, Any] = {"revision": revision or "main"}
     with _loading(checkpoint):
@@ -61,7 +61,7 @@ def load_config_and_processor(
             f"checkpoint {checkpoint} is a stock {stock.config.family} model, which has no trained scorer: choose the "
             "selector cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
         )
-    if stock is None and not str(kind).startswith("stts"):
+    if stock is None and str(kind) not in OWN:
         raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
     with _loading(checkpoint):
         if stock is not None:

@@ -7,6 +7,7 @@ what it makes of a file that was decoded whole.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,12 @@ from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 
 # A call's settings, each under the names that video processors have for it; the first that one has is meant.
 SETTINGS = {"num_frames": ("max_frames", "num_frames"), "max_fps": ("max_fps", "fps")}
+# What a call may say of its videos beside `videos_kwargs`.
+_OF_VIDEOS = {
+    *SETTINGS,
+    *("fps", "min_frames", "max_frames", "size", "do_resize", "cap_pixels_per_frame", "max_video_tokens"),
+    *("test_time_scaling", "pruning_ratio", "do_sample_frames", "video_metadata", "return_metadata"),
+}
 _COUNTED = 0.05  # frames: how far a time may be from its place at a constant rate
 Grid = tuple[int, int, int]
 
@@ -41,23 +48,26 @@ def process(
 
     videos: in the forms that `STTSVideoProcessor` takes. options: of the processor's call; also `num_frames` and
     `max_fps`, the most frames and frames per second, and `test_time_scaling` with `pruning_ratio`, which raise what
-    caps a video's tokens until pruning leaves as many as there were without. Raises `ValueError` where a video cannot
-    be read or a setting is out of range.
+    caps a video's tokens until pruning leaves as many as there were without. Those of videos may stand in
+    `videos_kwargs`. Raises `ValueError` where a video cannot be read or a setting is out of range or given twice.
     """
+    if isinstance(videos, list | tuple) and not videos:
+        videos = None
     if videos is None or reads_files(processor):
         return processor(text=text, videos=videos, images=images, **options)
+    given = of_videos(options)
+    metadata = one_each(given.pop("video_metadata", None), len(videos))
+    samples, wants_metadata = given.pop("do_sample_frames", None), given.pop("return_metadata", False)
     processor = copy.copy(processor)
-    processor.video_processor = changed(processor.video_processor, options)
-    reader = FrameReader(processor.video_processor, bool(options.pop("do_sample_frames", True)))
-    metadata = one_each(options.pop("video_metadata", None), len(videos))
+    processor.video_processor = changed(processor.video_processor, given)
+    reader = FrameReader(processor.video_processor, samples)
     read = [reader.read(video, metadata[index], index) for index, video in enumerate(normalize_videos(list(videos)))]
-    videos_kwargs = {
+    videos_kwargs = given | {
         "video_metadata": [counted(shown) for _, shown in read],
         "do_sample_frames": False,
         "do_resize": False,  # they have their size
         "return_metadata": True,  # the prompt says when frames are shown
     }
-    wants_metadata = options.pop("return_metadata", False)
     outputs = processor(
         text=text, videos=[frames for frames, _ in read], images=images, videos_kwargs=videos_kwargs, **options
     )
@@ -72,12 +82,24 @@ def reads_files(processor: Any) -> bool:
     return hasattr(processor.video_processor, "probe")
 
 
+def of_videos(options: dict[str, Any]) -> dict[str, Any]:
+    """What a call's `options` say of videos, in `videos_kwargs` or beside them, taken out."""
+    given = dict(options.pop("videos_kwargs", None) or {})
+    if "do_resize" in options:  # beside `videos_kwargs` it is meant for images too
+        options["images_kwargs"] = {"do_resize": options["do_resize"]} | dict(options.get("images_kwargs") or {})
+    for name in _OF_VIDEOS & options.keys():
+        if name in given:
+            raise ValueError(f"{name} is given twice, in videos_kwargs and beside it. Leave one of them out.")
+        given[name] = options.pop(name)
+    return given
+
+
 def changed(video_processor: Any, options: dict[str, Any]) -> Any:
     """A copy with the settings among `options`, which are taken out; native processors take few of them in a call."""
     video_processor = copy.copy(video_processor)
     scales, ratio = options.pop("test_time_scaling", False), options.pop("pruning_ratio", None)
-    for name in [name for name in options if name in SETTINGS or name in ("fps", "min_frames", "max_frames", "size")]:
-        set_frames(video_processor, **{name: options.pop(name)})
+    known = SETTINGS.keys() | video_processor.valid_kwargs.__annotations__.keys()
+    set_frames(video_processor, **{name: options.pop(name) for name in known & options.keys()})
     if scales:
         if ratio is None:
             raise ValueError("test_time_scaling=True needs the pruning_ratio that it makes up for.")
@@ -86,12 +108,20 @@ def changed(video_processor: Any, options: dict[str, Any]) -> Any:
 
 
 def set_frames(video_processor: Any, **settings: Any) -> None:
-    """Sets `num_frames`, `max_fps` and others under the names that the processor has for them; None leaves it be."""
+    """
+    Sets `num_frames`, `max_fps` and others under the names that the processor has for them; None leaves it be. Raises
+    `ValueError` for numbers of frames, or of frames per second, that are none.
+    """
     for name, value in settings.items():
         names = SETTINGS.get(name, (name,))
         known = [name for name in names if name in video_processor.valid_kwargs.__annotations__]
-        if value is not None:
-            setattr(video_processor, known[0], value)
+        if value is None:
+            continue
+        if name in ("num_frames", "min_frames", "max_frames") and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if name in ("max_fps", "fps") and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a number above 0, got {value!r}.")
+        setattr(video_processor, known[0], value)
 
 
 def get_frames(video_processor: Any) -> dict[str, Any]:
@@ -112,9 +142,15 @@ def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
 
 
 class FrameReader:
-    """Frames as a native video processor wants them. samples: whether it chooses them, or takes all there are."""
+    """
+    Frames as a native video processor wants them. samples: whether it chooses them, or takes all there are; by default
+    as its checkpoint says.
+    """
 
-    def __init__(self, video_processor: Any, samples: bool = True):
+    def __init__(self, video_processor: Any, samples: bool | None = None):
+        if samples is None:
+            # Qwen2.5-VL's class has this off, since its callers chose frames before: no checkpoint means it.
+            samples = video_processor.do_sample_frames or not type(video_processor).do_sample_frames
         self.video_processor, self.samples = video_processor, samples
 
     def choose(self, metadata: VideoMetadata) -> list[int]:
@@ -134,8 +170,8 @@ class FrameReader:
                 size = self.size(len(chosen), *picture_size(file, chosen))
                 frames, shown = file.read(chosen, size, self.resize)
             return self.fill(frames, shown)
-        if isinstance(video, list | tuple):  # pictures, or paths of them
-            video = load_pictures(video)
+        if isinstance(video, list | tuple):  # of frames, pictures or paths of pictures
+            video = stacked(video, index) if all(hasattr(frame, "shape") for frame in video) else load_pictures(video)
         frames = frames_tensor(video, index, None)
         shown = checked_metadata(metadata, len(frames), index, self.samples)
         if shown.fps is None:
@@ -164,6 +200,14 @@ class FrameReader:
         if lacking > 0:
             frames = torch.cat([frames, frames[-1:].expand(lacking, -1, -1, -1)])
         return frames, shown
+
+
+def stacked(frames: Sequence[Any], index: int) -> Any:
+    """The array or tensor of a video that is a list of its frames."""
+    if len({tuple(frame.shape) for frame in frames}) != 1:
+        shapes = sorted({tuple(frame.shape) for frame in frames})
+        raise ValueError(f"videos[{index}] has frames of the shapes {shapes}. Pass at least one, and all of one shape.")
+    return np.stack(frames) if isinstance(frames[0], np.ndarray) else torch.stack(list(frames))
 
 
 def picture_size(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:

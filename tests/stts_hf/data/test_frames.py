@@ -86,7 +86,7 @@ def test_times_are_true_where_the_rate_varies(native, tmp_path):
     assert seconds_of(native, inputs) == pytest.approx(means, abs=0.051)  # one decimal
 
 
-@pytest.mark.parametrize("form", ["array", "pictures", "files", "bytes", "row"])
+@pytest.mark.parametrize("form", ["array", "arrays", "tensors", "pictures", "files", "bytes", "row"])
 def test_a_video_may_come_in_any_form(native, clips, form, tmp_path):
     path = clips["wide"]
     with VideoFile(str(path)) as file:
@@ -94,8 +94,11 @@ def test_a_video_may_come_in_any_form(native, clips, form, tmp_path):
     pictures = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames[::10]]
     for number, picture in enumerate(pictures):
         picture.save(tmp_path / f"{number}.png")
+    array, metadata = frames.permute(0, 2, 3, 1).numpy(), {"video_metadata": [{"fps": 20.0, "total_num_frames": 70}]}
     given, options = {
-        "array": (frames.permute(0, 2, 3, 1).numpy(), {"video_metadata": [{"fps": 20.0, "total_num_frames": 70}]}),
+        "array": (array, metadata),
+        "arrays": (list(array), metadata),
+        "tensors": (list(frames), metadata),
         "pictures": (pictures, {}),
         "files": ([str(tmp_path / f"{number}.png") for number in range(7)], {}),
         "bytes": (path.read_bytes(), {}),
@@ -118,12 +121,50 @@ def test_a_video_of_one_frame_is_shown_twice(native, clips):
     assert inputs["video_metadata"][0].timestamps == [0.0]
 
 
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "in_videos_kwargs"])
 @pytest.mark.parametrize("options", [{"num_frames": 4}, {"max_fps": 1}, {"max_frames": 4}, {"fps": 1}], ids=str)
-def test_settings_hold_for_one_call(native, clips, options):
-    inputs = process(native, text=[TEXT], videos=[clips["large"]], return_tensors="pt", **options)
+def test_settings_hold_for_one_call(native, clips, options, beside):
+    call = options if beside else {"videos_kwargs": options}
+    inputs = process(native, text=[TEXT], videos=[clips["large"]], return_tensors="pt", **call)
     assert inputs["video_grid_thw"][0, 0] == (5 if 1 in options.values() else 2)
     again = process(native, text=[TEXT], videos=[clips["large"]], return_tensors="pt")
     assert again["video_grid_thw"][0, 0] == 10
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "in_videos_kwargs"])
+def test_what_decides_a_size_is_the_native_processors_in_a_call(native, clips, beside):
+    """Frames without resizing, or under the cap of each frame's pixels, are those that native code makes."""
+    with VideoFile(str(clips["large"])) as file:
+        decoded, metadata = file.read()[0], [{"total_num_frames": 100, "fps": file.fps}]
+    capped = copy.copy(native)
+    capped.video_processor = copy.copy(native.video_processor)
+    capped.video_processor.max_video_tokens = 40  # a small frame's; native code takes it from here alone
+    text, image = [TEXT + "<|image_pad|>"], Image.new("RGB", (64, 32), (9, 99, 200))
+    for options in ({"do_resize": False}, {"cap_pixels_per_frame": True}):
+        call = (options if beside else {"videos_kwargs": options}) | {"return_tensors": "pt"}
+        ours = process(capped, text=text, videos=[clips["large"]], images=[image], **call)
+        assert_same(ours, capped(text=text, videos=[decoded], images=[image], video_metadata=metadata, **call))
+        assert ours["video_grid_thw"].tolist() != [[10, 12, 16]]  # without the option
+
+
+def test_a_checkpoint_may_show_every_frame(native, clips):
+    every = copy.copy(native)
+    every.video_processor = copy.copy(native.video_processor)
+    every.video_processor.do_sample_frames = False
+    inputs = process(every, text=[TEXT], videos=[clips["wide"]], return_tensors="pt")
+    assert inputs["video_grid_thw"][0, 0] == 35
+    assert probe(every, str(clips["wide"]))[0].tolist() == inputs["video_grid_thw"][0].tolist()
+
+
+def test_a_class_that_shows_every_frame_says_nothing_of_its_checkpoint(clips, hub_configs):
+    settings = Qwen2VLVideoProcessor.from_pretrained(hub_configs / "stts-qwen2-5-vl-tiny")
+    assert not settings.do_sample_frames
+    assert len(FrameReader(settings).read(str(clips["wide"]), None, 0)[0]) == 6  # 3.5 s
+
+
+def test_no_videos_are_none(native):
+    inputs = process(native, text=["Why?"], videos=[], return_tensors="pt")
+    assert_same(inputs, native(text=["Why?"], return_tensors="pt"))
 
 
 @pytest.mark.parametrize("name", ["large", "slow"])
@@ -182,6 +223,15 @@ def test_a_frame_is_the_one_that_its_index_says(native, clips):
         ({"test_time_scaling": True, "pruning_ratio": 1.0}, "at most 0.999, got 1.0"),
         ({"videos": ["gone.mp4"]}, "There is no video file 'gone.mp4'"),
         ({"videos": [3]}, r"videos\[0\] is 3"),
+        ({"videos": [[]]}, r"videos\[0\] has frames of the shapes \[\]"),
+        ({"videos": [[np.zeros((32, 32, 3)), np.zeros((48, 32, 3))]]}, r"shapes \[\(32, 32, 3\), \(48, 32, 3\)\]"),
+        ({"num_frames": 0}, "num_frames must be a whole number of at least 1, got 0"),
+        ({"max_frames": -2}, "max_frames must be a whole number of at least 1, got -2"),
+        ({"num_frames": 2.5}, "num_frames must be a whole number of at least 1, got 2.5"),
+        ({"min_frames": "a"}, "min_frames must be a whole number of at least 1, got 'a'"),
+        ({"max_fps": 0}, "max_fps must be a number above 0, got 0"),
+        ({"videos_kwargs": {"fps": -1}}, "fps must be a number above 0, got -1"),
+        ({"fps": 1, "videos_kwargs": {"fps": 1}}, "fps is given twice"),
     ],
 )
 def test_bad_input_is_refused(native, clips, options, said):
