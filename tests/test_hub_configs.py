@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,8 +255,30 @@ def test_all_presets_of_a_backbone_share_one_chat_template(hub_configs, presets)
             "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
             "A ball.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
         ),
+        (
+            [user({"video": "clip.mp4"}, {"image": "a.png"}, {"text": "Why?"})],
+            "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|><|vision_start|><|image_pad|><|vision_end|>Why?"
+            "<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            [user({"type": "text", "text": "Why?", "image": None, "video": None})],  # as Arrow fills rows up
+            "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        ),
     ],
-    ids=["text", "system", "second_turn"],
+    ids=["text", "system", "second_turn", "without_type", "filled_up"],
 )
 def test_chat_template_of_qwen3_vl(hub_configs, messages, expected):
     assert render(hub_configs / "stts-qwen3-vl-4b", messages, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize("part", [{"type": "audio", "audio": "a.wav"}, {"words": "Why?"}], ids=["audio", "unknown"])
+def test_chat_template_of_qwen3_vl_drops_nothing_silently(hub_configs, part):
+    with pytest.raises(TemplateError, match="must be a text, an image or a video, got"):
+        render(hub_configs / "stts-qwen3-vl-4b", [user(part, text("Why?"))])
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
+def test_the_lines_of_a_card_load_everything_with_the_folders_code(hub_configs, preset):
+    calls = re.findall(r"from_pretrained\(folder[^)]*\)", (hub_configs / preset / "README.md").read_text())
+    assert len(calls) >= 2
+    assert all("trust_remote_code=True" in call for call in calls)
