@@ -284,18 +284,6 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool)
     return inputs
 
 
-def features_of_rows(pruned: PrunedInputs) -> Any:
-    """One entry per row, in the order of its placeholders: beams and samples then repeat whole rows."""
-    some = pruned.features[0][1]
-    if len(pruned.features) == 1:
-        return pruned.by_row(0, some)
-    merged = some.new_zeros(*pruned.kept_indices.shape, some.shape[-1])
-    for placeholders, features in pruned.features:
-        merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
-    everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
-    return [row[places] for row, places in zip(merged, everywhere, strict=True)]
-
-
 def resolve_setting(name: str, kwargs: dict[str, Any], *generation_configs: GenerationConfig | None) -> Any:
     """What `generate` will go by: the first of the call's arguments, its configuration and the model's to set it."""
     values = [kwargs.get(name), *(getattr(config, name, None) for config in generation_configs)]

@@ -32,11 +32,11 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from .cache_stts import CachedPrompt
 from .checks_stts import MASKED_TEXT_ATTENTION, check_exclusive, check_settings, check_tensors, holds_packed_rows
 from .configuration_stts import STTSConfig
-from .generation_stts import STTSGeneration, features_of_rows
+from .generation_stts import STTSGeneration
 from .outputs_stts import PruningHead, PruningOutput, TaskOutput, check_targets
 from .plan_stts import VideoFeatures
 from .pruning_stts import PrunedInputs, PruningBackbone
-from .sequence_stts import Tokens, placeholders_of_videos
+from .sequence_stts import Tokens
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
 
 if TYPE_CHECKING:
@@ -70,6 +70,27 @@ def check_text_attention(text_config: PreTrainedConfig) -> None:
             "each other in both directions, which it cannot express. Use 'sdpa' or 'flex_attention' there, for example "
             "attn_implementation={'text_config': 'sdpa', 'vision_config': 'flash_attention_2'}."
         )
+
+
+def placeholders_of_videos(
+    placeholders: torch.Tensor, frame_starts: torch.Tensor, image_starts: torch.Tensor
+) -> torch.Tensor:
+    """Placeholders (B, L) whose nearest opening token before them opens a frame and not an image."""
+    place = torch.arange(placeholders.shape[-1], device=placeholders.device).expand_as(placeholders)
+    last_start = torch.where(frame_starts | image_starts, place, 0).cummax(-1).values
+    return placeholders & frame_starts.gather(-1, last_start)
+
+
+def features_of_rows(pruned: PrunedInputs) -> Any:
+    """One entry per row, in the order of its placeholders: beams and samples then repeat whole rows."""
+    some = pruned.features[0][1]
+    if len(pruned.features) == 1:
+        return pruned.by_row(0, some)
+    merged = some.new_zeros(*pruned.kept_indices.shape, some.shape[-1])
+    for placeholders, features in pruned.features:
+        merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
+    everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
+    return [row[places] for row, places in zip(merged, everywhere, strict=True)]
 
 
 class STTSModel(PruningBackbone, Molmo2Model):

@@ -185,15 +185,6 @@ def any_row_is_packed(position_ids: torch.Tensor, attention_mask: torch.Tensor |
     return bool((torch.where(shown, samples, 0).amax(-1) > 1).any())
 
 
-def placeholders_of_videos(
-    placeholders: torch.Tensor, frame_starts: torch.Tensor, image_starts: torch.Tensor
-) -> torch.Tensor:
-    """Placeholders (B, L) whose nearest opening token before them opens a frame and not an image."""
-    place = torch.arange(placeholders.shape[-1], device=placeholders.device).expand_as(placeholders)
-    last_start = torch.where(frame_starts | image_starts, place, 0).cummax(-1).values
-    return placeholders & frame_starts.gather(-1, last_start)
-
-
 def keep_tokens(video_placeholders: torch.Tensor, keep_mask: torch.Tensor) -> torch.Tensor:
     """
     All tokens (B, L) but the placeholders of dropped blocks.

@@ -5,13 +5,13 @@ import torch
 from transformers import DynamicCache
 
 from stts_hf.modeling.cache_stts import CachedPrompt
+from stts_hf.modeling.modeling_stts import placeholders_of_videos
 from stts_hf.modeling.plan_stts import assign_videos_to_rows
 from stts_hf.modeling.sequence_stts import (
     KeptSequence,
     find_samples,
     gather_columns,
     keep_tokens,
-    placeholders_of_videos,
 )
 
 # Two rows of 8 tokens; the first loses 3, the second 5.
