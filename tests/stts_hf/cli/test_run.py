@@ -250,7 +250,7 @@ def test_what_is_not_a_video_is_one_clear_line(run, clip, tmp_path, kind):
         ("EMPTY", "holds no weights"),
         ("OTHER", "is a 'qwen3' model, but must be an STTS checkpoint"),
         ("NO_WEIGHTS", "holds no weights"),
-        ("NO_CODE", "cannot be loaded"),
+        ("NO_PROCESSOR", "cannot be loaded"),
     ],
 )
 def test_a_wrong_checkpoint_is_one_clear_line(run, hub_configs, tmp_path, checkpoint, words):
@@ -259,8 +259,8 @@ def test_a_wrong_checkpoint_is_one_clear_line(run, hub_configs, tmp_path, checkp
         folder = hub_configs / "stts-molmo2-4b"
     else:
         folder.mkdir()
-    if checkpoint in ("OTHER", "NO_CODE"):
-        config = {"OTHER": '{"model_type": "qwen3"}', "NO_CODE": '{"model_type": "stts_of_another_kind"}'}
+    if checkpoint in ("OTHER", "NO_PROCESSOR"):
+        config = {"OTHER": '{"model_type": "qwen3"}', "NO_PROCESSOR": '{"model_type": "stts"}'}
         (folder / "config.json").write_text(config[checkpoint])
         (folder / "model.safetensors").touch()
     status, _, err, _ = run(checkpoint=folder if checkpoint.isupper() else checkpoint)
