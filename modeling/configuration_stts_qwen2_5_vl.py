@@ -30,8 +30,6 @@ class STTSQwen2_5_VLVisionConfig(MropeSettings, Qwen2_5_VLVisionConfig):
 
     model_type = "stts_qwen2_5_vl_vision"
     base_config_key = "vision_config"
-    # The native config has it since transformers 5.23.
-    attribute_map: ClassVar[dict] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
     pruning_layer: int = 6
 
     if TYPE_CHECKING:

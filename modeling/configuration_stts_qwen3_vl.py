@@ -25,8 +25,6 @@ class STTSQwen3VLVisionConfig(MropeSettings, Qwen3VLVisionConfig):
 
     model_type = "stts_qwen3_vl_vision"
     base_config_key = "vision_config"
-    # The native config has it since transformers 5.23.
-    attribute_map: ClassVar[dict] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 
     if TYPE_CHECKING:
 

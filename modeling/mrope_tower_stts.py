@@ -8,7 +8,7 @@ Scores, masks and features are always in the caller's order of blocks. Images ta
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -92,10 +92,15 @@ class FrameAttention(NativeLayer):
 class FrameBlock(NativeLayer):
     """Mixin for a native layer, whose `attn` is a `FrameAttention`; as layer `l + 1` it also drops patches."""
 
+    attention: ClassVar[Any]  # class of `attn`
     attn: Any
     norm1: Any
     norm2: Any
     mlp: Any
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.attn = self.attention(config)
 
     def forward(
         self,
@@ -139,6 +144,7 @@ def reorder(blocks: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 class FlatTower(RankingTower):
     """Mixin for a native tower whose `blocks` are `FrameBlock`s: for videos it scores blocks and drops the lowest."""
 
+    block: ClassVar[Any]  # class of `blocks`
     blocks: nn.ModuleList
     patch_embed: Any
     rotary_pos_emb: Any
@@ -147,6 +153,14 @@ class FlatTower(RankingTower):
     spatial_merge_unit: int
     deepstack_visual_indexes: Any = ()  # of layers, in native towers that have deepstack, if only an empty list
     deepstack_merger_list: Any
+
+    def __init__(self, config: Any):
+        config.validate_pruning()  # fields may have been set since construction
+        super().__init__(config)
+        self.patch_embed.proj = PatchProjection.like(self.patch_embed.proj)
+        self.blocks = nn.ModuleList([self.block(config) for _ in range(config.depth)])
+        self.add_scorer(config.hidden_size, config.intermediate_size, config.num_heads)
+        self.post_init()
 
     def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
         """

@@ -98,6 +98,9 @@ class PruningSettings:
 class MropeSettings(PruningSettings):
     """`PruningSettings` of a tower whose videos have resolutions of their own; without `refill_single_frame_bins`."""
 
+    # Native configs have it since transformers 5.23.
+    attribute_map: ClassVar[dict] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+
     def validate_pruning(self) -> None:
         super().validate_pruning()
         if self.refill_single_frame_bins:

@@ -166,12 +166,11 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                 f"num_frames={num_frames} and fps={fps} exclude each other. Pass num_frames and max_fps for a rate "
                 "with a budget."
             )
-        if num_frames is not None and (not isinstance(num_frames, int) or num_frames < 1):
-            raise ValueError(f"num_frames must be a whole number of at least 1, got {num_frames!r}.")
+        if num_frames is not None:
+            check_count("num_frames", num_frames)
         for name in ("max_fps", "fps", "max_download_bytes", "max_download_seconds"):
-            value = options[name]
-            if not (value is None and "fps" in name) and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise ValueError(f"{name} must be a number above 0, got {value!r}.")
+            if not (options[name] is None and "fps" in name):
+                check_amount(name, options[name])
         ratio = check_pruning_ratio(options["pruning_ratio"])
         if "pruning_ratio" in given and not options["test_time_scaling"]:
             raise ValueError(
@@ -241,6 +240,18 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         metadata.frames_indices, metadata.frame_times = chosen, times
         metadata.duration = decoder.metadata.duration_seconds
         return frames, metadata
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises `ValueError` for a number of frames that is none."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def check_amount(name: str, value: Any) -> None:
+    """Raises `ValueError` for a rate, or an amount of bytes or seconds, that is none."""
+    if not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ValueError(f"{name} must be a number above 0, got {value!r}.")
 
 
 def frame_budget(num_frames: int, pruning_ratio: float) -> int:

@@ -8,7 +8,6 @@ blocks are scored and dropped is in `mrope_tower_stts`.
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen2_5_VLVisionAttention,
@@ -18,7 +17,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.vision_utils import get_vision_window_index
 
 from .configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig
-from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock, PatchProjection
+from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock
 
 
 class STTSQwen2_5_VLVisionAttention(FrameAttention, Qwen2_5_VLVisionAttention):  # type: ignore[misc]  # hands `max_seqlen` on
@@ -30,24 +29,15 @@ class STTSQwen2_5_VLVisionAttention(FrameAttention, Qwen2_5_VLVisionAttention): 
 class STTSQwen2_5_VLVisionBlock(FrameBlock, Qwen2_5_VLVisionBlock):
     """Native layer; as layer `l + 1` it also drops patches."""
 
-    def __init__(self, config: STTSQwen2_5_VLVisionConfig):
-        super().__init__(config)
-        self.attn = STTSQwen2_5_VLVisionAttention(config)
+    attention = STTSQwen2_5_VLVisionAttention
 
 
 class STTSQwen2_5_VLVisionModel(FlatTower, Qwen2_5_VisionTransformerPretrainedModel):
     """Qwen2.5-VL's ViT, which for videos scores blocks after layer `pruning_layer` and drops the lowest."""
 
     config: STTSQwen2_5_VLVisionConfig
+    block = STTSQwen2_5_VLVisionBlock
     _no_split_modules: ClassVar[list[str]] = ["STTSQwen2_5_VLVisionBlock", "TokenScorer"]  # type: ignore[misc]
-
-    def __init__(self, config: STTSQwen2_5_VLVisionConfig):
-        config.validate_pruning()  # fields may have been set since construction
-        super().__init__(config)
-        self.patch_embed.proj = PatchProjection.like(self.patch_embed.proj)
-        self.blocks = nn.ModuleList([STTSQwen2_5_VLVisionBlock(config) for _ in range(config.depth)])
-        self.add_scorer(config.hidden_size, config.intermediate_size, config.num_heads)
-        self.post_init()
 
     def cut_windows(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, int]:
         """As in `FlatTower`, by the native rule: windows begin at a frame's corner and end at its border."""

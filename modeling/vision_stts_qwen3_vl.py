@@ -7,7 +7,6 @@ resolution, and rotary ones. How blocks are scored and dropped is in `mrope_towe
 from typing import ClassVar
 
 import torch
-from torch import nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLVisionAttention,
     Qwen3VLVisionBlock,
@@ -17,7 +16,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from .configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig
-from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock, PatchProjection
+from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock
 
 
 class STTSQwen3VLVisionAttention(FrameAttention, Qwen3VLVisionAttention):  # type: ignore[misc]  # hands `max_seqlen` on
@@ -29,24 +28,15 @@ class STTSQwen3VLVisionAttention(FrameAttention, Qwen3VLVisionAttention):  # typ
 class STTSQwen3VLVisionBlock(FrameBlock, Qwen3VLVisionBlock):
     """Native layer; as layer `l + 1` it also drops patches."""
 
-    def __init__(self, config: STTSQwen3VLVisionConfig):
-        super().__init__(config)
-        self.attn = STTSQwen3VLVisionAttention(config)
+    attention = STTSQwen3VLVisionAttention
 
 
 class STTSQwen3VLVisionModel(FlatTower, Qwen3VLVisionModel):
     """Qwen3-VL's ViT, which for videos scores blocks after layer `pruning_layer` and drops the lowest."""
 
     config: STTSQwen3VLVisionConfig
+    block = STTSQwen3VLVisionBlock
     _no_split_modules: ClassVar[list[str]] = ["STTSQwen3VLVisionBlock", "TokenScorer"]  # type: ignore[misc]
-
-    def __init__(self, config: STTSQwen3VLVisionConfig):
-        config.validate_pruning()  # fields may have been set since construction
-        super().__init__(config)
-        self.patch_embed.proj = PatchProjection.like(self.patch_embed.proj)
-        self.blocks = nn.ModuleList([STTSQwen3VLVisionBlock(config) for _ in range(config.depth)])
-        self.add_scorer(config.hidden_size, config.intermediate_size, config.num_heads)
-        self.post_init()
 
     def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
         """As in `FlatTower`; rows of the table of learned positions and their weights, (N of all, 4) each."""

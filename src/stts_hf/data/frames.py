@@ -7,7 +7,6 @@ what it makes of a file that was decoded whole.
 """
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
 from stts_hf.modeling.video_processing_stts import (
+    check_amount,
+    check_count,
     checked_metadata,
     frame_budget,
     frames_tensor,
@@ -117,10 +118,10 @@ def set_frames(video_processor: Any, **settings: Any) -> None:
         known = [name for name in names if name in video_processor.valid_kwargs.__annotations__]
         if value is None:
             continue
-        if name in ("num_frames", "min_frames", "max_frames") and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        if name in ("max_fps", "fps") and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a number above 0, got {value!r}.")
+        if name in ("num_frames", "min_frames", "max_frames"):
+            check_count(name, value)
+        if name in ("max_fps", "fps"):
+            check_amount(name, value)
         setattr(video_processor, known[0], value)
 
 

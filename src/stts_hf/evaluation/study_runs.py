@@ -33,8 +33,7 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.evaluation.fitting import start_scorer
 from stts_hf.evaluation.methods import METHODS, load_method
-from stts_hf.evaluation.motion import share_of_blocks
-from stts_hf.evaluation.statistics import rank_correlation
+from stts_hf.evaluation.motion import correlate, share_of_blocks
 from stts_hf.evaluation.study import FORMAT, UNPRUNED, Evaluation, Run, Study, evaluations, is_scored
 from stts_hf.evaluation.study_data import (
     EncodedRows,
@@ -321,5 +320,5 @@ def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, f
         scores = model.model.get_video_features(**inputs.to(desk.device)).token_scores[0].cpu()  # (T, n)
         moving = share_of_blocks(desk.motion[clip], tuple(inputs["video_grids"][0].tolist()))
         if moving is not None and np.ptp(moving[1:]):
-            correlations[clip] = round(np.nan_to_num(rank_correlation(scores[1:].numpy(), moving[1:])), 3)
+            correlations[clip] = round(np.nan_to_num(correlate(scores, moving)), 3)
     return correlations
