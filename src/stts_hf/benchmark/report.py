@@ -249,12 +249,14 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     labels, speed_ups, ideals, papers = [], [], [], []
-    for cell in result["cells"]:
+    words = [cell["title"].split(", ") for cell in result["cells"]]
+    shared = set.intersection(*map(set, words))
+    for cell, own in zip(result["cells"], words, strict=True):
         summary = summarise(cell)
         for variant in cell["variants"][1:]:
             total = summary.get(variant["name"], {}).get(TOTAL)
             if total is not None and total.speed_up:
-                labels.append(f"{cell['title'].partition(', sdpa')[0]}: {_label(variant['name'])}")
+                labels.append(", ".join([word for word in own if word not in shared] + [_label(variant["name"])]))
                 speed_ups.append(total.speed_up)
                 ideals.append(total.ideal)
                 papers.append(_paper_speed_up(cell, variant))
@@ -270,5 +272,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.axvline(1, color="#999999", linewidth=0.8)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="speed-up of the total", title=f"{result['preset']} ({result['machine'].get('gpu', 'CPU')})")
+    axes.set(xlabel="speed-up of the total")
+    figure.suptitle(f"{result['preset']} ({result['machine'].get('gpu', 'CPU')})")
+    if shared:  # what all bars are of stands once, above them
+        axes.set_title(", ".join(word for word in words[0] if word in shared), fontsize=8, loc="left")
     figure.savefig(path, dpi=110, format="png", bbox_inches="tight")

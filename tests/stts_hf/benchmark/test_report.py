@@ -131,3 +131,19 @@ def test_the_plot_has_a_bar_for_every_speed_up_and_a_mark_for_its_ideal(tmp_path
     monkeypatch.undo()
     draw(result([pruned_twice(), failing()]), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_the_plot_names_what_bars_differ_in_and_once_what_they_share(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    first, second = pruned_twice(), pruned_twice()
+    second["title"] += ", cosine"
+    draw(result([first, second]), tmp_path / "plot.png")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "k = 0",
+        "k = 0.5",
+        "cosine, k = 0",
+        "cosine, k = 0.5",
+    ]
+    assert axes.get_title(loc="left") == first["title"]
