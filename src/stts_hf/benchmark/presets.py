@@ -162,7 +162,7 @@ _PRESETS = (
     Preset(
         "decode",
         "64 frames of a one-hour 480p file, and of 32 seconds, beside transformers' PyAV reader",
-        "6 min, 1 GB on 2 CPU cores",
+        "20 min, 1 GB on 2 CPU cores",
         clips=(3600.0, 32.0),
     ),
 )
