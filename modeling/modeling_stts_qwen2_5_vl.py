@@ -46,7 +46,6 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
         super(Qwen2_5_VLModel, self).__init__(config)
         self.visual = STTSQwen2_5_VLVisionModel(config.vision_config)
         self.language_model = Qwen2_5_VLTextModel(config.text_config)
-        self.rope_deltas = None
         self.post_init()
 
     def plan_videos(

@@ -39,7 +39,6 @@ class STTSQwen3VLModel(MropeBackbone, Qwen3VLModel):
         super(Qwen3VLModel, self).__init__(config)
         self.visual = STTSQwen3VLVisionModel(config.vision_config)
         self.language_model = Qwen3VLTextModel(config.text_config)
-        self.rope_deltas = None
         self.post_init()
 
 

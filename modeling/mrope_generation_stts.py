@@ -17,12 +17,6 @@ class MropeGeneration(PruningHead, STTSGeneration):
 
     model: MropeBackbone
 
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the native model, for text alone; but not by what another call left behind."""
-        model: Any = self.get_submodule("model")
-        model.rope_deltas = None
-        return super()._prepare_position_ids_for_generation(*args, **kwargs)
-
     @can_return_tuple
     def forward(
         self,

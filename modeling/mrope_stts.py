@@ -2,8 +2,8 @@
 
 Their towers take patches of all videos in one flat sequence, block by block, beside grids `(T, rows, cols)`. A call
 with videos or images goes `prune -> native forward`, which takes the features as `mm_encoder_outputs`. Native models
-keep in `rope_deltas` how far the last call's positions were ahead of its columns. Nothing here goes by that: positions
-come from the prompt, the caller or the note on a cache.
+keep in `rope_deltas` how far the last call's positions were ahead of its columns. Here nothing is kept: positions come
+from the prompt, the caller or the note on a cache, so calls may alternate, and run in several threads.
 """
 
 import math
@@ -49,6 +49,8 @@ class MropeBackbone(PruningBackbone):
     num_axes = 3
     vision_is_causal = True
     visual: Any
+    # Native code writes here what the next call, of whatever prompt, would go by: it always finds None.
+    rope_deltas: Any = property(lambda self: None, lambda self, value: None)
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """As in `PruningBackbone`, grids on the host. Beside `mm_encoder_outputs` they alone say the positions."""
@@ -204,12 +206,6 @@ class MropeBackbone(PruningBackbone):
                     f"The text has {int(places.sum())} {kind} placeholder tokens, but `{names[0]}` is None. Pass all "
                     "that the processor returns, or take the placeholders out."
                 )
-
-    def compute_3d_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """As the native model, but not by what another call left behind."""
-        self.rope_deltas = None
-        native: Any = super()
-        return native.compute_3d_position_ids(*args, **kwargs)
 
     @can_return_tuple
     def get_video_features(

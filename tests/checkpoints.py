@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoModelForMultimodalLM, LogitsProcessor
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from tests.clips import write_clip
@@ -62,6 +62,22 @@ def load_talkative(folder: Path = TINY) -> Any:
             if weight.dim() == 2:
                 weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
     return model
+
+
+class Recorder(LogitsProcessor):
+    """Keeps the logits of each step of `generate`, (B, vocabulary)."""
+
+    def __init__(self) -> None:
+        self.steps: list[torch.Tensor] = []
+
+    def __call__(self, input_ids, scores):
+        self.steps.append(scores.float())
+        return scores
+
+    def logits(self, steps: int) -> torch.Tensor:
+        """(rows, steps, vocabulary) of all batches, each of so many steps."""
+        batches = [self.steps[start : start + steps] for start in range(0, len(self.steps), steps)]
+        return torch.cat([torch.stack(batch, dim=1) for batch in batches])
 
 
 ANSWER = "The red ring moves"

@@ -82,18 +82,6 @@ RELIED_ON = {
         r"self\._preprocess\(videos=videos, \*\*kwargs\)",
         "frames are preprocessed a few at a time: each call makes patches, pooling indices and a grid of its frames",
     ),
-} | {
-    f"transformers.{owner}._prepare_position_ids_for_generation": Native(
-        "self, inputs_tensor, model_kwargs",
-        "transformers.generation.utils.GenerationMixin.generate",
-        r"self\._prepare_position_ids_for_generation\(inputs_tensor, model_kwargs\)",
-        "positions of text alone must not go by the `rope_deltas` of another call",
-    )
-    for owner in (
-        "generation.utils.GenerationMixin",
-        "models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLForConditionalGeneration",
-        "models.qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration",
-    )
 }
 
 

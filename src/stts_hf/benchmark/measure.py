@@ -27,6 +27,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from stts_hf import __version__
 from stts_hf.benchmark import meters
+from stts_hf.benchmark.asking import measure_questions
 from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
 from stts_hf.benchmark.meters import Clock, StageRecorder
 from stts_hf.benchmark.models import Models, build_models, configure, pruning_settings
@@ -83,7 +84,12 @@ def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[d
     }
     of_models = measure_workloads(preset.workloads, device, preset.repeats)
     of_readers = (measure_clip(clip, preset.repeats) for clip in preset.clips)
-    for cell in itertools.chain(of_models, of_readers):
+    of_questions = (
+        measure_questions(workload, ratio, device, preset.repeats)
+        for workload in preset.asked
+        for ratio in workload.ratios
+    )
+    for cell in itertools.chain(of_models, of_readers, of_questions):
         result["cells"].append(cell)
         result["seconds"] = time.perf_counter() - clock
         result["machine"]["load_after"] = os.getloadavg()[0]

@@ -51,7 +51,8 @@ class Workload:
 class Preset:
     """
     takes: what to expect, for `--list`. workloads: in the order in which they run. repeats: timed rounds of each.
-    clips: seconds of the files on which readers are compared. needs_gpu: why this is not for a CPU, or None.
+    clips: seconds of the files on which readers are compared. asked: whose videos are asked several questions about.
+    needs_gpu: why this is not for a CPU, or None.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Preset:
     workloads: tuple[Workload, ...] = ()
     repeats: int = 3
     clips: tuple[float, ...] = ()
+    asked: tuple[Workload, ...] = ()
     needs_gpu: str | None = None
 
 
@@ -160,6 +162,16 @@ _PRESETS = (
         tuple(Workload("tower", "narrow-tower", 2**power, (0.5,)) for power in range(11)),
     ),
     Preset(
+        "ask",
+        "ten questions about 64 frames, a call each or the video read once; Molmo2-4B and Qwen3-VL-4B scaled down",
+        "14 min, 2 GB on 2 CPU cores",
+        repeats=2,
+        asked=tuple(
+            dataclasses.replace(small, ratios=(0.5,), text_tokens=16, decode_tokens=8)
+            for small in (_SMALL, _QWEN_SMALL)
+        ),
+    ),
+    Preset(
         "decode",
         "64 frames of a one-hour 480p file, and of 32 seconds, beside transformers' PyAV reader",
         "20 min, 1 GB on 2 CPU cores",
@@ -190,9 +202,9 @@ def vary(
     chosen = {field: values for field, values in axes.items() if values}
     workloads = [workload for workload in preset.workloads if not modes or workload.mode in modes]
     if (chosen or modes) and not workloads:
-        has = sorted({workload.mode for workload in preset.workloads})
+        has, others = sorted({workload.mode for workload in preset.workloads}), "files" if preset.clips else "questions"
         raise ValueError(
-            f"preset {preset.name!r} measures {' and '.join(has) or 'files'}, which these options leave out."
+            f"preset {preset.name!r} measures {' and '.join(has) or others}, which these options leave out."
         )
     varied: dict[Workload, Workload] = {}  # of workloads that differ in ratios alone, the first
     for workload, values in itertools.product(workloads, itertools.product(*chosen.values())):

@@ -205,8 +205,9 @@ def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], stages: Mappin
     if motion := variant.get("motion"):
         figures["correlation with motion"] = _median(motion["correlation"])
         figures["kept of what moves"] = _median(motion["kept"], ".0%")
-    if "same_frames" in variant:
-        figures["same frames"] = {True: "yes", False: "**no**", None: ""}[variant["same_frames"]]
+    for same in ("same_frames", "same_tokens"):
+        if same in variant:
+            figures[same.replace("_", " ")] = {True: "yes", False: "**no**", None: ""}[variant[same]]
     if paper := _paper_speed_up(cell, variant):
         figures["speed-up in the paper"] = paper
     return figures

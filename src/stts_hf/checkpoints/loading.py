@@ -50,8 +50,12 @@ def load_config_and_processor(
     """
     from transformers import AutoConfig, AutoProcessor, PreTrainedConfig
 
+    from stts_hf.modeling.settings_stts import SELECTORS
+
     from .families import OWN, STOCK
 
+    if selector not in (None, *SELECTORS):
+        raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}")
     options: dict[str, Any] = {"revision": revision or "main"}
     with _loading(checkpoint):
         kind = PreTrainedConfig.get_config_dict(checkpoint, **options)[0].get("model_type")
@@ -59,7 +63,8 @@ def load_config_and_processor(
     if stock is not None and selector in (None, "scorer"):
         raise ValueError(
             f"checkpoint {checkpoint} is a stock {stock.config.family} model, which has no trained scorer: choose the "
-            "selector cosine, which needs none, or make an STTS checkpoint of it with stts-hf convert and train that"
+            'selector cosine, which needs none (selector="cosine", --selector cosine), or make an STTS checkpoint of '
+            "it with stts-hf convert and train that"
         )
     if stock is None and str(kind) not in OWN:
         raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
@@ -77,8 +82,8 @@ def load_config_and_processor(
 
 def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | None = None, **options: Any) -> Any:
     """
-    Returns the model, by the code that `config` is of, for use on `device`. options: of `from_pretrained`. Raises
-    `ValueError` where the weights cannot be loaded.
+    Returns the model, by the code that `config` is of, for use on `device`; None leaves it where it was loaded.
+    options: of `from_pretrained`. Raises `ValueError` where the weights cannot be loaded.
     """
     from transformers import AutoModelForMultimodalLM
 
@@ -91,7 +96,7 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
             model: Any = own.from_pretrained(checkpoint, **options)
         else:
             model = AutoModelForMultimodalLM.from_pretrained(checkpoint, trust_remote_code=True, **options)
-    return model.to(device).eval()
+    return (model if device is None else model.to(device)).eval()
 
 
 @contextlib.contextmanager

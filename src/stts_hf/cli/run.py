@@ -136,7 +136,8 @@ def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[],
             stage(f"Answering with {ratio:.0%} of the video tokens dropped"),
             progress_bar(arguments.max_new_tokens, "token") as bar,
         ):
-            answer = answer_prepared(model, processor, begun, inputs, streamer=TokenBar(bar), **generation(arguments))
+            options = {"streamer": TokenBar(bar), **generation(arguments)}
+            (answer,) = answer_prepared(model, processor, [(begun, inputs)], **options)
         report.print_lines(question=question)
         report.print_answer(answer)
         write(answer)

@@ -100,7 +100,7 @@ class STTSDataCollator:
         if self.always_video and not any(sample.grids for sample in samples):
             self._add_empty_video(batch, packed)
             samples.append(self._empty_video)
-        features = self._pad(batch, packed) | _join_vision(samples)
+        features = self._pad(batch, packed) | join_vision([sample.vision for sample in samples])
         if self.return_ids:
             features |= {"sample_ids": ids, "skipped_ids": skipped}
         return features
@@ -200,17 +200,15 @@ def resolve_ratio(model_config: Any, pruning_ratio: float | None) -> float | Non
     return None if pruning_ratio is None else check_pruning_ratio(pruning_ratio)
 
 
-def _join_vision(samples: list[Encoded]) -> dict[str, torch.Tensor]:
-    """Videos and images of all samples, joined."""
+def join_vision(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Videos and images of several samples, what a processor gives for each, joined."""
     joined = {}
-    for key in dict.fromkeys(key for sample in samples for key in sample.vision):
-        holders = [sample.vision for sample in samples if key in sample.vision]
-        if not holders:
-            continue
-        parts = [vision[key] for vision in holders]
+    for key in dict.fromkeys(key for vision in parts for key in vision):
+        holders = [vision for vision in parts if key in vision]
+        found = [vision[key] for vision in holders]
         if key in _POOLING:
             patches = [vision[_POOLING[key]].shape[0] * vision[_POOLING[key]].shape[1] for vision in holders]
             starts = itertools.accumulate(patches[:-1], initial=0)
-            parts = [torch.where(p >= 0, p + start, p) for p, start in zip(parts, starts, strict=True)]
-        joined[key] = torch.cat(parts)
+            found = [torch.where(p >= 0, p + start, p) for p, start in zip(found, starts, strict=True)]
+        joined[key] = torch.cat(found)
     return joined

@@ -32,7 +32,7 @@ from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 # A call's settings, each under the names that video processors have for it; the first that one has is meant.
 SETTINGS = {"num_frames": ("max_frames", "num_frames"), "max_fps": ("max_fps", "fps")}
 # What a call may say of its videos beside `videos_kwargs`.
-_OF_VIDEOS = {
+OF_VIDEOS = {
     *SETTINGS,
     *("fps", "min_frames", "max_frames", "size", "do_resize", "cap_pixels_per_frame", "max_video_tokens"),
     *("test_time_scaling", "pruning_ratio", "do_sample_frames", "video_metadata", "return_metadata"),
@@ -88,7 +88,7 @@ def of_videos(options: dict[str, Any]) -> dict[str, Any]:
     given = dict(options.pop("videos_kwargs", None) or {})
     if "do_resize" in options:  # beside `videos_kwargs` it is meant for images too
         options["images_kwargs"] = {"do_resize": options["do_resize"]} | dict(options.get("images_kwargs") or {})
-    for name in _OF_VIDEOS & options.keys():
+    for name in OF_VIDEOS & options.keys():
         if name in given:
             raise ValueError(f"{name} is given twice, in videos_kwargs and beside it. Leave one of them out.")
         given[name] = options.pop(name)

@@ -20,7 +20,6 @@ from transformers.utils import logging
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
-from stts_hf.modeling.settings_stts import SELECTORS
 from stts_hf.modeling.video_reading_stts import is_url
 
 logger = logging.get_logger(__name__)
@@ -73,8 +72,6 @@ class STTS(lmms):
             raise ValueError(f"model_args has {', '.join(sorted(unknown))}, which the model stts does not know.")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
-        if selector not in (None, *SELECTORS):
-            raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}.")
         if attn_implementation is not None and attn_implementation.startswith("{"):
             attn_implementation = json.loads(attn_implementation)
         self.batch_size = int(batch_size)

@@ -1,16 +1,19 @@
-"""A question about each of many videos: the next ones are decoded while the model answers this one."""
+"""Questions about videos: how one is prepared and answered; of many, the next are decoded while the model answers."""
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature
 
 from stts_hf.data import frames
+from stts_hf.data.collator import join_vision
 from stts_hf.data.encoding import find_control_token
 from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.settings_stts import check_pruning_ratio, check_vision_config
@@ -34,7 +37,8 @@ class VideoAnswer:
         keep_mask: (T, n) bool, which blocks were kept; on the host.
         token_scores: (T, n) float32, what they were ranked by; on the host.
         prompt_tokens: tokens of the prompt, `L`, video tokens that were dropped included.
-        seconds: what the model took.
+        tokens_read_before: how many of those that reach the language model a clip held already, from `watch`.
+        seconds: what the model took; in a batch, its share of that.
         seconds_waited: how long the model waited for the video to be decoded and preprocessed.
     """
 
@@ -49,6 +53,7 @@ class VideoAnswer:
     keep_mask: torch.Tensor | None = None
     token_scores: torch.Tensor | None = None
     prompt_tokens: int = 0
+    tokens_read_before: int = 0
     seconds: float = 0.0
     seconds_waited: float = 0.0
 
@@ -80,17 +85,17 @@ def answer_videos(
     question: str | Iterable[str],
     *,
     pruning_ratio: float | None = None,
+    batch_size: int = 1,
     processing: Mapping[str, Any] | None = None,
     on_error: Literal["raise", "return"] = "raise",
     **generate_options: Any,
 ) -> Generator[VideoAnswer, None, None]:
-    """Answers a question about each video, one after the other; a thread decodes the next two meanwhile.
+    """Answers a question about each video, one after the other; a thread decodes the next ones meanwhile.
 
         for answer in answer_videos(model, processor, paths, "What happens?", max_new_tokens=64, on_error="return"):
             print(answer.video, answer.answer or answer.error)
 
-    The batch size is 1: videos differ in length, and one video's prompt of thousands of tokens fills a device. Answers
-    come in the order of the videos, each as soon as it is there.
+    Answers come in the order of the videos, each as soon as it, and others of its batch, are there.
 
     Args:
         model: an STTS model of any backbone, or one wrapped by PEFT.
@@ -98,6 +103,8 @@ def answer_videos(
         videos: paths, URLs, the bytes of files, or arrays of frames, as the processor takes them; need not end.
         question: one for all videos, or one for each.
         pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
+        batch_size: videos that the model answers about at once, padded to the longest. By default one: its prompt of
+            thousands of tokens fills a device. 64 frames at 378 pixels take 110 MB, and as many wait as are in a batch.
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
         on_error: "raise" ends with the error at a video that cannot be read; "return" yields a `VideoAnswer` with that
             `error` in its place and continues.
@@ -115,6 +122,7 @@ def answer_videos(
         raise TypeError(f"videos must be several, got one {type(videos).__name__}; pass a list, even of one video.")
     check_vision_config(model.config.vision_config)
     ratio = check_pruning_ratio(model.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio)
+    check_batch_size(batch_size)
     if (asked := generate_options.get("num_return_sequences")) not in (None, 1):
         raise ValueError(f"num_return_sequences is {asked}, but a video gets one answer; leave it out.")
     if on_error not in ("raise", "return"):
@@ -128,21 +136,38 @@ def answer_videos(
         try:
             return prepare_video(processor, *pair, pruning_ratio=ratio, processing=processing)
         except Exception as error:
-            if on_error == "raise":
-                raise
             return VideoAnswer(*pair, error=error), None
 
+    def complete(batch: Sequence[tuple[VideoAnswer, BatchFeature | None]]) -> Iterator[VideoAnswer]:
+        readable = [(answer, inputs) for answer, inputs in batch if inputs is not None]
+        answered: Iterator[VideoAnswer] = iter(())
+        if readable:
+            answered = iter(answer_prepared(model, processor, readable, pruning_ratio=ratio, **generate_options))
+        for answer, inputs in batch:
+            yield answer if inputs is None else next(answered)
+
     def answers() -> Generator[VideoAnswer, None, None]:
-        with contextlib.closing(prefetch(prepare, pairs)) as prepared:
+        with contextlib.closing(prefetch(prepare, pairs, ahead=max(2, batch_size))) as prepared:
+            batch: list[tuple[VideoAnswer, BatchFeature | None]] = []
             started = time.perf_counter()
-            for answer, inputs in prepared:
-                waited = time.perf_counter() - started
-                if inputs is not None:
-                    answer = answer_prepared(model, processor, answer, inputs, pruning_ratio=ratio, **generate_options)
-                yield dataclasses.replace(answer, seconds_waited=waited)
+            for begun, inputs in prepared:
+                if begun.error is not None and on_error == "raise":
+                    yield from complete(batch)
+                    raise begun.error
+                batch.append((dataclasses.replace(begun, seconds_waited=time.perf_counter() - started), inputs))
+                if len(batch) == batch_size:
+                    yield from complete(batch)
+                    batch = []
                 started = time.perf_counter()
+            yield from complete(batch)
 
     return answers()
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Raises `ValueError` for a number of rows that is none."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
 
 
 def prepare_video(
@@ -159,8 +184,29 @@ def prepare_video(
     `pruning_ratio` is what `test_time_scaling` raises the number of frames by, where that is on.
     """
     check_question(processor, question)
-    content = [{"type": "video"}, {"type": "text", "text": question}]
-    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    prompt = processor.apply_chat_template(conversation(question), add_generation_prompt=True)
+    begun, inputs = read_video(processor, video, prompt, pruning_ratio=pruning_ratio, processing=processing)
+    return dataclasses.replace(begun, question=question), inputs
+
+
+def conversation(question: str, after: Sequence[VideoAnswer] = ()) -> list[dict[str, Any]]:
+    """Messages, for a chat template, of a question about a video. after: turns before it, the first one first."""
+    questions = [*(turn.question for turn in after), question]
+    messages: list[dict[str, Any]] = []
+    for place, asked in enumerate(questions):
+        text = {"type": "text", "text": asked}
+        messages.append({"role": "user", "content": [text] if place else [{"type": "video"}, text]})
+        if place < len(after):
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": after[place].answer or ""}]})
+    return messages
+
+
+def read_video(
+    processor: Any, video: Any, prompt: str, *, pruning_ratio: float, processing: Mapping[str, Any] | None = None
+) -> tuple[VideoAnswer, BatchFeature]:
+    """As `prepare_video`, for a prompt, or the beginning of one, that is written already."""
+    if video is None or (isinstance(video, list | tuple) and not video):
+        raise ValueError(f"video is {video!r}. Pass a path, a URL, bytes, an open file or the frames of a video.")
     options = processing_options(processor, processing, pruning_ratio)
     inputs = frames.process(processor, text=[prompt], videos=[video], **options, return_tensors="pt")
     metadata = inputs.pop("video_metadata")[0]
@@ -169,7 +215,7 @@ def prepare_video(
     ((_, rows, columns),) = frames.block_grids(processor, inputs)
     answer = VideoAnswer(
         video,
-        question,
+        "",
         timestamps=tuple(float(time) for time in metadata.timestamps),
         damaged_frames=getattr(metadata, "num_damaged", 0),
         duration=metadata.duration,
@@ -180,7 +226,15 @@ def prepare_video(
 
 
 def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
-    """Options of the processor's call; with test-time scaling, also the ratio that it makes up for."""
+    """
+    Options of the processor's call; with test-time scaling, also the ratio that it makes up for. Raises `ValueError`
+    for one that the processor does not know, and would say nothing of.
+    """
+    parts = {f"{part}_kwargs" for part in ("videos", "images", "text")}
+    known = frames.OF_VIDEOS | processor.video_processor.valid_kwargs.__annotations__.keys() | parts
+    for name in (processing or {}).keys() - known:
+        close = "".join(f" Did you mean {match!r}?" for match in difflib.get_close_matches(name, known, 1))
+        raise ValueError(f"processing has {name!r}, which the processor does not know.{close or ' Leave it out.'}")
     options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
     if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
         options.setdefault("pruning_ratio", pruning_ratio)
@@ -188,19 +242,48 @@ def processing_options(processor: Any, processing: Mapping[str, Any] | None, pru
 
 
 def answer_prepared(
-    model: Any, processor: Any, answer: VideoAnswer, inputs: Mapping[str, torch.Tensor], **generate_options: Any
-) -> VideoAnswer:
-    """Completes what `prepare_video` began, in one call of `generate`, which takes the options."""
+    model: Any,
+    processor: Any,
+    prepared: Sequence[tuple[VideoAnswer, Mapping[str, torch.Tensor]]],
+    **generate_options: Any,
+) -> list[VideoAnswer]:
+    """Completes what `prepare_video` began of some videos, in one call of `generate`, which takes the options."""
     started = time.perf_counter()
-    options = {**generate_options, "return_dict_in_generate": True}
-    output = model.generate(**inputs_for(model, inputs), **options)
-    return dataclasses.replace(
-        answer,
-        answer=processor.decode(output.sequences[0, answer.prompt_tokens :], skip_special_tokens=True).strip(),
-        keep_mask=output["keep_mask"][0].cpu(),
-        token_scores=output["token_scores"][0].float().cpu(),
-        seconds=time.perf_counter() - started,
-    )
+    inputs = inputs_for(model, join_prompts(processor, [inputs for _, inputs in prepared]))
+    output = model.generate(**inputs, **{**generate_options, "return_dict_in_generate": True})
+    written = decode_answers(processor, output.sequences[:, inputs["input_ids"].shape[1] :])
+    seconds = (time.perf_counter() - started) / len(prepared)
+    return [
+        dataclasses.replace(
+            begun,
+            answer=words,
+            keep_mask=output["keep_mask"][place].cpu(),
+            token_scores=output["token_scores"][place].float().cpu(),
+            seconds=seconds,
+        )
+        for place, ((begun, _), words) in enumerate(zip(prepared, written, strict=True))
+    ]
+
+
+def decode_answers(processor: Any, new_tokens: torch.Tensor) -> list[str]:
+    """Tokens (B, new) as words, without special tokens and space around them."""
+    return [processor.decode(tokens, skip_special_tokens=True).strip() for tokens in new_tokens]
+
+
+def join_prompts(processor: Any, prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+    """What a processor made of several prompts, one by one, as a batch padded on the left."""
+    if len(prompts) == 1:
+        return prompts[0]
+    of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
+    vision = [{name: value for name, value in prompt.items() if name not in of_text} for prompt in prompts]
+    ids, *others = ([prompt[name][0] for prompt in prompts] for name in of_text)
+    text = [pad_left(ids, processor.tokenizer.pad_token_id or 0), *map(pad_left, others)]
+    return {**dict(zip(of_text, text, strict=True)), **join_vision(vision)}
+
+
+def pad_left(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
+    """Rows (tokens,) as (B, most tokens). Tokenizers that pad remember how, which several threads would trip over."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=filler, padding_side="left")
 
 
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -209,8 +292,15 @@ def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torc
     return moved | frames.grids_of(inputs)
 
 
-def check_question(processor: Any, question: str) -> None:
-    """Raises `ValueError` where a question holds a token that stands for images, videos or turns."""
+def check_question(processor: Any, question: Any) -> None:
+    """
+    Raises `TypeError` or `ValueError` for a question that is no text, is empty, or holds a token that stands for
+    images, videos or turns.
+    """
+    if not isinstance(question, str):
+        raise TypeError(f"question must be a text, got {question!r:.80}, a {type(question).__name__}.")
+    if not question.strip():
+        raise ValueError(f"question is {question!r}, which asks nothing. Ask something about the video.")
     found = find_control_token(processor, question)
     if found is not None:
         raise ValueError(

@@ -7,7 +7,6 @@ of text. Prompts with the same head take copies of what the cache holds after it
 """
 
 import contextlib
-import copy
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,8 @@ from stts_hf.data import frames
 from stts_hf.data.encoding import find_control_token, open_image
 from stts_hf.data.prefetch import prefetch
 
-from .answering import inputs_for, processing_options
+from .answering import check_batch_size, decode_answers, inputs_for, processing_options
+from .heads import read_heads, tokenize_tails
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Prompt:
     """
     One conversation in the words of the chat template, up to where the answer begins.
 
-    head: up to the last placeholder of a video or image, "" where there is none. tail: the rest. videos, images: in the
+    head: up to the end of the last video or image, "" where there is none. tail: the rest. videos, images: in the
     order of the placeholders: paths, URLs or bytes, images also PIL images; a video may be a list of images.
     """
 
@@ -72,7 +72,7 @@ class PreparedPrompts:
     inputs: BatchFeature
     rows: list[int]
     num_videos: list[int]
-    tails: BatchFeature | None = None
+    tails: dict[str, torch.Tensor] | None = None
 
 
 @dataclass
@@ -104,6 +104,9 @@ def make_prompt(
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ends = [text.rfind(token) + len(token) for token in (processor.video_token, processor.image_token) if token in text]
     end = max(ends, default=0)
+    # With what closes it: only that token says where the text goes on behind a video whose last tokens may be dropped.
+    closing = getattr(processor, "vision_end_token", "<|vision_end|>")
+    end += len(closing) if end and text.startswith(closing, end) else 0
     return Prompt(text[:end], text[end:], tuple(videos), tuple(images))
 
 
@@ -131,8 +134,7 @@ def answer_prompts(
         An iterator of a prompt's place and its answer, or the error that kept a video or image of it from being read.
         What the model raises comes through and ends the iteration.
     """
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
+    check_batch_size(batch_size)
     options = processing_options(processor, processing, pruning_ratio)
     beams = (generate_options.get("num_beams") or 1) > 1  # native beam search makes its own copies of a cache
 
@@ -211,14 +213,7 @@ def prepare_prompts(processor: Any, heads: Sequence[Sequence[Prompt]], options: 
     num_videos = [len(prompt.videos) for prompt in read]
     if not shared:
         return PreparedPrompts(inputs, list(range(len(prompts))), num_videos)
-    tails = processor.tokenizer(
-        [prompt.tail for prompt in prompts],
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_tensors="pt",
-    )
-    return PreparedPrompts(inputs, rows, num_videos, tails)
+    return PreparedPrompts(inputs, rows, num_videos, tokenize_tails(processor, [prompt.tail for prompt in prompts]))
 
 
 @torch.no_grad()
@@ -233,62 +228,33 @@ def answer_batch(
 ) -> list[PromptAnswer]:
     """Answers prepared prompts, at most `batch_size` at once behind heads that were read together."""
     started = time.perf_counter()
-    inputs = inputs_for(model, prepared.inputs)
     options = {"pruning_ratio": pruning_ratio, "return_dict_in_generate": True} | generate_options
     if prepared.tails is None:
+        inputs = inputs_for(model, prepared.inputs)
         output = model.generate(**inputs, **options)
         new = list(output.sequences[:, inputs["input_ids"].shape[1] :])
-        mask = inputs["attention_mask"]
+        mask, keep_mask = inputs["attention_mask"], output.get("keep_mask")
     else:
-        output = model(**inputs, pruning_ratio=pruning_ratio, use_cache=True, logits_to_keep=1)
-        new, masks = [], []
+        heads = read_heads(model, prepared.inputs, pruning_ratio)
+        new, masks, keep_mask = [], [], heads.keep_mask
         rows = torch.tensor(prepared.rows)
         for start in range(0, len(rows), batch_size):
             some = slice(start, start + batch_size)
-            cache = output.past_key_values if start + batch_size >= len(rows) else copy.deepcopy(output.past_key_values)
-            masks.append(_behind(inputs, prepared.tails, rows[some], some, "attention_mask"))
-            new.extend(_continue(model, inputs, prepared.tails, cache, rows[some], some, options))
+            tails = {name: tensor[some] for name, tensor in prepared.tails.items()}
+            cache = heads.take(rows[some], keep=start + batch_size < len(rows))
+            found, prompts = heads.answer(model, cache, rows[some], tails, **options)
+            new.extend(found)
+            masks.append(prompts["attention_mask"])
         mask = torch.cat(masks)
-    written = [processor.decode(tokens, skip_special_tokens=True).strip() for tokens in new]
-    kept = _count_video_tokens(output.get("keep_mask"), prepared.num_videos)
+    kept = _count_video_tokens(keep_mask, prepared.num_videos)
     lengths = mask.sum(-1).tolist()
+    written = decode_answers(processor, new)
     seconds = (time.perf_counter() - started) / len(prepared.rows)
     ends = _end_tokens(model)
     return [
         PromptAnswer(words, _length(tokens, ends), length, *kept[row], seconds)
         for words, tokens, length, row in zip(written, new, lengths, prepared.rows, strict=True)
     ]
-
-
-def _continue(
-    model: Any,
-    heads: Mapping[str, torch.Tensor],
-    tails: BatchFeature,
-    cache: Any,
-    rows: torch.Tensor,
-    some: slice,
-    options: Mapping[str, Any],
-) -> torch.Tensor:
-    """The new tokens (B, new) behind `some` of the tails, whose heads are `rows` (B,) of those in the cache."""
-    cache.batch_select_indices(rows.to(model.device))
-    note = getattr(cache, "pruned_prompt", None)  # there is one where tokens were dropped
-    if note is not None:
-        note.reorder(rows).attach(cache)
-    prompts = {name: _behind(heads, tails, rows, some, name) for name in ("input_ids", "attention_mask")}
-    if "mm_token_type_ids" in heads:
-        prompts["mm_token_type_ids"] = _behind(heads, tails, rows, some, "mm_token_type_ids")
-    output = model.generate(**prompts, past_key_values=cache, **options)
-    return output.sequences[:, prompts["input_ids"].shape[1] :]
-
-
-def _behind(
-    heads: Mapping[str, torch.Tensor], tails: BatchFeature, rows: torch.Tensor, some: slice, name: str
-) -> torch.Tensor:
-    """`name` of `some` tails behind that of their heads, (B, head tokens + tail tokens)."""
-    head = heads[name][rows.to(heads[name].device)]
-    ids = tails["input_ids"][some].to(head.device)
-    tail = torch.zeros_like(ids) if name not in tails else tails[name][some].to(head.device)
-    return torch.cat([head, tail], dim=-1)
 
 
 def _count_video_tokens(keep_masks: Any, num_videos: Sequence[int]) -> list[tuple[int, int]]:

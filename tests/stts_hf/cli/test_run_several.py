@@ -60,9 +60,10 @@ def before_answer(monkeypatch):
     def install(call):
         real = answering.answer_prepared
 
-        def answer_prepared(model, processor, begun, inputs, **options):
-            call(begun.video)
-            return real(model, processor, begun, inputs, **options)
+        def answer_prepared(model, processor, prepared, **options):
+            for begun, _ in prepared:
+                call(begun.video)
+            return real(model, processor, prepared, **options)
 
         monkeypatch.setattr(answering, "answer_prepared", answer_prepared)
 

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from stts_hf.data.frames import process
 from stts_hf.inference import answering
 from stts_hf.inference.answering import VideoAnswer, answer_prepared, answer_videos, prepare_video
 from stts_hf.modeling.scoring_stts import num_kept_blocks
-from tests.checkpoints import BLOCKS
+from tests.checkpoints import BLOCKS, Recorder, load_talkative
 from tests.clips import write_clip
 
 PATIENCE = 20  # seconds until a test that would hang fails
@@ -56,9 +57,10 @@ def pretend(monkeypatch):
             prepare(video)
             return VideoAnswer(video, question), {}
 
-        def answer_prepared(model, processor, begun, inputs, **options):
-            answer(begun.video)
-            return VideoAnswer(begun.video, begun.question, f"{begun.question} {begun.video}")
+        def answer_prepared(model, processor, prepared, **options):
+            for begun, _ in prepared:
+                answer(begun.video)
+            return [replace(begun, answer=f"{begun.question} {begun.video}") for begun, _ in prepared]
 
         monkeypatch.setattr(answering, "prepare_video", prepare_video)
         monkeypatch.setattr(answering, "answer_prepared", answer_prepared)
@@ -192,6 +194,38 @@ def test_error_ends_it_by_default(model, processor, clips, words):
     assert next(answers, None) is None
 
 
+def test_a_batch_answers_as_its_videos_would_alone(any_folder, any_processor, clips, words):
+    """Three lengths of video and of question; what cannot be read is in its place."""
+    model, questions = load_talkative(any_folder), ["What?", "What moves, and where to?", "Who?", "When does it end?"]
+    videos, few = [*clips[:2], words, clips[2]], {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    found = []
+    for size in (1, 2, 4):
+        recorder = Recorder()
+        options: dict[str, Any] = few | {"batch_size": size, "on_error": "return", "logits_processor": [recorder]}
+        answers = list(answer_videos(model, any_processor, videos, questions, **options))
+        found.append((answers, recorder.logits(4)))
+    (alone, logits), *batches = found
+    assert (logits[0] - logits[1]).abs().max() > 0.1
+    for answers, of_batch in batches:
+        torch.testing.assert_close(of_batch, logits, atol=1e-5, rtol=0)
+        assert [answer.answer for answer in answers] == [answer.answer for answer in alone]
+        assert [answer.prompt_tokens for answer in answers] == [answer.prompt_tokens for answer in alone]
+        assert [type(answer.error) for answer in answers] == [type(None), type(None), ValueError, type(None)]
+        for ours, theirs in zip(answers, alone, strict=True):
+            assert ours.video_tokens_kept == theirs.video_tokens_kept
+
+
+def test_an_error_in_a_batch_comes_after_the_answers_before_it(pretend):
+    def prepare(video):
+        if video == 2:
+            raise ValueError("no video")
+
+    answers = answer_videos(pretend(prepare), None, range(4), QUESTION, batch_size=8)
+    assert [next(answers).video, next(answers).video] == [0, 1]
+    with pytest.raises(ValueError, match="no video"):
+        next(answers)
+
+
 def test_each_video_may_have_its_own_question(pretend):
     answers = answer_videos(pretend(), None, iter("abc"), iter("xyz"))
     assert [answer.answer for answer in answers] == ["x a", "y b", "z c"]
@@ -225,12 +259,12 @@ def test_threads_may_share_a_model(model, processor, clips):
         for place, clip in enumerate(clips)
     ]
     few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-    alone = [answer_prepared(model, processor, *video, pruning_ratio=0.5, **few) for video in prepared]
+    alone = [answer_prepared(model, processor, [video], pruning_ratio=0.5, **few)[0] for video in prepared]
     together = threading.Barrier(4)
 
     def answer(place: int) -> VideoAnswer:
         together.wait(PATIENCE)
-        return answer_prepared(model, processor, *prepared[place], pruning_ratio=0.5, **few)
+        return answer_prepared(model, processor, [prepared[place]], pruning_ratio=0.5, **few)[0]
 
     places = [0, 1, 2, 0]
     with ThreadPoolExecutor(4) as pool:
@@ -254,6 +288,7 @@ def test_an_answer_has_its_mask_whatever_generate_is_told_to_return(model, proce
         ({"pruning_ratio": 1.5}, ValueError, "1.5"),
         ({"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
         ({"on_error": "skip"}, ValueError, "on_error must be"),
+        ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

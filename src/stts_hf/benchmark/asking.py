@@ -1,0 +1,115 @@
+"""Several questions about one video: each with a call of its own, or behind what the model read of the video once."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from stts_hf.benchmark.geometries import GEOMETRIES, START, workload_inputs
+from stts_hf.benchmark.meters import TOTAL, peak_memory
+from stts_hf.benchmark.models import build_models, configure
+from stts_hf.benchmark.presets import Workload
+from stts_hf.inference.heads import ReadHeads, read_heads
+
+QUESTIONS = 10
+CALLS, ONE_BY_ONE, TOGETHER = "a call each", "read once, asked one by one", "read once, asked in one batch"
+_PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
+
+
+@dataclasses.dataclass
+class Questions:
+    """
+    Random questions about a workload's video, and the ways to ask them; each returns the answers' tokens (questions,
+    decode_tokens).
+
+    head: arguments of `model(...)` up to the end of the video. ids: (questions, tokens).
+    """
+
+    model: Any
+    head: dict[str, Any]
+    ids: torch.Tensor
+    pruning_ratio: float
+    decode_tokens: int
+
+    @classmethod
+    def draw(cls, workload: Workload, pruning_ratio: float, device: torch.device) -> "Questions":
+        model = build_models(workload.geometry, getattr(torch, workload.dtype), device)[0]
+        configure((model, model), workload, workload.backend)
+        inputs = workload_inputs(dataclasses.replace(workload, text_tokens=START + 1), model.config, device)
+        head = {name: value[:, :-1] if name in _PER_TOKEN else value for name, value in inputs.items()}
+        words, generator = GEOMETRIES[workload.geometry].num_words(model.config), torch.Generator(device).manual_seed(1)
+        shape = (QUESTIONS, workload.text_tokens)
+        ids = torch.randint(1, words, shape, generator=generator, device=device)
+        return cls(model, head, ids, pruning_ratio, workload.decode_tokens)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"max_new_tokens": self.decode_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+    def tails(self, size: int) -> list[dict[str, torch.Tensor]]:
+        """The questions in batches."""
+        return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in self.ids.split(size)]
+
+    def read(self) -> ReadHeads:
+        return read_heads(self.model, self.head, self.pruning_ratio)
+
+    def call_for_each(self) -> torch.Tensor:
+        found = []
+        for tail in self.tails(1):
+            parts = tail | {"mm_token_type_ids": torch.zeros_like(tail["input_ids"])}
+            whole = {name: torch.cat([self.head[name], part], dim=-1) for name, part in parts.items()}
+            inputs = self.head | whole
+            sequences = self.model.generate(**inputs, pruning_ratio=self.pruning_ratio, **self.options)
+            found.append(sequences[:, -self.decode_tokens :])
+        return torch.cat(found)
+
+    def ask_one_by_one(self) -> torch.Tensor:
+        heads, row, found = self.read(), torch.zeros(1, dtype=torch.long), []
+        for tail in self.tails(1):
+            found.append(heads.answer(self.model, heads.cache, row, tail, **self.options)[0])
+            heads.rewind()
+        return torch.cat(found)
+
+    def ask_together(self) -> torch.Tensor:
+        heads, rows, (tail,) = self.read(), torch.zeros(QUESTIONS, dtype=torch.long), self.tails(QUESTIONS)
+        return heads.answer(self.model, heads.take(rows, keep=True), rows, tail, **self.options)[0]
+
+
+def measure_questions(workload: Workload, pruning_ratio: float, device: torch.device, repeats: int) -> dict[str, Any]:
+    """
+    Asks `QUESTIONS` questions of `text_tokens` tokens about a workload's video and lets the model write
+    `decode_tokens` to each, in all ways, `repeats` times, in turns, after a warm-up. Returns a cell of the result: of
+    each way the seconds of every round, the most bytes it held beyond weights and inputs in the warm-up, and whether
+    all its tokens were those of a call each. Frames are there already: ways differ in what the model does.
+    """
+    questions = Questions.draw(workload, pruning_ratio, device)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        CALLS: questions.call_for_each,
+        ONE_BY_ONE: questions.ask_one_by_one,
+        TOGETHER: questions.ask_together,
+    }
+    about = f"{QUESTIONS} questions of {workload.text_tokens} tokens, answers of {workload.decode_tokens}"
+    title, names = f"{about}, k = {pruning_ratio:g}, {workload.title}", list(ways)
+    variants: dict[str, dict[str, Any]] = {}
+    order = []
+    with tqdm(total=len(ways) * (1 + repeats), desc=title, unit="pass", leave=False, disable=None) as bar:
+        for name in names:
+            tokens, peak = peak_memory(ways[name], device)
+            if name == CALLS:
+                expected = tokens
+            variants[name] = {"name": name, "status": "ok", "peak_memory": peak}
+            variants[name] |= {"same_tokens": torch.equal(tokens, expected)}
+            variants[name] |= {"stages": {TOTAL: {"flops": None, "seconds": []}}}
+            bar.update()
+        for repeat in range(repeats):
+            order.append(names[repeat % len(names) :] + names[: repeat % len(names)])
+            for name in order[-1]:
+                started = time.perf_counter()
+                tokens = ways[name]().cpu()  # waits for the device
+                variants[name]["stages"][TOTAL]["seconds"].append(time.perf_counter() - started)
+                variants[name]["same_tokens"] &= torch.equal(tokens, expected.cpu())
+                bar.update()
+    return {"title": title, "status": "ok", "order": order, "variants": list(variants.values())}

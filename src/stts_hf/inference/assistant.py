@@ -1,0 +1,155 @@
+"""A checkpoint that answers questions about videos, for those who do not want to learn chat templates."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
+from stts_hf.modeling.settings_stts import check_pruning_ratio
+
+from .answering import VideoAnswer, answer_videos
+from .clip import Clip
+from .options import generate_options
+from .streaming import AnswerStream
+
+
+def load(
+    checkpoint: str | os.PathLike[str],
+    *,
+    pruning_ratio: float | None = None,
+    selector: str | None = None,
+    device: str | None = None,
+    dtype: Any = None,
+    revision: str | None = None,
+    **options: Any,
+) -> "VideoAssistant":
+    """
+    Loads a checkpoint for questions about videos:
+
+        assistant = stts_hf.load("allenai/Molmo2-4B", selector="cosine", pruning_ratio=0.5)
+        print(assistant.answer("clip.mp4", "What happens?").answer)
+
+    Args:
+        checkpoint: folder or Hub repository of an STTS checkpoint of any backbone, whose own code runs, or of a stock
+            Molmo2, Qwen3-VL or Qwen2.5-VL, with a selector that needs no training.
+        pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
+        selector: "scorer", "cosine" or "random"; the checkpoint's by default.
+        device: "cpu", "cuda", "cuda:1", ...; a GPU where there is one, by default.
+        dtype: "float32", "bfloat16", ... or PyTorch's; that of the weights by default.
+        revision: branch, tag or commit of a Hub repository.
+        options: of `from_pretrained`, such as `attn_implementation`, or `device_map` in place of `device`.
+
+    Raises:
+        TypeError, ValueError: there is no such checkpoint or device, it is of another kind of model, or an argument is
+            of the wrong kind or out of range.
+    """
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(f"checkpoint must be a folder or the name of a Hub repository, got {checkpoint!r:.80}.")
+    found = check_checkpoint(os.fspath(checkpoint))
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}, but must be 'auto', 'float32', 'bfloat16' or another of PyTorch's.")
+    placed = options.get("device_map") is not None
+    if placed and device is not None:
+        raise ValueError(f"device is {device!r} and device_map is {options['device_map']!r}. Pass one of them.")
+    target = None if placed else choose_device(device or "auto")
+    config, processor = load_config_and_processor(found, revision=revision, selector=selector)
+    if pruning_ratio is not None:
+        config.vision_config.pruning_ratio = check_pruning_ratio(pruning_ratio)
+    model = load_model(found, config, target, revision=revision, dtype=dtype or "auto", **options)
+    return VideoAssistant(model, processor)
+
+
+class VideoAssistant:
+    """
+    A model that answers questions about videos. What `load` returns; a model and a processor that are there already do
+    as well. Several threads may use it at once.
+
+    A video is a path, a URL, the bytes of a file, an open file or decoded frames. Answers are `VideoAnswer`: the words,
+    and what the model saw (`keep_mask`, `token_scores`, `timestamps`, counts of tokens). Arguments of all methods:
+
+    pruning_ratio: share `k` of video tokens to drop, in place of the model's.
+    processing: which frames, such as `{"num_frames": 32}`, `{"fps": 1}` or `{"test_time_scaling": True}`.
+    options: of `model.generate`; without any the likeliest answer, of at most 256 tokens.
+
+    They raise `TypeError` or `ValueError`, which say what to do, for a question that is no text, is empty or holds
+    tokens of the model's own, a video that cannot be read, and an option that is unknown or out of range.
+
+    Attributes:
+        model: an STTS model of any backbone, or one wrapped by PEFT.
+        processor: its processor.
+    """
+
+    def __init__(self, model: Any, processor: Any):
+        self.model, self.processor = model, processor
+
+    @property
+    def pruning_ratio(self) -> float:
+        """Share `k` of video tokens to drop where a call does not say; may be set."""
+        return self.model.config.vision_config.pruning_ratio
+
+    @pruning_ratio.setter
+    def pruning_ratio(self, value: float) -> None:
+        self.model.config.vision_config.pruning_ratio = check_pruning_ratio(value)
+
+    def answer(
+        self,
+        video: Any,
+        question: str,
+        *,
+        pruning_ratio: float | None = None,
+        processing: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> VideoAnswer:
+        """Answers one question about one video. For more questions about it, `watch` it."""
+        (answer,) = self.answer_batch(
+            [video], [question], pruning_ratio=pruning_ratio, processing=processing, **options
+        )
+        return answer
+
+    def answer_batch(
+        self,
+        videos: Sequence[Any],
+        questions: str | Sequence[str],
+        *,
+        batch_size: int = 8,
+        pruning_ratio: float | None = None,
+        processing: Mapping[str, Any] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[VideoAnswer]:
+        """
+        Answers a question about each of several videos, in their order; `batch_size` of them at once, while the next
+        ones are decoded. For videos without end there is `answer_videos`.
+
+        questions: one for each video, or one for all. on_error: "raise", or "return" for an answer with its `error` in
+        the place of a video that cannot be read.
+        """
+        if not isinstance(questions, str) and len(questions) != len(videos):
+            raise ValueError(
+                f"questions are {len(questions)} and videos {len(videos)}. Pass one question for each, or one for all."
+            )
+        return list(
+            answer_videos(
+                self.model,
+                self.processor,
+                videos,
+                questions,
+                pruning_ratio=pruning_ratio,
+                batch_size=batch_size,
+                processing=processing,
+                on_error=on_error,
+                **generate_options(options),
+            )
+        )
+
+    def stream(self, video: Any, question: str, **options: Any) -> AnswerStream:
+        """As `answer`, piece by piece: an iterator of text, whose `answer` is there at its end."""
+        return AnswerStream(self.processor, self.answer, video, question, **options)
+
+    def watch(
+        self, video: Any, *, pruning_ratio: float | None = None, processing: Mapping[str, Any] | None = None
+    ) -> Clip:
+        """Reads a video for as many questions as wanted."""
+        return Clip(self.model, self.processor, video, pruning_ratio=pruning_ratio, processing=processing)

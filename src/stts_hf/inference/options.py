@@ -1,0 +1,39 @@
+"""Options of `generate` for an answer: those that are not given, and what is none."""
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin
+
+from stts_hf.data.frames import OF_VIDEOS
+
+MAX_NEW_TOKENS = 256
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+
+
+def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    `given`, and where it does not say otherwise the likeliest answer, of at most 256 tokens. Options of sampling ask
+    for sampling; a `generation_config` says all. Raises `ValueError` for what `generate` does not take from a caller.
+    """
+    of_call = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "kwargs"}
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | of_call
+    for name, value in given.items():
+        if name in OF_VIDEOS - known:
+            raise ValueError(
+                f"{name} is {value!r}, but it is an option of videos, not of `generate`: pass "
+                f"processing={{{name!r}: {value!r}}} where the video is given."
+            )
+        if name not in known:
+            close = "".join(f", did you mean {match}?" for match in difflib.get_close_matches(name, known, 1))
+            raise ValueError(f"{name} is {value!r}, but `generate` has no such option{close or '. Leave it out.'}")
+        if name == "num_return_sequences" and value not in (None, 1):
+            raise ValueError(f"num_return_sequences is {value!r}, but a question gets one answer. Leave it out.")
+    options = dict(given)
+    if given.get("generation_config") is None:
+        options.setdefault("do_sample", any(given.get(name) is not None for name in _SAMPLING))
+        if given.get("max_length") is None:
+            options.setdefault("max_new_tokens", MAX_NEW_TOKENS)
+    return options

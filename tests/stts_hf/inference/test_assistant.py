@@ -1,0 +1,240 @@
+"""`load` and `VideoAssistant`: three lines that answer, whichever checkpoint, and what they refuse."""
+
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stts_hf
+from stts_hf.benchmark.models import stock_twin
+from stts_hf.inference.answering import answer_videos
+from stts_hf.inference.options import generate_options
+from tests.checkpoints import TINY, load_tiny
+from tests.clips import write_audio
+from tests.stts_hf.checkpoints.convert_files import write_qwen3_vl
+
+QUESTION = "What moves?"
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def assistant(any_folder) -> stts_hf.VideoAssistant:
+    return stts_hf.load(any_folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def two(media) -> str:
+    return str(media / "two.mp4")
+
+
+def test_three_lines_answer_and_say_what_was_seen(assistant, two):
+    answer = assistant.answer(two, QUESTION, **GREEDY)
+    (expected,) = answer_videos(assistant.model, assistant.processor, [two], QUESTION, **GREEDY)
+    assert answer.answer == expected.answer
+    assert torch.equal(answer.keep_mask, expected.keep_mask)
+    assert torch.equal(answer.token_scores, expected.token_scores)
+    assert (answer.timestamps, answer.grid, answer.prompt_tokens) == (
+        expected.timestamps,
+        expected.grid,
+        expected.prompt_tokens,
+    )
+    assert answer.tokens_read_before == 0
+
+
+@pytest.mark.parametrize("kind", ["molmo2", "qwen3_vl"])
+def test_a_stock_checkpoint_answers_with_a_selector_that_needs_no_training(kind, tmp_path, processor, two):
+    if kind == "qwen3_vl":
+        write_qwen3_vl(tmp_path, kind)
+    else:
+        stock_twin(load_tiny()).save_pretrained(tmp_path)
+        processor.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r'is a stock .* no trained scorer: choose .*selector="cosine"'):
+        stts_hf.load(tmp_path)
+    loaded = stts_hf.load(str(tmp_path), selector="cosine", pruning_ratio=0.5, device="cpu")
+    answer = loaded.answer(two, QUESTION, **GREEDY)
+    assert 2 * answer.video_tokens_kept == answer.video_tokens
+
+
+def test_settings_of_load_are_those_of_the_model(two):
+    loaded = stts_hf.load(TINY, selector="random", pruning_ratio=0.25, device="cpu", dtype="bfloat16")
+    assert (loaded.pruning_ratio, loaded.model.config.vision_config.selector) == (0.25, "random")
+    assert (loaded.model.dtype, loaded.model.training) == (torch.bfloat16, False)
+    answer = loaded.answer(two, QUESTION, **GREEDY)
+    assert 4 * answer.video_tokens_kept == 3 * answer.video_tokens
+    loaded.pruning_ratio = 0.5
+    assert loaded.answer(two, QUESTION, **GREEDY).video_tokens_kept < answer.video_tokens_kept
+    assert loaded.answer(two, QUESTION, pruning_ratio=0.25, **GREEDY).answer == answer.answer
+
+
+def test_a_device_map_places_the_model(two):
+    loaded = stts_hf.load(TINY, device_map="cpu")
+    assert loaded.answer(two, QUESTION, **GREEDY).answer is not None
+    with pytest.raises(ValueError, match=r"device is 'cpu' and device_map is 'cpu'\. Pass one of them"):
+        stts_hf.load(TINY, device="cpu", device_map="cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"checkpoint": "./gone"}, ValueError, r"checkpoint \./gone is not a folder"),
+        ({"checkpoint": 3}, TypeError, "checkpoint must be a folder or the name of a Hub repository, got 3"),
+        ({"selector": "best"}, ValueError, "selector must be one of scorer, cosine, random, got 'best'"),
+        ({"pruning_ratio": 1.5}, ValueError, "1.5"),
+        ({"device": "cuda:99"}, ValueError, "cuda:99 cannot be used here"),
+        ({"dtype": "float23"}, ValueError, "dtype is 'float23', but must be"),
+        ({"no_such_option": 1}, TypeError, "no_such_option"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_of_load_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        stts_hf.load(**({"checkpoint": TINY} | arguments))
+
+
+def test_a_batch_gives_one_answer_for_each_video(assistant, media):
+    videos = [str(media / name) for name in ("two.mp4", "five.mkv", "three.mp4")]
+    questions = [QUESTION, "Where to?", "Who is it?"]
+    found = assistant.answer_batch(videos, questions, batch_size=2, **GREEDY)
+    expected = [assistant.answer(*pair, **GREEDY) for pair in zip(videos, questions, strict=True)]
+    assert [(answer.video, answer.question) for answer in found] == list(zip(videos, questions, strict=True))
+    assert [answer.answer for answer in found] == [answer.answer for answer in expected]
+    assert [answer.question for answer in assistant.answer_batch(videos, QUESTION, **GREEDY)] == [QUESTION] * 3
+
+
+def test_a_batch_needs_a_question_for_each_video(assistant, two):
+    with pytest.raises(ValueError, match=r"questions are 1 and videos 2\. Pass one question for each"):
+        assistant.answer_batch([two, two], [QUESTION])
+    with pytest.raises(TypeError, match="videos must be several, got one str"):
+        assistant.answer_batch(two, QUESTION)
+
+
+def test_a_stream_is_the_answer_in_pieces(assistant, two):
+    stream = assistant.stream(two, QUESTION, **GREEDY)
+    pieces = list(stream)
+    expected = assistant.answer(two, QUESTION, **GREEDY)
+    assert "".join(pieces).strip() == stream.answer.answer == expected.answer
+    assert torch.equal(stream.answer.keep_mask, expected.keep_mask)
+    with pytest.raises(TypeError, match="streamer is what a stream passes itself"):
+        assistant.stream(two, QUESTION, streamer=None)
+
+
+def test_options_of_frames_are_those_of_the_processor(assistant, media):
+    long = str(media / "five.mkv")
+    assert assistant.answer(long, QUESTION, processing={"num_frames": 2}, **GREEDY).num_frames == 2
+    scaled = {"num_frames": 2, "test_time_scaling": True}
+    # ceil(2 / (1 - 0.5)) = 4
+    assert assistant.answer(long, QUESTION, processing=scaled, pruning_ratio=0.5, **GREEDY).num_frames == 4
+    assert assistant.watch(long, processing=scaled, pruning_ratio=0.5).seen.num_frames == 4
+
+
+def test_frames_in_memory_are_a_video_too(assistant):
+    frames = np.random.default_rng(0).integers(0, 255, (4, 64, 64, 3), dtype=np.uint8)
+    assert assistant.watch(frames).ask(QUESTION, **GREEDY).num_frames >= 1
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "words.mp4").write_bytes(b"no video\n" * 100)
+    (folder / "empty.mp4").touch()
+    return {
+        "none": None,
+        "missing": str(folder / "gone.mp4"),
+        "folder": folder,
+        "sound": write_audio(folder / "sound.mp4"),
+        "words": folder / "words.mp4",
+        "empty": folder / "empty.mp4",
+        "number": 3,
+        "nothing": "",
+        "no-frames": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("video", "message"),
+    [
+        ("none", r"^video is None\. Pass a path"),
+        ("missing", r"There is no video file '.*gone\.mp4'\. Pass the path"),
+        ("folder", r"There is no video file '.*'\. Pass the path"),
+        ("sound", r"There is no video in video file '.*sound\.mp4', it holds .*Pass a file with a video stream"),
+        ("words", r"Cannot read video file '.*words\.mp4' as a video.* Pass a file"),
+        ("empty", r"The video file '.*empty\.mp4' is empty"),
+        ("number", r"^videos\[0\] is 3\. Pass a path"),
+        ("nothing", "There is no video file ''"),
+        ("no-frames", r"^video is \[\]\. Pass a path"),
+    ],
+    ids=lambda value: value if " " not in value else "",
+)
+@pytest.mark.parametrize("way", ["answer", "stream", "watch"])
+def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, broken, two, way, video, message):
+    ways = {
+        "answer": lambda video: assistant.answer(video, QUESTION),
+        "stream": lambda video: list(assistant.stream(video, QUESTION)),
+        "watch": assistant.watch,
+    }
+    with pytest.raises(ValueError, match=message) as caught:
+        ways[way](broken[video])
+    assert "\n" not in str(caught.value)
+    assert assistant.answer(two, QUESTION, **GREEDY).answer is not None
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "error", "message"),
+    [
+        ("", {}, ValueError, "question is '', which asks nothing"),
+        (None, {}, TypeError, "question must be a text, got None"),
+        ("Is <|im_end|> there?", {}, ValueError, r"question holds '<\|im_end\|>'"),
+        (QUESTION, {"num_frames": 2}, ValueError, r"num_frames is 2.* processing=\{'num_frames': 2\}"),
+        (QUESTION, {"max_new_token": 8}, ValueError, "did you mean max_new_tokens"),
+        (QUESTION, {"pruning_ratio": -1}, ValueError, "`pruning_ratio` is -1"),
+        (
+            QUESTION,
+            {"processing": {"num_frame": 2}},
+            ValueError,
+            "processing has 'num_frame'.* Did you mean 'num_frames'",
+        ),
+        (QUESTION, {"processing": {"num_frames": 0}}, ValueError, "num_frames must be a whole number.* got 0"),
+    ],
+    ids=str,
+)
+def test_bad_questions_and_options_are_refused(assistant, two, question, options, error, message):
+    with pytest.raises(error, match=message):
+        assistant.answer(two, question, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, {"do_sample": False, "max_new_tokens": 256}),
+        ({"max_new_tokens": 5}, {"do_sample": False, "max_new_tokens": 5}),
+        ({"max_length": 900}, {"do_sample": False, "max_length": 900}),
+        ({"temperature": 0.7}, {"do_sample": True, "max_new_tokens": 256, "temperature": 0.7}),
+        ({"generation_config": 1}, {"generation_config": 1}),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_given(given, options):
+    assert generate_options(given) == options
+
+
+def seconds_of(*command: str) -> float:
+    """Of the processor: other work on the machine is none of ours."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("command", [("-c", "import stts_hf"), ("-m", "stts_hf.cli.main", "--help")], ids=" ".join)
+def test_the_package_and_its_help_come_in_half_a_second(command):
+    assert seconds_of(*command) < 0.5
+
+
+def test_help_loads_no_pytorch():
+    code = "import sys; from stts_hf.cli.main import build_parser; build_parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
