@@ -265,8 +265,8 @@ def answer_prepared(
     ]
 
 
-def decode_answers(processor: Any, new_tokens: torch.Tensor) -> list[str]:
-    """Tokens (B, new) as words, without special tokens and space around them."""
+def decode_answers(processor: Any, new_tokens: Iterable[torch.Tensor]) -> list[str]:
+    """The new tokens of each row as words, without special tokens and space around them."""
     return [processor.decode(tokens, skip_special_tokens=True).strip() for tokens in new_tokens]
 
 

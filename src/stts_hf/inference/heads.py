@@ -34,8 +34,8 @@ class ReadHeads:
     @property
     def num_bytes(self) -> int:
         """Memory that the cache takes, with what an answer that was cut off left of its own."""
-        tensors = [of for layer in self.cache.layers for of in (layer.keys, layer.values)]
-        return sum(of.untyped_storage().nbytes() for of in tensors)
+        layers: list[Any] = self.cache.layers
+        return sum(of.untyped_storage().nbytes() for layer in layers for of in (layer.keys, layer.values))
 
     def take(self, rows: torch.Tensor, keep: bool) -> Cache:
         """
@@ -56,7 +56,8 @@ class ReadHeads:
         Cuts the cache back to the heads, however a call that made it longer ended: interrupted, it may have left some
         layers longer than others, and a layer's keys longer than its values.
         """
-        for layer in self.cache.layers:
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
             layer.keys, layer.values = (of[..., : self.columns, :] for of in (layer.keys, layer.values))
         if self.note is not None:
             self.note.attach(self.cache)

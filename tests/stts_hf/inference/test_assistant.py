@@ -33,6 +33,7 @@ def two(media) -> str:
 
 def test_three_lines_answer_and_say_what_was_seen(assistant, two):
     answer = assistant.answer(two, QUESTION, **GREEDY)
+    expected: Any
     (expected,) = answer_videos(assistant.model, assistant.processor, [two], QUESTION, **GREEDY)
     assert answer.answer == expected.answer
     assert torch.equal(answer.keep_mask, expected.keep_mask)
