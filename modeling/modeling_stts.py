@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.masking_utils import and_masks, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2CausalLMOutputWithPast,
@@ -30,7 +29,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .cache_stts import CachedPrompt
-from .checks_stts import MASKED_TEXT_ATTENTION, check_exclusive, check_settings, check_tensors, holds_packed_rows
+from .checks_stts import check_exclusive, check_settings, check_tensors, holds_packed_rows
 from .configuration_stts import STTSConfig
 from .generation_stts import STTSGeneration
 from .outputs_stts import PruningHead, PruningOutput, TaskOutput, check_targets
@@ -38,6 +37,7 @@ from .plan_stts import VideoFeatures
 from .pruning_stts import PrunedInputs, PruningBackbone
 from .sequence_stts import Tokens
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
+from .vision_tokens_stts import add_features, check_text_attention, features_of_rows, make_mask, placeholders_of_videos
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved model carries the processor's code.
@@ -59,38 +59,6 @@ class STTSCausalLMOutputWithPast(PruningOutput, TaskOutput, Molmo2CausalLMOutput
 
     loss: `task_loss + temporal_loss_weight * temporal_loss`. image_hidden_states: features of the videos' kept blocks.
     """
-
-
-def check_text_attention(text_config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a text attention that would silently be causal among the vision tokens."""
-    implementation = text_config._attn_implementation
-    if implementation not in MASKED_TEXT_ATTENTION:
-        raise ValueError(
-            f"`attn_implementation` is {implementation!r} for the text model, but Molmo2's vision tokens attend to "
-            "each other in both directions, which it cannot express. Use 'sdpa' or 'flex_attention' there, for example "
-            "attn_implementation={'text_config': 'sdpa', 'vision_config': 'flash_attention_2'}."
-        )
-
-
-def placeholders_of_videos(
-    placeholders: torch.Tensor, frame_starts: torch.Tensor, image_starts: torch.Tensor
-) -> torch.Tensor:
-    """Placeholders (B, L) whose nearest opening token before them opens a frame and not an image."""
-    place = torch.arange(placeholders.shape[-1], device=placeholders.device).expand_as(placeholders)
-    last_start = torch.where(frame_starts | image_starts, place, 0).cummax(-1).values
-    return placeholders & frame_starts.gather(-1, last_start)
-
-
-def features_of_rows(pruned: PrunedInputs) -> Any:
-    """One entry per row, in the order of its placeholders: beams and samples then repeat whole rows."""
-    some = pruned.features[0][1]
-    if len(pruned.features) == 1:
-        return pruned.by_row(0, some)
-    merged = some.new_zeros(*pruned.kept_indices.shape, some.shape[-1])
-    for placeholders, features in pruned.features:
-        merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
-    everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
-    return [row[places] for row, places in zip(merged, everywhere, strict=True)]
 
 
 class STTSModel(PruningBackbone, Molmo2Model):
@@ -183,7 +151,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         if not pruned.features:
             return {}
         if pruned.tokens.inputs_embeds is not None:
-            return {"inputs_embeds": self.merge_features(pruned)}
+            return {"inputs_embeds": self.embed_pruned(pruned)}
         return {"mm_encoder_outputs": {"video": BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))}}
 
     def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
@@ -271,10 +239,10 @@ class STTSModel(PruningBackbone, Molmo2Model):
         pruned = self.prune(
             tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss
         )
-        embeds = self.merge_features(pruned)
+        embeds = self.embed_pruned(pruned)
         outputs = super().forward(
             inputs_embeds=embeds,
-            attention_mask=self.make_mask(pruned, embeds, past_key_values),
+            attention_mask=make_mask(self.config.text_config, pruned, embeds, past_key_values),
             position_ids=pruned.tokens.position_ids,
             past_key_values=past_key_values,
             mm_token_type_ids=pruned.tokens.mm_token_type_ids,
@@ -288,60 +256,12 @@ class STTSModel(PruningBackbone, Molmo2Model):
             result.image_hidden_states = pruned.features[0][1]  # the videos', where there are any
         return result
 
-    def merge_features(self, pruned: PrunedInputs) -> torch.Tensor:
+    def embed_pruned(self, pruned: PrunedInputs) -> torch.Tensor:
         """Embeddings (B, L', text hidden size) of what is left, with features added onto their placeholders."""
         embeds = pruned.tokens.inputs_embeds
         if embeds is None:
             embeds = self.get_input_embeddings()(pruned.tokens.input_ids)
-        for placeholders, features in pruned.features:
-            # A stable sort of the flags brings the placeholders to the front. Boolean indexing, or the backward pass of
-            # a masked scatter, would force a host-device sync for their number.
-            places = torch.sort((~placeholders).flatten().to(torch.int8), stable=True).indices[: len(features)]
-            places = places.to(embeds.device)
-            added = torch.zeros_like(embeds).flatten(0, 1).index_copy(0, places, features.to(embeds))
-            embeds = embeds + added.view_as(embeds)
-        return embeds
-
-    def make_mask(self, pruned: PrunedInputs, inputs_embeds: torch.Tensor, past_key_values: Cache | None) -> Any:
-        """Causal, but bidirectional among the vision tokens of a sample, and closed between samples of a row."""
-        tokens = pruned.tokens
-        samples, padding_mask, types = tokens.sample_ids, tokens.padding_mask, tokens.mm_token_type_ids
-        if padding_mask is None:
-            return tokens.attention_mask
-        # Always given: a plain causal mask may be left out, and gaps in the positions then look like packed samples.
-        blocks = torch.full_like(pruned.kept_indices, -1)
-        if types is not None:
-            blocks = torch.where(types == 1, 0 if samples is None else samples, blocks)
-        past = padding_mask.shape[-1] - blocks.shape[-1]
-        blocks = nn.functional.pad(blocks, (past, 0), value=-1)
-        text_config = self.config.get_text_config()
-        conditions = []  # beside causality; none of them holds in the vision block, which says so itself
-        if samples is not None:
-            last = samples.shape[-1] - 1  # a static cache has more columns than that, all of them out of sight
-            conditions.append(lambda b, h, q, kv: samples[b, q] == samples[b, kv.clamp(max=last)])
-        shown: torch.Tensor | None = padding_mask
-        if text_config._attn_implementation == "flex_attention":
-            # transformers would check whether anything is hidden, which forces a host-device sync.
-            seen, end = padding_mask.bool(), padding_mask.shape[-1] - 1
-            blocks = torch.where(seen, blocks, -1)
-            conditions.append(lambda b, h, q, kv: seen[b, kv.clamp(max=end)])
-            shown = None
-        mask = create_causal_mask(
-            config=text_config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=shown,
-            past_key_values=past_key_values,
-            block_sequence_ids=blocks,
-            and_mask_function=and_masks(*conditions) if conditions else None,
-        )
-        if isinstance(mask, torch.Tensor) and mask.dim() == 4:  # flash attention takes the padding mask, for text alone
-            # Filler before a row would see nothing, and the backward pass of some kernels is NaN then: it sees itself.
-            # Out of place, since a compiler cannot write into a diagonal view.
-            new = mask.shape[-2]
-            itself = torch.eye(new, mask.shape[-1] - past, dtype=torch.bool, device=mask.device)
-            itself = nn.functional.pad(itself, (past, 0)) & ~padding_mask[:, None, past:, None].bool()
-            mask = mask | itself if mask.dtype == torch.bool else mask.masked_fill(itself, 0)
-        return mask
+        return add_features(embeds, pruned.features)
 
 
 class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names fewer arguments than Molmo2 does

@@ -233,7 +233,7 @@ class FlatTower(RankingTower):
         if place is not None:
             kept, rank = place[kept].sort()
         for kind in kinds:
-            left = kind.left = sequence_kept_blocks(kept, self.spatial_merge_unit, kind.bounds, kind.longest)
+            left = kind.left = sequence_kept_blocks(kept, self.spatial_merge_unit, kind.bounds)
             if self.config.packing != "varlen" and len(kept):
                 kind.bins = bin_frames(left, left.cu_seqlens.diff().tolist(), kind.longest)
         return keep_mask, left.patch_index, rank
@@ -270,7 +270,10 @@ class FlatTower(RankingTower):
                 options["survivors"] = seen.left
             elif seen.left is not None:
                 bounds, options["bins"] = seen.left.cu_seqlens, seen.bins
-            hidden_states = block(hidden_states, bounds, key_bias, **options)
+            if seen.left is None or len(seen.left.patch_index):
+                hidden_states = block(hidden_states, bounds, key_bias, **options)
+            else:  # k = 1: nothing is left to encode
+                hidden_states = hidden_states[:0]
             if asked or index in self.deepstack_visual_indexes:
                 states[index] = hidden_states
             if index == layer:

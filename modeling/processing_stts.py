@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .cache_stts import CachedPrompt  # noqa: F401
     from .checks_stts import check_tensors  # noqa: F401
     from .configuration_stts import STTSConfig  # noqa: F401
+    from .frame_times_stts import sample_times  # noqa: F401
+    from .gathered_layout_stts import GatheredSequence  # noqa: F401
     from .generation_stts import STTSGeneration  # noqa: F401
-    from .layout_stts import cumulative_lengths  # noqa: F401
+    from .layout_stts import FrameSequence  # noqa: F401
     from .modeling_stts import STTSForConditionalGeneration  # noqa: F401
     from .outputs_stts import PruningOutput  # noqa: F401
     from .plan_stts import PruningPlan  # noqa: F401
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from .sequence_stts import KeptSequence  # noqa: F401
     from .settings_stts import PruningSettings  # noqa: F401
     from .video_reading_stts import VideoFile  # noqa: F401
+    from .video_sources_stts import is_url  # noqa: F401
     from .vision_stts import STTSVisionModel  # noqa: F401
+    from .vision_tokens_stts import make_mask  # noqa: F401
 
 _TOKENS = (
     "<im_start>",

@@ -27,8 +27,10 @@ from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProces
 from transformers.utils import logging
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
+from .frame_times_stts import STTSVideoMetadata
 from .settings_stts import check_pruning_ratio
-from .video_reading_stts import STTSVideoMetadata, VideoFile, download, is_url, resize
+from .video_reading_stts import VideoFile, resize
+from .video_sources_stts import download, is_url
 
 logger = logging.get_logger(__name__)
 

@@ -5,32 +5,28 @@ keyframes are, at which decoding can start; headers are not trusted, their count
 often. `sample` picks frames, `read` decodes each from the keyframe before it, distant ones in several threads.
 
 FFmpeg gets the bytes of one file, never a name, and `_FORMATS` names no format that leads to other files or hosts.
-Only `download` opens connections, and only for http(s) addresses.
 """
 
 import copy
-import io
 import itertools
-import os
 import struct
-import tempfile
 import threading
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.utils import httpx
 from torchvision.transforms.v2 import InterpolationMode  # type: ignore[import-untyped]  # it has no types
 from torchvision.transforms.v2 import functional as tvF
-from transformers.video_utils import VideoMetadata
+
+from .frame_times_stts import TOLERANCE, STTSVideoMetadata, sample_times
+from .video_sources_stts import ByteStream, checked_source
 
 try:
     import av
@@ -46,7 +42,6 @@ _FORMATS = (
     "gxf,wtv,dv,dhav,nsv,nuv,pva,ty,vc1,vc1test,dirac,dnxhd,cavsvideo,avs2,avs3,mjpeg,mjpeg_2000,smjpeg,yuv4mpegpipe,"
     "bink,smk,roq,flic,swf,cine,gif,apng,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,jpegxl_pipe,j2k_pipe"
 )
-_TOLERANCE = 1e-6  # seconds: a moment that rounding put just before a frame's time still means that frame
 _FALLBACK_FPS = Fraction(25)
 MAX_GAP = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
 MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which another thread continues
@@ -54,26 +49,6 @@ MAX_THREADS = 8
 REORDER_DEPTH = 16  # frames: H.264 and HEVC show none further from its place in the file
 # A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
 MAX_DECODED_PIXELS = 2**23
-
-
-@dataclass
-class STTSVideoMetadata(VideoMetadata):
-    """`VideoMetadata` with the real time of every frame shown, so that it holds for variable frame rates too.
-
-    Attributes:
-        frames_indices: frames shown, counted in the order of showing.
-        frame_times: seconds since the first frame of the video, one per frame shown.
-        num_damaged: frames that should have been shown and are damaged. The whole frame before is shown instead, once,
-            so that fewer frames than wanted may be left.
-    """
-
-    frame_times: list[float] | None = None
-    num_damaged: int = 0
-
-    @property
-    def timestamps(self) -> list[float]:
-        """Seconds since the first frame of the video, one per frame shown."""
-        return super().timestamps if self.frame_times is None else self.frame_times
 
 
 class VideoFile:
@@ -103,8 +78,8 @@ class VideoFile:
     def __init__(self, source: Any, max_bytes: int = 2**31, max_seconds: float = 600.0):
         if av is None:
             raise ImportError("Decoding video files needs PyAV: `pip install av`.")
-        self.name, self._source = _checked_source(source, max_bytes, max_seconds)
-        self._bytes = _ByteStream(self._source, keep_open=hasattr(source, "read"))
+        self.name, self._source = checked_source(source, max_bytes, max_seconds)
+        self._bytes = ByteStream(self._source, keep_open=hasattr(source, "read"))
         self._container: Any = None
         self.pts: np.ndarray | None = None
         try:
@@ -131,7 +106,7 @@ class VideoFile:
 
     def at(self, moments: Sequence[float]) -> list[int]:
         """Indices of the frames on screen at `moments` (seconds since the first frame), ascending, none twice."""
-        found = np.searchsorted(self.times, np.asarray(moments) + _TOLERANCE, side="right") - 1
+        found = np.searchsorted(self.times, np.asarray(moments) + TOLERANCE, side="right") - 1
         return np.unique(found.clip(min=0)).tolist()
 
     def describe(self, indices: Sequence[int] | None = None) -> STTSVideoMetadata:
@@ -322,7 +297,7 @@ class VideoFile:
             files = [self]
             for _ in range(workers - 1):
                 files.append(copy.copy(self))
-                files[-1]._container, files[-1]._bytes = None, _ByteStream(self._source)
+                files[-1]._container, files[-1]._bytes = None, ByteStream(self._source)
                 opened.enter_context(files[-1])._rewind()
             if workers == 1:
                 decode(0)
@@ -372,35 +347,6 @@ class VideoFile:
                 yield None
 
 
-def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rate: float | None) -> list[int]:
-    """Which frames to show, as the reference samples (Molmo2's `uniform_last_frame`): always up to and with the last.
-
-    The frames on screen at `0, 1/rate, 2/rate, ... (< duration), duration` where the budget allows, else at
-    `num_frames` evenly spaced moments including both ends. A budget of one frame shows the last.
-
-    Args:
-        times: when each frame is shown, float64 `(T,)`, ascending seconds from 0; the last stays until `duration`.
-        num_frames: budget, `None` for no limit.
-        rate: moments per second wanted, `None` for as many as the budget allows.
-
-    Returns:
-        Ascending indices of frames, none twice, so there may be fewer frames than moments.
-    """
-    if num_frames == 1:
-        return [len(times) - 1]
-    if num_frames is not None and (rate is None or (num_frames - 1) / rate < duration):
-        step = duration / (num_frames - 1)
-    elif rate is not None:
-        step = min(1 / rate, duration)
-    else:
-        raise ValueError("Sampling needs num_frames, max_fps or fps, all of them are None. Set num_frames.")
-    # Worked out per frame, not per moment: fps=1e6 asks for billions of moments, and shows each frame once.
-    moments = np.ceil((times - _TOLERANCE) / step) * step  # the first that each frame is there for
-    shown = moments + _TOLERANCE < np.append(times[1:], np.inf)
-    shown[-1] = True
-    return np.flatnonzero(shown).tolist()
-
-
 def _deliver(
     frames: Iterator[tuple[int, Any]], places: Iterable[int], wanted: list[int], keep: Callable[[int, int, Any], None]
 ) -> None:
@@ -428,96 +374,6 @@ def resize(
     # One colour at a time: a 4K frame takes 100 MB in float32.
     colours = [tvF.resize(colour.float(), list(size), interpolation, antialias=False) for colour in picture.split(1)]
     return torch.cat(colours).round().clamp(0, 255).to(torch.uint8)
-
-
-def is_url(source: Any) -> bool:
-    """Whether reading `source` would download it: an http(s) address, or a row of `datasets` that holds only one."""
-    source = _held(source)
-    return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
-
-
-def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
-    """Downloads a file into a temporary one, open at its beginning, which is deleted when it is closed.
-
-    Raises:
-        ValueError: the address cannot be read, or the file is larger or takes longer than the limits allow.
-    """
-    file: Any = tempfile.TemporaryFile()  # noqa: SIM115
-    problems: list[Exception] = []
-    is_late = threading.Event()
-
-    def fetch() -> None:
-        try:
-            with httpx.stream("GET", url, follow_redirects=True, timeout=min(30.0, max_seconds)) as response:
-                response.raise_for_status()
-                for chunk in response.iter_bytes():
-                    if is_late.is_set():
-                        return
-                    file.write(chunk)
-                    if file.tell() > max_bytes:
-                        raise ValueError(f"it is larger than max_download_bytes={max_bytes}")
-        except Exception as error:  # handed to the thread that waits
-            problems.append(error)
-
-    # In a thread: a server that sends a byte a second keeps every timeout of one read from being reached.
-    thread = threading.Thread(target=fetch, name="download_video", daemon=True)
-    thread.start()
-    thread.join(max_seconds)
-    if thread.is_alive():
-        is_late.set()
-        problems.append(ValueError(f"it takes longer than max_download_seconds={max_seconds:g}"))
-    if problems:
-        file.close()
-        raise ValueError(
-            f"Cannot download {url!r}: {problems[0]}. Check the address, raise the limit, or pass a file."
-        ) from problems[0]
-    file.seek(0)
-    return file
-
-
-def _held(source: Any) -> Any:
-    """What a row of `datasets` holds: its bytes, else its path. Other sources are what they are."""
-    if not isinstance(source, Mapping):
-        return source
-    held = source.get("path") if source.get("bytes") is None else source["bytes"]
-    if held is None:
-        raise ValueError(f"A video given as a dict needs 'bytes' or 'path', got the keys {sorted(map(str, source))}.")
-    return held
-
-
-def _checked_source(source: Any, max_bytes: int, max_seconds: float) -> tuple[str, Any]:
-    """What to call the source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
-    source = _held(source)
-    if is_url(source):
-        return f"the video downloaded from {source!r}", download(source, max_bytes, max_seconds)
-    if hasattr(source, "read"):
-        if not isinstance(source.read(0), bytes):
-            raise ValueError("The video file is open as text. Open it in binary mode, 'rb'.")
-        if getattr(source, "seekable", lambda: hasattr(source, "seek"))():
-            return "the open video file", source
-        source = source.read()
-    if isinstance(source, bytes | bytearray | memoryview):
-        if len(source) == 0:
-            raise ValueError("The video's bytes are empty. Read or download them again.")
-        return "the video's bytes", bytes(source)
-    if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"A video must be a path, bytes or an open binary file, got {type(source).__name__}.")
-    path = os.fsdecode(source)
-    if not os.path.isfile(path):
-        raise ValueError(f"There is no video file {path!r}. Pass the path of an existing file.")
-    if os.path.getsize(path) == 0:
-        raise ValueError(f"The video file {path!r} is empty. Copy or download it again.")
-    return f"video file {path!r}", path
-
-
-class _ByteStream:
-    """What FFmpeg sees of a source: bytes without a name. PyAV would take a file's name from its attribute `name`."""
-
-    def __init__(self, source: Any, keep_open: bool = False):
-        if isinstance(source, str | bytes):
-            source = open(source, "rb") if isinstance(source, str) else io.BytesIO(source)  # noqa: SIM115
-        self.read, self.seek, self.tell = source.read, source.seek, source.tell
-        self.close: Callable[[], None] = (lambda: None) if keep_open else source.close
 
 
 def _upright(frame: Any) -> np.ndarray:

@@ -22,17 +22,15 @@ from transformers.utils import ModelOutput
 from .attention_stts import binned_attention, packed_attention
 from .checks_stts import check_finite, check_grids, check_tensors
 from .configuration_stts import STTSVisionConfig
-from .layout_stts import (
-    FrameBins,
-    FrameSequence,
-    bin_frames,
-    first_fit_descending,
+from .gathered_layout_stts import (
+    GatheredSequence,
     frame_of_blocks,
     gather_blocks,
     sequence_kept_patches,
     sequence_with_refill,
     spread_to_patches,
 )
+from .layout_stts import FrameBins, bin_frames, first_fit_descending
 from .plan_stts import PruningPlan
 from .scoring_stts import RankingTower, select_blocks, temporal_loss
 
@@ -128,7 +126,7 @@ class STTSVisionAttention(Molmo2VisionAttention):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         key_bias: torch.Tensor | None = None,
-        sequence: FrameSequence | None = None,
+        sequence: GatheredSequence | None = None,
         bins: FrameBins | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -184,7 +182,7 @@ class STTSVisionEncoderLayer(Molmo2VisionEncoderLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         key_bias: torch.Tensor | None = None,
-        survivors: FrameSequence | None = None,
+        survivors: GatheredSequence | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """
@@ -278,7 +276,7 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
 
     def pack_survivors(
         self, kept_blocks: torch.Tensor, pruning: STTSVisionPlan, num_frames: int, size: int
-    ) -> tuple[FrameSequence, FrameBins | None]:
+    ) -> tuple[GatheredSequence, FrameBins | None]:
         """The layout of the survivors among `F` frames of `N = size` patches: their sequence, and bins if wanted."""
         frame_blocks = [rows * cols for frames, rows, cols in pruning.grids for _ in range(frames)]
         block_frame = frame_of_blocks(frame_blocks, kept_blocks.device)

@@ -13,7 +13,8 @@ from typing import Any
 import av
 import numpy as np
 
-from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
+from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
+from stts_hf.modeling.video_reading_stts import VideoFile
 
 _BITS_PER_SIDE = 4
 _CELL = 16  # a macroblock of the codecs used here, so that neighbouring bits do not bleed into each other

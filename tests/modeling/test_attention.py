@@ -19,7 +19,7 @@ from stts_hf.modeling.attention_stts import (
     has_flash,
     packed_attention,
 )
-from stts_hf.modeling.layout_stts import cumulative_lengths
+from stts_hf.modeling.gathered_layout_stts import cumulative_lengths
 
 HEADS, HEAD_DIM = 2, 8
 SCALING = HEAD_DIM**-0.5

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from stts_hf.modeling import modeling_stts
 from stts_hf.modeling.sequence_stts import Tokens
+from stts_hf.modeling.vision_tokens_stts import make_mask
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row, returned_by
 from tests.tiny import Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
@@ -71,7 +73,7 @@ def test_filler_lies_where_the_batch_is_padded(model, padding_side):
 def test_filler_sees_itself_and_no_row_is_empty(model, padding_side, attention, monkeypatch):
     """Some kernels make NaN of a query that sees nothing (cuDNN's backward pass on Hopper)."""
     model.set_attn_implementation({"text_config": attention})
-    masks = returned_by(model.model, "make_mask", monkeypatch)
+    masks = returned_by(modeling_stts, "make_mask", monkeypatch)
     outputs = model(**build_inputs(ROWS, padding_side=padding_side), pruned_length=70)
     (mask,) = masks
     seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]  # (B, L', L')
@@ -89,7 +91,7 @@ def test_a_padding_mask_for_flash_attention_stays_as_it_is(model):
     inputs = build_inputs([[9], [6]])
     tokens = Tokens(**{name: inputs.get(name) for name in PER_ROW[:3]})
     pruned = model.model.prune(tokens, {}, pruned_length=12)
-    mask = model.model.make_mask(pruned, torch.zeros(2, 12, 4), None)
+    mask = make_mask(model.config.text_config, pruned, torch.zeros(2, 12, 4), None)
     assert mask.bool().tolist() == [[False] * (12 - count) + [True] * count for count in (9, 6)]
 
 

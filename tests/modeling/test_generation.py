@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Molmo2ForConditionalGeneration, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from stts_hf.modeling.modeling_stts import features_of_rows
+from stts_hf.modeling.vision_tokens_stts import features_of_rows
 from tests.modeling.reference import Inputs, one_by_one, returned_by
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
 from tests.version_marks import since_transformers_5_23

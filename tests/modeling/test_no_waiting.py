@@ -232,7 +232,7 @@ def test_a_backward_pass_that_does_wait_is_noticed(monkeypatch):
     merged = torch.zeros(2, 70, model.config.text_config.hidden_size)
     monkeypatch.setattr(
         model.model,
-        "merge_features",
+        "embed_pruned",
         lambda inputs: merged.masked_scatter(inputs.features[0][0][..., None], inputs.features[0][1]),
     )
     assert operations_of_backward(model, pruned_length=70) & WAITING

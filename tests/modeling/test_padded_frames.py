@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stts_hf.modeling.attention_stts import padded_frames
-from stts_hf.modeling.layout_stts import cumulative_lengths
+from stts_hf.modeling.gathered_layout_stts import cumulative_lengths
 from tests.modeling.test_attention import (
     FLOAT32_TOLERANCE,
     HEADS,

@@ -5,7 +5,6 @@ import torch
 from transformers import DynamicCache
 
 from stts_hf.modeling.cache_stts import CachedPrompt
-from stts_hf.modeling.modeling_stts import placeholders_of_videos
 from stts_hf.modeling.plan_stts import assign_videos_to_rows
 from stts_hf.modeling.sequence_stts import (
     KeptSequence,
@@ -13,6 +12,7 @@ from stts_hf.modeling.sequence_stts import (
     gather_columns,
     keep_tokens,
 )
+from stts_hf.modeling.vision_tokens_stts import placeholders_of_videos
 
 # Two rows of 8 tokens; the first loses 3, the second 5.
 KEPT_TOKENS = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [1, 0, 0, 1, 0, 0, 0, 1]]).bool()

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
-from stts_hf.modeling.video_reading_stts import VideoFile, download, is_url
+from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.modeling.video_sources_stts import download, is_url
 from tests.clips import decode_everything, frame_number, numbered_frame, read_clip, write_clip
 
 SIZE = {"height": 42, "width": 42}

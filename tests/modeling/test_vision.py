@@ -8,7 +8,7 @@ import torch
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Model
 
-from stts_hf.modeling import layout_stts, vision_stts
+from stts_hf.modeling import gathered_layout_stts, vision_stts
 from stts_hf.modeling.layout_stts import bin_frames
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from tests.modeling.towers import (
@@ -126,14 +126,14 @@ def test_a_leaked_neighbour_in_the_sequence_would_be_seen(monkeypatch):
     model = tiny_model()
     inputs = video_inputs(model.config, [4, 2])
     expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
-    exact = layout_stts.cumulative_lengths
+    exact = gathered_layout_stts.cumulative_lengths
 
     def off_by_one(lengths: torch.Tensor) -> torch.Tensor:
         bounds = exact(lengths)
         bounds[1] -= 1
         return bounds
 
-    monkeypatch.setattr(layout_stts, "cumulative_lengths", off_by_one)
+    monkeypatch.setattr(gathered_layout_stts, "cumulative_lengths", off_by_one)
     actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
     assert largest_difference(actual, expected) > 100 * FORWARD_TOLERANCE
 

@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from transformers.image_utils import load_image
 
+from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.sequence_stts import align_labels as align_labels
-from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, download, is_url
+from stts_hf.modeling.video_sources_stts import download, is_url
 
 from . import frames
 from .rows import RowError, Sample, row_errors
@@ -68,7 +69,7 @@ def check_length(name: str, length: int, limit: int, used: int = 0, *, argument:
         before = f" and the samples before it in its row {used}" if used else ""
         raise RowError(
             f"Row {name!r} has {length} tokens after pruning{before}, but {argument} is {limit}. Raise {argument} or "
-            "pruning_ratio, or lower the video processor's num_frames.",
+            "pruning_ratio, or lower num_frames, which some video processors call max_frames.",
             name,
         )
 

@@ -17,6 +17,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
+from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
 from stts_hf.modeling.video_processing_stts import (
     check_amount,
     check_count,
@@ -27,7 +28,7 @@ from stts_hf.modeling.video_processing_stts import (
     normalize_videos,
     one_each,
 )
-from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
+from stts_hf.modeling.video_reading_stts import VideoFile
 
 # A call's settings, each under the names that video processors have for it; the first that one has is meant.
 SETTINGS = {"num_frames": ("max_frames", "num_frames"), "max_fps": ("max_fps", "fps")}
@@ -155,10 +156,10 @@ class FrameReader:
         self.video_processor, self.samples = video_processor, samples
 
     def choose(self, metadata: VideoMetadata) -> list[int]:
-        """Indices of the frames to show, by the processor's own rule."""
-        if not self.samples:
-            return list(range(int(metadata.total_num_frames)))
+        """Indices of the frames to show, by the processor's own rule; all where there are too few for one tubelet."""
         settings = self.video_processor
+        if not self.samples or metadata.total_num_frames < settings.temporal_patch_size:
+            return list(range(int(metadata.total_num_frames)))
         names = [name for name in settings.valid_kwargs.__annotations__ if name != "video_metadata"]
         call = {name: getattr(settings, name, None) for name in names}
         return np.asarray(settings.sample_frames(metadata=metadata, **call)).tolist()

@@ -10,7 +10,9 @@ from PIL import ExifTags, Image
 from tqdm import tqdm
 from transformers.utils import logging
 
-from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile, is_url
+from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
+from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.modeling.video_sources_stts import is_url
 
 from .collator import check_on_error, resolve_ratio
 from .encoding import check_length, count_tokens, open_image, prompt_of

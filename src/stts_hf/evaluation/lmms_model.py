@@ -20,7 +20,7 @@ from transformers.utils import logging
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
-from stts_hf.modeling.video_reading_stts import is_url
+from stts_hf.modeling.video_sources_stts import is_url
 
 logger = logging.get_logger(__name__)
 

@@ -2,16 +2,18 @@
 
 import copy
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2VLVideoProcessor, Qwen3VLProcessor
+from transformers import AutoProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor
 
 from stts_hf.data.frames import FrameReader, block_grids, probe, process, scale_budget
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.video_reading_stts import VideoFile
+from tests.checkpoints import TINIES
 from tests.clips import frame_number, write_clip
 
 TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -115,8 +117,10 @@ def test_a_video_may_come_in_any_form(native, clips, form, tmp_path):
         assert shown.frames_indices == expected["video_metadata"][0].frames_indices
 
 
-def test_a_video_of_one_frame_is_shown_twice(native, clips):
-    inputs = process(native, text=[TEXT], videos=[clips["one"]], return_tensors="pt", return_metadata=True)
+@pytest.mark.parametrize("backbone", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_video_of_one_frame_is_shown_twice(backbone, clips):
+    processor: Any = AutoProcessor.from_pretrained(TINIES[backbone])
+    inputs = process(processor, text=[TEXT], videos=[clips["one"]], return_tensors="pt", return_metadata=True)
     assert inputs["video_grid_thw"][0, 0] == 1
     assert inputs["video_metadata"][0].timestamps == [0.0]
 

@@ -1,0 +1,1 @@
+../../modeling/video_sources_stts.py

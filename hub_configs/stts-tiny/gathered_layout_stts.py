@@ -1,0 +1,1 @@
+../../modeling/gathered_layout_stts.py
