@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.naive import naive_bias, naive_budget, naive_keep_mask, naive_scores, naive_similarity
-from tests.naive_qwen3_vl import NaiveVideo, block_order
+from tests.naive_qwen3_vl import NaiveVideo, block_order, naive_ranking
 from tests.naive_qwen3_vl import naive_forward as _naive_forward
 
 
@@ -45,7 +44,6 @@ def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float)
     same_window = same_frame & (place[:, None] == place[None]).all(-1)
     kept = torch.ones(num_frames * size, dtype=torch.bool)
     bias = torch.zeros(num_frames * size)
-    block_table = torch.arange(num_frames * size).view(-1, side * side)
     for index, block in enumerate(tower.blocks):
         query, key, value = block.attn.qkv(rms_norm(block.norm1, x)).view(-1, 3, heads, head_dim).unbind(1)
         logits = torch.einsum("qhd,khd->hqk", rotate(query), rotate(key)) / math.sqrt(head_dim)
@@ -60,22 +58,13 @@ def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float)
         normed = rms_norm(block.norm2, x)
         x = x + block.mlp.down_proj(F.silu(block.mlp.gate_proj(normed)) * block.mlp.up_proj(normed))
         if index == config.pruning_layer:
-            states = x.view(num_frames, size, -1)
-            similarity, scores = naive_similarity(states, block_table), None
-            if config.selector == "scorer":
-                scorer = {f"vision_tower.scorer.{name}": weight for name, weight in tower.scorer.named_parameters()}
-                scores = naive_scores(scorer, heads, states, block_table)
-            keep_mask = naive_keep_mask(1 - similarity if scores is None else scores, ratio)
-            kept = keep_mask.flatten().repeat_interleave(side * side)
-            if scores is not None and naive_budget(ratio, num_frames, size // side**2):
-                raster = torch.cat([start * size + order.view(-1, side * side) for start in range(num_frames)])
-                by_raster = naive_bias(scores, raster, (rows, cols), config.score_rescaling)  # (T, N)
-                bias = by_raster[:, order].flatten()
+            ranking = naive_ranking(tower, config, x.view(num_frames, size, -1), grid, ratio)
+            kept, bias = ranking.kept, ranking.bias
 
     first, _, second = tower.merger.mlp
     blocks = rms_norm(tower.merger.ln_q, x).view(-1, side * side * config.hidden_size)
-    features = second(F.gelu(first(blocks)))[keep_mask.flatten()]
-    return NaiveVideo(features, [], keep_mask, scores, similarity)
+    features = second(F.gelu(first(blocks)))[ranking.keep_mask.flatten()]
+    return NaiveVideo(features, [], ranking.keep_mask, ranking.scores, ranking.similarity)
 
 
 naive_forward = partial(_naive_forward, encode=naive_video)

@@ -33,6 +33,39 @@ def block_order(rows: int, cols: int, side: int) -> torch.Tensor:
     return raster.transpose(1, 2).flatten()
 
 
+@dataclass
+class NaiveRanking:
+    """
+    keep_mask, scores, similarity: as in `NaiveVideo`. kept: (T * N,) bool, patches of kept blocks. bias: (T * N,) of
+    the keys of layer `l + 1`.
+    """
+
+    keep_mask: torch.Tensor
+    scores: torch.Tensor | None
+    similarity: torch.Tensor
+    kept: torch.Tensor
+    bias: torch.Tensor
+
+
+def naive_ranking(tower: Any, config: Any, states: torch.Tensor, grid: list[int], ratio: float) -> NaiveRanking:
+    """After layer `l`: patches (T, N, D) block by block, and their grid (T, rows, cols) in patches."""
+    num_frames, rows, cols = grid
+    size, block_size = rows * cols, config.spatial_merge_size**2
+    blocks = torch.arange(num_frames * size).view(-1, block_size)
+    similarity, scores = naive_similarity(states, blocks), None
+    if config.selector == "scorer":
+        scorer = {f"vision_tower.scorer.{name}": weight for name, weight in tower.scorer.named_parameters()}
+        scores = naive_scores(scorer, config.num_heads, states, blocks)
+    keep_mask = naive_keep_mask(1 - similarity if scores is None else scores, ratio)
+    bias = torch.zeros(num_frames * size)
+    if scores is not None and naive_budget(ratio, num_frames, size // block_size):
+        order = block_order(rows, cols, config.spatial_merge_size)
+        raster = torch.cat([frame * size + order.view(-1, block_size) for frame in range(num_frames)])
+        by_raster = naive_bias(scores, raster, (rows, cols), config.score_rescaling)  # (T, N)
+        bias = by_raster[:, order].flatten()
+    return NaiveRanking(keep_mask, scores, similarity, keep_mask.flatten().repeat_interleave(block_size), bias)
+
+
 def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float) -> NaiveVideo:
     """One video (T * N, values) with its grid (T, rows, cols) in patches."""
     tower, config = model.model.visual, model.config.vision_config
@@ -60,7 +93,6 @@ def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float)
     kept = torch.ones(num_frames * size, dtype=torch.bool)
     bias = torch.zeros(num_frames * size)
     outputs = []
-    block_table = torch.arange(num_frames * size).view(-1, side * side)
     for index, block in enumerate(tower.blocks):
         query, key, value = block.attn.qkv(block.norm1(x)).view(-1, 3, heads, head_dim).unbind(1)
         logits = torch.einsum("qhd,khd->hqk", rotate(query), rotate(key)) / math.sqrt(head_dim)
@@ -73,28 +105,19 @@ def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float)
         x = x + block.mlp.linear_fc2(F.gelu(block.mlp.linear_fc1(block.norm2(x)), approximate="tanh"))
         outputs.append(x)
         if index == config.pruning_layer:
-            states = x.view(num_frames, size, -1)
-            similarity, scores = naive_similarity(states, block_table), None
-            if config.selector == "scorer":
-                scorer = {f"vision_tower.scorer.{name}": weight for name, weight in tower.scorer.named_parameters()}
-                scores = naive_scores(scorer, heads, states, block_table)
-            keep_mask = naive_keep_mask(1 - similarity if scores is None else scores, ratio)
-            kept = keep_mask.flatten().repeat_interleave(side * side)
-            if scores is not None and naive_budget(ratio, num_frames, size // side**2):
-                raster = torch.cat([place * size + order.view(-1, side * side) for place in range(num_frames)])
-                by_raster = naive_bias(scores, raster, (rows, cols), config.score_rescaling)  # (T, N)
-                bias = by_raster[:, order].flatten()
+            ranking = naive_ranking(tower, config, x.view(num_frames, size, -1), grid, ratio)
+            kept, bias = ranking.kept, ranking.bias
 
     def merge(merger: Any, states: torch.Tensor, norm_first: bool) -> torch.Tensor:
         if norm_first:
             blocks = merger.norm(states).view(-1, side * side * config.hidden_size)
         else:
             blocks = merger.norm(states.view(-1, side * side * config.hidden_size))
-        return merger.linear_fc2(F.gelu(merger.linear_fc1(blocks)))[keep_mask.flatten()]
+        return merger.linear_fc2(F.gelu(merger.linear_fc1(blocks)))[ranking.keep_mask.flatten()]
 
     taps = zip(tower.deepstack_merger_list, config.deepstack_visual_indexes, strict=True)
     deepstack = [merge(merger, outputs[index], False) for merger, index in taps]
-    return NaiveVideo(merge(tower.merger, x, True), deepstack, keep_mask, scores, similarity)
+    return NaiveVideo(merge(tower.merger, x, True), deepstack, ranking.keep_mask, ranking.scores, ranking.similarity)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForCond
 from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
 from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration
 from tests import tiny_qwen3_vl
-from tests.tiny_qwen3_vl import IMAGE_ID, SIDE, VIDEO_ID, VISION_END, VISION_START, Inputs, Part
+from tests.tiny_qwen3_vl import SIDE, TEXT, TOKEN_IDS, VISION, Inputs, Part
 
 SECONDS = (3.0, 0.5, 1.0)  # of a tubelet of a sample's videos: the first one's end is ahead of the text after it
 
@@ -23,39 +23,12 @@ def tiny_config(*, full: Sequence[int] = (3, 5), model_overrides: dict[str, Any]
     Configuration of a tiny model, whose layers `full` see whole frames; keywords go to the vision config
     (`pruning_ratio=0.3, packing=...`).
     """
-    vision_config: dict[str, Any] = {
-        "depth": 6,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "patch_size": 4,
-        "spatial_merge_size": SIDE,
-        "window_size": 2 * SIDE * 4,
-        "tokens_per_second": 4,
-        "out_hidden_size": 48,
-        "fullatt_block_indexes": list(full),
-        "pruning_layer": 2,
-    }
-    text_config = {
-        "vocab_size": 512,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
-    }
+    of_vision = {"window_size": 2 * SIDE * 4, "tokens_per_second": 4, "fullatt_block_indexes": list(full)}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
     return STTSQwen2_5_VLConfig(
-        vision_config=vision_config | vision,
-        text_config=text_config,
-        image_token_id=IMAGE_ID,
-        video_token_id=VIDEO_ID,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        **(model_overrides or {}),
+        vision_config=VISION | of_vision | vision,
+        text_config=TEXT | {"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope},
+        **TOKEN_IDS | (model_overrides or {}),
     )
 
 

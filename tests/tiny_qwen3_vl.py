@@ -22,6 +22,31 @@ from tests.tiny import randomise
 TEXT_VOCABULARY, IMAGE_ID, VIDEO_ID, VISION_START, VISION_END = 500, 500, 501, 502, 503
 SIDE = 2  # of a block, in patches
 PATCH_VALUES = 3 * 2 * 4 * 4  # channels, video frames of a tubelet, pixels
+VISION = {
+    "depth": 6,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": SIDE,
+    "out_hidden_size": 48,
+    "pruning_layer": 2,
+}
+TEXT = {
+    "vocab_size": 512,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+TOKEN_IDS = {
+    "image_token_id": IMAGE_ID,
+    "video_token_id": VIDEO_ID,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
 
 Inputs = dict[str, Any]
 
@@ -48,42 +73,12 @@ Part = int | Video | Image
 
 def tiny_config(*, taps: Sequence[int] = (1, 4), model_overrides: dict[str, Any] | None = None, **vision: Any) -> Any:
     """Configuration of a tiny model; keywords go to the vision config (`pruning_ratio=0.3, packing=...`)."""
-    vision_config: dict[str, Any] = {
-        "depth": 6,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "patch_size": 4,
-        "spatial_merge_size": SIDE,
-        "out_hidden_size": 48,
-        "num_position_embeddings": 36,
-        "deepstack_visual_indexes": list(taps),
-        "pruning_layer": 2,
-    }
-    text_config = {
-        "vocab_size": 512,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-        },
-    }
+    of_vision = {"num_position_embeddings": 36, "deepstack_visual_indexes": list(taps)}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     return STTSQwen3VLConfig(
-        vision_config=vision_config | vision,
-        text_config=text_config,
-        image_token_id=IMAGE_ID,
-        video_token_id=VIDEO_ID,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        **(model_overrides or {}),
+        vision_config=VISION | of_vision | vision,
+        text_config=TEXT | {"head_dim": 16, "rope_parameters": rope},
+        **TOKEN_IDS | (model_overrides or {}),
     )
 
 
