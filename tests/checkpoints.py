@@ -1,4 +1,4 @@
-"""What tests of saving, loading and pushing share: the tiny checkpoint, a prompt about a clip, and what it gives."""
+"""What tests of saving, loading and pushing share: the tiny checkpoints, a prompt about a clip, and what it gives."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForMultimodalLM, LogitsProcessor
@@ -14,6 +15,14 @@ from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from tests.clips import write_clip
 
 TINY = Path(__file__).resolve().parent.parent / "hub_configs" / "stts-tiny"
+TINIES = {
+    "molmo2": TINY,
+    "qwen3_vl": TINY.with_name("stts-qwen3-vl-tiny"),
+    "qwen2_5_vl": TINY.with_name("stts-qwen2-5-vl-tiny"),
+}
+# Names for tests that take seconds each: of backbones whose tower is the same code, one every day.
+QWENS = ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
+DAILY = ["molmo2", *QWENS]
 _VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
 GRID = tuple(
     side // _VISION["patch_size"] // window

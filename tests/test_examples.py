@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.cli.main import main
-from tests.checkpoints import TINY, load_tiny, logits_of, prepare, weights_of
+from tests.checkpoints import QWENS, TINIES, TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
 from tests.training_files import train, write_data
 
@@ -108,9 +108,10 @@ def test_trl(run_example, checkpoint, data):
 
 
 @pytest.mark.parametrize("name", ["finetune.py", "finetune_lora.py", "finetune_trl.py"])
-def test_another_backbone(run_example, name):
+@pytest.mark.parametrize("backbone", QWENS)
+def test_another_backbone(run_example, backbone, name):
     """By nothing but its folder."""
-    model = TINY.with_name("stts-qwen3-vl-tiny")
+    model = TINIES[backbone]
     names, output = run_example(name, model)
     assert len(losses(names)) == 1
     saved = {"finetune.py": output, "finetune_lora.py": output / "merged"}.get(name)

@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from stts_hf import STTSProcessor, register_auto_classes
-from tests.checkpoints import TINY, load_tiny, write_small_clip
+from tests.checkpoints import TINIES, TINY, load_tiny, write_small_clip
 from tests.clips import write_clip
 from tests.hub_server import LoopbackHub
 from tests.tiny import randomise
@@ -48,11 +48,11 @@ def processor() -> STTSProcessor:
     return STTSProcessor.from_pretrained(TINY)
 
 
-@pytest.fixture(scope="session", params=["stts-tiny", "stts-qwen3-vl-tiny"], ids=["molmo2", "qwen3_vl"])
-def any_folder(request, hub_configs) -> Path:
+@pytest.fixture(scope="session", params=TINIES)
+def any_folder(request) -> Path:
     """The tiny checkpoint of each backbone."""
     register_auto_classes()
-    return hub_configs / request.param
+    return TINIES[request.param]
 
 
 @pytest.fixture(scope="session")

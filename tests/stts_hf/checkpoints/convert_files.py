@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForImageTextToText,
     GenerationConfig,
     Molmo2Config,
     Molmo2ForConditionalGeneration,
@@ -17,17 +18,13 @@ from transformers import (
     Molmo2VideoProcessor,
     Molmo2VisionConfig,
     PreTrainedTokenizerFast,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
 )
 
+from stts_hf.checkpoints.families import STOCK
 from stts_hf.evaluation.tiny_model import VISION_TOKENS
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS
-from tests.checkpoints import TINY
+from tests.checkpoints import TINIES
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config
-
-QWEN3_VL = TINY.with_name("stts-qwen3-vl-tiny")
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}<|im_end|>"
 CODE_THAT_MUST_NOT_RUN = "raise SystemExit('the code of a source was run')\n"
@@ -114,29 +111,34 @@ def as_released(folder: Path) -> None:
     (folder / "processing_molmo2.py").write_text(CODE_THAT_MUST_NOT_RUN)
 
 
-def stock_qwen3_vl() -> Qwen3VLForConditionalGeneration:
-    """Stock Qwen3-VL of the size of the tiny checkpoint, embedding and head tied, every weight random."""
-    settings = json.loads((QWEN3_VL / "config.json").read_text())
+def stock_qwen(backbone: str = "qwen3_vl", tied: bool = True) -> Any:
+    """A stock Qwen of the size of its tiny checkpoint, embedding and head tied or not, every weight random."""
+    settings = json.loads((TINIES[backbone] / "config.json").read_text())
     vision = {name: value for name, value in settings["vision_config"].items() if name not in PRUNING_FIELDS}
-    ids = {name: value for name, value in settings.items() if name.endswith("_token_id")}
-    config = Qwen3VLConfig(
-        vision_config=vision | {"model_type": "qwen3_vl_vision"},
+    native: Any = STOCK[backbone].config.native
+    config = native(
+        vision_config=vision | {"model_type": f"{backbone}_vision"},
         text_config=settings["text_config"],
-        tie_word_embeddings=True,
-        **ids,
+        tie_word_embeddings=tied,
+        **{name: value for name, value in settings.items() if name.endswith("_token_id")},
     )
-    model = Qwen3VLForConditionalGeneration(config).eval()
+    model: Any = AutoModelForImageTextToText.from_config(config).eval()
     randomise(model)
     model.tie_weights()
-    model.generation_config = GenerationConfig.from_pretrained(QWEN3_VL)
+    model.generation_config = GenerationConfig.from_pretrained(TINIES[backbone])
     return model
+
+
+def write_qwen(folder: Path, backbone: str = "qwen3_vl", tied: bool = True, **options: Any) -> Path:
+    """The folder of a `stock_qwen` with its processor; options of `save_pretrained`."""
+    stock_qwen(backbone, tied).save_pretrained(folder, **options)
+    STOCK[backbone].processor.from_pretrained(TINIES[backbone]).save_pretrained(folder)
+    return folder
 
 
 def write_qwen3_vl(folder: Path, form: str) -> Path:
     """A stock Qwen3-VL folder: "qwen3_vl" in one file, "qwen3_vl_shards", or "qwen3_vl_released" as first released."""
-    stock_qwen3_vl().save_pretrained(folder, max_shard_size="40KB" if form == "qwen3_vl_shards" else "50GB")
-    processor: Any = Qwen3VLProcessor.from_pretrained(QWEN3_VL)
-    processor.save_pretrained(folder)
+    write_qwen(folder, max_shard_size="40KB" if form == "qwen3_vl_shards" else "50GB")
     if form == "qwen3_vl_released":
         as_released_qwen3_vl(folder)
     return folder

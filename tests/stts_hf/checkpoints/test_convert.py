@@ -14,15 +14,14 @@ from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.cli.main import main
 from stts_hf.modeling.configuration_stts import STTSConfig
-from tests.checkpoints import AUTO_CLASSES, TINY
+from tests.checkpoints import AUTO_CLASSES, TINIES, TINY
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
 from tests.stts_hf.checkpoints.convert_files import (
-    QWEN3_VL,
     REFERENCE_LOGITS,
     contents,
     copy,
     stock_model,
-    stock_qwen3_vl,
+    stock_qwen,
     write_base,
     write_molmo2,
     write_qwen3_vl,
@@ -75,7 +74,7 @@ def vision_config(folder: Path) -> dict:
 
 @pytest.mark.parametrize("form", STOCK_FORMS)
 def test_weights_of_a_stock_model_are_kept(converted, form):
-    expected = (stock_model() if form in MOLMO2_FORMS else stock_qwen3_vl()).state_dict()
+    expected = (stock_model() if form in MOLMO2_FORMS else stock_qwen()).state_dict()
     weights = load(converted / form).state_dict()
     scorer = {name for name in weights if ".scorer." in name}
     assert weights.keys() - scorer == expected.keys()
@@ -123,7 +122,7 @@ def test_the_doctor_finds_nothing(converted, form):
 @pytest.mark.parametrize("form", ALL)
 def test_auto_map_names_our_classes_and_nothing_of_the_source(converted, form):
     written = json.loads((converted / form / "config.json").read_text())["auto_map"]
-    tiny = json.loads((QWEN3_VL / "config.json").read_text())["auto_map"]
+    tiny = json.loads((TINIES["qwen3_vl"] / "config.json").read_text())["auto_map"]
     assert written == (tiny if form in QWEN3_VL_FORMS else AUTO_CLASSES)
     files = contents(converted / form)
     assert not [name for name, content in files.items() if b"molmo2.Molmo2" in content and name.endswith(".json")]
@@ -131,19 +130,21 @@ def test_auto_map_names_our_classes_and_nothing_of_the_source(converted, form):
 
 @pytest.mark.parametrize("form", ["native", "qwen3_vl_released"])
 def test_the_code_is_that_of_its_backbone_alone(converted, form):
-    code = (QWEN3_VL if form in QWEN3_VL_FORMS else TINY).glob("*.py")
+    code = (TINIES["qwen3_vl"] if form in QWEN3_VL_FORMS else TINY).glob("*.py")
     assert {file.name for file in (converted / form).glob("*.py")} == {file.name for file in code}
 
 
 def test_processor_and_template_of_files_as_released_are_those_of_today(sources, converted):
     for name in ("processor_config.json", "generation_config.json", "chat_template.jinja"):
         assert (converted / "qwen3_vl_released" / name).read_bytes() == (converted / "qwen3_vl" / name).read_bytes()
-    assert (converted / "qwen3_vl" / name).read_bytes() == (QWEN3_VL / name).read_bytes()
+    assert (converted / "qwen3_vl" / name).read_bytes() == (TINIES["qwen3_vl"] / name).read_bytes()
 
 
 @pytest.mark.parametrize("form", QWEN3_VL_FORMS)
 def test_settings_as_released_mean_what_they_do_today(converted, form):
-    config, tiny = (json.loads((folder / "config.json").read_text()) for folder in (converted / form, QWEN3_VL))
+    config, tiny = (
+        json.loads((folder / "config.json").read_text()) for folder in (converted / form, TINIES["qwen3_vl"])
+    )
     assert config["text_config"]["rope_parameters"] == tiny["text_config"]["rope_parameters"]
     assert config["vision_config"]["rope_parameters"] == tiny["vision_config"]["rope_parameters"]
     assert config["tie_word_embeddings"] is True

@@ -6,37 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, Qwen2_5_VLProcessor
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 
-from stts_hf import STTSQwen2_5_VLForConditionalGeneration, convert_checkpoint
+from stts_hf import STTSQwen2_5_VLForConditionalGeneration
 from stts_hf.checkpoints.doctor import examine
-from stts_hf.modeling.settings_stts import PRUNING_FIELDS
-from tests.checkpoints import TINY
-from tests.tiny import randomise
-
-QWEN2_5_VL = TINY.with_name("stts-qwen2-5-vl-tiny")
-
-
-def write_stock(folder: Path, tied: bool) -> Any:
-    """Stock Qwen2.5-VL of the size of the tiny checkpoint, every weight random, and the native processor."""
-    settings = json.loads((QWEN2_5_VL / "config.json").read_text())
-    vision = {name: value for name, value in settings["vision_config"].items() if name not in PRUNING_FIELDS}
-    config = Qwen2_5_VLConfig(
-        vision_config=vision | {"model_type": "qwen2_5_vl_vision"},
-        text_config=settings["text_config"],
-        tie_word_embeddings=tied,
-        **{name: value for name, value in settings.items() if name.endswith("_token_id")},
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
-    randomise(model)
-    model.tie_weights()
-    model.generation_config = GenerationConfig.from_pretrained(QWEN2_5_VL)
-    model.save_pretrained(folder)
-    processor: Any = Qwen2_5_VLProcessor.from_pretrained(QWEN2_5_VL)
-    processor.save_pretrained(folder)
-    return model
+from stts_hf.cli.main import main
+from tests.stts_hf.checkpoints.convert_files import stock_qwen, write_qwen
 
 
 def as_released(folder: Path) -> None:
@@ -53,10 +27,13 @@ def as_released(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", ["saved", "released"])
 def test_weights_are_kept_and_the_doctor_finds_nothing(tmp_path, form):
-    stock = write_stock(tmp_path / "stock", tied=form == "saved")
+    tied = form == "saved"
+    stock = stock_qwen("qwen2_5_vl", tied)
+    write_qwen(tmp_path / "stock", "qwen2_5_vl", tied)
     if form == "released":
         as_released(tmp_path / "stock")
-    convert_checkpoint(tmp_path / "stock", tmp_path / "ours")
+    # As README.md has it.
+    assert main(["convert", str(tmp_path / "stock"), str(tmp_path / "ours"), "--selector", "cosine"]) == 0
     assert not [finding for found in examine(tmp_path / "ours").values() for finding in found]
     load: Any = STTSQwen2_5_VLForConditionalGeneration.from_pretrained
     loaded, info = load(tmp_path / "ours", output_loading_info=True)

@@ -66,11 +66,11 @@ def test_a_fresh_process_without_the_package_loads_every_auto_class_by_revision(
         torch.testing.assert_close(torch.tensor(seen["logits"]), model(**inputs).logits[0, -1], rtol=0, atol=1e-6)
 
 
-def test_what_arrives_is_byte_for_byte_what_was_pushed(hub, tmp_path):
-    status, out, _ = push(hub, tmp_path, TINY, "user/tiny", "--message", "First push")
+def test_what_arrives_is_byte_for_byte_what_was_pushed(hub, tmp_path, any_folder):
+    status, out, _ = push(hub, tmp_path, any_folder, "user/tiny", "--message", "First push")
     assert status == 0
     assert hub.repositories["user/tiny"].messages == ["initial commit", "First push"]
-    assert without_card(hub.files("user/tiny")) == contents(TINY)
+    assert without_card(hub.files("user/tiny")) == contents(any_folder)
     assert hub.repositories["user/tiny"].branches["main"] in out
     assert not hub.repositories["user/tiny"].private
 

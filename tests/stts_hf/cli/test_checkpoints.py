@@ -9,16 +9,16 @@ from transformers import Molmo2Processor, Molmo2VideoProcessor
 
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.main import main
-from tests.checkpoints import TINY, load_tiny
-from tests.stts_hf.checkpoints.convert_files import write_qwen3_vl
+from tests.checkpoints import DAILY, TINY, load_tiny
+from tests.stts_hf.checkpoints.convert_files import write_qwen
 
 
-@pytest.fixture(scope="module", params=["molmo2", "qwen3_vl"])
+@pytest.fixture(scope="module", params=DAILY)
 def stock(request, tmp_path_factory, processor) -> Path:
     """A tiny model without its scorer, as a stock folder."""
     folder = tmp_path_factory.mktemp("stock")
-    if request.param == "qwen3_vl":
-        return write_qwen3_vl(folder, "qwen3_vl")
+    if request.param != "molmo2":
+        return write_qwen(folder, request.param)
     stock_twin(load_tiny()).save_pretrained(folder)
     video = processor.video_processor
     Molmo2Processor(

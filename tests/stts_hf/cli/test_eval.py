@@ -12,7 +12,7 @@ import pytest
 
 from stts_hf.cli.eval import settings_of
 from stts_hf.cli.main import main
-from tests.checkpoints import ANSWER, BLOCKS, TINY, load_of_one_answer
+from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES, TINY, load_of_one_answer
 from tests.clips import write_clip
 from tests.small_disk import small_disk
 from tests.training_files import write_rows
@@ -86,8 +86,9 @@ def test_it_scores_by_type_and_writes_a_line_for_each_question(run, tmp_path):
     assert summary(tmp_path)["types"]["what"]["accuracy"] == 0.5
 
 
-def test_another_backbone_takes_the_same_command(run, hub_configs):
-    options = ["--checkpoint", str(hub_configs / "stts-qwen3-vl-tiny"), "--max-new-tokens", "1"]
+@pytest.mark.parametrize("other", QWENS)
+def test_another_backbone_takes_the_same_command(run, other):
+    options = ["--checkpoint", str(TINIES[other]), "--max-new-tokens", "1"]
     status, out, _, lines = run(*options, "--pruning-ratio", "0.3", "--num-frames", "4")
     assert status == 0
     assert re.search(r"^all +4 ", out, re.M)

@@ -17,6 +17,7 @@ from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli import timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.checkpoints import QWENS, TINIES
 
 # 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, 0.7, ... 1.7 s and the end.
 NUM_FRAMES, NUM_TOKENS = 9, 9 * 16
@@ -65,9 +66,10 @@ def test_the_prompt_shrinks_by_what_was_dropped(run):
     assert whole - left == 72
 
 
-def test_another_backbone_takes_the_same_command(run, hub_configs):
+@pytest.mark.parametrize("other", QWENS)
+def test_another_backbone_takes_the_same_command(run, other):
     """Of 20 frames in 2 s four, in two tubelets of 4 x 6 blocks, in the size they have."""
-    tiny = hub_configs / "stts-qwen3-vl-tiny"
+    tiny = TINIES[other]
     status, out, _, sheet = run("--time", checkpoint=tiny)
     assert status == 0
     assert re.search(r"^frames: +4 sampled from 0\.0 s to 1\.9 s of a video of 2\.0 s$", out, re.M)

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from transformers import Qwen3VLProcessor
+from transformers import AutoProcessor
 
 from stts_hf.data.frames import process
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_batches, make_prompt
-from tests.checkpoints import BLOCKS, load_of_one_answer, load_talkative
+from tests.checkpoints import BLOCKS, DAILY, TINIES, load_of_one_answer, load_talkative
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 # Kind of media, file, question; neither the clips nor the questions are of one length.
@@ -33,14 +33,13 @@ def prompts(processor, media) -> list[Prompt]:
     return make_all(processor, media)
 
 
-@pytest.fixture(scope="module", params=["molmo2", "qwen3_vl"])
-def backbone(request, hub_configs, model, processor, media) -> Any:
+@pytest.fixture(scope="module", params=DAILY)
+def backbone(request, model, processor, media) -> Any:
     """Model, processor and prompts of each backbone."""
     if request.param == "molmo2":
         return model, processor, make_all(processor, media)
-    folder = hub_configs / "stts-qwen3-vl-tiny"
-    other = Qwen3VLProcessor.from_pretrained(folder)
-    return load_talkative(folder), other, make_all(other, media)
+    other = AutoProcessor.from_pretrained(TINIES[request.param])
+    return load_talkative(TINIES[request.param]), other, make_all(other, media)
 
 
 def make_all(processor, media) -> list[Prompt]:

@@ -12,23 +12,15 @@ from huggingface_hub import ModelCard
 from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.cli.main import main
 from stts_hf.parts import PARTS, parts_of
-from tests.checkpoints import TINY
+from tests.checkpoints import DAILY, TINIES
 from tests.training_files import train, write_config
 
-CHECKPOINTS = {
-    "molmo2": TINY,
-    "qwen3_vl": TINY.with_name("stts-qwen3-vl-tiny"),
-    "qwen2_5_vl": TINY.with_name("stts-qwen2-5-vl-tiny"),
-}
 FRAMES = 4  # of the Qwens, two tubelets
-
-
-DAILY = ["molmo2", "qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=DAILY)
 def checkpoint(request) -> Path:
-    return CHECKPOINTS[request.param]
+    return TINIES[request.param]
 
 
 def load(folder: Path) -> Any:
@@ -121,7 +113,7 @@ def test_a_checkpoint_of_another_family_is_refused(data, tmp_path, capsys):
 
 def test_positions_that_a_model_has_not_are_refused_before_anything_is_written(data, tmp_path, capsys):
     more = "pruned_position_ids: compact\n"
-    config = write_config(tmp_path, data, tmp_path / "out", model=CHECKPOINTS["qwen3_vl"], more=more)
+    config = write_config(tmp_path, data, tmp_path / "out", model=TINIES["qwen3_vl"], more=more)
     assert train(config) == 2
     assert "`pruned_position_ids` is 'compact', but must be 'original' for dense Qwen3-VL" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
