@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
 from .sequence_stts import KeptSequence, Tokens
@@ -20,7 +21,8 @@ class CachedPrompt:
 
     kept_indices: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
-    positions: (B, columns) RoPE position of every column, -1 for those that a mask hides.
+    positions: (B, columns) RoPE position after which a token behind each column counts on: its own, or that of what was
+        dropped behind it. -1 for columns that a mask hides.
     token_ids: (B, seen) those tokens, where known.
     answered: how many of them, at the end, are an answer; each took a position, also those after a row's end.
     unusable: why no prompt fits the cache, or "".
@@ -35,7 +37,7 @@ class CachedPrompt:
 
     @property
     def next_position(self) -> torch.Tensor:
-        """(B, 1) RoPE position of the next token: after the last one, which a video before it may be ahead of."""
+        """(B, 1) RoPE position of the next token, which a video before it may be ahead of."""
         columns = self.positions.shape[1]
         if columns == 0:
             return self.positions.new_zeros(self.positions.shape[0], 1)
@@ -190,13 +192,32 @@ def take_up(
     return cached
 
 
-def note_after(cached: CachedPrompt, tokens: Tokens, sequence: KeptSequence, left: Tokens) -> CachedPrompt:
-    """What a cache holds of the caller's sequence after this call."""
+def last_positions(tokens: Tokens, sequence: KeptSequence) -> torch.Tensor:
+    """
+    For each column that is left, (B, L'), the position after which the next token counts on: that of the caller's last
+    token before the next column, which may be a dropped one, by all axes but time, as native models count.
+    """
+    positions, mask = tokens.position_ids, tokens.padding_mask
+    assert positions is not None  # set by `prune`
+    places = torch.arange(sequence.length, device=positions.device).expand(len(sequence.kept_indices), -1)
+    shown = places if mask is None else torch.where(mask.bool(), places, 0).cummax(-1).values
+    following = nn.functional.pad(sequence.kept_indices[:, 1:], (0, 1), value=sequence.length)
+    following = torch.where(following < 0, sequence.length, following)
+    of_tokens = positions if positions.dim() == 2 else positions[1:].amax(0)
+    return of_tokens.expand(places.shape).gather(-1, shown.gather(-1, (following - 1).clamp_min(0)))
+
+
+def note_after(
+    cached: CachedPrompt, tokens: Tokens, sequence: KeptSequence, left: Tokens, closes_gaps: bool
+) -> CachedPrompt:
+    """
+    What a cache holds of the caller's sequence after this call. closes_gaps: whether dropped tokens take no position.
+    """
     assert left.position_ids is not None  # `what_is_left` makes them
     token_ids = tokens.input_ids if cached.seen == 0 else None
     if tokens.input_ids is not None and cached.token_ids is not None:
         token_ids = torch.cat([cached.token_ids.to(tokens.device), tokens.input_ids], dim=-1)
-    positions = left.position_ids if left.position_ids.dim() == 2 else left.position_ids.amax(0)
+    positions = left.position_ids if closes_gaps else last_positions(tokens, sequence)
     shown = ~sequence.is_filler
     if left.padding_mask is not None:
         shown = left.padding_mask[:, -shown.shape[1] :].bool()

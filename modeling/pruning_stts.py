@@ -213,14 +213,14 @@ class PruningBackbone(NativeModel):
         tokens.position_ids = self.position_tokens(tokens, cached, whole_mask, vision, found)
         video = None if plan is None else self.encode_videos(vision[self.video_inputs[0]], plan)
         sequence, dropped = KeptSequence.whole(batch_size, length, tokens.device), None
+        closes_gaps = self.config.pruned_position_ids == "compact"
         if drops and found is not None:
-            closes_gaps = self.config.pruned_position_ids == "compact"
             sequence, dropped = drop_tokens(tokens, found[0], video, num_dropped, rows, pruned_length, closes_gaps)
         left = what_is_left(tokens, sequence, dropped, past_mask, getattr(self.config, "pad_token_id", None) or 0)
         pruned = PrunedInputs(left, sequence.kept_indices, None, video, images)
         # Otherwise a cache's columns are the caller's tokens, and say the positions.
         if drops or note is not None or tokens.position_ids.dim() == 3:
-            pruned.cached_after = note_after(cached, tokens, sequence, left)
+            pruned.cached_after = note_after(cached, tokens, sequence, left, closes_gaps)
         if video is not None and found is not None:
             pruned.features.append((sequence.take(found[0], False), torch.cat(video.pooler_output)))
             if rows.rows is not None:

@@ -14,6 +14,7 @@ from tests.modeling.reference import CLOSE
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
 TEXT: Rows = [[9], [5]]
+PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 def tokens_of(inputs: Inputs, columns: slice) -> Inputs:
@@ -24,8 +25,7 @@ def tokens_of(inputs: Inputs, columns: slice) -> Inputs:
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_steps_over_a_cache_are_one_call(backbone, any_model, ratio):
     inputs = prompt(backbone.batch([[*row, 4] for row in MIXED], "left"))
-    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
-    first = {name: value[:, :-4] if name in per_token else value for name, value in inputs.items()}
+    first = {name: value[:, :-4] if name in PER_TOKEN else value for name, value in inputs.items()}
     with torch.no_grad():
         whole = any_model(**inputs, pruning_ratio=ratio).logits[:, -4:]
         cache = any_model(**first, pruning_ratio=ratio).past_key_values
@@ -37,8 +37,7 @@ def test_steps_over_a_cache_are_one_call(backbone, any_model, ratio):
 def test_steps_at_positions_off_by_one_are_not_one_call(backbone, any_model):
     """The comparison above could fail."""
     inputs = prompt(backbone.batch([[2, Clip(2), 7]], "left"))
-    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
-    first = {name: value[:, :-4] if name in per_token else value for name, value in inputs.items()}
+    first = {name: value[:, :-4] if name in PER_TOKEN else value for name, value in inputs.items()}
     logits = []
     with torch.no_grad():
         for shift in (0, 1):
@@ -47,6 +46,22 @@ def test_steps_at_positions_off_by_one_are_not_one_call(backbone, any_model):
             replace(note, positions=note.positions + shift).attach(cache)
             logits.append(any_model(input_ids=inputs["input_ids"][:, -4:], past_key_values=cache).logits)
     assert (logits[1] - logits[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
+def test_text_right_behind_a_cached_video(backbone, any_model, ratio):
+    """Whose last blocks may be gone, and whose time may be ahead of the text."""
+    for inputs in backbone.alone([[3, Clip(4), 5], [2, Clip(2), 5]]):
+        end, text = int(inputs["mm_token_type_ids"][0].nonzero()[-1]) + 1, inputs["input_ids"][:, -5:]
+        head = {n: value[:, :end] if n in PER_TOKEN else value for n, value in prompt(inputs).items()}
+        whole = head | {"input_ids": torch.cat([head["input_ids"], text], dim=-1)}
+        for name, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+            whole[name] = torch.nn.functional.pad(head[name], (0, 5), value=value)
+        with torch.no_grad():
+            expected = any_model(**whole, pruning_ratio=ratio).logits[:, -5:]
+            cache = any_model(**head, pruning_ratio=ratio, use_cache=True).past_key_values
+            rest = any_model(input_ids=text, past_key_values=cache).logits
+        torch.testing.assert_close(rest, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["over-the-cache", "anew"])
