@@ -144,7 +144,7 @@ class VideoFile:
         frames: Any = [None] * len(wanted) if size is None else torch.empty(len(wanted), 3, *size, dtype=torch.uint8)
 
         def keep(place: int, index: int, frame: Any) -> None:
-            picture = torch.from_numpy(_upright(frame)).permute(2, 0, 1)
+            picture = torch.from_numpy(upright(frame)).permute(2, 0, 1)
             metadata.height, metadata.width = picture.shape[1:]
             frames[place] = picture if size is None else (resizing or resize)(picture, size)
             found[place] = index
@@ -376,7 +376,7 @@ def resize(
     return torch.cat(colours).round().clamp(0, 255).to(torch.uint8)
 
 
-def _upright(frame: Any) -> np.ndarray:
+def upright(frame: Any) -> np.ndarray:
     """The frame as it is meant to be seen, uint8 `(height, width, 3)`: turned and mirrored as its metadata says.
 
     The display matrix shows a pixel at `(x, y)` at `(a x + c y, b x + d y)` (ISO 14496-12, 8.3.2); cameras write right

@@ -190,13 +190,13 @@ def test_runs_are_decoded_by_several_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     path = write_clip(tmp_path / "a.mp4", 200, gop=20)
     both = threading.Barrier(2)
-    upright = video_reading_stts._upright
+    upright = video_reading_stts.upright
 
     def meet(frame):
         both.wait(timeout=60)  # raises unless another thread comes here at the same time
         return upright(frame)
 
-    monkeypatch.setattr(video_reading_stts, "_upright", meet)
+    monkeypatch.setattr(video_reading_stts, "upright", meet)
     frames, metadata = read_clip(path, lambda _: [1, 6])
     assert [frame_number(frame) for frame in frames] == metadata.frames_indices == [25, 150]
 
@@ -216,7 +216,7 @@ def test_error_of_a_thread_is_raised_and_ends_the_others(tmp_path, monkeypatch):
     def fail(frame):
         raise KeyError
 
-    monkeypatch.setattr(video_reading_stts, "_upright", fail)
+    monkeypatch.setattr(video_reading_stts, "upright", fail)
     with pytest.raises(KeyError):
         read_clip(path, lambda found: np.linspace(0, found.duration, 14))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_video")]

@@ -15,6 +15,7 @@ from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import (
     add_device_options,
     add_model_options,
+    add_selector_option,
     check_scaling,
     choose_device,
     count,
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="questions with their answers, options, videos or images, and type; see docs/evaluation.md",
     )
     add_model_options(parser)
+    add_selector_option(parser)
     parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
     parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="longest answer (default: 16)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions at once (default: 8)")

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__, _check_versions
-from stts_hf.cli import bench, convert, doctor, eval, make_dataset, push, run, study, train
+from stts_hf.cli import bench, convert, doctor, eval, make_dataset, push, run, study, train, visualize
 from stts_hf.cli.errors import CommandError
 
 COMMANDS = {
     "run": run,
+    "visualize": visualize,
     "convert": convert,
     "doctor": doctor,
     "push": push,

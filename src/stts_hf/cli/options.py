@@ -34,7 +34,7 @@ def positive(text: str) -> float:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what says which model looks at how much of a video."""
+    """Adds what says which model looks at how much of a video; a command adds itself what ranks the tokens."""
     parser.add_argument(
         "--checkpoint",
         metavar="PATH_OR_REPO",
@@ -43,11 +43,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
-    parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens; default: the checkpoint's")
     parser.add_argument("--num-frames", type=count, metavar="N", help="most frames to look at (default: checkpoint's)")
     parser.add_argument(
         "--test-time-scaling", action="store_true", help="look at 1 / (1 - K) times as many frames for the same tokens"
     )
+
+
+def add_selector_option(parser: argparse.ArgumentParser) -> None:
+    """Adds what ranks the tokens."""
+    parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens; default: the checkpoint's")
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:

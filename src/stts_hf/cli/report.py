@@ -3,8 +3,6 @@
 import contextlib
 import io
 import os
-import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ from stts_hf.data.lines import write_line
 if TYPE_CHECKING:
     from stts_hf.inference.answering import VideoAnswer
 
-FRAME_WIDTH = 480
+FRAME_SIDE = 480
 ENDING = ".contact_sheet.png"
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -177,29 +175,22 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
     Decodes the sampled frames once more, small and not squashed, and writes the contact sheet, into a folder that is
     made if needed. Raises `CommandError` where the video cannot be read again or the file cannot be written.
     """
-    from stts_hf.modeling.video_reading_stts import VideoFile
     from stts_hf.visualize.contact_sheet import contact_sheet
+    from stts_hf.visualize.frames import read_frames
 
-    # The first decoding has warned of damaged files already. The filter is for this module's calls and stays in place:
-    # `catch_warnings` would also hide warnings of the thread that decodes the next videos meanwhile.
-    warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
     try:
-        with VideoFile(answer.video) as file:
-            shown = file.at(answer.timestamps)
-            height, width = file.read(shown[:1])[0].shape[2:]
-            scale = min(1.0, FRAME_WIDTH / max(height, width))
-            frames, _ = file.read(shown, (max(1, round(height * scale)), max(1, round(width * scale))))
+        frames = read_frames(answer.video, answer.timestamps, FRAME_SIDE)
     except (ValueError, OSError) as error:
         raise CommandError(f"{path} is not drawn, as its video is read once more: {one_line(error, 200)}") from error
     assert answer.keep_mask is not None  # there is an answer
     sheet = contact_sheet(
-        frames.permute(0, 2, 3, 1).numpy(),
+        frames,
         answer.keep_mask,
         answer.grid,
         answer.timestamps,
         answer.token_scores,
         title=answer.question,
-        tubelet=-(-answer.num_frames // len(answer.keep_mask)),
+        tubelet=answer.tubelet,
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import (
     add_device_options,
     add_model_options,
+    add_selector_option,
     check_scaling,
     choose_device,
     count,
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("question", metavar="QUESTION", help="what to ask about it, or about each of them")
     add_model_options(parser)
+    add_selector_option(parser)
     parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
     parser.add_argument(
         "--answers", type=Path, metavar="FILE.jsonl", help="a new file for the answers: one JSON object per video"

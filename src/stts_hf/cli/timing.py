@@ -1,7 +1,7 @@
 """How long a prompt takes: the stock model, STTS that drops nothing, and STTS that drops."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,13 @@ def compare_with_stock(model: PreTrainedModel, inputs: Mapping[str, Any], ratio:
     return variants if ratio else dict(list(variants.items())[:2])
 
 
-def time_prompts(variants: Variants, repeats: int = 3) -> dict[str, list[float]]:
+def time_prompts(
+    variants: Variants, repeats: int = 3, before: Callable[[str], object] = lambda name: None
+) -> dict[str, list[float]]:
     """
     Runs every variant's prompt `repeats` times after one warm-up, the variants in turn, so that a machine that slows
-    down slows them all. Returns each variant's medians in milliseconds, one for each of `COLUMNS`.
+    down slows them all. before: called with a variant's name before its prompt. Returns each variant's medians in
+    milliseconds, one for each of `COLUMNS`.
     """
     rounds: dict[str, list[list[float]]] = {name: [] for name in variants}
     with (
@@ -37,6 +40,7 @@ def time_prompts(variants: Variants, repeats: int = 3) -> dict[str, list[float]]
     ):
         for _ in range(repeats + 1):
             for name, (model, arguments) in variants.items():
+                before(name)
                 with StageRecorder(model, Clock(model.device)) as recorder, torch.no_grad():
                     model(**arguments, logits_to_keep=1, use_cache=True)
                 stages = recorder.stages()

@@ -1,12 +1,15 @@
 """Frames as a video file that is the same whenever and wherever it is written."""
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
 import av
 import numpy as np
+
+TICKS = 90_000  # per second, of frames that come with times of their own
 
 
 def write_video(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float, **options: str) -> None:
@@ -14,14 +17,43 @@ def write_video(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: floa
     Writes frames, uint8 (height, width, 3) of even sizes, as H.264, or as MPEG-4 where PyAV comes without it. path: its
     ending picks the container. options: of the encoder, such as `crf="24"`.
     """
+    with video_writer(path, fps, **options) as write:
+        for frame in frames:
+            write(frame)
+
+
+@contextlib.contextmanager
+def video_writer(
+    path: str | os.PathLike, fps: float, container_options: Mapping[str, str] | None = None, **options: str
+) -> Iterator[Callable[..., None]]:
+    """
+    Gives `write(frame, start=None, end=None)`, which writes the next frame of a file; arguments as in `write_video`.
+    start, end: when the frame is on screen, in seconds, given for all frames or for none: then all take `1 / fps`.
+    """
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     # With threads or a look at frames to come, x264 writes other pictures every time.
     options = {"threads": "1", "rc-lookahead": "0"} | options
-    with av.open(os.fspath(path), "w") as container:
+    with av.open(os.fspath(path), "w", options=dict(container_options or {})) as container:
         stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001), options=options)
         stream.pix_fmt = "yuv420p"
-        for number, frame in enumerate(frames):
-            if number == 0:  # known to nobody before
+        lasting: dict[int, int] = {}
+
+        def mux(picture: av.VideoFrame | None) -> None:
+            for packet in stream.encode(picture):
+                packet.duration = lasting.get(packet.pts, packet.duration)  # the encoder's guess, from `fps`
+                container.mux(packet)
+
+        def write(frame: np.ndarray, start: float | None = None, end: float | None = None) -> None:
+            if not stream.codec_context.is_open:  # the first, before which nobody knows their size
                 stream.height, stream.width = frame.shape[:2]
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
+                if start is not None:
+                    stream.codec_context.time_base = Fraction(1, TICKS)
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            if start is not None and end is not None:
+                picture.time_base = Fraction(1, TICKS)
+                picture.pts = round(start * TICKS)
+                lasting[picture.pts] = round(end * TICKS) - picture.pts
+            mux(picture)
+
+        yield write
+        mux(None)

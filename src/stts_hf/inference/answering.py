@@ -63,6 +63,11 @@ class VideoAnswer:
         return len(self.timestamps)
 
     @property
+    def tubelet(self) -> int:
+        """How many of the frames the model takes for one of its `T`; the last may lack some."""
+        return 1 if self.keep_mask is None else -(-self.num_frames // len(self.keep_mask))
+
+    @property
     def video_tokens(self) -> int:
         """Blocks of the video, `n * T`: its tokens before any was dropped."""
         return 0 if self.keep_mask is None else self.keep_mask.numel()

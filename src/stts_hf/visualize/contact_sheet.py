@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
+
+from .dimming import as_array, check_outputs, dim_dropped_blocks
 
 MARGIN = 16
 GAP = 10
@@ -15,8 +17,6 @@ TEXT = (236, 238, 242)
 FAINT_TEXT = (150, 156, 168)
 KEPT = (88, 196, 132)
 TRACK = (52, 56, 66)
-DIMMED_BLACK, DIMMED_WHITE = (18, 20, 28), (110, 112, 120)
-BORDER = (200, 210, 225)
 MAX_WIDTH = 1920
 TILE_WIDTHS = (150, 400)
 
@@ -54,9 +54,9 @@ def contact_sheet(
         ValueError: shapes that do not fit each other, or `columns` below 1.
         TypeError: frames that are not uint8, or a mask that is not bool.
     """
-    frames, mask = _to_numpy(frames), _to_numpy(keep_mask)
-    scores = None if token_scores is None else _to_numpy(token_scores)
-    _check(frames, mask, grid, None if timestamps is None else np.asarray(timestamps), scores, tubelet)
+    frames, mask = as_array(frames), as_array(keep_mask)
+    scores = None if token_scores is None else as_array(token_scores)
+    check_outputs(frames, mask, grid, timestamps, scores, tubelet)
     if columns is not None and columns < 1:
         raise ValueError(f"`columns` is {columns}, but must be at least 1.")
 
@@ -114,31 +114,6 @@ def contact_sheet(
     return sheet
 
 
-def dim_dropped_blocks(
-    frame: np.ndarray, keep: np.ndarray, grid: tuple[int, int], size: tuple[int, int] | None = None
-) -> Image.Image:
-    """
-    One `(H, W, 3)` uint8 frame, resized to `size` (width, height) if given, with the blocks where `keep` `(n,)` is
-    False turned dark and grey, and a thin bright line along the border between kept and dropped.
-    """
-    image = Image.fromarray(np.ascontiguousarray(frame))
-    if size is not None:
-        image = image.resize(size, Image.Resampling.LANCZOS)
-    dimmed = ImageOps.colorize(ImageOps.grayscale(image), DIMMED_BLACK, DIMMED_WHITE)
-    mask = Image.fromarray(keep.reshape(grid)).resize(image.size, Image.Resampling.NEAREST)  # blocks need not divide it
-    tile = Image.composite(image, dimmed, mask)
-    kept = np.asarray(mask)  # (H, W)
-    border = np.zeros_like(kept)
-    border[1:] |= kept[1:] != kept[:-1]
-    border[:, 1:] |= kept[:, 1:] != kept[:, :-1]
-    line = Image.blend(tile, Image.new("RGB", tile.size, BORDER), 0.55)
-    return Image.composite(line, tile, Image.fromarray(border))
-
-
-def _to_numpy(values: np.ndarray | torch.Tensor) -> np.ndarray:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-
-
 def _choose_columns(num_frames: int, height: int, width: int) -> int:
     # About 16:10 as a whole, frames not below the smallest readable width.
     ideal = round(math.sqrt(num_frames * 1.6 * (height + 0.12 * width) / width))
@@ -146,32 +121,3 @@ def _choose_columns(num_frames: int, height: int, width: int) -> int:
     ideal = max(1, min(ideal, widest, num_frames))
     # One more column where that leaves fewer empty places in the last row.
     return min((ideal, min(ideal + 1, widest)), key=lambda columns: -num_frames % columns)
-
-
-def _check(
-    frames: np.ndarray,
-    mask: np.ndarray,
-    grid: tuple[int, int],
-    times: np.ndarray | None,
-    scores: np.ndarray | None,
-    tubelet: int,
-) -> None:
-    if tubelet < 1:
-        raise ValueError(f"`tubelet` is {tubelet}, but must be at least 1.")
-    if frames.dtype != np.uint8:
-        raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
-    if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
-        raise ValueError(f"`frames` has shape {frames.shape}, but must be (T, H, W, 3) with at least one frame.")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
-    rows, cols = grid
-    of_blocks = (math.ceil(len(frames) / tubelet), rows * cols)
-    of_frames = frames.shape[:1]
-    arrays = {"keep_mask": (mask, of_blocks), "token_scores": (scores, of_blocks), "timestamps": (times, of_frames)}
-    for name, (array, shape) in arrays.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"`{name}` has shape {array.shape}, but {len(frames)} frames"
-                f"{f', {tubelet} to a tubelet,' if tubelet > 1 else ''} with a `grid` of {rows} x {cols} blocks "
-                f"need {shape}."
-            )

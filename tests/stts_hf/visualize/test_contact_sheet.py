@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from stts_hf.visualize.contact_sheet import contact_sheet, dim_dropped_blocks
+from stts_hf.visualize.contact_sheet import contact_sheet
+from stts_hf.visualize.dimming import dim_dropped_blocks
 
 
 def plain_frames(num_frames: int, height: int = 90, width: int = 160) -> np.ndarray:

@@ -1,0 +1,274 @@
+"""`stts-hf visualize VIDEO`: what each selector keeps of a video, as pictures, videos and a page for the browser."""
+
+import argparse
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stts_hf import _check_versions
+from stts_hf.cli import report
+from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
+from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.options import (
+    SELECTORS,
+    add_device_options,
+    add_model_options,
+    check_scaling,
+    check_writable,
+    choose_device,
+    count,
+    processing,
+)
+from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
+from stts_hf.cli.run import generation, trouble_of
+
+if TYPE_CHECKING:
+    from stts_hf.inference.answering import VideoAnswer
+
+HELP = (
+    "show what selectors keep of a video: contact sheets, the video with dropped blocks dimmed, heat maps, a web page"
+)
+QUESTION = "What happens in this video?"
+STOCK = "stock model"
+PAGE = "report.html"
+DPI = 160
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("video", metavar="VIDEO", help="path of a video file, or with --allow-urls its address")
+    add_model_options(parser)
+    parser.add_argument(
+        "--selectors",
+        nargs="+",
+        choices=SELECTORS,
+        help="what ranks the tokens, side by side (default: all; without a trained scorer cosine and random)",
+    )
+    parser.add_argument("--question", default=QUESTION, help=f'what to ask about it (default: "{QUESTION}")')
+    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed prompts of each selector; 0: no times (default: 3)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="a new folder for report.html and the other files; it appears whole or not at all",
+    )
+    add_device_options(parser)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Runs the command; raises `CommandError` for what the user got wrong, and for a full disk."""
+    check_arguments(arguments)
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    import_libraries()
+    from stts_hf.checkpoints.atomic_folder import atomic_folder, is_disk_full
+    from stts_hf.inference.answering import prepare_video
+
+    device = choose_device(arguments.device)
+    # A stock checkpoint is refused where a scorer is asked for, and loaded for those that need none where not.
+    arguments.selector = "scorer" if "scorer" in (arguments.selectors or ()) else "cosine"
+    config, processor = load_processor(checkpoint, arguments)
+    if arguments.pruning_ratio is None:
+        arguments.pruning_ratio = config.vision_config.pruning_ratio
+        check_scaling(arguments)
+    video = open_video(arguments.video, processor)
+    with stage(f"Decoding {arguments.video}"):
+        try:
+            begun, inputs = prepare_video(
+                processor,
+                video,
+                arguments.question,
+                pruning_ratio=arguments.pruning_ratio,
+                processing=processing(arguments),
+            )
+        except (ValueError, OSError) as error:
+            raise CommandError(one_line(error)) from error
+    with stage(f"Loading {checkpoint} on {device}"):
+        model = load_model(checkpoint, config, device, arguments)
+    selectors, notes = usable_selectors(arguments.selectors, model, checkpoint)
+    answers = answer_with_each(selectors, model, processor, begun, inputs, arguments)
+    times = measure(selectors, model, inputs, arguments) if arguments.repeats else {}
+    facts = {
+        "video": Path(arguments.video).name,
+        "checkpoint": checkpoint,
+        "dropped": f"{arguments.pruning_ratio:.0%}",
+        "frames": f"{begun.num_frames} of {begun.duration:.1f} s",
+        "device": f"{device}, {str(model.dtype).removeprefix('torch.')}",
+    }
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the unfinished folder goes with it
+    try:
+        with atomic_folder(arguments.output) as folder:
+            write_files(folder, answers, times, facts, notes)
+    except (OSError, ValueError) as error:
+        why = "no space is left on the disk" if is_disk_full(error) else one_line(error, 200)
+        raise CommandError(
+            f"--output {arguments.output} cannot be written, and nothing of it is left: {why}"
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print_findings(answers, times, arguments.output)
+    return 0
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuses what can be refused before anything slow happens."""
+    if trouble := trouble_of(arguments.video, arguments.allow_urls):
+        raise CommandError(f"VIDEO {arguments.video} {trouble}; pass the path of a video file")
+    if not arguments.question.strip():
+        raise CommandError("--question is empty; ask something about the video, or leave it out")
+    if arguments.repeats < 0:
+        raise CommandError(f"--repeats is {arguments.repeats}, but must be at least 0")
+    check_scaling(arguments)
+    if os.path.lexists(arguments.output):
+        raise CommandError(f"--output {arguments.output} is there already and is not written over; name another folder")
+    check_writable("--output", arguments.output.parent)
+    try:
+        _check_versions("visualize")
+    except ImportError as error:
+        raise CommandError(f"{one_line(error)} Figures need one more: pip install 'stts-hf[visualize]'") from None
+
+
+def open_video(video: str, processor: Any) -> Any:
+    """The path, or what an address leads to, downloaded once. Raises `CommandError` where that fails."""
+    from stts_hf.data.frames import download_limits
+    from stts_hf.modeling.video_reading_stts import download, is_url
+
+    if not is_url(video):
+        return video
+    with stage(f"Downloading {video}"):
+        try:
+            return download(video, *download_limits(processor))
+        except ValueError as error:
+            raise CommandError(one_line(error)) from error
+
+
+def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -> tuple[list[str], list[str]]:
+    """
+    The selectors to show, each once, and what to say of those that are not. Raises `CommandError` where a scorer is
+    asked for that was never trained.
+    """
+    from stts_hf.parts import SCORER, module_of
+
+    is_trained = bool(module_of(model, SCORER).score_layer.weight.any())  # it begins at zero
+    without = f"checkpoint {checkpoint} has no trained scorer"
+    if asked is not None:
+        if "scorer" in asked and not is_trained:
+            raise CommandError(f"--selectors scorer: {without}; leave it out, or train it first (stts-hf train)")
+        return list(dict.fromkeys(asked)), []
+    if is_trained:
+        return list(SELECTORS), []
+    note(f"The {without}: showing cosine and random only")
+    return ["cosine", "random"], [f"The {without}, so there are only selectors that need no training."]
+
+
+def answer_with_each(
+    selectors: Sequence[str],
+    model: Any,
+    processor: Any,
+    begun: "VideoAnswer",
+    inputs: Mapping[str, Any],
+    arguments: argparse.Namespace,
+) -> dict[str, "VideoAnswer"]:
+    """What the model answers, and keeps, with each selector."""
+    from stts_hf.inference.answering import answer_prepared
+
+    answers = {}
+    for name in selectors:
+        model.config.vision_config.selector = name
+        with (
+            stage(f"Answering with {arguments.pruning_ratio:.0%} of the video tokens dropped by {name}"),
+            progress_bar(arguments.max_new_tokens, "token") as bar,
+        ):
+            answers[name] = answer_prepared(
+                model, processor, begun, inputs, streamer=TokenBar(bar), **generation(arguments)
+            )
+    return answers
+
+
+def measure(
+    selectors: Sequence[str], model: Any, inputs: Mapping[str, Any], arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Times of the prompt in milliseconds, of the stock model and of each selector, as `time_prompts` returns them."""
+    from stts_hf.benchmark.models import stock_twin
+    from stts_hf.cli.timing import time_prompts
+    from stts_hf.inference.answering import inputs_for
+
+    given = inputs_for(model, inputs)
+    pruned = given | {"pruning_ratio": arguments.pruning_ratio}
+    variants = {STOCK: (stock_twin(model), given)} | dict.fromkeys(selectors, (model, pruned))
+
+    def choose(name: str) -> None:
+        if name != STOCK:
+            model.config.vision_config.selector = name
+
+    return time_prompts(variants, arguments.repeats, choose)
+
+
+def write_files(
+    folder: Path,
+    answers: Mapping[str, "VideoAnswer"],
+    times: Mapping[str, list[float]],
+    facts: Mapping[str, str],
+    notes: Sequence[str],
+) -> None:
+    """Draws and writes everything. Raises `ValueError` where the video cannot be read again, and `OSError`."""
+    import torch
+
+    from stts_hf.cli.timing import COLUMNS
+    from stts_hf.visualize.contact_sheet import contact_sheet
+    from stts_hf.visualize.figures import comparison, heat_maps, timeline
+    from stts_hf.visualize.frames import read_frames
+    from stts_hf.visualize.html_report import Column, write_report
+    from stts_hf.visualize.overlay import write_gif, write_overlays
+
+    first = next(iter(answers.values()))
+    masks = {name: answer.keep_mask for name, answer in answers.items() if answer.keep_mask is not None}
+    scores = {name: answer.token_scores for name, answer in answers.items() if answer.token_scores is not None}
+    where: dict[str, Any] = {"grid": first.grid, "timestamps": first.timestamps, "tubelet": first.tubelet}
+    with stage("Drawing contact sheets and figures"):
+        frames = read_frames(first.video, first.timestamps, report.FRAME_SIDE)
+        for name, mask in masks.items():
+            title = f"{name}: {first.question}"
+            sheet = contact_sheet(frames, mask, token_scores=scores[name], title=title, **where)
+            sheet.save(folder / f"contact_sheet.{name}.png")
+        comparison(frames, masks, **where).savefig(folder / "comparison.png", dpi=DPI)
+        heat_maps(frames, scores, **where).savefig(folder / "heat_maps.png", dpi=DPI)
+        timeline(masks, first.timestamps, first.tubelet).savefig(folder / "timeline.png", dpi=DPI)
+    with stage("Writing the video with its dropped blocks dimmed"):
+        clip = folder / "clip.mp4"  # for the page: whole, and as small as the others
+        overlays = {folder / f"overlay.{name}.mp4": mask for name, mask in masks.items()}
+        write_overlays(first.video, {**overlays, clip: torch.ones_like(masks[next(iter(masks))])}, **where)
+        for name, mask in masks.items():
+            write_gif(folder / f"overlay.{name}.gif", frames, mask, duration=first.duration, **where)
+    with stage("Writing the page"):
+        milliseconds = {name: dict(zip(COLUMNS, found, strict=True)) for name, found in times.items()}
+        write_report(
+            folder / PAGE,
+            frames,
+            {name: Column(answer, milliseconds.get(name, {})) for name, answer in answers.items()},
+            facts=facts,
+            baseline=milliseconds.get(STOCK),
+            notes=notes,
+            clip=clip.read_bytes(),
+        )
+        clip.unlink()
+
+
+def print_findings(answers: Mapping[str, "VideoAnswer"], times: Mapping[str, list[float]], output: Path) -> None:
+    """Prints what was found, and where it was written."""
+    first = next(iter(answers.values()))
+    report.print_lines(question=first.question)
+    for name, answer in answers.items():
+        kept, total = answer.video_tokens_kept, answer.video_tokens
+        report.print_lines(**{name: f"{kept} of {total} video tokens kept; {answer.answer or '(empty)'}"})
+    if times:
+        from stts_hf.cli.timing import print_times
+
+        print_times(times)
+        print()
+    report.print_lines(page=str(output / PAGE))

@@ -1,0 +1,104 @@
+"""A frame with its dropped blocks dimmed, which every picture here is made of; and which outputs fit together.
+
+Processors resize whole frames, so blocks cover a frame's full extent in proportion, at any resolution.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+Array = np.ndarray | torch.Tensor
+DIMMED_BLACK, DIMMED_WHITE = (18, 20, 28), (110, 112, 120)
+BORDER = (200, 210, 225)
+ROUNDING = 1e-6  # seconds
+
+
+def dim_dropped_blocks(
+    frame: np.ndarray, keep: np.ndarray, grid: tuple[int, int], size: tuple[int, int] | None = None
+) -> Image.Image:
+    """
+    One `(H, W, 3)` uint8 frame, resized to `size` (width, height) if given, with the blocks where `keep` `(n,)` is
+    False turned dark and grey, and a thin bright line along the border between kept and dropped.
+    """
+    image = Image.fromarray(np.ascontiguousarray(frame))
+    if size is not None:
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    dimmed = ImageOps.colorize(ImageOps.grayscale(image), DIMMED_BLACK, DIMMED_WHITE)
+    mask = Image.fromarray(keep.reshape(grid)).resize(image.size, Image.Resampling.NEAREST)  # blocks need not divide it
+    tile = Image.composite(image, dimmed, mask)
+    kept = np.asarray(mask)  # (H, W)
+    border = np.zeros_like(kept)
+    border[1:] |= kept[1:] != kept[:-1]
+    border[:, 1:] |= kept[:, 1:] != kept[:, :-1]
+    line = Image.blend(tile, Image.new("RGB", tile.size, BORDER), 0.55)
+    return Image.composite(line, tile, Image.fromarray(border))
+
+
+def frame_at(moments: Sequence[float] | np.ndarray, timestamps: Sequence[float]) -> np.ndarray:
+    """
+    Which of the frames sampled at `timestamps` (F,) each of the `moments` (M,) belongs to, seconds both: the last whose
+    time has come, as in a player. Returns (M,) indices; what is before the first belongs to it.
+    """
+    return (np.searchsorted(np.asarray(timestamps), np.asarray(moments) + ROUNDING, side="right") - 1).clip(min=0)
+
+
+def fit(height: int, width: int, longest_side: int) -> tuple[int, int]:
+    """Height and width in proportion, even, as codecs want it, at most `longest_side` and no larger than they are."""
+    scale = min(1.0, longest_side / max(height, width))
+    return max(2, round(height * scale / 2) * 2), max(2, round(width * scale / 2) * 2)
+
+
+def as_array(values: Array) -> np.ndarray:
+    """The same on the host; bfloat16, which NumPy lacks, as float32."""
+    if not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    values = values.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+
+def check_outputs(
+    frames: np.ndarray,
+    mask: np.ndarray,
+    grid: tuple[int, int],
+    timestamps: Sequence[float] | None = None,
+    scores: np.ndarray | None = None,
+    tubelet: int = 1,
+) -> None:
+    """
+    Raises `ValueError` where shapes do not fit: frames (F, H, W, 3), mask and scores (T, n), grid of `n` blocks, F
+    timestamps, `tubelet` frames for one of `T`; `TypeError` for frames that are not uint8 or a mask that is not bool.
+    """
+    if tubelet < 1:
+        raise ValueError(f"`tubelet` is {tubelet}, but must be at least 1.")
+    if frames.dtype != np.uint8:
+        raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
+    if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+        raise ValueError(f"`frames` has shape {frames.shape}, but must be (T, H, W, 3) with at least one frame.")
+    check_mask(mask, len(frames), grid, timestamps, scores, tubelet)
+
+
+def check_mask(
+    mask: np.ndarray,
+    num_frames: int,
+    grid: tuple[int, int],
+    timestamps: Sequence[float] | None = None,
+    scores: np.ndarray | None = None,
+    tubelet: int = 1,
+) -> None:
+    """What `check_outputs` checks, of frames that are only counted."""
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
+    rows, cols = grid
+    of_blocks = (math.ceil(num_frames / tubelet), rows * cols)
+    times = None if timestamps is None else np.asarray(timestamps)
+    arrays = {"keep_mask": (mask, of_blocks), "token_scores": (scores, of_blocks), "timestamps": (times, (num_frames,))}
+    for name, (array, shape) in arrays.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"`{name}` has shape {array.shape}, but {num_frames} frames"
+                f"{f', {tubelet} to a tubelet,' if tubelet > 1 else ''} with a `grid` of {rows} x {cols} blocks "
+                f"need {shape}."
+            )

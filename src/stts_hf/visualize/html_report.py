@@ -1,0 +1,135 @@
+"""One HTML page that holds all it shows: selectors side by side on every sampled frame, with counts, times, answers."""
+
+import base64
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import matplotlib
+import numpy as np
+from PIL import Image
+
+from stts_hf.inference.answering import VideoAnswer
+
+from .dimming import Array, as_array, check_outputs
+from .figures import SCORES, colour_of, score_range
+
+TEMPLATE = "report.html"
+# In base64 both take a third more: the page stays below 10 MB for up to 64 frames, and for most of more.
+MOST_OF_FRAMES, MOST_OF_CLIP = 4_500_000, 2_000_000
+QUALITIES = (88, 75, 60, 40, 20)
+ABOUT = {
+    "scorer": "learned: the scorer inside the vision tower rates every block",
+    "cosine": "heuristic: what is most like the frame before goes first",
+    "random": "drawn blindly, for comparison",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one selector does with the video. times: measured of it, in milliseconds, such as {"vision tower": 12.3}."""
+
+    answer: VideoAnswer
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+def write_report(
+    path: str | os.PathLike,
+    frames: Array,
+    columns: Mapping[str, Column],
+    *,
+    facts: Mapping[str, str],
+    baseline: Mapping[str, float] | None = None,
+    notes: Sequence[str] = (),
+    clip: bytes = b"",
+) -> None:
+    """
+    Writes the page, which needs no network and no other file. Frames are compressed until it is small.
+
+    Args:
+        path: of the page.
+        frames: `(F, H, W, 3)` uint8, the sampled frames at the size in which they are to be seen.
+        columns: selector to what it does, all of one video and question.
+        facts: what to say of the run, such as `{"video": "clip.mp4", "checkpoint": "my-stts"}`; all text is escaped.
+        baseline: times of the same model without pruning, named as the selectors'.
+        notes: sentences that a reader should know, such as why a selector is missing.
+        clip: an MP4 of the video that a browser plays, shown where it is small enough; else the frames are played.
+
+    Raises:
+        ValueError, TypeError: frames and answers do not fit each other.
+        OSError: the page cannot be written.
+    """
+    frames, baseline = as_array(frames), baseline or {}
+    selectors = [_selector(name, column, frames, baseline) for name, column in columns.items()]
+    answer = next(iter(columns.values())).answer
+    data = {
+        "frames": _as_jpeg(frames),
+        "clip": _in_base64(clip) if len(clip) <= MOST_OF_CLIP else "",
+        "height": frames.shape[1],
+        "width": frames.shape[2],
+        "times": [round(time, 3) for time in answer.timestamps],
+        "duration": round(max(answer.duration or 0.0, answer.timestamps[-1]), 3),
+        "tubelet": answer.tubelet,
+        "rows": answer.grid[0],
+        "columns": answer.grid[1],
+        "selectors": [{key: entry[key] for key in ("name", "mask", "scores")} for entry in selectors],
+        "colours": (255 * matplotlib.colormaps[SCORES](np.linspace(0, 1, 32))[:, :3]).round().astype(int).tolist(),
+    }
+    loader = jinja2.PackageLoader("stts_hf", "visualize")
+    template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(
+        TEMPLATE
+    )
+    page = template.render(
+        answer=answer,
+        facts=facts,
+        notes=notes,
+        selectors=selectors,
+        baseline=baseline,
+        data=data,
+    )
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def _selector(name: str, column: Column, frames: np.ndarray, baseline: Mapping[str, float]) -> dict[str, Any]:
+    """What the page says of a selector."""
+    answer = column.answer
+    if answer.keep_mask is None or answer.token_scores is None:
+        raise ValueError(f"`columns` holds {name!r} without an answer: {answer.error or 'nothing was asked'}.")
+    mask, scores = as_array(answer.keep_mask), as_array(answer.token_scores)
+    check_outputs(frames, mask, answer.grid, answer.timestamps, scores, answer.tubelet)
+    low, high = score_range(scores)
+    relative = (np.nan_to_num(scores, nan=low).clip(low, high) - low) / (high - low or 1.0)
+    return {
+        "name": name,
+        "about": ABOUT.get(name, ""),
+        "colour": colour_of(name),
+        "answer": answer,
+        "counts": mask.sum(axis=1).tolist(),
+        "low": low,
+        "high": high,
+        "times": {
+            what: (found, baseline[what] / found if found and what in baseline else None)
+            for what, found in column.times.items()
+        },
+        "mask": _in_base64(mask.astype(np.uint8).tobytes()),
+        "scores": _in_base64((255 * relative).round().astype(np.uint8).tobytes()),
+    }
+
+
+def _as_jpeg(frames: np.ndarray) -> list[str]:
+    """The frames in base64, in the best quality in which all of them are small enough."""
+    for quality in QUALITIES:
+        files = [io.BytesIO() for _ in frames]
+        for frame, file in zip(frames, files, strict=True):
+            Image.fromarray(frame).save(file, "jpeg", quality=quality)
+        if sum(file.tell() for file in files) <= MOST_OF_FRAMES:
+            break
+    return [_in_base64(file.getvalue()) for file in files]
+
+
+def _in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,101 @@
+"""The video itself with its dropped blocks dimmed: as MP4 at the clip's own timing, and as GIF."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from stts_hf.evaluation.clip_files import video_writer
+
+from .dimming import Array, as_array, check_mask, check_outputs, dim_dropped_blocks, fit, frame_at
+from .frames import VideoStream
+
+LONGEST_SIDE = 640  # pixels
+MAX_FPS = 30
+MAX_FRAMES = 5400  # three minutes at 30 per second: longer videos move in larger steps, and take no longer to write
+# At most 2 Mbit/s, a keyframe near every place that one jumps to, and the last frame in its place.
+BROWSER = {"crf": "23", "preset": "veryfast", "maxrate": "2M", "bufsize": "4M", "g": "60", "bf": "0"}
+
+
+def write_overlays(
+    video: Any,
+    keep_masks: Mapping[str | os.PathLike, Array],
+    grid: tuple[int, int],
+    timestamps: Sequence[float],
+    tubelet: int = 1,
+    longest_side: int = LONGEST_SIDE,
+) -> None:
+    """
+    Writes a video with the blocks dimmed that were dropped: one MP4 (H.264, yuv420p) for each of several masks. At each
+    moment they show the mask of the sampled frame that is the last whose time has come. The video is decoded once, and
+    never in memory as a whole; it keeps its times, but has at most 30 frames a second, and 5400 in all.
+
+    Args:
+        video: a file, or what else `VideoFile` takes.
+        keep_masks: path of each MP4, and its mask `(T, n)` bool, blocks row by row.
+        grid: rows and columns of blocks in a frame, `rows * cols == n`.
+        timestamps: when each of the `F` sampled frames is on screen, in seconds.
+        tubelet: how many of the `F` frames the model takes for one of its `T`.
+        longest_side: most pixels of a side; smaller videos keep their size, in even numbers.
+
+    Raises:
+        ValueError: the video cannot be read, a mask does not fit, or PyAV was built without x264.
+        TypeError: a mask that is not bool.
+    """
+    if "libx264" not in av.codecs_available:
+        raise ValueError("Browsers play H.264, but the installed PyAV has no libx264. Install it by `pip install av`.")
+    masks = {path: as_array(mask) for path, mask in keep_masks.items()}
+    for mask in masks.values():
+        check_mask(mask, len(timestamps), grid, timestamps, None, tubelet)
+    with VideoStream(video) as file, contextlib.ExitStack() as opened:
+        indices = moments_to_show(file, timestamps)
+        starts = file.times[indices]
+        ends = dict(zip(indices, [*starts[1:], file.duration], strict=True))
+        frame_of = dict(zip(indices, (frame_at(starts, timestamps) // tubelet).tolist(), strict=True))
+        fps = min(max(len(indices) / file.duration, 1), MAX_FPS)
+        options = {"container_options": {"movflags": "faststart"}, **BROWSER}
+        writers = [(opened.enter_context(video_writer(path, fps, **options)), mask) for path, mask in masks.items()]
+        for index, picture in file.frames(indices):
+            height, width = fit(*picture.shape[:2], longest_side)
+            small = np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR))
+            for write, mask in writers:
+                tile = dim_dropped_blocks(small, mask[frame_of[index]], grid)
+                write(np.asarray(tile), file.times[index], ends[index])
+
+
+def moments_to_show(file: VideoStream, timestamps: Sequence[float]) -> list[int]:
+    """Indices of the frames of an overlay: all, or as many as it may have, and the sampled ones."""
+    if file.fps <= MAX_FPS * 1.02 and len(file.times) <= MAX_FRAMES:
+        return list(range(len(file.times)))
+    moments = np.arange(0, file.duration, max(1 / MAX_FPS, file.duration / MAX_FRAMES))
+    return file.at(np.union1d(moments, timestamps))
+
+
+def write_gif(
+    path: str | os.PathLike,
+    frames: Array,
+    keep_mask: Array,
+    grid: tuple[int, int],
+    timestamps: Sequence[float],
+    duration: float | None = None,
+    tubelet: int = 1,
+) -> None:
+    """
+    Writes the sampled frames `(F, H, W, 3)` with their dropped blocks dimmed as a GIF that repeats for ever, each for
+    as long as it lasts. Arguments as in `contact_sheet`, `duration` of the video in seconds. Raises what that raises.
+    """
+    frames, mask = as_array(frames), as_array(keep_mask)
+    check_outputs(frames, mask, grid, timestamps, None, tubelet)
+    last = timestamps[-1]
+    end = max(duration or 0.0, last + 0.1)
+    # In hundredths of a second, as GIF counts, without adding up what is lost.
+    lasting = np.diff(np.round(100 * np.asarray([0.0, *timestamps[1:], end]))).astype(int)
+    tiles = [dim_dropped_blocks(frame, mask[place // tubelet], grid) for place, frame in enumerate(frames)]
+    first, *others = (tile.quantize(dither=Image.Dither.NONE) for tile in tiles)
+    milliseconds = [10 * max(2, hundredths) for hundredths in lasting.tolist()]
+    first.save(Path(path), save_all=True, append_images=others, duration=milliseconds, loop=0, optimize=False)

@@ -1,0 +1,209 @@
+"""`stts-hf visualize` on the tiny checkpoints: what it writes of each backbone, and how it says no."""
+
+import base64
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import av
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+from stts_hf.benchmark.models import stock_config, stock_twin
+from stts_hf.cli.main import main
+from stts_hf.inference.answering import answer_videos
+from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.clips import write_audio
+from tests.small_disk import small_disk
+from tests.stts_hf.visualize.test_html_report import Page
+
+QUESTION = "What <b>moves</b>?"
+PER_SELECTOR = ("contact_sheet.{}.png", "overlay.{}.gif", "overlay.{}.mp4")
+FIGURES = ("comparison.png", "heat_maps.png", "timeline.png")
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    write_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
+    return path
+
+
+@pytest.fixture(scope="module")
+def shown(any_folder, clip, tmp_path_factory):
+    """What the command writes and prints for a backbone."""
+    folder = tmp_path_factory.mktemp("shown") / "made" / "output"
+    command = ["visualize", str(clip), "--checkpoint", str(any_folder), "--output", str(folder)]
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", lambda *text, **_: printed.append(" ".join(map(str, text))))
+        status = main([*command, "--question", QUESTION, "--max-new-tokens", "3", "--repeats", "1"])
+    return SimpleNamespace(folder=folder, status=status, printed="\n".join(printed), checkpoint=any_folder)
+
+
+@pytest.fixture
+def run(clip, hub_configs, tmp_path, capsys):
+    """Runs the command with one selector and no times; returns exit status, stdout, the last line of stderr, folder."""
+
+    def run(*arguments: str, video: Path | str = clip, checkpoint: Path | None = None, selector: str = "cosine"):
+        folder = tmp_path / "output"
+        command = ["visualize", str(video), "--checkpoint", str(checkpoint or hub_configs / "stts-tiny")]
+        command += ["--output", str(folder), "--max-new-tokens", "1", "--repeats", "0", "--num-frames", "2"]
+        command += ["--selectors", *selector.split()] if selector else []
+        status = main([*command, *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err.splitlines()[-1], folder
+
+    return run
+
+
+def test_every_selector_gets_its_pictures_and_videos(shown):
+    assert shown.status == 0
+    names = [name.format(selector) for name in PER_SELECTOR for selector in ("scorer", "cosine", "random")]
+    assert sorted(path.name for path in shown.folder.iterdir()) == sorted([*names, *FIGURES, "report.html"])
+    for path in shown.folder.glob("*.png"):
+        with Image.open(path) as image:
+            image.load()
+            assert image.width > 600
+    for path in shown.folder.glob("*.mp4"):
+        with av.open(str(path)) as container:
+            assert sum(1 for _ in container.decode(video=0)) == 20
+    assert [path.name for path in shown.folder.parent.iterdir()] == ["output"]  # nothing is left beside it
+
+
+def test_the_page_holds_what_the_model_keeps_with_each_selector(shown, clip):
+    """Compared with a model that is loaded for each of them."""
+    page = Page(shown.folder / "report.html")
+    processor = AutoProcessor.from_pretrained(shown.checkpoint)
+    for entry in page.data["selectors"]:
+        model = AutoModelForMultimodalLM.from_pretrained(shown.checkpoint, selector=entry["name"]).eval()
+        (answer,) = answer_videos(model, processor, [str(clip)], QUESTION, max_new_tokens=3)
+        assert [*base64.b64decode(entry["mask"])] == answer.keep_mask.int().flatten().tolist()
+        assert page.data["times"] == pytest.approx(answer.timestamps, abs=1e-3)
+        assert (page.data["rows"], page.data["columns"]) == answer.grid
+        assert (page.data["tubelet"], len(page.data["frames"])) == (answer.tubelet, answer.num_frames)
+        assert answer.answer in "".join(page.texts["p"])
+        kept = f"{answer.video_tokens_kept} of {answer.video_tokens} video tokens kept"
+        assert re.search(rf"^{entry['name']}: +{kept}; ", shown.printed, re.M)
+    assert QUESTION in "".join(page.texts["p"])
+    assert page.data["clip"]
+
+
+def test_the_times_of_the_page_are_those_printed(shown):
+    printed = {line.split("  ")[0]: line for line in shown.printed.splitlines()}
+    cells = [text for text in Page(shown.folder / "report.html").texts["td"] if re.fullmatch(r"\d+\.\d", text.strip())]
+    for name in ("stock model", "scorer", "cosine", "random"):
+        times = re.findall(r"(\d+\.\d) \(", printed[name])
+        assert len(times) == 3
+        assert set(times) <= {cell.strip() for cell in cells}
+
+
+def test_a_stock_checkpoint_has_no_scorer_to_show(any_model, any_processor, run, tmp_path):
+    stock = tmp_path / "stock"
+    twin = stock_twin(any_model)
+    assert type(twin.config) is type(stock_config(any_model.config))
+    twin.save_pretrained(stock)
+    any_processor.save_pretrained(stock)
+    status, out, _, folder = run(checkpoint=stock, selector="")
+    assert status == 0
+    assert [line.split(":")[0] for line in out.splitlines()] == ["question", "cosine", "random", "page"]
+    assert "has no trained scorer" in "".join(Page(folder / "report.html").texts["p"])
+    shutil.rmtree(folder)
+    status, out, last, _ = run(checkpoint=stock, selector="cosine scorer")
+    assert (status, out) == (2, "")
+    assert "model, which has no trained scorer: choose the selector cosine" in last
+    assert not folder.exists()
+
+
+def test_a_scorer_that_was_never_trained_is_refused_where_it_is_asked_for(run, hub_configs, tmp_path):
+    model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny")
+    torch.nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
+    model.save_pretrained(tmp_path / "untrained")
+    AutoProcessor.from_pretrained(hub_configs / "stts-tiny").save_pretrained(tmp_path / "untrained")
+    status, _, last, folder = run(checkpoint=tmp_path / "untrained", selector="scorer cosine")
+    assert status == 2
+    assert "--selectors scorer: checkpoint" in last
+    assert "has no trained scorer; leave it out, or train it first" in last
+    assert not folder.exists()
+
+
+def test_an_unknown_selector_is_one_clear_line(run, capsys):
+    with pytest.raises(SystemExit):
+        run(selector="oracle")
+    assert "argument --selectors: invalid choice: 'oracle'" in capsys.readouterr().err
+
+
+def test_a_selector_given_twice_is_shown_once(run):
+    assert run(selector="cosine cosine")[1].count("\ncosine: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("missing", "does not exist; pass the path of a video file"),
+        ("folder", "is a folder; pass"),
+        ("audio", "There is no video in"),
+        ("text", "as a video: it is not a video file of a known format"),
+        ("truncated", "as a video"),
+        ("address", "is an address, which is downloaded only with --allow-urls"),
+    ],
+)
+def test_what_is_no_video_is_one_clear_line(run, clip, tmp_path, kind, words):
+    path = tmp_path / "video.mp4"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "audio":
+        write_audio(path)
+    elif kind in ("text", "truncated"):
+        path.write_bytes(b"no video at all\n" * 100 if kind == "text" else clip.read_bytes()[:2000])
+    status, out, last, folder = run(video="https://example.com/clip.mp4" if kind == "address" else path)
+    assert (status, out) == (2, "")
+    assert last.startswith("stts-hf visualize: error: ")
+    assert words in last
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_there_is_not_touched(run, tmp_path):
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "mine.txt").write_text("mine")
+    status, _, last, folder = run()
+    assert status == 2
+    assert last.endswith("is there already and is not written over; name another folder")
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("size", [1000, 20_000, 60_000], ids=["picture", "video", "page"])
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(run, tmp_path, size):
+    with small_disk(size):
+        status, _, last, folder = run()
+    assert status == 2
+    assert last.startswith(
+        f"stts-hf visualize: error: --output {folder} cannot be written, and nothing of it is left: "
+    )
+    assert not [path for path in tmp_path.iterdir() if "output" in path.name]
+
+
+def test_an_interruption_leaves_nothing(run, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stts_hf.visualize.html_report.write_report", interrupt)
+    assert run()[0] == 130
+    assert not [path for path in tmp_path.iterdir() if "output" in path.name]
+
+
+def test_bad_options_are_one_clear_line(run, monkeypatch):
+    assert "--question is empty" in run("--question", " ")[2]
+    assert "--repeats is -1" in run("--repeats", "-1")[2]
+    assert "--test-time-scaling needs" in run("--test-time-scaling", "--pruning-ratio", "1")[2]
+
+
+def test_everything_dropped_and_nothing_dropped_are_shown(run):
+    status, out, _, folder = run("--pruning-ratio", "1")
+    assert status == 0
+    assert "cosine:       0 of 32 video tokens kept" in out
+    shutil.rmtree(folder)
+    assert "cosine:       32 of 32 video tokens kept" in run("--pruning-ratio", "0")[1]

@@ -1,0 +1,151 @@
+"""The overlay is decoded again and compared block by block, and moment by moment, with the video it was made of."""
+
+import weakref
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stts_hf.visualize import frames as frames_module
+from stts_hf.visualize import overlay
+from stts_hf.visualize.overlay import write_gif, write_overlays
+from tests.clips import decode_everything, set_display_matrix, shown_at, write_audio, write_clip
+
+GRID = (3, 4)  # blocks of 32 x 32 pixels in frames of 96 x 128
+TIMES = (0.0, 0.25, 0.6, 0.61, 0.9)
+
+
+def some_masks(number: int, seed: int = 0) -> torch.Tensor:
+    """(number, 12), the first all kept."""
+    mask = torch.rand(number, 12, generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask[0] = True
+    return mask
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    """A second at an uneven rate: 22 frames 0.04 s apart, then 7 of 0.012 s."""
+    times = [*(0.04 * place for place in range(22)), *(0.88 + 0.012 * place for place in range(7))]
+    return write_clip(tmp_path_factory.mktemp("clip") / "clip.mp4", times=times)
+
+
+def expected(frame: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """By another way than the code's: brightness (ITU-R 601) of dropped blocks squeezed between two dark greys."""
+    grey = frame @ np.array([0.299, 0.587, 0.114])
+    dark = np.array([18, 20, 28]) + grey[..., None] / 255 * (np.array([110, 112, 120]) - [18, 20, 28])
+    dropped = np.repeat(np.repeat(~keep.reshape(GRID), 32, axis=0), 32, axis=1)
+    return np.where(dropped[..., None], dark, frame)
+
+
+def inside(frame: np.ndarray) -> np.ndarray:
+    """(rows, cols, 22, 22, 3): the blocks without their rims, where codecs smear what is beside them."""
+    return frame.reshape(3, 32, 4, 32, 3).swapaxes(1, 2)[:, :, 5:27, 5:27]
+
+
+@pytest.mark.parametrize("tubelet", [1, 2], ids=["frames", "tubelets"])
+def test_dropped_blocks_are_dark_and_kept_ones_as_in_the_video_at_every_moment(clip, tmp_path, tubelet):
+    masks = {tmp_path / f"{seed}.mp4": some_masks(-(-len(TIMES) // tubelet), seed) for seed in (0, 1)}
+    write_overlays(clip, masks, GRID, TIMES, tubelet)
+    times, pictures, _ = decode_everything(clip)
+    for path, mask in masks.items():
+        written = decode_everything(path)
+        assert [float(time) for time in written[0]] == pytest.approx([float(time) for time in times], abs=1e-4)
+        for time, before, after in zip(times, pictures, written[1], strict=True):
+            keep = mask[shown_at([*TIMES], float(time)) // tubelet].numpy()
+            right, wrong = (inside(expected(before, kind)) for kind in (keep, ~keep))
+            error, apart = (np.abs(inside(after) - right).mean((2, 3, 4)), np.abs(right - wrong).mean((2, 3, 4)))
+            assert error.max() < 14  # lossy coding, and colours at half the resolution
+            assert (error < apart / 3)[apart > 20].all()
+            assert (apart > 20).sum() >= 10  # of 12 blocks
+
+
+def test_a_browser_can_play_it_from_its_first_bytes(clip, tmp_path):
+    write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(5)}, GRID, TIMES)
+    data = (tmp_path / "overlay.mp4").read_bytes()
+    assert 0 < data.index(b"moov") < data.index(b"mdat")
+    with av.open(str(tmp_path / "overlay.mp4")) as container:
+        context = container.streams.video[0].codec_context
+        assert (context.name, context.pix_fmt, context.width, context.height) == ("h264", "yuv420p", 128, 96)
+    source, written = (decode_everything(path)[2] for path in (clip, tmp_path / "overlay.mp4"))
+    assert float(written) == pytest.approx(float(source), abs=0.002)
+
+
+def test_sides_are_even_and_bounded_and_a_turned_video_is_upright(tmp_path):
+    clip = write_clip(tmp_path / "clip.mp4", 3, size=(96, 128))
+    set_display_matrix(clip, (0, 1, -1, 0))
+    write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(1)}, GRID, [0.0], longest_side=65)
+    # 128 x 96 upright is 96 wide and 128 high: 65 x 48.75, rounded to even.
+    assert decode_everything(tmp_path / "overlay.mp4")[1][0].shape == (64, 48, 3)
+
+
+def test_fast_and_long_videos_get_fewer_frames_and_keep_the_sampled_ones(tmp_path, monkeypatch):
+    clip = write_clip(tmp_path / "clip.mp4", 60, fps=60, size=(64, 64))
+    sampled = [0.0, 0.35, 59 / 60]
+    write_overlays(clip, {tmp_path / "fast.mp4": torch.ones(3, 12, dtype=torch.bool)}, GRID, sampled)
+    times = [float(time) for time in decode_everything(tmp_path / "fast.mp4")[0]]
+    assert len(times) in (31, 32)
+    assert min(abs(time - 59 / 60) for time in times) < 1e-4
+    monkeypatch.setattr(overlay, "MAX_FRAMES", 10)
+    write_overlays(clip, {tmp_path / "long.mp4": torch.ones(3, 12, dtype=torch.bool)}, GRID, sampled)
+    times, _, duration = decode_everything(tmp_path / "long.mp4")
+    assert len(times) <= 12
+    assert float(duration) == pytest.approx(1.0, abs=0.002)
+
+
+def test_no_more_than_two_frames_are_in_memory(clip, tmp_path, monkeypatch):
+    pictures, alive = [], []
+    real = frames_module.upright
+
+    def upright(frame):
+        alive.append(sum(picture() is not None for picture in pictures))
+        picture = real(frame)
+        pictures.append(weakref.ref(picture))
+        return picture
+
+    monkeypatch.setattr(frames_module, "upright", upright)
+    write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(5)}, GRID, TIMES)
+    assert len(pictures) == 29
+    assert max(alive) <= 1  # beside the one that comes
+
+
+def test_a_stream_without_times_is_counted(tmp_path):
+    clip = write_clip(tmp_path / "clip.h264", 10, container_format="h264")
+    write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(2)}, GRID, [0.0, 0.2])
+    assert len(decode_everything(tmp_path / "overlay.mp4")[1]) == 10
+
+
+def test_a_gif_shows_each_sampled_frame_for_as_long_as_it_lasts(tmp_path):
+    shown = np.zeros((4, 96, 128, 3), dtype=np.uint8)
+    shown[:] = np.arange(60, 220, 40, dtype=np.uint8)[:, None, None, None]
+    mask = some_masks(2)
+    write_gif(tmp_path / "overlay.gif", shown, mask, GRID, [0.0, 0.333, 0.667, 1.0], duration=1.5, tubelet=2)
+    with Image.open(tmp_path / "overlay.gif") as image:
+        found = []
+        for place in range(image.n_frames):  # type: ignore[attr-defined]
+            image.seek(place)
+            found.append((image.info["duration"], np.asarray(image.convert("RGB")).astype(float)))
+    assert [duration for duration, _ in found] == [330, 340, 330, 500]
+    for place, (_, picture) in enumerate(found):
+        want = expected(shown[place], mask[place // 2].numpy())
+        assert np.abs(inside(picture) - inside(want)).max() < 4  # of 256 colours
+
+
+def test_a_mask_of_another_video_is_refused_before_anything_is_written(clip, tmp_path):
+    with pytest.raises(ValueError, match=r"`keep_mask` has shape \(4, 12\), but 5 frames .* need \(5, 12\)"):
+        write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(4)}, GRID, TIMES)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_sound_alone_is_refused(tmp_path):
+    audio = write_audio(tmp_path / "audio.mp4")
+    with pytest.raises(ValueError, match="There is no video in"):
+        write_overlays(audio, {tmp_path / "overlay.mp4": some_masks(1)}, GRID, [0.0])
+
+
+def test_without_x264_it_says_what_to_install(clip, tmp_path, monkeypatch):
+    monkeypatch.setattr("stts_hf.visualize.overlay.av.codecs_available", {"mpeg4"})
+    with pytest.raises(ValueError, match=r"no libx264.*pip install av"):
+        write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(5)}, GRID, TIMES)
