@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class VideoFile:
             self.close()
             raise
 
-    def __enter__(self) -> "VideoFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -136,7 +136,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def open_video(video: str, processor: Any) -> Any:
     """The path, or what an address leads to, downloaded once. Raises `CommandError` where that fails."""
     from stts_hf.data.frames import download_limits
-    from stts_hf.modeling.video_reading_stts import download, is_url
+    from stts_hf.modeling.video_sources_stts import download, is_url
 
     if not is_url(video):
         return video
@@ -241,8 +241,8 @@ def write_files(
         timeline(masks, first.timestamps, first.tubelet).savefig(folder / "timeline.png", dpi=DPI)
     with stage("Writing the video with its dropped blocks dimmed"):
         clip = folder / "clip.mp4"  # for the page: whole, and as small as the others
-        overlays = {folder / f"overlay.{name}.mp4": mask for name, mask in masks.items()}
-        write_overlays(first.video, {**overlays, clip: torch.ones_like(masks[next(iter(masks))])}, **where)
+        overlays: dict[Any, Any] = {folder / f"overlay.{name}.mp4": mask for name, mask in masks.items()}
+        write_overlays(first.video, overlays | {clip: torch.ones_like(masks[next(iter(masks))])}, **where)
         for name, mask in masks.items():
             write_gif(folder / f"overlay.{name}.gif", frames, mask, duration=first.duration, **where)
     with stage("Writing the page"):

@@ -17,14 +17,14 @@ def write_video(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: floa
     Writes frames, uint8 (height, width, 3) of even sizes, as H.264, or as MPEG-4 where PyAV comes without it. path: its
     ending picks the container. options: of the encoder, such as `crf="24"`.
     """
-    with video_writer(path, fps, **options) as write:
+    with video_writer(path, fps, options) as write:
         for frame in frames:
             write(frame)
 
 
 @contextlib.contextmanager
 def video_writer(
-    path: str | os.PathLike, fps: float, container_options: Mapping[str, str] | None = None, **options: str
+    path: str | os.PathLike, fps: float, options: Mapping[str, str], container_options: Mapping[str, str] | None = None
 ) -> Iterator[Callable[..., None]]:
     """
     Gives `write(frame, start=None, end=None)`, which writes the next frame of a file; arguments as in `write_video`.
@@ -32,7 +32,7 @@ def video_writer(
     """
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     # With threads or a look at frames to come, x264 writes other pictures every time.
-    options = {"threads": "1", "rc-lookahead": "0"} | options
+    options = {"threads": "1", "rc-lookahead": "0", **options}
     with av.open(os.fspath(path), "w", options=dict(container_options or {})) as container:
         stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001), options=options)
         stream.pix_fmt = "yuv420p"

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from .dimming import Array, as_array, check_outputs, dim_dropped_blocks
@@ -119,10 +120,9 @@ def timeline(keep_masks: Mapping[str, Array], timestamps: Sequence[float], tubel
     for name, keep_mask in keep_masks.items():
         mask = as_array(keep_mask)
         starts = np.asarray(timestamps)[::tubelet]
-        label = f"{name}: {mask.sum():,} of {mask.size:,}"
         kept = mask.sum(axis=1)
-        axes.step(starts, kept, where="post", color=colour_of(name), label=label, linewidth=1.6)
-        axes.plot(starts, kept, ".", color=colour_of(name), markersize=4)
+        label = f"{name}: {mask.sum():,} of {mask.size:,}"
+        axes.plot(starts, kept, "o-", color=colour_of(name), label=label, linewidth=1.4, markersize=3.5, alpha=0.85)
         axes.set_ylim(0, mask.shape[1] * 1.04)
     axes.set(xlabel="seconds", ylabel=f"tokens kept per {'frame' if tubelet == 1 else f'{tubelet} frames'}")
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
@@ -143,8 +143,8 @@ def _rows(
     """A figure with axes (rows, columns) for pictures, the times above, and so many inches of text below each row."""
     width = 11 / max(len(places), 4)
     height = 0.97 * width * frames.shape[1] / frames.shape[2]
-    figure = Figure(figsize=(1 + width * len(places), 0.25 + rows * (height + below)), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.01, hspace=0.01)  # type: ignore[union-attr]
+    tight = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.01, hspace=0.01)
+    figure = Figure(figsize=(1 + width * len(places), 0.25 + rows * (height + below)), layout=tight)
     axes = figure.subplots(rows, len(places), squeeze=False)
     for some in axes.flat:
         some.set_xticks([])

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from stts_hf.evaluation.clip_files import video_writer
+from stts_hf.modeling.video_reading_stts import VideoFile
 
 from .dimming import Array, as_array, check_mask, check_outputs, dim_dropped_blocks, fit, frame_at
 from .frames import VideoStream
@@ -58,22 +59,24 @@ def write_overlays(
         ends = dict(zip(indices, [*starts[1:], file.duration], strict=True))
         frame_of = dict(zip(indices, (frame_at(starts, timestamps) // tubelet).tolist(), strict=True))
         fps = min(max(len(indices) / file.duration, 1), MAX_FPS)
-        options = {"container_options": {"movflags": "faststart"}, **BROWSER}
-        writers = [(opened.enter_context(video_writer(path, fps, **options)), mask) for path, mask in masks.items()]
+        writers = [
+            (opened.enter_context(video_writer(path, fps, BROWSER, {"movflags": "faststart"})), mask)
+            for path, mask in masks.items()
+        ]
         for index, picture in file.frames(indices):
-            height, width = fit(*picture.shape[:2], longest_side)
+            height, width = fit(picture.shape[0], picture.shape[1], longest_side)
             small = np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR))
             for write, mask in writers:
                 tile = dim_dropped_blocks(small, mask[frame_of[index]], grid)
                 write(np.asarray(tile), file.times[index], ends[index])
 
 
-def moments_to_show(file: VideoStream, timestamps: Sequence[float]) -> list[int]:
+def moments_to_show(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
     """Indices of the frames of an overlay: all, or as many as it may have, and the sampled ones."""
     if file.fps <= MAX_FPS * 1.02 and len(file.times) <= MAX_FRAMES:
         return list(range(len(file.times)))
     moments = np.arange(0, file.duration, max(1 / MAX_FPS, file.duration / MAX_FRAMES))
-    return file.at(np.union1d(moments, timestamps))
+    return file.at(np.union1d(moments, timestamps).tolist())
 
 
 def write_gif(

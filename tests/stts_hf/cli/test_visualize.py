@@ -81,6 +81,8 @@ def test_the_page_holds_what_the_model_keeps_with_each_selector(shown, clip):
     for entry in page.data["selectors"]:
         model = AutoModelForMultimodalLM.from_pretrained(shown.checkpoint, selector=entry["name"]).eval()
         (answer,) = answer_videos(model, processor, [str(clip)], QUESTION, max_new_tokens=3)
+        assert answer.keep_mask is not None
+        assert answer.answer is not None
         assert [*base64.b64decode(entry["mask"])] == answer.keep_mask.int().flatten().tolist()
         assert page.data["times"] == pytest.approx(answer.timestamps, abs=1e-3)
         assert (page.data["rows"], page.data["columns"]) == answer.grid

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,11 +80,12 @@ def noise(frames: int, height: int = 60, width: int = 80) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
 
 
-def write(path: Path, found, frames: np.ndarray, **options) -> Page:
+def write(path: Path, found, frames: np.ndarray, **options: Any) -> Page:
     columns = {
         name: Column(answer, {"total": 100.0 / (place + 1)}) for place, (name, answer) in enumerate(found.items())
     }
-    write_report(path, frames, columns, **{"facts": {"video": "clip.mp4"}, "baseline": {"total": 200.0}} | options)
+    given: dict[str, Any] = {"facts": {"video": "clip.mp4"}, "baseline": {"total": 200.0}}
+    write_report(path, frames, columns, **(given | options))
     return Page(path)
 
 
