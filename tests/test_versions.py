@@ -130,10 +130,10 @@ def imports(path: Path) -> set[str]:
     ("room", "extras"),
     [
         ("modeling", ["flash"]),
-        ("src/stts_hf", ["train", "trl", "bench", "eval"]),
+        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize"]),
         ("src/stts_hf/checkpoints", ["train"]),
         ("src/stts_hf/inference", []),
-        ("src/stts_hf/visualize", []),
+        ("src/stts_hf/visualize", ["visualize"]),
     ],
 )
 def test_what_is_imported_is_declared(room, extras):

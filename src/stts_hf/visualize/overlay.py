@@ -16,7 +16,7 @@ from stts_hf.modeling.video_reading_stts import VideoFile
 from .dimming import Array, as_array, check_mask, check_outputs, dim_dropped_blocks, fit, frame_at
 from .frames import VideoStream
 
-LONGEST_SIDE = 640  # pixels
+LONGEST_SIDE, GIF_SIDE = 640, 320  # pixels
 MAX_FPS = 30
 MAX_FRAMES = 5400  # three minutes at 30 per second: longer videos move in larger steps, and take no longer to write
 # At most 2 Mbit/s, a keyframe near every place that one jumps to, and the last frame in its place.
@@ -87,10 +87,11 @@ def write_gif(
     timestamps: Sequence[float],
     duration: float | None = None,
     tubelet: int = 1,
+    longest_side: int = GIF_SIDE,
 ) -> None:
     """
     Writes the sampled frames `(F, H, W, 3)` with their dropped blocks dimmed as a GIF that repeats for ever, each for
-    as long as it lasts. Arguments as in `contact_sheet`, `duration` of the video in seconds. Raises what that raises.
+    as long as it lasts. Arguments and errors as in `contact_sheet`, `duration` of the video in seconds.
     """
     frames, mask = as_array(frames), as_array(keep_mask)
     check_outputs(frames, mask, grid, timestamps, None, tubelet)
@@ -98,7 +99,10 @@ def write_gif(
     end = max(duration or 0.0, last + 0.1)
     # In hundredths of a second, as GIF counts, without adding up what is lost.
     lasting = np.diff(np.round(100 * np.asarray([0.0, *timestamps[1:], end]))).astype(int)
-    tiles = [dim_dropped_blocks(frame, mask[place // tubelet], grid) for place, frame in enumerate(frames)]
+    height, width = fit(frames.shape[1], frames.shape[2], longest_side)
+    tiles = [
+        dim_dropped_blocks(frame, mask[place // tubelet], grid, (width, height)) for place, frame in enumerate(frames)
+    ]
     first, *others = (tile.quantize(dither=Image.Dither.NONE) for tile in tiles)
     milliseconds = [10 * max(2, hundredths) for hundredths in lasting.tolist()]
     first.save(Path(path), save_all=True, append_images=others, duration=milliseconds, loop=0, optimize=False)
