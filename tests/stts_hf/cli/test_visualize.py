@@ -1,8 +1,11 @@
 """`stts-hf visualize` on the tiny checkpoints: what it writes of each backbone, and how it says no."""
 
 import base64
+import functools
+import http.server
 import re
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,6 +169,24 @@ def test_what_is_no_video_is_one_clear_line(run, clip, tmp_path, kind, words):
     assert last.startswith("stts-hf visualize: error: ")
     assert words in last
     assert not folder.exists()
+
+
+def test_an_address_that_is_allowed_is_downloaded_once(run, clip):
+    asked: list[str] = []
+
+    class Listing(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            asked.append(self.path)
+
+    handler = functools.partial(Listing, directory=str(clip.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            status, _, _, folder = run("--allow-urls", video=f"http://127.0.0.1:{server.server_port}/{clip.name}")
+        finally:
+            server.shutdown()
+    assert (status, asked) == (0, [f"/{clip.name}"])
+    assert Page(folder / "report.html").texts["dd"][0] == clip.name
 
 
 def test_a_folder_that_is_there_is_not_touched(run, tmp_path):
