@@ -184,9 +184,8 @@ def answer_with_each(
             stage(f"Answering with {arguments.pruning_ratio:.0%} of the video tokens dropped by {name}"),
             progress_bar(arguments.max_new_tokens, "token") as bar,
         ):
-            answers[name] = answer_prepared(
-                model, processor, begun, inputs, streamer=TokenBar(bar), **generation(arguments)
-            )
+            options = {"streamer": TokenBar(bar), **generation(arguments)}
+            (answers[name],) = answer_prepared(model, processor, [(begun, inputs)], **options)
     return answers
 
 
