@@ -296,6 +296,9 @@ GEOMETRIES: dict[str, Geometry] = {
     "qwen3-vl-small": Qwen3VL(
         _qwen_vision(256, 12, 4, (2, 5, 8), 1, 1024), _qwen_text(1024, 3891, 8, 16, 4, 13312), (8, 14)
     ),
+    "qwen3-vl-small-long": Qwen3VL(
+        _qwen_vision(128, 6, 2, (1, 2, 4), 0, 640), _qwen_text(640, 2432, 3, 4, 1, 13312), (8, 14)
+    ),
 }
 
 
