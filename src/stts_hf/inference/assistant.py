@@ -126,7 +126,8 @@ class VideoAssistant:
         questions: one for each video, or one for all. on_error: "raise", or "return" for an answer with its `error` in
         the place of a video that cannot be read.
         """
-        if not isinstance(questions, str) and len(questions) != len(videos):
+        one = isinstance(videos, str | bytes | os.PathLike)  # which `answer_videos` refuses
+        if not one and not isinstance(questions, str) and len(questions) != len(videos):
             raise ValueError(
                 f"questions are {len(questions)} and videos {len(videos)}. Pass one question for each, or one for all."
             )

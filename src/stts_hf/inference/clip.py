@@ -186,7 +186,9 @@ class Clip:
             check_question(self.processor, question)
             prompt = make_prompt(self.processor, conversation(question, after))
             if prompt.head != self._head:
-                raise ValueError("chat_template puts something before the video that changes with the conversation.")
+                raise ValueError(
+                    "chat_template puts something before the video that changes with the conversation. Call `answer`."
+                )
             tails.append(prompt.tail)
         tokens = tokenize_tails(self.processor, tails)
         rows = torch.zeros(len(tails), dtype=torch.long)
