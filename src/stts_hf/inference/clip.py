@@ -111,7 +111,8 @@ class Clip:
     @property
     def num_bytes(self) -> int:
         """Memory that the clip holds on the model's device; 0 when it is released."""
-        return 0 if self._heads is None else self._heads.num_bytes
+        heads = self._heads  # another thread may let it go
+        return 0 if heads is None else heads.num_bytes
 
     def ask(self, question: str, *, after: Sequence[VideoAnswer] = (), **options: Any) -> VideoAnswer:
         """
@@ -162,7 +163,7 @@ class Clip:
 
     def __repr__(self) -> str:
         seen = self.seen
-        held = "released" if self._heads is None else f"{self.num_bytes / 2**20:.1f} MiB"
+        held = f"{self.num_bytes / 2**20:.1f} MiB" if self.num_bytes else "released"
         kept = f"{seen.video_tokens_kept} of {seen.video_tokens} video tokens"
         return f"<Clip of {seen.video!r:.80}: {seen.num_frames} frames, {kept}, {held}>"
 

@@ -26,7 +26,11 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 0}
 
 
-@pytest.fixture(scope="module", params=["stts-tiny", "stts-qwen3-vl-tiny", "stts-qwen2-5-vl-tiny"])
+# As in `tests.backbones.DAILY`.
+BACKBONES = ["stts-tiny", "stts-qwen3-vl-tiny", pytest.param("stts-qwen2-5-vl-tiny", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BACKBONES)
 def assistant(request) -> VideoAssistant:
     register_auto_classes()
     folder = REPOSITORY / "hub_configs" / request.param
