@@ -1,4 +1,5 @@
-"""Run by `accelerate launch` for test_distributed.py: `processes.py FOLDER SCENARIO...`, each in a folder of its own.
+"""Run by `accelerate launch` for test_distributed.py: `processes.py FOLDER BACKBONE SCENARIO...`, each of them in a
+folder of its own.
 
 The scenarios are the same with one process, so that runs can be compared: a step is always four rows.
 """
@@ -7,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,20 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
-from stts_hf import STTSProcessor, load_rows, prepare_rows
+from stts_hf import load_rows, prepare_rows
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.training.config import load_config
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from stts_hf.training.run import train
 from stts_hf.training.trainer import STTSTrainer
-from tests.checkpoints import TINY, load_tiny
+from tests import tiny_qwen3_vl
+from tests.checkpoints import TINIES
 from tests.clips import write_clip
-from tests.stts_hf.training.runs import Rows, logged, trainer
+from tests.stts_hf.training.runs import Rows, logged, sample, trainer
 from tests.test_peft import TARGETS
-from tests.tiny import PAD, Image, Part, Video, build_inputs, tiny_config, tiny_model
+from tests.tiny import PAD, Image, Part, Video, tiny_config, tiny_model
+
+Inputs = dict[str, Any]
 
 # Beside each other at the same time, as two processes take every second row: video and text, image and video, image
 # with video and video, text and image. Label tokens and frames differ from row to row.
@@ -56,50 +62,96 @@ VIDEO_KEYS = {"pixel_values_videos": None, "video_token_pooling": "pixel_values_
 IMAGE_KEYS = {"pixel_values": None, "image_token_pooling": "pixel_values", "image_grids": None, "image_num_crops": None}
 
 
+def molmo2_batch(items: Sequence[Inputs]) -> Inputs:
+    """Samples as rows of one batch, padded on the right."""
+    fillers = {"input_ids": PAD, "attention_mask": 0, "mm_token_type_ids": 0, "labels": -100}
+    width = max(item["input_ids"].shape[1] for item in items)
+    batch = {}
+    for name, filler in fillers.items():
+        rows = [torch.nn.functional.pad(i[name], (0, width - i[name].shape[1]), value=filler) for i in items]
+        batch[name] = torch.cat(rows)
+    for name, patches_of in (VIDEO_KEYS | IMAGE_KEYS).items():
+        parts, first = [], 0
+        for item in items:
+            if name in item:
+                table = item[name]
+                parts.append(table if patches_of is None else torch.where(table >= 0, table + first, table))
+                first += 0 if patches_of is None else item[patches_of].shape[0] * item[patches_of].shape[1]
+        if parts:
+            batch[name] = torch.cat(parts)
+    return batch
+
+
+def qwen3_vl_sample(row: Sequence[Part], seed: int) -> Inputs:
+    """As `tests.stts_hf.training.runs.sample`; a frame becomes a tubelet."""
+
+    def part(some: Part) -> tiny_qwen3_vl.Part:
+        if isinstance(some, Video):
+            return tiny_qwen3_vl.Video(some.frames)
+        return tiny_qwen3_vl.Image() if isinstance(some, Image) else some
+
+    return tiny_qwen3_vl.sample([part(some) for some in row], seed)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """model: with the tiny config. sample: inputs of a row by its parts and a seed. batch: of samples. folder: tiny."""
+
+    model: Callable[[], Any]
+    sample: Callable[..., Inputs]
+    batch: Callable[[Sequence[Inputs]], Inputs]
+    folder: Path
+
+    def processor(self) -> Any:
+        return family_of_checkpoint(self.folder).processor.from_pretrained(self.folder)
+
+    def load(self, folder: Path | None = None) -> Any:
+        """The model of a folder, or of the tiny checkpoint."""
+        return family_of_checkpoint(self.folder).model.from_pretrained(folder or self.folder).eval()
+
+    def rows(self, length: int | None = None) -> Rows:
+        return Rows(MIXED, length, self.sample)
+
+
+TRAINED = {
+    "molmo2": Backbone(lambda: tiny_model(tiny_config(pruning_ratio=0.5)), sample, molmo2_batch, TINIES["molmo2"]),
+    "qwen3_vl": Backbone(
+        lambda: tiny_qwen3_vl.tiny_model(tiny_qwen3_vl.tiny_config(pruning_ratio=0.5)),
+        qwen3_vl_sample,
+        lambda items: tiny_qwen3_vl.batch(items, "right"),
+        TINIES["qwen3_vl"],
+    ),
+}
+
+
 class Collator:
-    """Batches of `Rows`, padded on the right. `always_video` as in `STTSDataCollator`."""
+    """Batches of `Rows`. `always_video` as in `STTSDataCollator`."""
 
-    def __init__(self) -> None:
-        self.always_video = False
+    def __init__(self, of: Backbone) -> None:
+        self.of, self.always_video = of, False
 
-    def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, items: Sequence[Inputs]) -> Inputs:
         items = [{key: value for key, value in item.items() if key != "id"} for item in items]
-        if getattr(self, "always_video", False) and not any("video_grids" in item for item in items):
-            black = build_inputs([[Video(1)]])
+        if getattr(self, "always_video", False) and not any("pixel_values_videos" in item for item in items):
+            black = self.of.sample([Video(1)], seed=0)
             black["pixel_values_videos"].zero_()
             items.append(black | {"labels": torch.full_like(black["input_ids"], -100)})
-        fillers = {"input_ids": PAD, "attention_mask": 0, "mm_token_type_ids": 0, "labels": -100}
-        width = max(item["input_ids"].shape[1] for item in items)
-        batch = {}
-        for name, filler in fillers.items():
-            rows = [torch.nn.functional.pad(i[name], (0, width - i[name].shape[1]), value=filler) for i in items]
-            batch[name] = torch.cat(rows)
-        for name, patches_of in (VIDEO_KEYS | IMAGE_KEYS).items():
-            parts, first = [], 0
-            for item in items:
-                if name in item:
-                    table = item[name]
-                    parts.append(table if patches_of is None else torch.where(table >= 0, table + first, table))
-                    first += 0 if patches_of is None else item[patches_of].shape[0] * item[patches_of].shape[1]
-            if parts:
-                batch[name] = torch.cat(parts)
-        return batch
+        return self.of.batch(items)
 
 
 class Plain(Collator):
     """A collator that knows nothing of `always_video`."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, of: Backbone) -> None:
+        self.of = of
 
 
 class Stream(IterableDataset):
+    def __init__(self, of: Backbone) -> None:
+        self.of = of
+
     def __iter__(self):
-        return iter(Rows(MIXED))
-
-
-def model() -> Any:
-    return tiny_model(tiny_config(pruning_ratio=0.5))
+        return iter(self.of.rows())
 
 
 def pretend_gpus() -> dict[str, Any]:
@@ -115,12 +167,12 @@ def pretend_gpus() -> dict[str, Any]:
     return {"accelerator_config": {"use_configured_state": True}}
 
 
-def make(folder: Path, **options: Any) -> STTSTrainer:
+def make(folder: Path, of: Backbone, **options: Any) -> STTSTrainer:
     """A trainer whose every step is four rows, divided among the processes there are."""
     shared = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     alone = {"per_device_train_batch_size": 4}
     batching = shared if int(os.environ.get("WORLD_SIZE", 1)) == 2 else alone
-    defaults = {"data": Rows(MIXED, 80), "data_collator": Collator(), "model": model()} | OPTIONS | batching
+    defaults = {"data": of.rows(80), "data_collator": Collator(of), "model": of.model()} | OPTIONS | batching
     options = defaults | options | pretend_gpus()
     return trainer(folder, **options)
 
@@ -136,9 +188,9 @@ def describe(run: STTSTrainer) -> dict[str, Any]:
     }
 
 
-def full(folder: Path) -> dict[str, Any]:
+def full(folder: Path, of: Backbone) -> dict[str, Any]:
     """20 steps, saved, and the weights gathered by other means beside it."""
-    run = make(folder, max_steps=20, processing_class=STTSProcessor.from_pretrained(TINY))
+    run = make(folder, of, max_steps=20, processing_class=of.processor())
     run.train()
     run.save_model(str(folder / "model"))
     weights = run.accelerator.get_state_dict(run.model)  # of all processes together
@@ -147,69 +199,69 @@ def full(folder: Path) -> dict[str, Any]:
     return describe(run)
 
 
-def checkpointed(folder: Path) -> dict[str, Any]:
-    run = make(folder, max_steps=4, gradient_checkpointing=True)
+def checkpointed(folder: Path, of: Backbone) -> dict[str, Any]:
+    run = make(folder, of, max_steps=4, gradient_checkpointing=True)
     run.train()
     return describe(run)
 
 
-def lora(folder: Path) -> dict[str, Any]:
+def lora(folder: Path, of: Backbone) -> dict[str, Any]:
     """With the scorer trained in full and gradient checkpointing."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, modules_to_save=["scorer"])
-    adapted: Any = peft.get_peft_model(model(), config)
-    run = make(folder, model=adapted, max_steps=4, gradient_checkpointing=True)
+    adapted: Any = peft.get_peft_model(of.model(), config)
+    run = make(folder, of, model=adapted, max_steps=4, gradient_checkpointing=True)
     run.train()
     run.save_model(str(folder / "adapter"))
     return describe(run)
 
 
-def scorer_only(folder: Path) -> dict[str, Any]:
+def scorer_only(folder: Path, of: Backbone) -> dict[str, Any]:
     """And rows that wait for an answer, of which each process writes its share."""
-    run = make(folder, max_steps=4, freeze=list(PARTS[:3]), distillation_weight=1.0)
+    run = make(folder, of, max_steps=4, freeze=list(PARTS[:3]), distillation_weight=1.0)
     run.train()
     folder.mkdir(exist_ok=True)
     write_clip(folder / f"clip-{os.environ.get('RANK', '0')}.mp4", 10, fps=5)
     clip = str(folder / f"clip-{os.environ.get('RANK', '0')}.mp4")
     table = datasets.Dataset.from_list([{"question": word, "videos": [clip]} for word in ("One?", "Two?", "Three?")])
-    processor = STTSProcessor.from_pretrained(TINY)
+    processor = of.processor()
     rows = prepare_rows(mark_unanswered(load_rows(table), "What?", 4), processor, progress=False)
-    answered = answer_rows(rows, load_tiny(), processor, folder=folder / "answers", progress=False)
+    answered = answer_rows(rows, of.load(), processor, folder=folder / "answers", progress=False)
     return describe(run) | {"answers": list(answered["stts_answer"])}
 
 
-def scorer_start(folder: Path) -> dict[str, Any]:
+def scorer_start(folder: Path, of: Backbone) -> dict[str, Any]:
     """Where one process has a video in its batch and the other has none."""
-    options: dict[str, Any] = {"freeze": list(PARTS[:3]), "temporal_loss_only": True, "data_collator": Plain()}
-    run = make(folder, max_steps=4, **options)
+    options: dict[str, Any] = {"freeze": list(PARTS[:3]), "temporal_loss_only": True, "data_collator": Plain(of)}
+    run = make(folder, of, max_steps=4, **options)
     run.train()
     run.save_model(str(folder / "model"))
     return describe(run)
 
 
-def bf16(folder: Path) -> dict[str, Any]:
-    run = make(folder, max_steps=4, bf16=True)
+def bf16(folder: Path, of: Backbone) -> dict[str, Any]:
+    run = make(folder, of, max_steps=4, bf16=True)
     run.train()
-    outputs = run.model_wrapped(**Collator()([Rows(MIXED)[0]]))
+    outputs = run.model_wrapped(**Collator(of)([of.rows()[0]]))
     dtypes = {name: str(getattr(outputs, name).dtype) for name in ("loss", "task_loss", "temporal_loss")}
     return describe(run) | {"dtypes": dtypes}
 
 
-def resumed(folder: Path) -> dict[str, Any]:
+def resumed(folder: Path, of: Backbone) -> dict[str, Any]:
     """6 steps, and again from the checkpoint after 3."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = make(folder, **options)
+    whole = make(folder, of, **options)
     whole.train()
     whole.save_model(str(folder / "whole"))
-    half = make(folder, **options)
+    half = make(folder, of, **options)
     half.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     half.save_model(str(folder / "half"), _internal_call=True)  # as `stts-hf train` does
     return describe(half) | {"whole": describe(whole)["losses"]}
 
 
-def resumed_from_shards(folder: Path) -> dict[str, Any]:
+def resumed_from_shards(folder: Path, of: Backbone) -> dict[str, Any]:
     os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
-    return resumed(folder)
+    return resumed(folder, of)
 
 
 def write_rows(folder: Path) -> Path:
@@ -222,15 +274,15 @@ def write_rows(folder: Path) -> Path:
     return folder / "rows.jsonl"
 
 
-def command(folder: Path) -> dict[str, Any]:
+def command(folder: Path, of: Backbone) -> dict[str, Any]:
     """`stts-hf train` with LoRA, merged at the end."""
     options = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
     options |= {"output_dir": str(folder / "output"), "save_strategy": "no", "adam_epsilon": 1e-6, "logging_steps": 1}
     settings = {
-        "model_name_or_path": str(TINY),
+        "model_name_or_path": str(of.folder),
         "pruning_ratio": 0.5,
         "train_data": str(folder.parent / "data" / "rows.jsonl"),
-        "num_frames": 2,
+        "num_frames": 4,  # of Qwen3-VL two tubelets, of which the second may lose something
         "use_peft": True,
         "lora_r": 4,
         "lora_alpha": 8,
@@ -243,15 +295,15 @@ def command(folder: Path) -> dict[str, Any]:
     return describe(train(load_config(file)))
 
 
-def uneven(folder: Path) -> dict[str, Any]:
+def uneven(folder: Path, of: Backbone) -> dict[str, Any]:
     """2 epochs of 5 rows."""
-    options = {"data": Rows(MIXED, 5), "max_steps": -1, "num_train_epochs": 2}
-    run = make(folder, **options, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    options = {"data": of.rows(5), "max_steps": -1, "num_train_epochs": 2}
+    run = make(folder, of, **options, per_device_train_batch_size=1, gradient_accumulation_steps=1)
     run.train()
     return describe(run)
 
 
-def refused(folder: Path) -> dict[str, Any]:
+def refused(folder: Path, of: Backbone) -> dict[str, Any]:
     """What would hang or tear batches apart."""
 
     def message(start: Callable[[], Any]) -> str:
@@ -261,12 +313,12 @@ def refused(folder: Path) -> dict[str, Any]:
             return str(error)
         return "nothing was raised"
 
-    plain = {"data_collator": Plain(), "max_steps": 1, "ddp_find_unused_parameters": False}
+    plain = {"data_collator": Plain(of), "max_steps": 1, "ddp_find_unused_parameters": False}
     matching = {"freeze": list(PARTS[:3]), "distillation_weight": 1.0}
     return {
-        "sharded_teacher": message(lambda: make(folder, **matching)),
-        "no_video": message(lambda: make(folder, **plain).train()),
-        "stream": message(lambda: make(folder, data=Stream(), max_steps=1).train()),
+        "sharded_teacher": message(lambda: make(folder, of, **matching)),
+        "no_video": message(lambda: make(folder, of, **plain).train()),
+        "stream": message(lambda: make(folder, of, data=Stream(of), max_steps=1).train()),
     }
 
 
@@ -288,9 +340,9 @@ SCENARIOS = {
 }
 
 
-def main(folder: Path, names: Sequence[str]) -> None:
+def main(folder: Path, backbone: str, names: Sequence[str]) -> None:
     for name in names:
-        result = SCENARIOS[name](folder / name)
+        result = SCENARIOS[name](folder / name, TRAINED[backbone])
         (folder / name).mkdir(parents=True, exist_ok=True)
         rank = os.environ.get("RANK", "0")
         (folder / name / f"result-{rank}.json").write_text(json.dumps(result))
@@ -298,4 +350,4 @@ def main(folder: Path, names: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -18,11 +18,21 @@ RAGGED: list[list[Part]] = [[3, Video(2), 2], [3, Video(5), 30], [12], [2, Video
 BESIDE = ("pixel_values_videos", "video_token_pooling", "video_grids")
 
 
-class Rows(Dataset):
-    """Item `i` is row `i` of `rows`, over and over up to `length`, each time with other pixels and text."""
+def sample(row: list[Part], seed: int) -> dict[str, Any]:
+    """Inputs of a row, (1, L), and labels of its text."""
+    return build_inputs([row], seed=seed, labels=True)
 
-    def __init__(self, rows: Sequence[list[Part]] = RAGGED, length: int | None = None):
-        self.rows, self.length = rows, len(rows) if length is None else length
+
+class Rows(Dataset):
+    """
+    Item `i` is row `i` of `rows`, over and over up to `length`, each time with other pixels and text. sample: makes the
+    inputs of a row with a seed.
+    """
+
+    def __init__(
+        self, rows: Sequence[list[Part]] = RAGGED, length: int | None = None, sample: Callable[..., Any] = sample
+    ):
+        self.rows, self.length, self.sample = rows, len(rows) if length is None else length, sample
 
     def __len__(self) -> int:
         return self.length
@@ -30,7 +40,7 @@ class Rows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index >= self.length:
             raise IndexError(index)
-        inputs = build_inputs([self.rows[index % len(self.rows)]], seed=index, labels=True)
+        inputs = self.sample(self.rows[index % len(self.rows)], seed=index)
         inputs["labels"][:, 0] = -100  # nothing predicts a sample's first token, wherever it comes to lie
         return {"id": f"row-{index}", **inputs}
 
