@@ -106,9 +106,7 @@ def execute(arguments: argparse.Namespace) -> int:
             write_files(folder, answers, times, facts, notes)
     except (OSError, ValueError) as error:
         why = "no space is left on the disk" if is_disk_full(error) else one_line(error, 200)
-        raise CommandError(
-            f"--output {arguments.output} cannot be written, and nothing of it is left: {why}"
-        ) from error
+        raise CommandError(f"--output {arguments.output} is not written, and nothing of it is left: {why}") from error
     finally:
         signal.signal(signal.SIGTERM, before)
     print_findings(answers, times, arguments.output)

@@ -203,9 +203,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(run, tmp_path, size):
     with small_disk(size):
         status, _, last, folder = run()
     assert status == 2
-    assert last.startswith(
-        f"stts-hf visualize: error: --output {folder} cannot be written, and nothing of it is left: "
-    )
+    assert last.startswith(f"stts-hf visualize: error: --output {folder} is not written, and nothing of it is left: ")
     assert not [path for path in tmp_path.iterdir() if "output" in path.name]
 
 
