@@ -5,12 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__, _check_versions
-from stts_hf.cli import bench, convert, doctor, eval, make_dataset, push, run, study, train, visualize
+from stts_hf.cli import bench, convert, demo, doctor, eval, make_dataset, push, run, study, train, visualize
 from stts_hf.cli.errors import CommandError
 
 COMMANDS = {
     "run": run,
     "visualize": visualize,
+    "demo": demo,
     "convert": convert,
     "doctor": doctor,
     "push": push,

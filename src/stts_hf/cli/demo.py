@@ -1,0 +1,93 @@
+"""`stts-hf demo`: a page in the browser that answers questions about videos and shows what the model looked at."""
+
+import argparse
+import importlib.util
+import socket
+from pathlib import Path
+
+from stts_hf import _check_versions
+from stts_hf.cli.checkpoints import TINY, find_checkpoint
+from stts_hf.cli.errors import CommandError, of_option, one_line
+from stts_hf.cli.options import add_model_options, check_scaling, choose_device, count, positive, processing
+from stts_hf.cli.progress import import_libraries, note, stage
+
+HELP = "serve a page on which one asks about videos and sees what the model looked at"
+ABOUT_TINY = "stts-tiny knows a few shapes, colours and letters in made-up clips, and nothing else."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    add_model_options(parser)
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps, ...")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only); 0.0.0.0: all"
+    )
+    parser.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860)")
+    parser.add_argument("--max-upload-mb", type=count, default=200, metavar="MB", help="largest file (default: 200)")
+    parser.add_argument("--max-seconds", type=positive, default=600, metavar="S", help="longest video (default: 600)")
+    parser.add_argument(
+        "--max-clips",
+        type=count,
+        default=4,
+        metavar="N",
+        help="watched videos held in memory, of all visitors (default: 4)",
+    )
+    parser.add_argument(
+        "--max-answers", type=count, default=2, metavar="N", help="answers written at once, others wait (default: 2)"
+    )
+    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Serves the page until it is interrupted; raises `CommandError` for what the user got wrong."""
+    check_scaling(arguments)
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    try:
+        _check_versions("demo")
+        if importlib.util.find_spec("gradio") is None:  # of a checkout that is not installed, nothing is known
+            raise ImportError("gradio is not installed.")
+    except ImportError as error:
+        raise CommandError(f"{one_line(error)} The page needs more packages: pip install 'stts-hf[demo]'") from None
+    check_address(arguments.host, arguments.port)
+    import_libraries()
+    from stts_hf.demo.answering import Limits
+    from stts_hf.demo.serving import build, serve
+    from stts_hf.inference.assistant import load
+
+    device = choose_device(arguments.device)
+    limits = Limits(
+        upload_mb=arguments.max_upload_mb,
+        seconds=arguments.max_seconds,
+        clips=arguments.max_clips,
+        answers=arguments.max_answers,
+        new_tokens=arguments.max_new_tokens,
+    )
+    with stage(f"Loading {checkpoint} on {device}"), of_option():
+        assistant = load(
+            checkpoint,
+            pruning_ratio=arguments.pruning_ratio,
+            selector=arguments.selector,
+            device=str(device),
+            dtype=arguments.dtype,
+            revision=arguments.revision,
+        )
+    page = build(
+        assistant,
+        limits=limits,
+        processing=processing(arguments),
+        about=ABOUT_TINY if Path(checkpoint).name == TINY.name else Path(checkpoint).name,
+    )
+    note(f"The page is at http://{arguments.host}:{arguments.port} until Ctrl+C")
+    serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises `CommandError` where nothing can listen there: before a model is loaded."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        raise CommandError(f"--host {host} and --port {port} cannot be listened on: {one_line(error, 120)}") from error

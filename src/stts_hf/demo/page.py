@@ -1,0 +1,117 @@
+"""What the page shows in Gradio's components: questions and answers, tokens over time, what was measured."""
+
+import dataclasses
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from stts_hf.inference.answering import VideoAnswer
+
+from .answering import Progress
+
+HEIGHT = 48  # of the timeline, in units of its drawing
+WATCHING, STOPPED = '<span class="origin">Watching the video …</span>', '<span class="origin">Stopped.</span>'
+ABOUT = {"scorer": "learned scorer", "cosine": "cosine to the frame before", "random": "at random"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A question, and how far its answer is: None until the clip is watched. finished: no more comes."""
+
+    question: str
+    progress: Progress | None = None
+    finished: bool = False
+
+
+def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The turns for a `Chatbot`."""
+    found = []
+    for turn in turns:
+        found.append({"role": "user", "content": turn.question})
+        if turn.progress is None:
+            words = STOPPED if turn.finished else WATCHING
+        else:
+            words = turn.progress.text or ("(an empty answer)" if turn.finished else "…")
+            words += "\n\n" + origin(turn.progress)
+        found.append({"role": "assistant", "content": words})
+    return found
+
+
+def timeline(seen: VideoAnswer) -> str:
+    """
+    Bars, as SVG: for each frame that the model takes, how many of its blocks were kept, from when it is on screen to
+    when the next is. The page's script moves a line over them with the player, and the player to where one clicks.
+    """
+    assert seen.keep_mask is not None  # it was watched
+    kept = seen.keep_mask.sum(dim=1).tolist()
+    blocks = seen.keep_mask.shape[1]
+    starts = np.array(seen.timestamps[:: seen.tubelet])
+    end = max(seen.duration or 0.0, float(starts[-1]) + 0.1)
+    left = 1000 * np.append(starts, end) / end
+    bars = "".join(
+        f'<rect x="{start:.1f}" width="{max(stop - start - 0.15 * (stop - start), 0.5):.1f}" '
+        f'y="{HEIGHT * (1 - count / blocks):.1f}" height="{HEIGHT * count / blocks:.1f}">'
+        f"<title>{time:.1f} s: {count} of {blocks} tokens kept</title></rect>"
+        for start, stop, time, count in zip(left, left[1:], starts, kept, strict=False)
+    )
+    return (
+        f'<figure class="timeline" data-duration="{end:.3f}">'
+        "<figcaption><span>Tokens kept per frame</span>"
+        f"<span>{seen.video_tokens_kept:,} of {seen.video_tokens:,}</span></figcaption>"
+        f'<svg viewBox="0 0 1000 {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="Between {min(kept)} and {max(kept)} of {blocks} tokens kept in a frame">'
+        f'<rect class="track" width="1000" height="{HEIGHT}"/>{bars}'
+        f'<line class="playhead" x1="0" x2="0" y1="0" y2="{HEIGHT}"/></svg>'
+        f'<div class="scale"><span>0 s</span><span>{end:.1f} s</span></div></figure>'
+    )
+
+
+def origin(progress: Progress) -> str:
+    """The line under an answer: whether the clip was held, and how long the first word took."""
+    dropped = (
+        f"{progress.pruning_ratio:.0%} dropped, {ABOUT[progress.selector]}"
+        if progress.pruning_ratio
+        else "nothing dropped"
+    )
+    read = (
+        "from the held clip"
+        if progress.held
+        else f"{progress.seen.num_frames} frames watched in {progress.watching:.2f} s"
+    )
+    first = "" if progress.first_word is None else f" · first word after {progress.first_word:.2f} s"
+    return f'<p class="origin">{read[0].upper()}{read[1:]}{first} · {dropped}</p>'
+
+
+def table(runs: Iterable[Progress]) -> str:
+    """
+    A table of what was measured for a clip: each way of watching it once, and the last question that found it held.
+    Without a row that drops nothing, it says that this was not measured.
+    """
+    rows: dict[tuple[float, str], dict[str, str]] = {}
+    for run in runs:
+        key = (run.pruning_ratio, run.selector if run.pruning_ratio else "")
+        row = rows.setdefault(key, {"tokens": f"{run.seen.video_tokens_kept:,}"})
+        if run.first_word is not None:
+            row["again" if run.held else "first"] = f"{run.first_word:.2f} s"
+        if not run.held:
+            row["watching"] = f"{run.watching:.2f} s"
+    if not rows:
+        return ""
+    lines = [
+        f"<tr><th>{html.escape(_name(ratio, selector))}</th>"
+        + "".join(f"<td>{row.get(name, '-')}</td>" for name in ("tokens", "watching", "first", "again"))
+        + "</tr>"
+        for (ratio, selector), row in sorted(rows.items())
+    ]
+    if not any(ratio == 0 for ratio, _ in rows):
+        lines.insert(0, '<tr class="missing"><th>Nothing dropped</th><td colspan="4">not measured yet</td></tr>')
+    return (
+        '<table class="measured"><thead><tr><th></th><th>Video tokens</th><th>Watching</th><th>First word</th>'
+        f"<th>Next question</th></tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    )
+
+
+def _name(ratio: float, selector: str) -> str:
+    return f"{ratio:.0%} dropped, {ABOUT[selector]}" if ratio else "Nothing dropped"

@@ -1,0 +1,102 @@
+"""Answers for visitors: which clips are held, and what may be asked about."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+
+from stts_hf.demo.answering import Answerer, HeldClips, Limits, check_video
+from tests.clips import write_audio, write_clip
+
+
+class Held:
+    """Stands in for a clip."""
+
+
+def test_the_clip_asked_about_longest_ago_goes_first():
+    clips, (first, second, third) = HeldClips(2), (Held(), Held(), Held())
+    clips.hold("a", 1, first)
+    clips.hold("b", 1, second)
+    assert clips.find("a", 1) is first
+    clips.hold("c", 1, third)
+    assert [clips.find(owner, 1) for owner in "abc"] == [first, None, third]
+
+
+def test_what_an_owner_has_goes_with_it_and_nothing_else():
+    clips = HeldClips(3)
+    for key in ("a", 1), ("a", 2), ("b", 1):
+        clips.hold(*key, Held())
+    gone = weakref.ref(clips.find("a", 1))
+    clips.let_go("a")
+    gc.collect()
+    assert gone() is None
+    assert len(clips) == 1
+    assert clips.find("b", 1) is not None
+
+
+def test_nothing_is_held_where_nothing_may_be():
+    clips = HeldClips(0)
+    clips.hold("a", 1, Held())
+    assert len(clips) == 0
+
+
+def test_the_second_question_is_answered_from_the_held_clip_as_a_call_with_the_video_would(assistant, video):
+    answerer = Answerer({"scorer": assistant}, Limits(new_tokens=6))
+    first, second = (
+        list(answerer.answer("me", str(video), asked, 0.5, "scorer")) for asked in ("What?", "Where is it?")
+    )
+    assert (first[-1].held, second[-1].held) == (False, True)
+    assert 0 < first[-1].watching < first[-1].first_word
+    assert second[-1].watching == 0
+    alone = assistant.answer(str(video), "Where is it?", pruning_ratio=0.5, max_new_tokens=6)
+    assert second[-1].text.strip() == alone.answer
+    assert (second[-1].seen.keep_mask == alone.keep_mask).all()
+
+
+def test_another_ratio_selector_video_or_visitor_is_watched_anew(assistant, video, tmp_path):
+    other = write_clip(tmp_path / "other.mp4", 5)
+    answerer = Answerer({"scorer": assistant, "cosine": assistant}, Limits(new_tokens=1, clips=9))
+    asked = [("a", video, 0.5, "scorer"), ("a", video, 0.25, "scorer"), ("a", video, 0.5, "cosine")]
+    asked += [("a", other, 0.5, "scorer"), ("b", video, 0.5, "scorer")]
+    for owner, path, ratio, selector in asked:
+        *_, last = answerer.answer(owner, str(path), "What?", ratio, selector)
+        assert not last.held
+    assert len(answerer.clips) == 5
+
+
+def test_an_answer_that_is_left_leaves_the_clip_as_it_was(assistant, video):
+    answerer = Answerer({"scorer": assistant}, Limits(new_tokens=12))
+    whole = list(answerer.answer("me", str(video), "What?", 0.5, "scorer"))
+    left = answerer.answer("me", str(video), "Where?", 0.5, "scorer")
+    next(left), next(left)
+    left.close()
+    again = list(answerer.answer("me", str(video), "What?", 0.5, "scorer"))
+    assert again[-1].text == whole[-1].text
+    assert again[-1].held
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [("What is <|video|>?", "holds '<|video|>'"), (" ", "asks nothing"), ("x" * 30, "at most 20")],
+)
+def test_a_question_that_cannot_be_asked_is_refused_before_the_video_is_watched(assistant, question, words):
+    answerer = Answerer({"scorer": assistant}, Limits(question=20))
+    with pytest.raises(ValueError, match=words):
+        answerer.check("me", "there is no such file", question, 0.5, "scorer")
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text("not a video"), write_audio], ids=["text", "audio"])
+def test_what_is_no_video_is_refused(make, tmp_path):
+    make(tmp_path / "file.mp4")
+    with pytest.raises(ValueError, match=r"file\.mp4"):
+        check_video(tmp_path / "file.mp4", Limits())
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"), [({"seconds": 1.9}, "lasts 2 s"), ({"pixels": 96 * 128 - 1}, "frames of 128 x 96")]
+)
+def test_a_video_beyond_the_limits_is_refused(video, limits, words):
+    check_video(video, dataclasses.replace(Limits(), seconds=2.0, pixels=96 * 128))
+    with pytest.raises(ValueError, match=words):
+        check_video(video, dataclasses.replace(Limits(), **limits))

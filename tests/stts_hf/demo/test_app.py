@@ -1,0 +1,171 @@
+"""The app as a program asks it, through Gradio's own client: answers, limits, and what nobody may reach."""
+
+import concurrent.futures
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.clips import write_audio, write_clip
+from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
+
+gradio = pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
+gradio_client = pytest.importorskip("gradio_client", reason=WITHOUT_GRADIO)
+httpx = pytest.importorskip("httpx", reason=WITHOUT_GRADIO)
+
+
+@pytest.fixture
+def client(served):
+    with_url = gradio_client.Client(served.url, verbose=False)
+    yield with_url
+    with_url.close()
+
+
+def ask(client: Any, video: object, question: str = "What moves?", percent: float = 50, selector: str = "scorer"):
+    """The last answer with the line under it, and the texts of timeline and table."""
+    upload = gradio_client.handle_file(video) if isinstance(video, Path) else video
+    job = client.submit(question, upload, percent, selector, api_name="/ask")
+    _, chat, timeline, numbers, *_ = job.result(timeout=PATIENCE)
+    return chat[-1]["content"][0]["text"], timeline, numbers
+
+
+def test_the_second_question_is_answered_from_the_held_clip_and_says_so(client, assistant, video):
+    first, timeline, _ = ask(client, video)
+    again, _, numbers = ask(client, video, "Where is it?")
+    assert "9 frames watched in" in first  # 2 s, four a second, and the last
+    assert "From the held clip" in again
+    assert again.startswith(assistant.answer(str(video), "Where is it?", pruning_ratio=0.5, max_new_tokens=12).answer)
+    assert "72 of 144" in timeline
+    assert numbers.count("<tr>") == 2  # the head, and one way of watching
+    assert "not measured yet" in numbers
+
+
+def test_the_ratio_and_the_selector_are_those_that_were_chosen(client, video):
+    asked = {
+        choice: ask(client, video, "What?", *choice) for choice in [(25, "cosine"), (0, "random"), (100, "scorer")]
+    }
+    assert "25% dropped, cosine" in asked[25, "cosine"][0]
+    assert [words for _, words, _ in asked.values() if "108 of 144" in words] == [asked[25, "cosine"][1]]
+    assert "nothing dropped" in asked[0, "random"][0]
+    assert "0 of 144" in asked[100, "scorer"][1]
+
+
+BAD = {
+    "text": (lambda path: path.write_text("not a video"), "Cannot read video file .*bad.mp4.* as a video"),
+    "audio": (write_audio, "no video in video file .*bad.mp4.*, it holds audio"),
+    "empty": (lambda path: path.touch(), "bad.mp4"),
+    "long": (lambda path: write_clip(path, 6, fps=1), "lasts 6 s, but at most 5 s are taken here"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_file_that_cannot_be_asked_about_is_refused_and_the_next_question_works(client, video, tmp_path, kind):
+    make, words = BAD[kind]
+    make(tmp_path / "bad.mp4")
+    with pytest.raises(gradio_client.exceptions.AppError, match=words) as refused:
+        ask(client, tmp_path / "bad.mp4")
+    assert str(tmp_path) not in str(refused.value)
+    assert "watched" in ask(client, video)[0]
+
+
+def test_a_question_with_tokens_of_the_model_is_refused_and_the_next_one_works(client, video):
+    with pytest.raises(gradio_client.exceptions.AppError, match="a token that stands for images, videos or turns"):
+        ask(client, video, "What is <|video|>?")
+    assert "watched" in ask(client, video)[0]
+
+
+def test_without_a_video_it_says_so(client):
+    with pytest.raises(gradio_client.exceptions.AppError, match="There is no video yet"):
+        ask(client, None)
+
+
+@pytest.mark.parametrize(("percent", "selector"), [(101, "scorer"), (-5, "scorer"), (50, "mine")])
+def test_what_the_page_does_not_offer_is_refused(client, video, percent, selector):
+    with pytest.raises(gradio_client.exceptions.AppError):
+        ask(client, video, "What?", percent, selector)
+
+
+def test_a_file_above_the_limit_is_not_taken(served):
+    sizes = 2**20 + 1, 2**20
+    taken = [httpx.post(f"{served.url}gradio_api/upload", files={"files": ("a.mp4", bytes(size))}) for size in sizes]
+    assert [answer.status_code for answer in taken] == [413, 200]
+
+
+def test_no_path_outside_its_own_folders_is_read(served, video):
+    """As a program that does without Gradio's client, which would upload the file."""
+    cache = served.visits.cache
+    for path in video, Path("/etc/hostname"), Path(__file__), cache.parent / "sample_clip.mp4", cache / ".." / "x.mp4":
+        given = {"path": str(path), "meta": {"_type": "gradio.FileData"}}
+        begun = httpx.post(f"{served.url}gradio_api/call/ask", json={"data": ["What?", given, 50, "scorer"]}).json()
+        answer = httpx.get(f"{served.url}gradio_api/call/ask/{begun['event_id']}", timeout=PATIENCE).text
+        assert "event: error" in answer
+        assert "event: generating" not in answer
+        assert httpx.get(f"{served.url}gradio_api/file={path}").status_code in (403, 404)
+
+
+def test_two_visitors_are_answered_at_once(served, gate, video):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, gradio_client.Client(served.url, verbose=False), video, "Wait for it.")
+        assert gate.reached.wait(PATIENCE)
+        assert "watched" in ask(gradio_client.Client(served.url, verbose=False), video)[0]
+        assert not first.done()
+        gate.open.set()
+        assert "watched" in first.result(PATIENCE)[0]
+
+
+def test_an_answer_that_is_cancelled_ends_and_the_next_question_works(client, served, gate, video):
+    job = client.submit("Wait for it.", gradio_client.handle_file(video), 50, "scorer", api_name="/ask")
+    assert gate.reached.wait(PATIENCE)
+    threading.Timer(0.5, gate.open.set).start()  # what is being written is written to its next word
+    job.cancel()
+    assert gate.closed.wait(PATIENCE)
+    assert "From the held clip" in ask(client, video)[0]
+
+
+def test_when_a_visitor_leaves_nothing_of_it_is_kept(served, tmp_path):
+    client = gradio_client.Client(served.url, verbose=False)
+    mine = write_clip(tmp_path / "mine only.mp4", 7)
+    ask(client, mine)
+    owner = client.session_hash
+    kept = served.visits.overlay(owner, "an overlay")
+    kept.write_bytes(b"")
+    upload = next(served.visits.cache.glob("*/mine*only.mp4"))
+    held = len(served.visits.clips)
+    served.visits.leave(owner)
+    assert not upload.exists()
+    assert not kept.parent.exists()
+    assert len(served.visits.clips) == held - 1
+
+
+def test_a_file_that_two_visitors_look_at_stays_until_both_have_left(served, tmp_path):
+    clients = [gradio_client.Client(served.url, verbose=False) for _ in range(2)]
+    shared = write_clip(tmp_path / "shared.mp4", 8)
+    for client in clients:
+        ask(client, shared)
+    upload = next(served.visits.cache.glob("*/shared.mp4"))
+    served.visits.leave(clients[0].session_hash)
+    assert upload.exists()
+    served.visits.leave(clients[1].session_hash)
+    assert not upload.exists()
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_half_written(served, video):
+    *_, progress = served.answer("me", str(video), "What?", 0.5, "scorer")
+    path = served.visits.overlay("me", (str(video), "scorer", 0.5))
+    path.with_suffix(".part.mp4").symlink_to("/dev/full")
+    request = SimpleNamespace(session_hash="me")
+    with pytest.raises(gradio.Error, match="The disk of this server is full"):
+        list(served.draw((str(video), progress), request))
+    assert list(path.parent.iterdir()) == []
+    *_, last = served.draw((str(video), progress), request)
+    assert Path(last[served.overlay]).stat().st_size > 1000
+    served.visits.leave("me")
+
+
+def test_it_listens_on_this_machine_only_and_keeps_its_files_to_itself(served):
+    assert served.url.startswith("http://127.0.0.1:")
+    assert served.visits.cache.parent.stat().st_mode & 0o077 == 0
+    assert os.environ["GRADIO_TEMP_DIR"] == str(served.visits.cache)

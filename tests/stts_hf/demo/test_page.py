@@ -1,0 +1,72 @@
+"""What the page shows in Gradio's components."""
+
+import dataclasses
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+from stts_hf.demo import page
+from stts_hf.demo.answering import Progress
+from stts_hf.inference.answering import VideoAnswer
+
+# Two frames to a tubelet; the last stands alone.
+SEEN = VideoAnswer(
+    "clip.mp4",
+    "",
+    timestamps=(0.0, 1.0, 2.0, 3.0, 6.0),
+    duration=8.0,
+    grid=(1, 4),
+    keep_mask=torch.tensor([[True] * 4, [True, True, False, False], [False] * 4]),
+)
+FIRST = Progress(SEEN, "cosine", 0.5, held=False, watching=1.5, first_word=2.0, text="A <b>ring</b>")
+AGAIN = dataclasses.replace(FIRST, held=True, watching=0.0, first_word=0.1)
+UNPRUNED = dataclasses.replace(FIRST, pruning_ratio=0.0, watching=2.5, first_word=3.0)
+
+
+def test_bars_stand_where_their_frames_are_on_screen_as_high_as_the_share_they_keep():
+    svg = ElementTree.fromstring(re.search("<svg.*</svg>", page.timeline(SEEN), re.S).group())
+    bars = [bar for bar in svg.iter("rect") if "class" not in bar.attrib]
+    # Of 8 s in 1000: they begin with the first of their two frames, at 0, 2 and 6 s.
+    assert [float(bar.get("x")) for bar in bars] == [0, 250, 750]
+    assert [float(bar.get("height")) / page.HEIGHT for bar in bars] == [1, 0.5, 0]
+    assert [bar.find("title").text for bar in bars][1] == "2.0 s: 2 of 4 tokens kept"
+
+
+@pytest.mark.parametrize(
+    ("progress", "words"),
+    [
+        (FIRST, "5 frames watched in 1.50 s · first word after 2.00 s · 50% dropped, cosine to the frame before"),
+        (AGAIN, "From the held clip · first word after 0.10 s · 50% dropped, cosine to the frame before"),
+        (UNPRUNED, "5 frames watched in 2.50 s · first word after 3.00 s · nothing dropped"),
+    ],
+    ids=["first", "held", "unpruned"],
+)
+def test_an_answer_says_where_it_comes_from(progress, words):
+    assert words in page.origin(progress)
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    body = ElementTree.fromstring(table).find("tbody")
+    return {row.find("th").text: [cell.text for cell in row.findall("td")] for row in body}
+
+
+def test_the_table_has_a_row_for_each_way_of_watching_and_says_what_was_not_measured():
+    assert rows_of(page.table([FIRST])) == {
+        "Nothing dropped": ["not measured yet"],
+        "50% dropped, cosine to the frame before": ["6", "1.50 s", "2.00 s", "-"],
+    }
+    assert rows_of(page.table([FIRST, AGAIN, UNPRUNED])) == {
+        "Nothing dropped": ["6", "2.50 s", "3.00 s", "-"],
+        "50% dropped, cosine to the frame before": ["6", "1.50 s", "2.00 s", "0.10 s"],
+    }
+    assert page.table([]) == ""
+
+
+def test_a_turn_shows_how_far_it_is():
+    waiting, stopped = page.Turn("What?"), page.Turn("What?", finished=True)
+    shown = [page.messages([turn])[-1]["content"] for turn in (waiting, stopped, page.Turn("What?", FIRST))]
+    assert "Watching" in shown[0]
+    assert "Stopped" in shown[1]
+    assert shown[2].startswith("A <b>ring</b>\n\n")
