@@ -75,7 +75,9 @@ def test_the_space_is_put_together_as_its_readme_says_and_serves_the_same_page(t
     assert package.startswith(str(tmp_path))
     from stts_hf.demo.serving import build
 
-    page = build(VideoAssistant(STTSForConditionalGeneration.from_pretrained(TINY), STTSProcessor.from_pretrained(TINY)))
+    page = build(
+        VideoAssistant(STTSForConditionalGeneration.from_pretrained(TINY), STTSProcessor.from_pretrained(TINY))
+    )
     same = sorted(type(block).__name__ + str(block.elem_id) for block in page.blocks.blocks.values())
     assert blocks == " ".join(same)
 
