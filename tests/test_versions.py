@@ -130,8 +130,9 @@ def imports(path: Path) -> set[str]:
     ("room", "extras"),
     [
         ("modeling", ["flash"]),
-        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize"]),
+        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize", "demo"]),
         ("src/stts_hf/checkpoints", ["train"]),
+        ("src/stts_hf/demo", ["demo"]),
         ("src/stts_hf/inference", []),
         ("src/stts_hf/visualize", ["visualize"]),
     ],

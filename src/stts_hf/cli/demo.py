@@ -8,7 +8,15 @@ from pathlib import Path
 from stts_hf import _check_versions
 from stts_hf.cli.checkpoints import TINY, find_checkpoint
 from stts_hf.cli.errors import CommandError, of_option, one_line
-from stts_hf.cli.options import add_model_options, check_scaling, choose_device, count, positive, processing
+from stts_hf.cli.options import (
+    add_model_options,
+    add_selector_option,
+    check_scaling,
+    choose_device,
+    count,
+    positive,
+    processing,
+)
 from stts_hf.cli.progress import import_libraries, note, stage
 
 HELP = "serve a page on which one asks about videos and sees what the model looked at"
@@ -18,6 +26,7 @@ ABOUT_TINY = "stts-tiny knows a few shapes, colours and letters in made-up clips
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add_model_options(parser)
+    add_selector_option(parser)
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps, ...")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument(
