@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import signal
 import socket
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def execute(arguments: argparse.Namespace) -> None:
         processing=processing(arguments),
         about=ABOUT_TINY if Path(checkpoint).name == TINY.name else Path(checkpoint).name,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is kept of visitors goes then, too
     note(f"The page is at http://{arguments.host}:{arguments.port} until Ctrl+C")
     serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)
 

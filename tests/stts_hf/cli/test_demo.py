@@ -1,6 +1,7 @@
 """The command that serves the demo: what it serves, and how it says no before a model is loaded."""
 
 import importlib.util
+import signal
 import socket
 
 import pytest
@@ -15,10 +16,12 @@ def test_it_serves_on_this_machine_only_with_the_limits_that_were_given(monkeypa
     from stts_hf.demo import serving
 
     served = {}
+    monkeypatch.setattr(signal, "signal", lambda *handler: served.update(handler=handler))
     monkeypatch.setattr(serving, "serve", lambda page, **options: served.update(page=page, **options))
     options = "--port 0 --selector random --pruning-ratio 0.25 --max-clips 3 --max-upload-mb 7 --max-seconds 9"
     assert not main(["demo", "--checkpoint", str(TINY), "--device", "cpu", "--num-frames", "4", *options.split()])
     page = served["page"]
+    assert served["handler"] == (signal.SIGTERM, signal.default_int_handler)
     assert (served["server_name"], served["server_port"]) == ("127.0.0.1", 0)
     assert (page.limits.clips, page.limits.upload_mb, page.limits.seconds) == (3, 7, 9)
     assert page.answerer.processing == {"num_frames": 4}
