@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,9 @@ class Answerer:
         if self.clips.find(owner, (video, pruning_ratio, selector)) is None:
             check_video(video, self.limits)
 
-    def answer(self, owner: str, video: str, question: str, pruning_ratio: float, selector: str) -> Iterator[Progress]:
+    def answer(
+        self, owner: str, video: str, question: str, pruning_ratio: float, selector: str
+    ) -> Generator[Progress, None, None]:
         """
         Answers a question, piece by piece; closing the iterator ends the answer. The clip is watched unless it is held.
 

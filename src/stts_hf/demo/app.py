@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import html
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ CHOOSE = "Choose a video, then ask about it."
 SAW = "What the model saw"
 OF_ANY = ("What happens in this video?",)
 ASK: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
-Answer = Callable[[str, str, str, float, str], Iterator[Progress]]
+Answer = Callable[[str, str, str, float, str], Generator[Progress, None, None]]
 Changes = dict[Any, Any]  # components, and what they show now
 
 
@@ -112,7 +112,7 @@ class Page:
         first = self.box.submit(self.ask, [self.box, *state], outputs, api_name="ask", show_progress="hidden", **turn)
         example = self.chat.example_select(self.ask_example, state, outputs, **quiet, **turn)
         again = self.compare.click(self.ask_unpruned, state, outputs, **quiet, **turn)
-        answers = [first, example, again]
+        answers: list[Any] = [first, example, again]
         drawings = [event.success(self.draw, self.seen, views, concurrency_id="drawing", **quiet) for event in answers]
         self.box.stop(self.stop, [self.asked, self.measured], outputs, cancels=answers, **quiet)
         self.chat.clear(list, None, self.asked, **quiet)
@@ -126,7 +126,7 @@ class Page:
         owner = str(request.session_hash)
         self.visits.leave(owner)
         questions = () if video is None else OF_SAMPLE if Path(video).name == self.sample.name else OF_ANY
-        examples = [{"text": question} for question in questions]
+        examples: list[Any] = [{"text": question} for question in questions]
         yield {
             self.chat: gr.Chatbot([], examples=examples, placeholder="" if examples else CHOOSE),
             self.try_sample: gr.Button(visible=video is None),
@@ -226,8 +226,9 @@ class Page:
             yield {self.second: gr.Tab("Drawing what it saw …", interactive=False)}
             unfinished = path.with_suffix(".part.mp4")
             facts = progress.seen
+            masks: dict[Any, Any] = {unfinished: facts.keep_mask}
             try:
-                write_overlays(video, {unfinished: facts.keep_mask}, facts.grid, facts.timestamps, facts.tubelet)
+                write_overlays(video, masks, facts.grid, facts.timestamps, facts.tubelet)
                 unfinished.replace(path)
             except Exception as error:
                 unfinished.unlink(missing_ok=True)

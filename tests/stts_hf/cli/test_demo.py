@@ -3,6 +3,7 @@
 import importlib.util
 import signal
 import socket
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ def test_it_serves_on_this_machine_only_with_the_limits_that_were_given(monkeypa
     pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
     from stts_hf.demo import serving
 
-    served = {}
+    served: dict[str, Any] = {}
     monkeypatch.setattr(signal, "signal", lambda *handler: served.update(handler=handler))
     monkeypatch.setattr(serving, "serve", lambda page, **options: served.update(page=page, **options))
     options = "--port 0 --selector random --pruning-ratio 0.25 --max-clips 3 --max-upload-mb 7 --max-seconds 9"

@@ -1,7 +1,7 @@
 """The app, served on loopback as the command serves it, with a tiny model that talks long."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class Gate:
         for event in (self.open, self.closed, self.reached):
             event.clear()
 
-    def __call__(self, answer: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def gated(owner: str, video: str, question: str, *rest: Any) -> Iterator[Any]:
+    def __call__(self, answer: Callable[..., Generator[Any, None, None]]) -> Callable[..., Generator[Any, None, None]]:
+        def gated(owner: str, video: str, question: str, *rest: Any) -> Generator[Any, None, None]:
             answers = answer(owner, video, question, *rest)
             try:
                 for progress in answers:
@@ -61,7 +61,7 @@ def served(assistant) -> Iterator[Any]:
     from stts_hf.demo.serving import build, serve
 
     gate = Gate()
-    page = build(assistant, limits=Limits(upload_mb=1, seconds=5, clips=2, new_tokens=12), on_gpu=gate)
+    page: Any = build(assistant, limits=Limits(upload_mb=1, seconds=5, clips=2, new_tokens=12), on_gpu=gate)
     _, url, _ = serve(page, server_name="127.0.0.1", prevent_thread_lock=True, quiet=True)
     page.url, page.gate = url, gate
     yield page

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,12 @@ class Held:
     """Stands in for a clip."""
 
 
+def held() -> Any:
+    return Held()
+
+
 def test_the_clip_asked_about_longest_ago_goes_first():
-    clips, (first, second, third) = HeldClips(2), (Held(), Held(), Held())
+    clips, (first, second, third) = HeldClips(2), (held(), held(), held())
     clips.hold("a", 1, first)
     clips.hold("b", 1, second)
     assert clips.find("a", 1) is first
@@ -27,7 +32,7 @@ def test_the_clip_asked_about_longest_ago_goes_first():
 def test_what_an_owner_has_goes_with_it_and_nothing_else():
     clips = HeldClips(3)
     for key in ("a", 1), ("a", 2), ("b", 1):
-        clips.hold(*key, Held())
+        clips.hold(*key, held())
     gone = weakref.ref(clips.find("a", 1))
     clips.let_go("a")
     gc.collect()
@@ -38,14 +43,14 @@ def test_what_an_owner_has_goes_with_it_and_nothing_else():
 
 def test_nothing_is_held_where_nothing_may_be():
     clips = HeldClips(0)
-    clips.hold("a", 1, Held())
+    clips.hold("a", 1, held())
     assert len(clips) == 0
 
 
 def test_the_second_question_is_answered_from_the_held_clip_as_a_call_with_the_video_would(assistant, video):
     answerer = Answerer({"scorer": assistant}, Limits(new_tokens=6))
     first, second = (
-        list(answerer.answer("me", str(video), asked, 0.5, "scorer")) for asked in ("What?", "Where is it?")
+        list[Any](answerer.answer("me", str(video), asked, 0.5, "scorer")) for asked in ("What?", "Where is it?")
     )
     assert (first[-1].held, second[-1].held) == (False, True)
     assert 0 < first[-1].watching < first[-1].first_word
@@ -61,7 +66,9 @@ def test_the_first_word_of_a_second_question_comes_in_15_percent_of_the_time_of_
     answerer = Answerer({"scorer": assistant}, Limits(new_tokens=4), {"num_frames": 64})
     path = str(tmp_path / "clip.mp4")
     for ratio in 1.0, 0.5:  # the first is for what a first call does once
-        asked = [list(answerer.answer("me", path, question, ratio, "scorer"))[-1] for question in ("What?", "Where?")]
+        asked: list[Any] = [
+            list(answerer.answer("me", path, question, ratio, "scorer"))[-1] for question in ("What?", "Where?")
+        ]
     first, second = asked
     print(f"first word of the first question after {first.first_word:.3f} s, of the second {second.first_word:.3f} s")
     assert (first.seen.num_frames, first.held, second.held) == (64, False, True)

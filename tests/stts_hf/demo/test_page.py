@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ UNPRUNED = dataclasses.replace(FIRST, pruning_ratio=0.0, watching=2.5, first_wor
 
 
 def test_bars_stand_where_their_frames_are_on_screen_as_high_as_the_share_they_keep():
-    svg = ElementTree.fromstring(re.search("<svg.*</svg>", page.timeline(SEEN), re.S).group())
-    bars = [bar for bar in svg.iter("rect") if "class" not in bar.attrib]
+    (svg,) = re.findall("<svg.*</svg>", page.timeline(SEEN), re.S)
+    bars: list[Any] = [bar for bar in ElementTree.fromstring(svg).iter("rect") if "class" not in bar.attrib]
     # Of 8 s in 1000: they begin with the first of their two frames, at 0, 2 and 6 s.
     assert [float(bar.get("x")) for bar in bars] == [0, 250, 750]
     assert [float(bar.get("height")) / page.HEIGHT for bar in bars] == [1, 0.5, 0]
@@ -48,7 +49,7 @@ def test_an_answer_says_where_it_comes_from(progress, words):
 
 
 def rows_of(table: str) -> dict[str, list[str]]:
-    body = ElementTree.fromstring(table).find("tbody")
+    body: Any = ElementTree.fromstring(table).find("tbody")
     return {row.find("th").text: [cell.text for cell in row.findall("td")] for row in body}
 
 

@@ -60,8 +60,8 @@ def test_the_page_is_sent_without_a_copy_of_the_model(served, assistant, monkeyp
 
 @pytest.mark.slow
 def test_the_space_is_put_together_as_its_readme_says_and_serves_the_same_page(tmp_path):
-    commands = re.search(r"```bash\n(.*?)```", (SPACE / "README.md").read_text(), re.S).group(1).splitlines()
-    for command in commands:
+    (commands,) = re.findall(r"```bash\n(.*?)```", (SPACE / "README.md").read_text(), re.S)
+    for command in commands.splitlines():
         if command.startswith("cp "):
             subprocess.run(command.replace("my-space", str(tmp_path / "space")), shell=True, check=True, cwd=REPOSITORY)
     code = (
