@@ -241,7 +241,9 @@ def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> st
 def find_control_token(processor: Any, *texts: str) -> str | None:
     """A token in the texts that stands for images, videos or turns, which none may hold; None where there is none."""
     tokenizer = processor.tokenizer
-    tokens = {processor.image_token, processor.video_token, *tokenizer.all_special_tokens}
+    # Those that begin a turn are special, but not among `all_special_tokens`.
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = {processor.image_token, processor.video_token, *special}
     tokens |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
     tokens |= {getattr(processor, name, None) for name in ("vision_start_token", "vision_end_token")}
     return next((token for token in sorted(filter(None, tokens)) if any(token in text for text in texts)), None)
