@@ -19,7 +19,7 @@ CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-matrix test-eval stts-tiny lint clean
+.PHONY: demo test test-all test-browser test-matrix test-eval stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -33,6 +33,11 @@ test: lint
 
 test-all: test
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30 -m slow
+
+# The demo in Chromium (apt-get install chromium). Apart: some wait for the page and not for what it is doing, and fail
+# now and then.
+test-browser: test
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser
 
 # Half an hour, in environments of its own; ENVIRONMENTS="lowest newest" runs some of them.
 test-matrix: $(VENV)/.installed-dev

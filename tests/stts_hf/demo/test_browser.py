@@ -15,7 +15,7 @@ pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
 playwright = pytest.importorskip("playwright.sync_api", reason="browser tests need playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="browser tests need Chromium: apt-get install chromium"),
 ]
 WIDTHS = {"window": 1280, "phone": 390}
@@ -54,8 +54,11 @@ def visit(served, browser, request) -> Iterator[Any]:
         context.close()
 
 
-def upload(page: Any, path: Path) -> None:
+def upload(page: Any, path: Path, taken: bool = True) -> None:
+    """taken: whether the page takes it, which ends the answer about the clip before: so that is waited for."""
     page.set_input_files("#clip input[type=file]", str(path))
+    if taken:
+        wait_for(page, "What happens in this video?")
 
 
 def ask(page: Any, question: str) -> None:
@@ -127,9 +130,10 @@ def test_both_pictures_and_the_timeline_are_at_the_same_moment(visit, video):
 def test_a_file_that_is_no_video_is_refused_and_the_next_one_is_taken(visit, video, tmp_path):
     page = visit()
     (tmp_path / "notes.mp4").write_text("not a video")
-    upload(page, tmp_path / "notes.mp4")
+    upload(page, tmp_path / "notes.mp4", taken=False)
     wait_for(page, "notes.mp4", ".toast-body")
     wait_for(page, "Drop Video Here", "#clip")
+    wait_for(page, "Choose a video, then ask about it.")  # only then is the refused one done with
     upload(page, video)
     ask(page, "What moves?")
     wait_for(page, "9 frames watched in")
@@ -148,7 +152,7 @@ def test_a_question_that_is_refused_is_there_to_be_mended(visit, video):
 def test_a_file_above_the_limit_is_refused(visit, tmp_path):
     page = visit()
     (tmp_path / "large.mp4").write_bytes(bytes(2**20 + 1))
-    upload(page, tmp_path / "large.mp4")
+    upload(page, tmp_path / "large.mp4", taken=False)
     page.wait_for_selector(".toast-body")
     assert page.is_visible("text=Drop Video Here")
 
