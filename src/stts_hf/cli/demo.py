@@ -1,15 +1,14 @@
 """`stts-hf demo`: a page in the browser that answers questions about videos and shows what the model looked at."""
 
 import argparse
-import importlib.util
 import signal
 import socket
 from pathlib import Path
 
-from stts_hf import _check_versions
 from stts_hf.cli.checkpoints import TINY, find_checkpoint
-from stts_hf.cli.errors import CommandError, of_option, one_line
+from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
 from stts_hf.cli.options import (
+    add_device_options,
     add_model_options,
     add_selector_option,
     check_scaling,
@@ -28,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add_model_options(parser)
     add_selector_option(parser)
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps, ...")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add_device_options(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only); 0.0.0.0: all"
     )
@@ -53,12 +51,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Serves the page until it is interrupted; raises `CommandError` for what the user got wrong."""
     check_scaling(arguments)
     checkpoint = find_checkpoint(arguments.checkpoint)
-    try:
-        _check_versions("demo")
-        if importlib.util.find_spec("gradio") is None:  # of a checkout that is not installed, nothing is known
-            raise ImportError("gradio is not installed.")
-    except ImportError as error:
-        raise CommandError(f"{one_line(error)} The page needs more packages: pip install 'stts-hf[demo]'") from None
+    need_extras("The page needs more packages", "demo", module="gradio")
     check_address(arguments.host, arguments.port)
     import_libraries()
     from stts_hf.demo.answering import Limits

@@ -1,7 +1,10 @@
 """What the user got wrong, as opposed to what the program got wrong."""
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
+
+from stts_hf import _check_versions
 
 
 class CommandError(Exception):
@@ -12,6 +15,20 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """Returns an exception's message on one line, cut after `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def need_extras(what: str, *extras: str, module: str | None = None) -> None:
+    """
+    Raises `CommandError` where extras of the package lack something, with `what` before the command that installs them.
+    module: one of theirs, looked for as well, since of a checkout that is not installed no needs are known.
+    """
+    try:
+        for extra in extras:
+            _check_versions(extra)
+        if module is not None and importlib.util.find_spec(module) is None:
+            raise ImportError(f"{module} is not installed.")
+    except ImportError as error:
+        raise CommandError(f"{one_line(error)} {what}: pip install 'stts-hf[{','.join(extras)}]'") from None
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stts_hf import _check_versions
 from stts_hf.checkpoints.files import digest_files, fingerprint
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
-from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import (
     add_device_options,
     add_model_options,
     add_selector_option,
+    add_url_option,
     check_scaling,
     choose_device,
     count,
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a line per question, and ANSWERS.summary.json beside it; where it is there already, the run goes on",
     )
     add_device_options(parser)
+    add_url_option(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -56,12 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
     check_scaling(arguments)
     check_paths(arguments.rows, arguments.output)
     checkpoint = find_checkpoint(arguments.checkpoint)
-    try:
-        _check_versions("train")
-    except ImportError as error:
-        raise CommandError(
-            f"{one_line(error)} Reading rows needs more packages: pip install 'stts-hf[train]'"
-        ) from None
+    need_extras("Reading rows needs more packages", "train")
     import_libraries()
     from stts_hf.evaluation.evaluate import evaluate
     from stts_hf.evaluation.scoring import summarize

@@ -55,9 +55,13 @@ def add_selector_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Adds where and in which precision the model runs, and what may be downloaded."""
+    """Adds where and in which precision the model runs."""
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps, ...")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+
+
+def add_url_option(parser: argparse.ArgumentParser) -> None:
+    """Adds what may be downloaded."""
     parser.add_argument("--allow-urls", action="store_true", help="download videos that are http(s) addresses")
 
 

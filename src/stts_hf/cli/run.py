@@ -15,6 +15,7 @@ from stts_hf.cli.options import (
     add_device_options,
     add_model_options,
     add_selector_option,
+    add_url_option,
     check_scaling,
     choose_device,
     count,
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "needed, for one picture each (default: no pictures)",
     )
     add_device_options(parser)
+    add_url_option(parser)
     parser.add_argument(
         "--time",
         action="store_true",

@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from stts_hf import _check_versions
-from stts_hf.cli.errors import CommandError
+from stts_hf.cli.errors import CommandError, need_extras
 from stts_hf.cli.options import check_writable, count, share
 from stts_hf.cli.progress import keep_bars_out_of_logs, note
 
@@ -60,12 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns its exit status, 1 where runs failed; raises `CommandError` for the user's mistakes."""
-    try:
-        _check_versions("train")
-        _check_versions("bench")
-    except ImportError as error:
-        needs = f"{' '.join(str(error).split())} A study needs more packages: pip install 'stts-hf[train,bench]'"
-        raise CommandError(needs) from error
+    need_extras("A study needs more packages", "train", "bench")
     from stts_hf.checkpoints.atomic_folder import is_disk_full
     from stts_hf.data.rows import RowError
     from stts_hf.evaluation.study_data import StudyError

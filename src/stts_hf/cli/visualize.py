@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf import _check_versions
 from stts_hf.cli import report
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
-from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import (
     SELECTORS,
     add_device_options,
     add_model_options,
+    add_url_option,
     check_scaling,
     check_writable,
     choose_device,
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a new folder for report.html and the other files; it appears whole or not at all",
     )
     add_device_options(parser)
+    add_url_option(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -125,10 +126,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if os.path.lexists(arguments.output):
         raise CommandError(f"--output {arguments.output} is there already and is not written over; name another folder")
     check_writable("--output", arguments.output.parent)
-    try:
-        _check_versions("visualize")
-    except ImportError as error:
-        raise CommandError(f"{one_line(error)} Figures need one more: pip install 'stts-hf[visualize]'") from None
+    need_extras("Figures need one more", "visualize")
 
 
 def open_video(video: str, processor: Any) -> Any:
