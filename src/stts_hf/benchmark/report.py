@@ -261,7 +261,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
                 speed_ups.append(total.speed_up)
                 ideals.append(total.ideal)
                 papers.append(_paper_speed_up(cell, variant))
-    figure = Figure(figsize=(9, 1.5 + 0.3 * len(labels)))
+    figure = Figure(figsize=(9, 1.5 + 0.3 * len(labels)), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(range(len(labels)), speed_ups, color="#3b6ea5")
     axes.bar_label(bars, fmt="%.2f", label_type="center", color="white", fontsize=8)
