@@ -267,8 +267,9 @@ class Dialogue:
         return answer
 
     def stream(self, question: str, **options: Any) -> AnswerStream:
-        """As `Clip.stream`, after the turns so far; it becomes a turn at its end."""
-        return AnswerStream(self.clip.processor, self.ask, question, **options)
+        """As `Clip.stream`, after the turns so far; it becomes a turn when its last piece is taken."""
+        clip = self.clip
+        return AnswerStream(clip.processor, clip.ask, question, after=self.turns, turns=self.turns, **options)
 
 
 def settings_of(model: Any) -> dict[str, Any]:

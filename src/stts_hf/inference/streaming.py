@@ -1,7 +1,8 @@
 """An answer piece by piece, while a thread lets the model write it."""
 
+import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +19,29 @@ class AnswerStream:
     (`close()`, or simply dropping the stream) ends it at the next token.
 
     Attributes:
-        answer: the whole `VideoAnswer`, once the last piece was taken; before that None.
+        answer: the whole `VideoAnswer`, once the last piece was taken; before that None, and of a stream that was left.
     """
 
-    def __init__(self, processor: Any, ask: Callable[..., VideoAnswer], *arguments: Any, **options: Any):
-        """ask: called in the thread as `ask(*arguments, streamer=..., **options)`."""
+    def __init__(
+        self,
+        processor: Any,
+        ask: Callable[..., VideoAnswer],
+        *arguments: Any,
+        turns: list[VideoAnswer] | None = None,
+        **options: Any,
+    ):
+        """ask: called in the thread as `ask(*arguments, streamer=..., **options)`. turns: gets the answer too."""
         if "streamer" in options:
             raise TypeError("streamer is what a stream passes itself. Leave it out, or call `ask` or `answer`.")
-        found: list[VideoAnswer] = []
+        self._taken: list[VideoAnswer] = []
         streamer = _Pieces(processor.tokenizer, skip_special_tokens=True)
         # They do not know this object, so that they are closed when it is dropped.
-        self._pieces = _write(streamer, lambda: found.append(ask(*arguments, streamer=streamer, **options)))
-        self._found = found
+        answer = functools.partial(ask, *arguments, streamer=streamer, **options)
+        self._pieces = _write(streamer, answer, [self._taken, *([] if turns is None else [turns])])
 
     @property
     def answer(self) -> VideoAnswer | None:
-        return self._found[0] if self._found else None
+        return self._taken[0] if self._taken else None
 
     def __iter__(self) -> "AnswerStream":
         return self
@@ -72,10 +80,15 @@ class _Pieces(TextIteratorStreamer):
             self.print_len = len(text)
 
 
-def _write(streamer: _Pieces, answer: Callable[[], None]) -> Generator[str, None, None]:
+def _write(
+    streamer: _Pieces, answer: Callable[[], VideoAnswer], taken: Sequence[list[VideoAnswer]]
+) -> Generator[str, None, None]:
+    """The pieces. The answer is there long before a slow reader has them all, and `taken` gets it only then."""
+    found: list[VideoAnswer] = []
+
     def work() -> None:
         try:
-            answer()
+            found.append(answer())
         except _Left:
             pass
         except BaseException as error:  # handed to the thread that reads
@@ -92,3 +105,5 @@ def _write(streamer: _Pieces, answer: Callable[[], None]) -> Generator[str, None
         thread.join()
     if streamer.problem is not None:
         raise streamer.problem
+    for answers in taken:
+        answers.extend(found)

@@ -317,6 +317,22 @@ def test_pieces_of_a_stream_are_the_answer(assistant, five):
     assert torch.equal(stream.answer.keep_mask, clip.keep_mask)
 
 
+def test_an_answer_is_not_said_before_its_last_piece_is_taken(assistant, five):
+    dialogue = assistant.watch(five).dialogue()
+    spelling = Spelling(assistant.processor)
+    left, read = (dialogue.stream(QUESTIONS[0], logits_processor=[spelling], **GREEDY) for _ in range(2))
+    assert next(left) == "a"
+    for thread in threading.enumerate():
+        if thread.name == "answer":
+            thread.join(PATIENCE)
+    assert spelling.steps == NEW  # it is written, and its reader is slow
+    assert left.answer is None
+    left.close()
+    assert (left.answer, dialogue.turns) == (None, [])
+    assert "".join(read) == "a" * NEW
+    assert dialogue.turns == [read.answer]
+
+
 def test_turns_of_a_dialogue_are_those_of_the_whole_conversation(assistant, five):
     clip = assistant.watch(five)
     dialogue, other = clip.dialogue(), clip.dialogue()
