@@ -141,7 +141,7 @@ class VideoAssistant:
                 batch_size=batch_size,
                 processing=processing,
                 on_error=on_error,
-                **generate_options(options),
+                **generate_options(self.processor, options),
             )
         )
 

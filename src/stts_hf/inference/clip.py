@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.modeling.settings_stts import PruningSettings, check_pruning_ratio, check_vision_config
 
 from .answering import VideoAnswer, check_batch_size, check_question, conversation, decode_answers, read_video
@@ -176,11 +177,11 @@ class Clip:
                 f"pruning_ratio is {options['pruning_ratio']!r}, but the video was read with {self.pruning_ratio:g} "
                 "before there was a question. Watch it with the other ratio."
             )
-        options = generate_options(options)
-        if (options.get("num_beams") or 1) > 1:
+        options = generate_options(self.processor, options)
+        beams = resolve_setting("num_beams", options, options.get("generation_config"), self.model.generation_config)
+        if (beams or 1) > 1:
             raise ValueError(
-                f"num_beams is {options['num_beams']!r}, but beam search cannot go on with a clip. Leave it out, or "
-                "call `answer`."
+                f"num_beams is {beams!r}, but beam search cannot go on with a clip. Pass num_beams=1, or call `answer`."
             )
         tails = []
         for question in questions:

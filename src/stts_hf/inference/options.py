@@ -8,16 +8,19 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin
 
 from stts_hf.data.frames import OF_VIDEOS
+from stts_hf.modeling.generation_stts import resolve_setting
 
 MAX_NEW_TOKENS = 256
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
-def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def generate_options(processor: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     `given`, and where it does not say otherwise the likeliest answer, of at most 256 tokens. Options of sampling ask
     for sampling; a `generation_config` says all. Raises `ValueError` for what `generate` does not take from a caller.
     """
+    options = dict(given)
+    config = options.get("generation_config")
     of_call = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "kwargs"}
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | of_call
     for name, value in given.items():
@@ -29,10 +32,13 @@ def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             close = "".join(f", did you mean {match}?" for match in difflib.get_close_matches(name, known, 1))
             raise ValueError(f"{name} is {value!r}, but `generate` has no such option{close or '. Leave it out.'}")
-        if name == "num_return_sequences" and value not in (None, 1):
-            raise ValueError(f"num_return_sequences is {value!r}, but a question gets one answer. Leave it out.")
-    options = dict(given)
-    if given.get("generation_config") is None:
+    if (number := resolve_setting("num_return_sequences", options, config)) not in (None, 1):
+        raise ValueError(f"num_return_sequences is {number!r}, but a question gets one answer. Leave it out.")
+    if (ratio := getattr(config, "pruning_ratio", None)) is not None:
+        raise ValueError(f"generation_config has pruning_ratio={ratio!r}. Pass pruning_ratio to `answer` or `watch`.")
+    if resolve_setting("stop_strings", options, config) is not None:
+        options["tokenizer"] = processor.tokenizer
+    if config is None:
         options.setdefault("do_sample", any(given.get(name) is not None for name in _SAMPLING))
         if given.get("max_length") is None:
             options.setdefault("max_new_tokens", MAX_NEW_TOKENS)

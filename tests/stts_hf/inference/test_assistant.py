@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import stts_hf
 from stts_hf.benchmark.models import stock_twin
@@ -19,6 +20,7 @@ from tests.stts_hf.checkpoints.convert_files import write_qwen3_vl
 
 QUESTION = "What moves?"
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+NO_OPTIONS = GenerationConfig()
 
 
 @pytest.fixture(scope="module")
@@ -195,13 +197,25 @@ def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, b
         (QUESTION, {"pruning_ratio": -1}, ValueError, "`pruning_ratio` is -1"),
         (
             QUESTION,
+            {"generation_config": GenerationConfig(pruning_ratio=0.9)},
+            ValueError,
+            "has pruning_ratio=0.9. Pass",
+        ),
+        (
+            QUESTION,
+            {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
+            ValueError,
+            "num_return_sequences is 2",
+        ),
+        (
+            QUESTION,
             {"processing": {"num_frame": 2}},
             ValueError,
             "processing has 'num_frame'.* Did you mean 'num_frames'",
         ),
         (QUESTION, {"processing": {"num_frames": 0}}, ValueError, "num_frames must be a whole number.* got 0"),
     ],
-    ids=str,
+    ids=lambda value: "" if isinstance(value, dict) and "generation_config" in value else str(value),
 )
 def test_bad_questions_and_options_are_refused(assistant, two, question, options, error, message):
     with pytest.raises(error, match=message):
@@ -215,12 +229,12 @@ def test_bad_questions_and_options_are_refused(assistant, two, question, options
         ({"max_new_tokens": 5}, {"do_sample": False, "max_new_tokens": 5}),
         ({"max_length": 900}, {"do_sample": False, "max_length": 900}),
         ({"temperature": 0.7}, {"do_sample": True, "max_new_tokens": 256, "temperature": 0.7}),
-        ({"generation_config": 1}, {"generation_config": 1}),
+        ({"generation_config": NO_OPTIONS}, {"generation_config": NO_OPTIONS}),
     ],
     ids=str,
 )
-def test_options_that_are_not_given(given, options):
-    assert generate_options(given) == options
+def test_options_that_are_not_given(processor, given, options):
+    assert generate_options(processor, given) == options
 
 
 def seconds_of(*command: str) -> float:

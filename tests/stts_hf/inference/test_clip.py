@@ -1,5 +1,6 @@
 """A clip that was read once: every answer is that of a call of processor and `generate` with the whole prompt."""
 
+import functools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoProcessor, DynamicCache, LogitsProcessor
+from transformers import AutoProcessor, DynamicCache, GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
 
 from stts_hf import Clip, VideoAssistant, register_auto_classes
@@ -423,10 +424,11 @@ def test_a_clip_of_another_ratio_than_the_models_says_so(assistant, five, monkey
         ("What?", {"num_frames": 8}, ValueError, r"num_frames is 8.* processing=\{'num_frames': 8\}"),
         ("What?", {"max_new_token": 8}, ValueError, "max_new_token is 8.* did you mean max_new_tokens"),
         ("What?", {"num_beams": 2}, ValueError, "num_beams is 2.* call `answer`"),
+        ("What?", {"generation_config": GenerationConfig(num_beams=2)}, ValueError, "num_beams is 2.* num_beams=1, or"),
         ("What?", {"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
         ("What?", {"max_new_tokens": 0}, ValueError, "max_new_tokens.* 0"),
     ],
-    ids=str,
+    ids=lambda value: "" if isinstance(value, dict) and "generation_config" in value else str(value),
 )
 def test_bad_questions_are_one_sentence_and_the_next_one_works(assistant, five, question, options, error, message):
     clip = assistant.watch(five)
@@ -434,6 +436,29 @@ def test_bad_questions_are_one_sentence_and_the_next_one_works(assistant, five, 
     with pytest.raises(error, match=message):
         clip.ask(question, **options)
     assert clip.ask(QUESTIONS[0], **GREEDY).answer == expected
+
+
+def test_a_checkpoint_that_wants_beams_is_refused_where_a_clip_is_asked(assistant, two, monkeypatch):
+    clip = assistant.watch(two)
+    expected = clip.ask(QUESTIONS[0], **GREEDY).answer
+    monkeypatch.setattr(assistant.model.generation_config, "num_beams", 2)
+    with pytest.raises(ValueError, match=r"num_beams is 2.* Pass num_beams=1"):
+        clip.ask(QUESTIONS[0])
+    assert clip.ask(QUESTIONS[0], num_beams=1, **GREEDY).answer == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_strings": ["aaa"], "max_new_tokens": 9},
+        {"generation_config": GenerationConfig(stop_strings="aaa", max_new_tokens=9)},
+    ],
+    ids=["option", "config"],
+)
+def test_an_answer_ends_where_a_string_says(assistant, two, options):
+    spelling = Spelling(assistant.processor)
+    for asks in (assistant.watch(two).ask, functools.partial(assistant.answer, two)):
+        assert asks(QUESTIONS[0], logits_processor=[spelling], **options).answer == "aaa"
 
 
 def test_one_text_is_not_several_questions(assistant, five):
