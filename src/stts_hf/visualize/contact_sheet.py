@@ -105,7 +105,7 @@ def contact_sheet(
             draw.rectangle((left, bar, left + round(tile_width * frame_kept / per_frame) - 1, bar + 3), fill=KEPT)
         name = f"#{index}"
         if timestamps is not None:
-            name = ", ".join(f"{time:.1f}" for time in timestamps[places.start : places.stop]) + " s"
+            name = ", ".join(f"{time:.2f}" for time in timestamps[places.start : places.stop]) + " s"
         if scores is not None and tile_width >= 200:
             name += f"   score {scores[index].mean():.2f}"
         count = f"{frame_kept}/{per_frame}"

@@ -61,7 +61,7 @@ def as_array(values: Array) -> np.ndarray:
 
 def check_outputs(
     frames: np.ndarray,
-    mask: np.ndarray,
+    mask: np.ndarray | None,
     grid: tuple[int, int],
     timestamps: Sequence[float] | None = None,
     scores: np.ndarray | None = None,
@@ -81,7 +81,7 @@ def check_outputs(
 
 
 def check_mask(
-    mask: np.ndarray,
+    mask: np.ndarray | None,
     num_frames: int,
     grid: tuple[int, int],
     timestamps: Sequence[float] | None = None,
@@ -89,7 +89,7 @@ def check_mask(
     tubelet: int = 1,
 ) -> None:
     """What `check_outputs` checks, of frames that are only counted."""
-    if mask.dtype != np.bool_:
+    if mask is not None and mask.dtype != np.bool_:
         raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
     rows, cols = grid
     of_blocks = (math.ceil(num_frames / tubelet), rows * cols)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from .dimming import Array, as_array, check_outputs, dim_dropped_blocks
+from .dimming import Array, as_array, check_mask, check_outputs, dim_dropped_blocks
 
 # Purple and green as in the paper's figures.
 COLOURS = {"scorer": "#7a4fd0", "cosine": "#1f9d61", "random": "#c4761b"}
@@ -60,8 +60,7 @@ def comparison(
     masks = {name: as_array(mask) for name, mask in keep_masks.items()}
     for mask in masks.values():
         check_outputs(frames, mask, grid, timestamps, None, tubelet)
-    places = _spread(len(frames), columns)
-    figure, rows = _rows(frames, places, timestamps, 1 + len(masks), below=0.2)
+    figure, rows, places = _rows(frames, timestamps, 1 + len(masks), columns, below=0.2)
     for axes, place in zip(rows[0], places, strict=True):
         axes.imshow(frames[place])
     _label(rows[0][0], "video", "#555555", f"{len(frames)} frames")
@@ -90,9 +89,8 @@ def heat_maps(
     frames = as_array(frames)
     scores = {name: as_array(values) for name, values in token_scores.items()}
     for values in scores.values():
-        check_outputs(frames, np.ones(values.shape, dtype=bool), grid, timestamps, values, tubelet)
-    places = _spread(len(frames), columns)
-    figure, rows = _rows(frames, places, timestamps, len(scores), below=0.04)
+        check_outputs(frames, None, grid, timestamps, values, tubelet)
+    figure, rows, places = _rows(frames, timestamps, len(scores), columns, below=0.04)
     height, width = frames.shape[1:3]
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     for row, (name, values) in zip(rows, scores.items(), strict=True):
@@ -112,13 +110,14 @@ def heat_maps(
 def timeline(keep_masks: Mapping[str, Array], timestamps: Sequence[float], tubelet: int = 1) -> Figure:
     """
     Tokens kept per frame (per tubelet, where the model takes several frames for one), a line for each selector with its
-    mask `(T, n)` bool, over the `F` `timestamps` in seconds.
+    mask `(T, n)` bool, over the `F` `timestamps` in seconds. Errors as in `comparison`.
     """
     figure = Figure(figsize=(9, 3), layout="constrained")
     axes = figure.subplots()
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     for name, keep_mask in keep_masks.items():
         mask = as_array(keep_mask)
+        check_mask(mask, len(timestamps), (1, mask.shape[-1]), timestamps, None, tubelet)
         starts = np.asarray(timestamps)[::tubelet]
         kept = mask.sum(axis=1)
         label = f"{name}: {mask.sum():,} of {mask.size:,}"
@@ -131,16 +130,16 @@ def timeline(keep_masks: Mapping[str, Array], timestamps: Sequence[float], tubel
     return figure
 
 
-def _spread(number: int, columns: int) -> list[int]:
+def _rows(
+    frames: np.ndarray, timestamps: Sequence[float], rows: int, columns: int, below: float
+) -> tuple[Figure, np.ndarray, list[int]]:
+    """
+    A figure with axes (rows, columns) for pictures, the times above, and so many inches of text below each row; and
+    which frames are in the columns.
+    """
     if columns < 1:
         raise ValueError(f"`columns` is {columns}, but must be at least 1.")
-    return np.unique(np.linspace(0, number - 1, min(columns, number)).round().astype(int)).tolist()
-
-
-def _rows(
-    frames: np.ndarray, places: Sequence[int], timestamps: Sequence[float], rows: int, below: float
-) -> tuple[Figure, np.ndarray]:
-    """A figure with axes (rows, columns) for pictures, the times above, and so many inches of text below each row."""
+    places = np.unique(np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)).tolist()
     width = 11 / max(len(places), 4)
     height = 0.97 * width * frames.shape[1] / frames.shape[2]
     tight = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.01, hspace=0.01)
@@ -151,8 +150,8 @@ def _rows(
         some.set_yticks([])
         _frame_axes(some, "#999999", 0.5)
     for some, place in zip(axes[0], places, strict=True):
-        some.set_title(f"{timestamps[place]:.1f} s", fontsize=8, color="#333333", pad=3)
-    return figure, axes
+        some.set_title(f"{timestamps[place]:.2f} s", fontsize=8, color="#333333", pad=3)
+    return figure, axes, places
 
 
 def _frame_axes(axes: Axes, colour: str, linewidth: float = 1.4) -> None:

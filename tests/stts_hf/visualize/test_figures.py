@@ -61,7 +61,7 @@ def test_selectors_stand_side_by_side_on_frames_spread_over_the_video():
     figure = comparison(frames(20), {"scorer": mask, "random": ~mask}, GRID, [0.5 * place for place in range(20)])
     rows = np.array(figure.axes).reshape(3, 8)
     # 19 gaps over 7 steps, rounded
-    assert [axes.get_title() for axes in rows[0]] == [f"{t:.1f} s" for t in (0, 1.5, 2.5, 4, 5.5, 7, 8, 9.5)]
+    assert [axes.get_title() for axes in rows[0]] == [f"{t:.2f} s" for t in (0, 1.5, 2.5, 4, 5.5, 7, 8, 9.5)]
     assert [axes.get_xlabel() for axes in rows[1]] == [f"{mask[i].sum()}/6" for i in (0, 3, 5, 8, 11, 14, 16, 19)]
     scorer, random = images_of(rows[1, 0])[0], images_of(rows[2, 0])[0]
     for block in range(6):
@@ -81,7 +81,13 @@ def test_a_video_of_one_frame_is_drawn():
 @pytest.mark.parametrize("drawn", [comparison, heat_maps])
 def test_what_does_not_fit_is_refused_by_name(drawn):
     values = scores(3) > 0.5 if drawn is comparison else scores(3)
-    with pytest.raises(ValueError, match=r"has shape \(3, 6\), but 2 frames .* need \(2, 6\)"):
+    name = "keep_mask" if drawn is comparison else "token_scores"
+    with pytest.raises(ValueError, match=rf"^`{name}` has shape \(3, 6\), but 2 frames .* need \(2, 6\)"):
         drawn(frames(2), {"scorer": values}, GRID, [0, 1])
     with pytest.raises(ValueError, match="`columns` is 0"):
         drawn(frames(3), {"scorer": values}, GRID, [0, 1, 2], columns=0)
+
+
+def test_a_timeline_of_another_video_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"^`keep_mask` has shape \(3, 6\), but 2 frames .* need \(2, 6\)"):
+        timeline({"scorer": scores(3) > 0.5}, [0, 1])

@@ -159,6 +159,16 @@ def test_64_frames_of_noise_stay_below_10_megabytes(tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 10e6
 
 
+def test_frames_that_are_too_many_get_smaller(tmp_path, monkeypatch):
+    monkeypatch.setattr("stts_hf.visualize.html_report.MOST_OF_FRAMES", 5 * 1200)
+    data = write(tmp_path / "report.html", answers(), noise(5)).data
+    files = [base64.b64decode(frame) for frame in data["frames"]]
+    assert 0.5 * 5 * 1200 < sum(map(len, files)) <= 5 * 1200
+    with Image.open(io.BytesIO(files[0])) as image:
+        assert image.size == (40, 30)
+    assert (data["width"], data["height"]) == (80, 60)
+
+
 def test_a_clip_is_held_where_it_is_small_enough(tmp_path):
     small = write(tmp_path / "small.html", answers(), noise(5), clip=b"some video")
     assert base64.b64decode(small.data["clip"]) == b"some video"
