@@ -34,10 +34,9 @@ test: lint
 test-all: test
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30 -m slow
 
-# The demo in Chromium (apt-get install chromium). Apart: some wait for the page and not for what it is doing, and fail
-# now and then.
-test-browser: test
-	$(TEST_ENV) $(BIN)/python -m pytest -m browser
+# The demo in Chromium (apt-get install chromium); they are among the slow tests.
+test-browser: $(VENV)/.installed-dev
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow tests/stts_hf/demo/test_browser.py
 
 # Half an hour, in environments of its own; ENVIRONMENTS="lowest newest" runs some of them.
 test-matrix: $(VENV)/.installed-dev

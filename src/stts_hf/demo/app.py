@@ -14,7 +14,7 @@ from stts_hf.visualize.overlay import write_overlays
 
 from . import page
 from .answering import Answerer, Progress, check_video
-from .visits import Visits
+from .visits import Visit, Visits
 
 HOUR = 3600
 OF_SAMPLE = ("Which way does the red ring move?", "Which letter flashes up?", "What is moving in this video?")
@@ -22,13 +22,15 @@ CHOOSE = "Choose a video, then ask about it."
 SAW = "What the model saw"
 OF_ANY = ("What happens in this video?",)
 ASK: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
+# At once, in the page: what the server says may come after the answer's end.
+STOPPING = "() => ({__type__: 'update', stop_btn: 'Stopping …'})"
 Answer = Callable[[str, str, str, float, str], Generator[Progress, None, None]]
 Changes = dict[Any, Any]  # components, and what they show now
 
 
 class Page:
     """
-    The components, and what happens to them. All that lasts is in states of the tab and in `visits`.
+    The components, and what happens to them. All that lasts is in `visits`.
 
     Args:
         answerer: what answers.
@@ -51,8 +53,6 @@ class Page:
         self.answer: Answer = on_gpu(answerer.answer) if on_gpu else answerer.answer
         # Should a tab not say that it was closed, its files go an hour after they came.
         with gr.Blocks(title="Ask a video", analytics_enabled=False, delete_cache=(HOUR // 4, HOUR)) as self.blocks:
-            self.visits = Visits(answerer.clips, Path(self.blocks.GRADIO_CACHE))
-            self.asked, self.measured, self.seen = gr.State([]), gr.State([]), gr.State(None)
             # No method: Gradio copies what a method belongs to with every page that it sends, weights and all.
             self.owner = gr.State(None, time_to_live=HOUR, delete_callback=lambda owner: self._forget(owner))
             gr.HTML(f"<h1>Ask a video</h1><p>{html.escape(about)}</p>", elem_id="head")
@@ -61,6 +61,9 @@ class Page:
                     self._build_video(answerer)
                 with gr.Column(min_width=320):
                     self._build_chat()
+            # Everybody's sample is one file.
+            copied = self.video.move_resource_to_block_cache(str(sample))
+            self.visits = Visits(answerer.clips, Path(self.blocks.GRADIO_CACHE), Path(str(copied)))
             self._connect()
 
     def _build_video(self, answerer: Answerer) -> None:
@@ -103,142 +106,160 @@ class Page:
         self.compare = gr.Button("Ask again with nothing dropped", size="sm", visible=False, elem_id="compare")
 
     def _connect(self) -> None:
+        # None of these cancels another: Gradio's page sends what an event cancels after all else that it does, and with
+        # it goes what was asked in between. Answers end themselves, and what they show last is what the tab then has.
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        at_once: dict[str, Any] = {**quiet, "concurrency_limit": None}
         turn: dict[str, Any] = {"concurrency_id": "answers", "concurrency_limit": self.limits.answers}
-        shown = [self.box, self.chat, self.asked, self.measured, self.seen, self.timeline, self.numbers, self.compare]
+        asked_with = [self.video, self.percent, self.selector]
+        outputs = [self.box, self.chat, self.timeline, self.numbers, self.compare, self.owner]
         views = [self.overlay, self.second, self.views]
-        state = [self.video, self.percent, self.selector, self.asked, self.measured]
-        outputs = [*shown, self.owner]
-        first = self.box.submit(self.ask, [self.box, *state], outputs, api_name="ask", show_progress="hidden", **turn)
-        example = self.chat.example_select(self.ask_example, state, outputs, **quiet, **turn)
-        again = self.compare.click(self.ask_unpruned, state, outputs, **quiet, **turn)
-        answers: list[Any] = [first, example, again]
-        drawings = [event.success(self.draw, self.seen, views, concurrency_id="drawing", **quiet) for event in answers]
-        self.box.stop(self.stop, [self.asked, self.measured], outputs, cancels=answers, **quiet)
-        self.chat.clear(list, None, self.asked, **quiet)
+        first = self.box.submit(
+            self.ask, [self.box, *asked_with], outputs, api_name="ask", show_progress="hidden", **turn
+        )
+        example = self.chat.example_select(self.ask_example, asked_with, outputs, **quiet, **turn)
+        again = self.compare.click(self.ask_unpruned, asked_with, outputs, **quiet, **turn)
+        for answer in first, example, again:
+            answer.success(self.draw, None, views, concurrency_id="drawing", **quiet)
+        self.box.stop(None, None, self.box, js=STOPPING, **quiet)
+        self.box.stop(self.stop, **at_once)
+        self.chat.clear(self.clear, None, self.compare, **at_once)
         self.try_sample.click(lambda: str(self.sample), None, self.video, **quiet)
-        outputs = [self.video, self.try_sample, *outputs, *views]
-        self.video.change(self.choose, self.video, outputs, cancels=[*answers, *drawings], **quiet)
+        chosen = self.video.change(self.choose, self.video, [self.try_sample, *outputs, *views], **at_once)
+        chosen.failure(lambda: None, None, self.video, **quiet)
         self.blocks.unload(self.leave)
 
     def choose(self, video: str | None, request: gr.Request) -> Iterator[Changes]:
         """Another video, or none: what was known of the one before is forgotten."""
         owner = str(request.session_hash)
-        self.visits.leave(owner)
-        questions = () if video is None else OF_SAMPLE if Path(video).name == self.sample.name else OF_ANY
-        examples: list[Any] = [{"text": question} for question in questions]
+        cleared = {**self._untold(), **self._undrawn()} if self.visits.choose(owner, video) else {}
+        told: dict[str, Any] = {"value": []} if cleared else {}
         yield {
-            self.chat: gr.Chatbot([], examples=examples, placeholder="" if examples else CHOOSE),
+            **cleared,
+            self.chat: gr.Chatbot(**told, examples=[], placeholder="" if video else CHOOSE),
             self.try_sample: gr.Button(visible=video is None),
-            self.views: gr.Tabs(selected="video"),
-            self.second: gr.Tab(SAW, interactive=False),
-            self.compare: gr.Button(visible=False),
-            self.box: gr.Textbox(**ASK),
-            **{self.asked: [], self.measured: [], self.seen: None, self.owner: owner},
-            **{self.timeline: "", self.numbers: "", self.overlay: None},
+            self.owner: owner,
         }
         if video is None:
             return
-        self.visits.brings(owner, video)
         try:
             check_video(video, self.limits)
         except Exception as error:
-            yield {self.video: None}
             raise complaint(error, video) from error
+        questions = OF_SAMPLE if Path(video).name == self.sample.name else OF_ANY
+        yield {self.chat: gr.Chatbot(examples=[{"text": question} for question in questions])}
 
     def ask(
-        self, question: str, video: str | None, percent: float, selector: str, asked: list[page.Turn],
-        measured: list[Progress], request: gr.Request,
-    ) -> Iterator[Changes]:  # fmt: skip
+        self, question: str, video: str | None, percent: float, selector: str, request: gr.Request
+    ) -> Iterator[Changes]:
         """Streams the answer to a question, and shows what the model saw as soon as it has watched."""
-        yield from self._ask(question, video, percent / 100, selector, asked, measured, request)
+        yield from self._ask(question, video, percent / 100, selector, request)
 
     def ask_example(
-        self, video: str | None, percent: float, selector: str, asked: list[page.Turn], measured: list[Progress],
-        request: gr.Request, chosen: gr.SelectData,
-    ) -> Iterator[Changes]:  # fmt: skip
-        yield from self._ask(chosen.value["text"], video, percent / 100, selector, asked, measured, request)
+        self, video: str | None, percent: float, selector: str, request: gr.Request, chosen: gr.SelectData
+    ) -> Iterator[Changes]:
+        yield from self._ask(chosen.value["text"], video, percent / 100, selector, request)
 
-    def ask_unpruned(
-        self, video: str | None, percent: float, selector: str, asked: list[page.Turn], measured: list[Progress],
-        request: gr.Request,
-    ) -> Iterator[Changes]:  # fmt: skip
+    def ask_unpruned(self, video: str | None, percent: float, selector: str, request: gr.Request) -> Iterator[Changes]:
         """Asks the last question again; the timeline and the overlay stay those of the pruned clip."""
-        for changes in self._ask(asked[-1].question, video, 0.0, selector, asked, measured, request):
-            yield {part: change for part, change in changes.items() if part not in (self.timeline, self.seen)}
+        visit = self.visits.find(str(request.session_hash))
+        if visit is not None and visit.turns:
+            yield from self._ask(visit.turns[-1].question, video, 0.0, selector, request, shows=False)
 
     def _ask(
-        self, question: str, video: str | None, ratio: float, selector: str, asked: list[page.Turn],
-        measured: list[Progress], request: gr.Request,
-    ) -> Iterator[Changes]:  # fmt: skip
+        self, question: str, video: str | None, ratio: float, selector: str, request: gr.Request, shows: bool = True
+    ) -> Iterator[Changes]:
         owner = str(request.session_hash)
         if video is None:
             raise complaint(ValueError("There is no video yet. Choose one, or use the sample clip."), "")
-        self.visits.brings(owner, video)
-        turn = page.Turn(question)
-        writing: dict[str, Any] = {"value": "", "submit_btn": False, "stop_btn": "Stop"}
-        waiting = {self.box: gr.Textbox(**writing), self.compare: gr.Button(visible=False), self.owner: owner}
-        yield {**waiting, **self._conversation([*asked, turn])}
-        progress, saw = None, Changes()
-        try:
-            asked_for = (owner, video, question, ratio, selector)
-            self.answerer.check(*asked_for)
-            with contextlib.closing(self.answer(*asked_for)) as answer:
-                for progress in answer:
-                    new = {}
-                    if not turn.progress:
-                        saw = new = {self.timeline: page.timeline(progress.seen), self.seen: (video, progress)}
-                    turn = dataclasses.replace(turn, progress=progress)
-                    yield {**new, **self._conversation([*asked, turn])}
-        except Exception as error:
-            yield {**self._conversation(asked), **self._ready(measured), self.box: gr.Textbox(question, **ASK)}
-            raise complaint(error, video) from error
-        turn = dataclasses.replace(turn, finished=True)
-        measured = [*measured, *([progress] if progress else [])]
-        yield {  # all of it, for programs, which get what came last
-            **saw,
-            **self._conversation([*asked, turn]),
-            self.measured: measured,
-            self.numbers: page.table(measured),
-            **self._ready(measured),
+        with self.visits.turn(owner, video) as visit:
+            if visit is None:
+                return
+            turn = page.Turn(question)
+            writing: dict[str, Any] = {"value": "", "submit_btn": False, "stop_btn": "Stop"}
+            waiting = {self.box: gr.Textbox(**writing), self.compare: gr.Button(visible=False), self.owner: owner}
+            yield {**waiting, self.chat: page.messages([*visit.turns, turn])}
+            progress, saw = None, Changes()
+            try:
+                asked_for = (owner, video, question, ratio, selector)
+                self.answerer.check(*asked_for)
+                with contextlib.closing(self.answer(*asked_for)) as answer:
+                    for progress in answer:
+                        new = Changes()
+                        if shows and not turn.progress:
+                            visit.seen = progress
+                            saw = new = {self.timeline: page.timeline(progress.seen)}
+                        turn = dataclasses.replace(turn, progress=progress)
+                        yield {**new, self.chat: page.messages([*visit.turns, turn])}
+                        if visit.stopped or visit.left:
+                            break
+            except Exception as error:
+                if not visit.left:
+                    yield {**self._told(visit), self.box: gr.Textbox(question, **ASK)}
+                if not visit.left:
+                    raise complaint(error, video) from error
+            if not visit.left:
+                visit.turns.append(dataclasses.replace(turn, finished=True))
+                visit.measured += [progress] if progress else []
+                # All of it, for programs, which get what came last.
+                yield {**saw, **self._told(visit), self.owner: owner}
+            if visit.left:
+                yield {**self._untold(), self.box: gr.Textbox(**ASK)}
+
+    def _told(self, visit: Visit) -> Changes:
+        """What was asked and measured, and the box for the next question."""
+        unpruned = any(run.pruning_ratio == 0 for run in visit.measured)
+        return {
+            self.chat: page.messages(visit.turns),
+            self.numbers: page.table(visit.measured),
+            self.compare: gr.Button(visible=bool(visit.turns and visit.measured) and not unpruned),
+            self.box: gr.Textbox(**ASK),
         }
 
-    def _conversation(self, asked: list[page.Turn]) -> Changes:
-        return {self.asked: asked, self.chat: page.messages(asked)}
+    def _untold(self) -> Changes:
+        return {self.chat: [], self.timeline: "", self.numbers: "", self.compare: gr.Button(visible=False)}
 
-    def _ready(self, measured: list[Progress]) -> Changes:
-        """For the next question."""
-        unpruned = any(run.pruning_ratio == 0 for run in measured)
-        return {self.box: gr.Textbox(**ASK), self.compare: gr.Button(visible=bool(measured) and not unpruned)}
+    def _undrawn(self) -> Changes:
+        closed = {self.second: gr.Tab(SAW, interactive=False), self.views: gr.Tabs(selected="video")}
+        return {self.overlay: None, **closed}
 
-    def stop(self, asked: list[page.Turn], measured: list[Progress]) -> Changes:
-        """After the answer was ended: what was written of it stays."""
-        asked = [dataclasses.replace(turn, finished=True) for turn in asked]
-        return {**self._conversation(asked), **self._ready(measured)}
+    def stop(self, request: gr.Request) -> None:
+        """The answer ends with the piece that is being written, and what was written of it stays."""
+        visit = self.visits.find(str(request.session_hash))
+        if visit is not None:
+            visit.stopped = True
 
-    def draw(self, seen: tuple[str, Progress] | None, request: gr.Request) -> Iterator[Changes]:
+    def clear(self, request: gr.Request) -> Any:
+        """The conversation was cleared: its last question can't be asked again."""
+        visit = self.visits.find(str(request.session_hash))
+        if visit is not None:
+            visit.turns.clear()
+        return gr.Button(visible=False)
+
+    def draw(self, request: gr.Request) -> Iterator[Changes]:
         """Writes the video with its dropped blocks dimmed, once for each way of watching it, and shows it."""
-        if seen is None:
+        visit = self.visits.find(str(request.session_hash))
+        if visit is None or visit.video is None or visit.seen is None:
             return
-        video, progress = seen
-        path = self.visits.overlay(str(request.session_hash), (video, progress.selector, progress.pruning_ratio))
+        progress, facts = visit.seen, visit.seen.seen
+        path = self.visits.overlay(visit, (progress.selector, progress.pruning_ratio))
         if not path.exists():
             yield {self.second: gr.Tab("Drawing what it saw …", interactive=False)}
             unfinished = path.with_suffix(".part.mp4")
-            facts = progress.seen
             masks: dict[Any, Any] = {unfinished: facts.keep_mask}
             try:
-                write_overlays(video, masks, facts.grid, facts.timestamps, facts.tubelet)
+                write_overlays(visit.video, masks, facts.grid, facts.timestamps, facts.tubelet)
                 unfinished.replace(path)
             except Exception as error:
                 unfinished.unlink(missing_ok=True)
-                yield {self.second: gr.Tab(SAW, interactive=False)}
-                raise complaint(error, video, f"{SAW} is not drawn: ") from error
-        yield {
-            self.overlay: str(path),
-            self.second: gr.Tab(SAW, interactive=True),
-            self.views: gr.Tabs(selected="overlay"),
-        }
+                yield self._undrawn()
+                if visit.left:
+                    return
+                raise complaint(error, visit.video, f"{SAW} is not drawn: ") from error
+        drawn = {self.second: gr.Tab(SAW, interactive=True), self.views: gr.Tabs(selected="overlay")}
+        yield {self.overlay: str(path), **drawn}
+        if visit.left:
+            yield self._undrawn()
 
     def leave(self, request: gr.Request) -> None:
         """The tab was closed or loaded again."""
@@ -256,10 +277,10 @@ def complaint(error: Exception, video: str, what: str = "") -> gr.Error:
     known = isinstance(error, ValueError | TypeError)
     if is_disk_full(error):
         words = "The disk of this server is full. Try again later."
+    elif video and not Path(video).exists():
+        words, known = "The video is not kept here any more. Choose it again.", True
     elif known:
         words = " ".join(str(error).replace(video or "\0", Path(video).name).split())
-    elif not Path(video).exists():
-        words, known = "The video is not kept here any more. Choose it again.", True
     else:
         words = "Something went wrong here, and its log says what. Try again."
     said = html.escape(what or words[:1].upper()) + html.escape(words if what else words[1:])

@@ -66,6 +66,7 @@ def serve(page: Page, **options: Any) -> Any:
         ssr_mode=False,
         pwa=False,
         theme=theme(),
+        _frontend=False,  # or it looks at its own page, and gives up where a busy machine takes three seconds for that
         css_paths=HERE / "page.css",
         js=(HERE / "page.js").read_text(encoding="utf-8"),
         **options,

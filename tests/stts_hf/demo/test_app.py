@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.clips import write_audio, write_clip
+from tests.small_disk import small_disk
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
 
 gradio = pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
@@ -130,7 +132,7 @@ def test_when_a_visitor_leaves_nothing_of_it_is_kept(served, tmp_path):
     mine = write_clip(tmp_path / "mine only.mp4", 7)
     ask(client, mine)
     owner = client.session_hash
-    kept = served.visits.overlay(owner, "an overlay")
+    kept = served.visits.overlay(served.visits.find(owner), "an overlay")
     kept.write_bytes(b"")
     upload = next(served.visits.cache.glob("*/mine*only.mp4"))
     held = len(served.visits.clips)
@@ -152,17 +154,94 @@ def test_a_file_that_two_visitors_look_at_stays_until_both_have_left(served, tmp
     assert not upload.exists()
 
 
+def test_a_file_that_somebody_uploads_again_stays_when_the_first_leaves(served, tmp_path):
+    """The second one has not asked yet, so that nothing but the file itself tells of them."""
+    path = write_clip(tmp_path / "twice.mp4", 8)
+    upload = None
+    for _ in range(2):
+        with open(path, "rb") as file:
+            (name,) = httpx.post(f"{served.url}gradio_api/upload", files={"files": ("twice.mp4", file)}).json()
+        if upload is None:
+            served.visits.choose("first", name)
+        upload = Path(name)
+    served.visits.leave("first")
+    assert upload.exists()
+    served.visits.choose("second", str(upload))
+    served.visits.leave("second")
+    assert not upload.exists()
+
+
+def test_the_sample_clip_stays_when_somebody_leaves_it(served):
+    (copied,) = served.visits.cache.glob("*/sample_clip.mp4")
+    served.visits.choose("me", str(copied))
+    served.visits.leave("me")
+    assert copied.exists()
+
+
+def test_an_upload_that_broke_off_is_not_kept(served):
+    with small_disk(1000):
+        broken = httpx.post(f"{served.url}gradio_api/upload", files={"files": ("a.mp4", bytes(5000))})
+    assert broken.status_code == 500
+    (left,) = served.visits.cache.glob("tmp*")
+    for age, stays in (500, True), (700, False):
+        os.utime(left, (0, time.time() - age))
+        served.visits.choose("me", None)
+        assert left.exists() == stays
+
+
 def test_a_full_disk_is_said_and_leaves_nothing_half_written(served, video):
-    *_, progress = served.answer("me", str(video), "What?", 0.5, "scorer")
-    path = served.visits.overlay("me", (str(video), "scorer", 0.5))
-    path.with_suffix(".part.mp4").symlink_to("/dev/full")
     request = SimpleNamespace(session_hash="me")
+    list(served.ask("What?", str(video), 50, "scorer", request))
+    visit = served.visits.find("me")
+    path = served.visits.overlay(visit, ("scorer", 0.5))
+    path.with_suffix(".part.mp4").symlink_to("/dev/full")
     with pytest.raises(gradio.Error, match="The disk of this server is full"):
-        list(served.draw((str(video), progress), request))
+        list(served.draw(request))
     assert list(path.parent.iterdir()) == []
-    *_, last = served.draw((str(video), progress), request)
+    *_, last = served.draw(request)
     assert Path(last[served.overlay]).stat().st_size > 1000
     served.visits.leave("me")
+
+
+def test_a_question_that_is_quicker_than_the_choice_of_its_clip_is_answered(served, video):
+    request = SimpleNamespace(session_hash="quick")
+    asked = served.ask("What?", str(video), 50, "scorer", request)
+    next(asked)
+    chosen = list(served.choose(str(video), request))
+    assert all(served.timeline not in changes for changes in chosen)
+    assert all("value" not in changes[served.chat].constructor_args for changes in chosen)
+    *_, last = asked
+    assert [message["role"] for message in last[served.chat]] == ["user", "assistant"]
+    assert "72 of 144" in last[served.timeline]
+    served.visits.leave("quick")
+
+
+def test_the_answer_about_a_clip_that_is_replaced_ends_and_clears_what_it_showed(served, video, tmp_path):
+    request = SimpleNamespace(session_hash="moves on")
+    other = write_clip(tmp_path / "other.mp4", 5)
+    list(served.choose(str(video), request))
+    held = len(served.visits.clips)
+    asked = served.ask("What?", str(video), 50, "scorer", request)
+    next(asked), next(asked)
+    list(served.choose(str(other), request))
+    (last,) = asked
+    assert last[served.chat] == []
+    assert last[served.timeline] == ""
+    assert len(served.visits.clips) == held
+    assert list(served.ask("Where?", str(video), 50, "scorer", request)) == []  # it waited in the queue
+    *_, last = served.ask("What?", str(other), 50, "scorer", request)
+    assert "watched" in last[served.chat][-1]["content"]
+    served.visits.leave("moves on")
+
+
+def test_a_cleared_conversation_has_no_last_question(served, video):
+    request = SimpleNamespace(session_hash="clears")
+    list(served.ask("What?", str(video), 50, "scorer", request))
+    served.clear(request)
+    assert list(served.ask_unpruned(str(video), 50, "scorer", request)) == []
+    *_, last = served.ask("Where?", str(video), 50, "scorer", request)
+    assert [message["content"] for message in last[served.chat]][:1] == ["Where?"]
+    served.visits.leave("clears")
 
 
 def test_it_listens_on_this_machine_only_and_keeps_its_files_to_itself(served):

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from tests.clips import write_clip
+from tests.small_disk import small_disk
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
 
 pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
 playwright = pytest.importorskip("playwright.sync_api", reason="browser tests need playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
-    pytest.mark.browser,
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="browser tests need Chromium: apt-get install chromium"),
 ]
 WIDTHS = {"window": 1280, "phone": 390}
@@ -54,11 +55,9 @@ def visit(served, browser, request) -> Iterator[Any]:
         context.close()
 
 
-def upload(page: Any, path: Path, taken: bool = True) -> None:
-    """taken: whether the page takes it, which ends the answer about the clip before: so that is waited for."""
+def upload(page: Any, path: Path) -> None:
     page.set_input_files("#clip input[type=file]", str(path))
-    if taken:
-        wait_for(page, "What happens in this video?")
+    page.wait_for_selector("#clip video")
 
 
 def ask(page: Any, question: str) -> None:
@@ -78,7 +77,6 @@ def wait_until_answered(page: Any) -> None:
 def test_one_uploads_asks_moves_the_ratio_and_asks_again(visit, video, width):
     page = visit(width)
     upload(page, video)
-    page.wait_for_selector("#clip video")
     ask(page, "What moves?")
     wait_for(page, "9 frames watched in")
     wait_for(page, "72 of 144", "#tokens")
@@ -130,10 +128,9 @@ def test_both_pictures_and_the_timeline_are_at_the_same_moment(visit, video):
 def test_a_file_that_is_no_video_is_refused_and_the_next_one_is_taken(visit, video, tmp_path):
     page = visit()
     (tmp_path / "notes.mp4").write_text("not a video")
-    upload(page, tmp_path / "notes.mp4", taken=False)
+    page.set_input_files("#clip input[type=file]", str(tmp_path / "notes.mp4"))
     wait_for(page, "notes.mp4", ".toast-body")
     wait_for(page, "Drop Video Here", "#clip")
-    wait_for(page, "Choose a video, then ask about it.")  # only then is the refused one done with
     upload(page, video)
     ask(page, "What moves?")
     wait_for(page, "9 frames watched in")
@@ -152,9 +149,20 @@ def test_a_question_that_is_refused_is_there_to_be_mended(visit, video):
 def test_a_file_above_the_limit_is_refused(visit, tmp_path):
     page = visit()
     (tmp_path / "large.mp4").write_bytes(bytes(2**20 + 1))
-    upload(page, tmp_path / "large.mp4", taken=False)
+    page.set_input_files("#clip input[type=file]", str(tmp_path / "large.mp4"))
     page.wait_for_selector(".toast-body")
     assert page.is_visible("text=Drop Video Here")
+
+
+def test_a_full_disk_is_said_and_the_next_file_is_taken(visit, video):
+    page = visit()
+    with small_disk(1000):
+        page.set_input_files("#clip input[type=file]", str(video))
+        page.wait_for_selector(".toast-body")
+    print(page.inner_text(".toast-body"), page.inner_text("#clip"))
+    upload(page, video)
+    ask(page, "What moves?")
+    wait_for(page, "9 frames watched in")
 
 
 def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
@@ -164,12 +172,31 @@ def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
     assert gate.reached.wait(PATIENCE)
     page.wait_for_selector("#chat .origin")
     page.click("#box .stop-button")
+    wait_for(page, "Stopping", "#box")
     gate.open.set()
     wait_until_answered(page)
     assert gate.closed.wait(PATIENCE)
     assert "Wait for it." in page.inner_text("#chat")
     ask(page, "And now?")
     wait_for(page, "From the held clip")
+
+
+def test_another_clip_chosen_in_the_middle_of_an_answer_begins_anew(visit, gate, video, tmp_path):
+    page = visit()
+    upload(page, video)
+    ask(page, "Wait for it.")
+    assert gate.reached.wait(PATIENCE)
+    wait_for(page, "9 frames watched in")
+    page.click("#clip [aria-label=Clear]")
+    wait_for(page, "Choose a video, then ask about it.")
+    upload(page, Path(write_clip(tmp_path / "one second.mp4", 10, fps=10)))
+    gate.open.set()
+    wait_until_answered(page)
+    ask(page, "And now?")
+    wait_for(page, "5 frames watched in")
+    wait_until_answered(page)
+    assert "Wait for it." not in page.inner_text("#chat")
+    assert "40 of 80" in page.inner_text("#tokens")
 
 
 def test_a_browser_that_leaves_ends_its_answer_and_takes_its_files_along(visit, served, gate, tmp_path):
