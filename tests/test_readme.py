@@ -47,6 +47,14 @@ def test_the_python_of_asking_runs(here):
         names["clip"].ask("What?")
 
 
+def test_the_python_of_many_videos_runs(here, capsys):
+    (block,) = blocks(REPOSITORY / "docs" / "predict.md", "python")
+    names: dict = {}
+    exec(block, names)
+    assert names["row"]["error"] is None
+    assert capsys.readouterr().out.strip() == names["row"]["answer"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_taken_by_the_parser(page):
     for block in blocks(page, "bash"):

@@ -2,13 +2,20 @@
 
 import argparse
 import contextlib
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stts_hf.checkpoints.files import digest_files, fingerprint
+from stts_hf.checkpoints.files import digest_files
+from stts_hf.cli.answers import (
+    add_batch_options,
+    check_output,
+    open_output,
+    print_problems,
+    settings_of,
+    workers_of,
+)
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import (
@@ -23,7 +30,6 @@ from stts_hf.cli.options import (
     processing,
 )
 from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
-from stts_hf.cli.report import check_folder
 
 HELP = "score a checkpoint on the questions of a JSONL file, by question type"
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
@@ -41,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selector_option(parser)
     parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
     parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="longest answer (default: 16)")
-    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions at once (default: 8)")
+    add_batch_options(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -55,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns 1 where some rows could not be read; raises `CommandError` for the user's mistakes."""
     check_scaling(arguments)
-    check_paths(arguments.rows, arguments.output)
+    check_rows(arguments.rows)
+    check_output(arguments.output, [arguments.rows])
     checkpoint = find_checkpoint(arguments.checkpoint)
     need_extras("Reading rows needs more packages", "train")
     import_libraries()
@@ -68,7 +75,9 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.pruning_ratio is None:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
         check_scaling(arguments)
-    with answers(arguments, settings_of(arguments, checkpoint, config)) as (records, write, finish):
+    settings = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
+    settings |= settings_of(arguments, checkpoint, config)
+    with open_output(arguments.output, settings) as (records, write, finish):
         left = [row for row in rows if row["id"] not in records]
         if len(left) < len(rows):
             note(f"{len(rows) - len(left)} of {len(rows)} questions are answered in {arguments.output} already")
@@ -82,6 +91,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 left,
                 pruning_ratio=arguments.pruning_ratio,
                 batch_size=arguments.batch_size,
+                num_workers=workers_of(arguments),
                 processing=processing(arguments),
                 max_new_tokens=arguments.max_new_tokens,
                 allow_urls=arguments.allow_urls,
@@ -93,21 +103,14 @@ def execute(arguments: argparse.Namespace) -> int:
         summary = summarize(records[row["id"]] for row in rows)
         finish(summary)
     print_table(summary)
-    print_problems(records.values())
+    print_problems(records.values(), "stts-hf eval: error: {} questions could not be asked; they count as wrong")
     return 1 if summary["all"]["errors"] else 0
 
 
-def check_paths(rows: Path, output: Path | None) -> None:
+def check_rows(rows: Path) -> None:
     """Refuses what can be refused before anything slow happens."""
     if not rows.is_file():
         raise CommandError(f"ROWS.jsonl {rows} {'is a folder' if rows.is_dir() else 'does not exist'}; name a file")
-    if output is None:
-        return
-    if output.is_dir() or output.suffix != ".jsonl":
-        raise CommandError(f"--output {output} must be a file that ends in .jsonl")
-    if output.exists() and os.path.samefile(rows, output):
-        raise CommandError(f"--output {output} is the file of the questions; name another")
-    check_folder("--output", output)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -123,50 +126,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         more = f" and {len(twice) - 3} more" if len(twice) > 3 else ""
         raise CommandError(f"{path} has several rows of the id {', '.join(twice[:3])}{more}; give each its own")
     return rows
-
-
-def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> dict[str, Any]:
-    """Whatever changes the answers; batches and devices change them by rounding only."""
-    folder = Path(checkpoint)
-    local = folder.is_dir() and arguments.output
-    return {
-        "rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])},
-        "checkpoint": {"digest": fingerprint(folder)} if local else {"name": checkpoint, "commit": commit_of(config)},
-        "pruning_ratio": arguments.pruning_ratio,
-        "selector": config.vision_config.selector,
-        "processing": processing(arguments),
-        "max_new_tokens": arguments.max_new_tokens,
-        "dtype": arguments.dtype,
-    }
-
-
-def commit_of(config: Any) -> str | None:
-    """The commit of the Hub that a configuration was downloaded at."""
-    return getattr(config, "_commit_hash", None)
-
-
-@contextlib.contextmanager
-def answers(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Any, Any]]:
-    """
-    The answers that are there, what adds one, and what ends the file; without `--output` in memory alone. Raises
-    `CommandError` where the file is refused or cannot be written.
-    """
-    path = arguments.output
-    if path is None:
-        records: dict[str, Any] = {}
-        yield records, lambda record: records.update({record["id"]: record}), lambda summary: None
-        return
-    from stts_hf.evaluation.answers_file import AnswersError, open_answers
-
-    try:
-        with open_answers(path, settings) as file:
-            try:
-                yield file.answered, file.write, file.finish
-            except KeyboardInterrupt:
-                note(f"\n{len(file.answered)} answers are in {path}; the same command goes on from there")
-                raise
-    except AnswersError as error:
-        raise CommandError(f"--output {one_line(error)}") from error
 
 
 def print_table(summary: Mapping[str, Any]) -> None:
@@ -188,12 +147,3 @@ def print_table(summary: Mapping[str, Any]) -> None:
             f"{sums['seconds']:.1f}",
         )
         print(f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
-
-
-def print_problems(records: Iterable[Mapping[str, Any]], most: int = 5) -> None:
-    """Says on stderr which rows could not be read."""
-    errors = [f"{record['id']}: {record['error']}" for record in records if record["error"] is not None]
-    for line in errors[:most]:
-        note(line)
-    if errors:
-        note(f"stts-hf eval: error: {len(errors)} questions could not be asked; they count as wrong")

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Sequence
 
 from stts_hf import __version__, _check_versions
-from stts_hf.cli import bench, convert, demo, doctor, eval, make_dataset, push, run, study, train, visualize
+from stts_hf.cli import bench, convert, demo, doctor, eval, make_dataset, predict, push, run, study, train, visualize
 from stts_hf.cli.errors import CommandError
 
 COMMANDS = {
     "run": run,
+    "predict": predict,
     "visualize": visualize,
     "demo": demo,
     "convert": convert,
@@ -38,8 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `run` or `eval`
-    could not read some of several videos, where `bench` could measure nothing and where runs of `study` failed, 2 for a
+    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `predict` or `eval`
+    could not answer some rows, where `bench` could measure nothing and where runs of `study` failed, 2 for a
     mistake of the user's (one line on stderr), 130 when interrupted. Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)

@@ -25,11 +25,14 @@ def stage(name: str) -> Iterator[None]:
         note(f"  done in {seconds:.1f} s")
 
 
-def progress_bar(total: int, unit: str, description: str | None = None) -> "tqdm":
-    """A bar that is gone when it is closed; `disable=None` shows none where stderr is no terminal."""
+def progress_bar(total: int, unit: str, description: str | None = None, done: int = 0) -> "tqdm":
+    """
+    A bar that is gone when it is closed; `disable=None` shows none where stderr is no terminal. done: before it begins,
+    which says nothing of the rate.
+    """
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, desc=description, leave=False, file=sys.stderr, disable=None)
+    return tqdm(total=total, initial=done, unit=unit, desc=description, leave=False, file=sys.stderr, disable=None)
 
 
 def import_libraries() -> None:

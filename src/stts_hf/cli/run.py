@@ -1,14 +1,11 @@
-"""`stts-hf run VIDEO... "question"`: answers a question about videos, shows what was dropped and what that saved."""
+"""`stts-hf run VIDEO "question"`: answers a question about a video, shows what was dropped and what that saved."""
 
 import argparse
-import contextlib
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stts_hf.cli import report
+from stts_hf.cli import predict, report
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import (
@@ -21,9 +18,9 @@ from stts_hf.cli.options import (
     count,
     processing,
 )
-from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
+from stts_hf.cli.progress import TokenBar, import_libraries, progress_bar, stage
 
-HELP = "answer a question about a video, or about each of several, and draw which video tokens were dropped"
+HELP = "answer a question about a video, and draw which of its tokens were dropped"
 PICTURE = Path("contact_sheet.png")
 
 
@@ -33,23 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "videos",
         metavar="VIDEO",
         nargs="+",
-        help="path of a video file, or with --allow-urls its address; of several, the next is decoded while the model "
-        "answers about this one",
+        help="path of a video file, or with --allow-urls its address; several are answered by stts-hf predict",
     )
-    parser.add_argument("question", metavar="QUESTION", help="what to ask about it, or about each of them")
+    parser.add_argument("question", metavar="QUESTION", help="what to ask about it")
     add_model_options(parser)
     add_selector_option(parser)
     parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
-    parser.add_argument(
-        "--answers", type=Path, metavar="FILE.jsonl", help="a new file for the answers: one JSON object per video"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help="where to write the picture (default: contact_sheet.png); with several videos a folder, which is made if "
-        "needed, for one picture each (default: no pictures)",
-    )
+    parser.add_argument("--output", type=Path, metavar="PATH", help=f"where to write the picture (default: {PICTURE})")
     add_device_options(parser)
     add_url_option(parser)
     parser.add_argument(
@@ -60,30 +47,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """
-    Runs the command; raises `CommandError` for what the user got wrong. Returns 1 where some of several videos could
-    not be read, else 0.
-    """
+    """Runs the command and returns its exit status; raises `CommandError` for what the user got wrong."""
     check_arguments(arguments)
+    if len(arguments.videos) > 1:
+        return predict.execute(as_prediction(arguments))
     checkpoint = find_checkpoint(arguments.checkpoint)
     import_libraries()
-    from stts_hf.inference.answering import check_question
+    from stts_hf.inference.answering import answer_prepared, check_question, inputs_for, prepare_video
 
+    (video,), question, path = arguments.videos, arguments.question, arguments.output or PICTURE
     device = choose_device(arguments.device)
     config, processor = load_processor(checkpoint, arguments)
-    try:
-        check_question(processor, arguments.question)
-    except ValueError as error:
-        raise CommandError(one_line(error)) from error
     if arguments.pruning_ratio is None:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
+    ratio = arguments.pruning_ratio
+    try:
+        check_question(processor, question)
+        # Before the weights, which may take minutes: a file that cannot be read says so now.
+        with stage(f"Decoding {video}"):
+            prepared = prepare_video(processor, video, question, pruning_ratio=ratio, processing=processing(arguments))
+    except (ValueError, OSError) as error:
+        raise CommandError(one_line(error)) from error
+    with stage(f"Loading {checkpoint} on {device}"):
+        model = load_model(checkpoint, config, device, arguments)
+    with (
+        stage(f"Answering with {ratio:.0%} of the video tokens dropped"),
+        progress_bar(arguments.max_new_tokens, "token") as bar,
+    ):
+        options = {"streamer": TokenBar(bar), **generation(arguments)}
+        (answer,) = answer_prepared(model, processor, [prepared], **options)
+    report.print_lines(question=question)
+    report.print_answer(answer)
+    with stage(f"Drawing {path}"):
+        report.draw(answer, path)
+    report.print_lines(picture=str(path))
+    if arguments.time:
+        from stts_hf.cli.timing import compare_with_stock, print_times, time_prompts
 
-    def load() -> Any:
-        with stage(f"Loading {checkpoint} on {device}"):
-            return load_model(checkpoint, config, device, arguments)
+        print_times(time_prompts(compare_with_stock(model, inputs_for(model, prepared[1]), ratio)))
+    return 0
 
-    answer = answer_one if len(arguments.videos) == 1 else answer_several
-    return answer(arguments, processor, load)
+
+def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of `stts-hf predict` that ask the same about several videos."""
+    parser = argparse.ArgumentParser()
+    predict.add_arguments(parser)
+    defaults = vars(parser.parse_args([f"--prompt={arguments.question}", "--", *arguments.videos]))
+    return argparse.Namespace(**defaults | vars(arguments))
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -98,14 +108,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if not arguments.question.strip():
         raise CommandError("QUESTION is empty; ask something about the video")
     check_scaling(arguments)
-    if arguments.answers is not None:
-        report.check_answers(arguments.answers)
     if len(arguments.videos) == 1:
         report.check_picture(arguments.output or PICTURE)
-    elif arguments.time:
-        raise CommandError("--time compares times on one video; leave it out, or pass one VIDEO")
-    elif arguments.output is not None:
-        report.check_pictures(arguments.output, arguments.videos)
+    elif arguments.time or arguments.output is not None:
+        raise CommandError("--time and --output are about one VIDEO; answers about several: stts-hf predict --output")
 
 
 def trouble_of(video: str, allow_urls: bool) -> str | None:
@@ -117,89 +123,6 @@ def trouble_of(video: str, allow_urls: bool) -> str | None:
     if os.path.isdir(video):
         return "is a folder"
     return "is no regular file, and a pipe cannot be searched" if os.path.exists(video) else "does not exist"
-
-
-def answer_one(arguments: argparse.Namespace, processor: Any, load: Callable[[], Any]) -> int:
-    """Answers about one video, draws it, and times it against the stock model where that is asked for."""
-    from stts_hf.inference.answering import VideoAnswer, answer_prepared, inputs_for, prepare_video
-
-    (video,), question, ratio = arguments.videos, arguments.question, arguments.pruning_ratio
-    path = arguments.output or PICTURE
-    with report.answers_file(arguments.answers) as write:
-        # Before the weights, which may take minutes: a file that cannot be read says so now.
-        with stage(f"Decoding {video}"):
-            try:
-                begun, inputs = prepare_video(
-                    processor, video, question, pruning_ratio=ratio, processing=processing(arguments)
-                )
-            except (ValueError, OSError) as error:
-                write(VideoAnswer(video, question, error=error))
-                raise CommandError(one_line(error)) from error
-        model = load()
-        with (
-            stage(f"Answering with {ratio:.0%} of the video tokens dropped"),
-            progress_bar(arguments.max_new_tokens, "token") as bar,
-        ):
-            options = {"streamer": TokenBar(bar), **generation(arguments)}
-            (answer,) = answer_prepared(model, processor, [(begun, inputs)], **options)
-        report.print_lines(question=question)
-        report.print_answer(answer)
-        write(answer)
-    with stage(f"Drawing {path}"):
-        report.draw(answer, path)
-    report.print_lines(picture=str(path))
-    if arguments.time:
-        from stts_hf.cli.timing import compare_with_stock, print_times, time_prompts
-
-        variants = compare_with_stock(model, inputs_for(model, inputs), ratio)
-        print_times(time_prompts(variants))
-    return 0
-
-
-def answer_several(arguments: argparse.Namespace, processor: Any, load: Callable[[], Any]) -> int:
-    """Answers about one video after the other; each answer comes, and is written, as soon as it is there."""
-    from stts_hf.inference.answering import answer_videos
-
-    videos, total = arguments.videos, len(arguments.videos)
-    sheets = report.sheet_paths(arguments.output, videos) if arguments.output else [None] * total
-    model = load()
-    note(f"Answering about {total} videos with {arguments.pruning_ratio:.0%} of the video tokens dropped ...")
-    report.print_lines(question=arguments.question)
-    started, waits, frames, failed = time.perf_counter(), list[float](), 0, 0
-    with report.answers_file(arguments.answers) as write, progress_bar(arguments.max_new_tokens, "token") as bar:
-        answers = answer_videos(
-            model,
-            processor,
-            videos,
-            arguments.question,
-            processing=processing(arguments),
-            on_error="return",
-            streamer=TokenBar(bar),
-            **generation(arguments),
-        )
-        try:
-            with contextlib.closing(answers):
-                for answer, sheet in zip(answers, sheets, strict=True):
-                    write(answer)
-                    waits.append(answer.seconds_waited)
-                    frames += answer.num_frames
-                    failed += answer.error is not None
-                    report.print_heading(len(waits), total, answer.video)
-                    report.print_answer(answer)
-                    if sheet is not None and answer.error is None:
-                        try:
-                            report.draw(answer, sheet)
-                            report.print_lines(picture=str(sheet))
-                        except CommandError as error:  # the other videos still have their answers
-                            note(str(error))
-                            failed += 1
-        except KeyboardInterrupt:
-            note(f"\n{len(waits)} of {total} videos were done")
-            raise
-    report.print_summary(waits, frames, failed, time.perf_counter() - started)
-    if failed:
-        note(f"stts-hf run: error: {failed} of {total} videos could not be read")
-    return 1 if failed else 0
 
 
 def generation(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """A model's answers to the questions of a data set, scored: the code behind `stts-hf eval`."""
 
+import contextlib
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
-from stts_hf.data.collator import resolve_ratio
-from stts_hf.data.encoding import check_videos, place_subtitles
-from stts_hf.data.rows import RowError, check_files, read_row, row_errors, row_id
-from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
+from stts_hf.data.rows import RowError, row_id
+from stts_hf.inference.asking import Prompt, PromptAnswer
+from stts_hf.inference.predicting import answer_rows, read_prompt
 
 from .scoring import find_choice, is_right
 
@@ -18,6 +18,7 @@ def evaluate(
     *,
     pruning_ratio: float | None = None,
     batch_size: int = 8,
+    num_workers: int = 0,
     processing: Mapping[str, Any] | None = None,
     max_new_tokens: int = 16,
     allow_urls: bool = False,
@@ -33,6 +34,7 @@ def evaluate(
             `type` and `group`, which name what the question is about.
         pruning_ratio: share `k` of video tokens to drop, by default the model's.
         batch_size: most questions at once.
+        num_workers: processes that decode; with 0 a thread of this one does.
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
         max_new_tokens: tokens that an answer may have.
         allow_urls: whether videos and images may be fetched from http(s) URLs.
@@ -46,39 +48,33 @@ def evaluate(
     Raises:
         ValueError: an argument is out of range. What the model raises comes through.
     """
-    ratio = resolve_ratio(model.config, pruning_ratio)
-    assert ratio is not None  # a model has one
-    asked: list[Mapping[str, Any]] = []
-    prompts: list[Prompt] = []
-    for index, row in enumerate(rows):
-        try:
-            prompts.append(read_question(processor, row, index, allow_urls))
-            asked.append({**row, "id": row_id(row, index)})
-        except RowError as error:
-            yield record_of({**row, "id": row_id(row, index)}, error)
-    answers = answer_prompts(
+    answers = answer_rows(
         model,
         processor,
-        prompts,
-        pruning_ratio=ratio,
+        rows,
+        read_question,
+        pruning_ratio=pruning_ratio,
         batch_size=batch_size,
+        num_workers=num_workers,
         processing=processing,
+        allow_urls=allow_urls,
         max_new_tokens=max_new_tokens,
         do_sample=False,
     )
-    for place, answer in answers:
-        yield record_of(asked[place], answer)
+    with contextlib.closing(answers):
+        for row, answer in answers:
+            yield record_of(row, answer)
 
 
 def read_question(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:
     """The prompt of a row's question, its answer left out. Raises `RowError` for a row that cannot be asked."""
-    sample = read_row(row, index)
-    with row_errors(sample.id):
-        if row.get("question") is None:
-            raise ValueError("question is empty: a conversation in messages is for training, not for scoring.")
-        check_files(sample, allow_urls)
-        check_videos(processor, sample)
-        return make_prompt(processor, place_subtitles(processor, sample.messages[:-1]), sample.videos, sample.images)
+    prompt = read_prompt(processor, row, index, allow_urls)
+    if row.get("question") is None:
+        name = row_id(row, index)
+        raise RowError(
+            f"Row {name!r}: question is empty: a conversation in messages is for training, not for scoring.", name
+        )
+    return prompt
 
 
 def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:

@@ -275,20 +275,22 @@ def decode_answers(processor: Any, new_tokens: Iterable[torch.Tensor]) -> list[s
     return [processor.decode(tokens, skip_special_tokens=True).strip() for tokens in new_tokens]
 
 
-def join_prompts(processor: Any, prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
-    """What a processor made of several prompts, one by one, as a batch padded on the left."""
+def join_prompts(
+    processor: Any, prompts: Sequence[Mapping[str, torch.Tensor]], padding_side: str = "left"
+) -> Mapping[str, torch.Tensor]:
+    """What a processor made of several prompts, one by one, as a batch."""
     if len(prompts) == 1:
         return prompts[0]
     of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
     vision = [{name: value for name, value in prompt.items() if name not in of_text} for prompt in prompts]
-    ids, *others = ([prompt[name][0] for prompt in prompts] for name in of_text)
-    text = [pad_left(ids, processor.tokenizer.pad_token_id or 0), *map(pad_left, others)]
-    return {**dict(zip(of_text, text, strict=True)), **join_vision(vision)}
+    fillers = {"input_ids": processor.tokenizer.pad_token_id or 0}
+    text = {name: pad([prompt[name][0] for prompt in prompts], fillers.get(name, 0), padding_side) for name in of_text}
+    return {**text, **join_vision(vision)}
 
 
-def pad_left(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
+def pad(rows: Sequence[torch.Tensor], filler: int = 0, padding_side: str = "left") -> torch.Tensor:
     """Rows (tokens,) as (B, most tokens). Tokenizers that pad remember how, which several threads would trip over."""
-    return pad_sequence(list(rows), batch_first=True, padding_value=filler, padding_side="left")
+    return pad_sequence(list(rows), batch_first=True, padding_value=filler, padding_side=padding_side)
 
 
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,22 +6,17 @@ Chat templates put videos and images first. So a prompt is a head, which ends wi
 of text. Prompts with the same head take copies of what the cache holds after it, and their tails are answered together.
 """
 
-import contextlib
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from PIL import Image
-from transformers import BatchFeature
-from transformers.image_utils import load_image
 
-from stts_hf.data import frames
-from stts_hf.data.encoding import find_control_token, open_image
-from stts_hf.data.prefetch import prefetch
+from stts_hf.data.encoding import find_control_token
 
-from .answering import check_batch_size, decode_answers, inputs_for, processing_options
+from .answering import check_batch_size, decode_answers, inputs_for, join_prompts, processing_options
+from .decoding import PreparedHead, decode_ahead
 from .heads import read_heads, tokenize_tails
 
 
@@ -42,15 +37,21 @@ class Prompt:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for prompts whose heads are the same; of media that are no texts, where they are the same objects."""
-        media = (source if isinstance(source, str) else id(source) for source in (*self.videos, *self.images))
+        media = (source if isinstance(source, str) else id(source) for source in self.sources)
         return (self.head, len(self.videos), *media) if self.head else (self.tail, id(self))
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """Videos, then images."""
+        return (*self.videos, *self.images)
 
 
 @dataclass(frozen=True)
 class PromptAnswer:
     """
     written: without special tokens and space around it. new_tokens: with the one that ends it. prompt_tokens: dropped
-    video tokens included. seconds: of the model, for the whole batch, divided by its prompts.
+    video tokens included. seconds: of the model, for the whole batch, divided by its prompts. frames: shown, of all
+    videos. damaged_frames: how many that should have been shown are damaged; the whole frame before each is shown.
     """
 
     written: str
@@ -59,20 +60,11 @@ class PromptAnswer:
     video_tokens: int
     video_tokens_kept: int
     seconds: float
+    frames: int = 0
+    damaged_frames: int = 0
 
 
-@dataclass
-class PreparedPrompts:
-    """
-    A batch, decoded. inputs: of whole prompts, padded on the left, or, where `tails` are given, of the heads of `rows`,
-    padded on the right. tails: `input_ids` and `attention_mask` (B, tokens), padded on the left. rows: (B,) the head of
-    each prompt. num_videos: of each head.
-    """
-
-    inputs: BatchFeature
-    rows: list[int]
-    num_videos: list[int]
-    tails: dict[str, torch.Tensor] | None = None
+_Answers = list[tuple[int, PromptAnswer | Exception]]
 
 
 @dataclass
@@ -84,6 +76,11 @@ class _Batch:
     @property
     def places(self) -> list[int]:
         return [place for head in self.heads for place in head]
+
+    @property
+    def shares(self) -> bool:
+        """Whether heads are read apart from what follows them."""
+        return any(len(head) > 1 for head in self.heads)
 
 
 def make_prompt(
@@ -117,48 +114,63 @@ def answer_prompts(
     *,
     pruning_ratio: float,
     batch_size: int = 8,
+    num_workers: int = 0,
     processing: Mapping[str, Any] | None = None,
     **generate_options: Any,
 ) -> Generator[tuple[int, PromptAnswer | Exception], None, None]:
     """
-    Answers prompts in batches; a thread decodes the next batch meanwhile.
+    Answers prompts in batches, while the next batch is decoded.
 
     Args:
         prompts: what `make_prompt` gives; those with one head are answered together, wherever they stand.
         pruning_ratio: share `k` of video tokens to drop.
-        batch_size: most prompts that the model answers at once.
+        batch_size: most prompts that the model answers at once. As many videos wait decoded: 64 frames at 378 pixels
+            take 110 MB.
+        num_workers: processes that decode, which crash in place of this one; with 0 a thread of this one does.
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
         generate_options: of `model.generate`.
 
     Returns:
-        An iterator of a prompt's place and its answer, or the error that kept a video or image of it from being read.
-        What the model raises comes through and ends the iteration.
+        An iterator of a prompt's place and its answer, or the error that kept a video or image of it from being read:
+        `ProcessDied` where that ended its process, `torch.OutOfMemoryError` where the device has too little memory for
+        it alone. What else the model raises comes through and ends the iteration.
     """
     check_batch_size(batch_size)
+    if not isinstance(num_workers, int) or num_workers < 0:
+        raise ValueError(f"num_workers must be a whole number of at least 0, got {num_workers!r}.")
     options = processing_options(processor, processing, pruning_ratio)
     beams = (generate_options.get("num_beams") or 1) > 1  # native beam search makes its own copies of a cache
 
-    def prepare(batch: _Batch) -> list[tuple[list[int], PreparedPrompts | Exception]]:
+    def answer(heads: Sequence[list[int]], prepared: Sequence[PreparedHead], shares: bool) -> _Answers:
+        chosen = [[prompts[place] for place in head] for head in heads]
         try:
-            chosen = [[prompts[place] for place in head] for head in batch.heads]
-            return [(batch.places, prepare_prompts(processor, chosen, options))]
-        except Exception as error:
-            if len(batch.heads) == 1:
-                return [(batch.places, error)]
-            return [found for head in batch.heads for found in prepare(_Batch([head]))]
+            found = answer_batch(
+                *(model, processor, chosen, prepared, batch_size),
+                shares=shares,
+                pruning_ratio=pruning_ratio,
+                **generate_options,
+            )
+            return list(zip((place for head in heads for place in head), found, strict=True))
+        except torch.OutOfMemoryError as error:
+            if len(heads) == 1:
+                return [(place, error) for place in heads[0]]
+        # Behind the `except`, which holds on to what was allocated.
+        return [pair for head, alone in zip(heads, prepared, strict=True) for pair in answer([head], [alone], shares)]
 
     def answers() -> Generator[tuple[int, PromptAnswer | Exception], None, None]:
-        batches = make_batches(prompts, batch_size, share=not beams)
-        with contextlib.closing(prefetch(prepare, batches, ahead=1)) as prepared_batches:
-            for parts in prepared_batches:
-                for places, prepared in parts:
-                    if isinstance(prepared, Exception):
-                        yield from ((place, prepared) for place in places)
-                        continue
-                    found = answer_batch(
-                        model, processor, prepared, batch_size, pruning_ratio=pruning_ratio, **generate_options
-                    )
-                    yield from zip(places, found, strict=True)
+        batches = list(make_batches(prompts, batch_size, share=not beams))
+        tasks = ((prompts[head[0]], batch.shares) for batch in batches for head in batch.heads)
+        with decode_ahead(processor, tasks, options, num_workers, ahead=max(batch_size, num_workers)) as decoded:
+            for batch in batches:
+                readable: list[tuple[list[int], PreparedHead]] = []
+                for head in batch.heads:
+                    found = next(decoded)
+                    if isinstance(found, Exception):
+                        yield from ((place, found) for place in head)
+                    else:
+                        readable.append((head, found))
+                if readable:
+                    yield from answer(*zip(*readable, strict=True), batch.shares)
 
     return answers()
 
@@ -183,77 +195,59 @@ def make_batches(prompts: Sequence[Prompt], batch_size: int, share: bool = True)
     yield from batches.values()
 
 
-def prepare_prompts(processor: Any, heads: Sequence[Sequence[Prompt]], options: Mapping[str, Any]) -> PreparedPrompts:
-    """Decodes the videos and images of prompts, given by head, each once."""
-
-    def read_image(source: Any) -> Image.Image:
-        return load_image(open_image(source, processor))
-
-    prompts = [prompt for head in heads for prompt in head]
-    rows = [number for number, head in enumerate(heads) for _ in head]
-    shared = len(heads) < len(prompts)
-    read = [head[0] for head in heads] if shared else prompts
-    videos = [
-        [read_image(picture) for picture in video] if isinstance(video, list) else video
-        for prompt in read
-        for video in prompt.videos
-    ]
-    images = [read_image(image) for prompt in read for image in prompt.images]
-    inputs = frames.process(
-        processor,
-        text=[prompt.head if shared else prompt.head + prompt.tail for prompt in read],
-        videos=videos or None,
-        images=images or None,
-        padding=True,
-        padding_side="right" if shared else "left",
-        return_tensors="pt",
-        **(options if videos else {}),
-    )
-    inputs.pop("video_metadata", None)
-    num_videos = [len(prompt.videos) for prompt in read]
-    if not shared:
-        return PreparedPrompts(inputs, list(range(len(prompts))), num_videos)
-    return PreparedPrompts(inputs, rows, num_videos, tokenize_tails(processor, [prompt.tail for prompt in prompts]))
-
-
 @torch.no_grad()
 def answer_batch(
     model: Any,
     processor: Any,
-    prepared: PreparedPrompts,
+    heads: Sequence[Sequence[Prompt]],
+    prepared: Sequence[PreparedHead],
     batch_size: int,
     *,
+    shares: bool,
     pruning_ratio: float,
     **generate_options: Any,
 ) -> list[PromptAnswer]:
-    """Answers prepared prompts, at most `batch_size` at once behind heads that were read together."""
+    """
+    Answers prompts, given by head, in this order. prepared: of each head. shares: whether that is of the heads alone;
+    then they are read together, and at most `batch_size` prompts at once are answered behind them.
+    """
     started = time.perf_counter()
     options = {"pruning_ratio": pruning_ratio, "return_dict_in_generate": True} | generate_options
-    if prepared.tails is None:
-        inputs = inputs_for(model, prepared.inputs)
+    rows = [number for number, head in enumerate(heads) for _ in head]
+    joined = join_prompts(processor, [head.inputs for head in prepared], "right" if shares else "left")
+    if not shares:
+        inputs = inputs_for(model, joined)
         output = model.generate(**inputs, **options)
         new = list(output.sequences[:, inputs["input_ids"].shape[1] :])
         mask, keep_mask = inputs["attention_mask"], output.get("keep_mask")
     else:
-        heads = read_heads(model, prepared.inputs, pruning_ratio)
-        new, masks, keep_mask = [], [], heads.keep_mask
-        rows = torch.tensor(prepared.rows)
+        read = read_heads(model, joined, pruning_ratio)
+        tails = tokenize_tails(processor, [prompt.tail for head in heads for prompt in head])
+        new, masks, keep_mask = [], [], read.keep_mask
         for start in range(0, len(rows), batch_size):
-            some = slice(start, start + batch_size)
-            tails = {name: tensor[some] for name, tensor in prepared.tails.items()}
-            cache = heads.take(rows[some], keep=start + batch_size < len(rows))
-            found, prompts = heads.answer(model, cache, rows[some], tails, **options)
+            some = torch.tensor(rows[start : start + batch_size])
+            cache = read.take(some, keep=start + batch_size < len(rows))
+            own = {name: tensor[start : start + batch_size] for name, tensor in tails.items()}
+            found, asked = read.answer(model, cache, some, own, **options)
             new.extend(found)
-            masks.append(prompts["attention_mask"])
+            masks.append(asked["attention_mask"])
         mask = torch.cat(masks)
-    kept = _count_video_tokens(keep_mask, prepared.num_videos)
+    kept = _count_video_tokens(keep_mask, [head.num_videos for head in prepared])
     lengths = mask.sum(-1).tolist()
     written = decode_answers(processor, new)
-    seconds = (time.perf_counter() - started) / len(prepared.rows)
+    seconds = (time.perf_counter() - started) / len(rows)
     ends = _end_tokens(model)
     return [
-        PromptAnswer(words, _length(tokens, ends), length, *kept[row], seconds)
-        for words, tokens, length, row in zip(written, new, lengths, prepared.rows, strict=True)
+        PromptAnswer(
+            words,
+            _length(tokens, ends),
+            length,
+            *kept[row],
+            seconds,
+            prepared[row].frames,
+            prepared[row].damaged_frames,
+        )
+        for words, tokens, length, row in zip(written, new, lengths, rows, strict=True)
     ]
 
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from stts_hf.modeling.cache_stts import CachedPrompt
 
-from .answering import inputs_for, pad_left
+from .answering import inputs_for, pad
 
 
 @dataclass
@@ -92,4 +92,4 @@ def tokenize_tails(processor: Any, tails: Sequence[str]) -> dict[str, torch.Tens
     """`input_ids` and `attention_mask` (B, tokens), padded on the left."""
     rows = [torch.tensor(ids) for ids in processor.tokenizer(list(tails), add_special_tokens=False)["input_ids"]]
     masks = [torch.ones_like(row) for row in rows]
-    return {"input_ids": pad_left(rows, processor.tokenizer.pad_token_id or 0), "attention_mask": pad_left(masks)}
+    return {"input_ids": pad(rows, processor.tokenizer.pad_token_id or 0), "attention_mask": pad(masks)}

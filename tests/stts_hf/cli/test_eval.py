@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stts_hf.cli.eval import settings_of
+from stts_hf.cli.answers import settings_of
 from stts_hf.cli.main import main
 from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES, TINY, load_of_one_answer
 from tests.clips import write_clip
@@ -55,7 +55,7 @@ def run(rows, checkpoint, tmp_path, capsys):
     def run(*arguments: str, rows: Path = rows) -> tuple[int, str, str, list[dict[str, Any]]]:
         output = tmp_path / "answers.jsonl"
         command = ["eval", str(rows), "--checkpoint", str(checkpoint), "--output", str(output)]
-        status = main([*command, "--max-new-tokens", "40", *arguments])
+        status = main([*command, "--max-new-tokens", "40", "--workers", "0", *arguments])
         printed = capsys.readouterr()
         lines = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
         return status, printed.out, printed.err, lines
@@ -99,7 +99,7 @@ def test_another_backbone_takes_the_same_command(run, other):
 
 def test_without_output_it_prints_alone(rows, checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["eval", str(rows), "--checkpoint", str(checkpoint), "--max-new-tokens", "1"]) == 0
+    assert main(["eval", str(rows), "--checkpoint", str(checkpoint), "--max-new-tokens", "1", "--workers", "0"]) == 0
     assert re.search(r"^all +4 ", capsys.readouterr().out, re.M)
     assert list(tmp_path.iterdir()) == []
 
@@ -151,10 +151,10 @@ def test_answers_of_other_settings_are_refused(run, options, setting):
         ("chat_template.jinja", "{{", "{{ '' }}{{"),
     ],
 )
-def test_a_checkpoint_is_another_by_any_file_that_decides_its_answers(rows, tmp_path, name, old, new):
+def test_a_checkpoint_is_another_by_any_file_that_decides_its_answers(tmp_path, name, old, new):
     folder = tmp_path / "checkpoint"
     shutil.copytree(TINY, folder)
-    values = {"rows": rows, "output": folder / "answers.jsonl", "pruning_ratio": 0.5, "max_new_tokens": 1}
+    values = {"output": folder / "answers.jsonl", "pruning_ratio": 0.5, "max_new_tokens": 1}
     arguments = argparse.Namespace(**values, dtype="auto", num_frames=None, max_fps=None, test_time_scaling=False)
     config = SimpleNamespace(vision_config=SimpleNamespace(selector="scorer"))
     before = settings_of(arguments, str(folder), config)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from stts_hf.evaluation import evaluate as module
 from stts_hf.evaluation.evaluate import evaluate, read_question
+from stts_hf.inference import predicting as module
 from stts_hf.inference.asking import PromptAnswer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 
@@ -32,7 +32,7 @@ def says(monkeypatch, processor):
         def answer_prompts(model, processor, prompts, **options):
             asked.extend(prompts)
             answers = [PromptAnswer(text, 2, 100, 81, 40, 0.5) for text in texts]
-            return enumerate(answers)
+            return (pair for pair in enumerate(answers))  # a generator, which can be closed
 
         monkeypatch.setattr(module, "answer_prompts", answer_prompts)
         return list(evaluate(MODEL, processor, rows)), asked

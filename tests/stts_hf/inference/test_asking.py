@@ -1,13 +1,18 @@
 """Prompts answered in batches, against one plain call of processor and `generate` for each."""
 
+import os
+import shutil
+import signal
 from typing import Any
 
 import pytest
 from transformers import AutoProcessor
 
+from stts_hf import STTSProcessor
 from stts_hf.data.frames import process
+from stts_hf.data.isolated import ProcessDied
 from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_batches, make_prompt
-from tests.checkpoints import BLOCKS, DAILY, TINIES, load_of_one_answer, load_talkative
+from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 # Kind of media, file, question; neither the clips nor the questions are of one length.
@@ -144,6 +149,29 @@ def test_a_damaged_clip_is_an_error_in_its_place_alone(model, processor, prompts
     expected = one_by_one(model, processor, [prompts[0], prompts[7], prompts[2]], 0.5, **GREEDY)
     written = {place: answer.written for place, answer in answers.items() if isinstance(answer, PromptAnswer)}
     assert written == dict(zip((0, 2, 3), (words for words, *_ in expected), strict=True))
+
+
+class DeadlyProcessor(STTSProcessor):
+    """Ends its process over clips whose name says so."""
+
+    def __call__(self, *arguments, videos=None, **options):
+        if any("deadly" in str(video) for video in videos or []):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().__call__(*arguments, videos=videos, **options)
+
+
+def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prompts, media, tmp_path):
+    processor: Any = DeadlyProcessor.from_pretrained(TINY)
+    shutil.copy(media / "two.mp4", tmp_path / "deadly.mp4")
+    deadly = make(processor, "video", str(tmp_path / "deadly.mp4"), "What moves?")
+    asked = [prompts[0], deadly, prompts[4], prompts[2], prompts[3]]
+    found = dict(answer_prompts(model, processor, asked, pruning_ratio=0.5, num_workers=1, **GREEDY))
+    error = found.pop(1)
+    assert isinstance(error, ProcessDied)
+    assert "deadly.mp4' ended the process that did it: the process ended with SIGSEGV" in str(error)
+    expected = one_by_one(model, processor, [prompts[0], *asked[2:]], 0.5, **GREEDY)
+    written = [answer.written for _, answer in sorted(found.items()) if isinstance(answer, PromptAnswer)]
+    assert written == [words for words, *_ in expected]
 
 
 def test_test_time_scaling_goes_by_the_calls_ratio(model, processor, prompts):

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from stts_hf.evaluation import answers_file
-from stts_hf.evaluation.answers_file import AnswersError, open_answers, summary_path
+from stts_hf.inference import answers_file
+from stts_hf.inference.answers_file import AnswersError, open_answers, summary_path
 from tests.small_disk import small_disk
 
 SETTINGS = {"pruning_ratio": 0.5, "rows": {"file": "rows.jsonl"}}

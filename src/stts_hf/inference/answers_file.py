@@ -1,5 +1,5 @@
 """
-The answers of an evaluation, a line per question, which a killed run leaves whole and the same command continues.
+Answers, a line per question, in a file that a killed run leaves whole and the same command continues.
 
 Beside `answers.jsonl` lies `answers.summary.json`: the settings that the answers were made with, and, once all are
 there, what they add up to.
@@ -56,12 +56,12 @@ def summary_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFile]:
+def open_answers(path: Path, settings: Mapping[str, Any], *, retry_errors: bool = True) -> Iterator[AnswersFile]:
     """
-    Opens a new file, or one of an earlier run with the same settings: a line that a kill tore is dropped, and so are
-    questions with an error, which are asked again.
+    Opens a new file, or one of an earlier run with the same settings: a line that a kill tore is dropped.
 
-    settings: plain JSON: whatever changes what is answered. Raises `AnswersError` where the file holds something else,
+    settings: plain JSON: whatever changes what is answered. retry_errors: whether questions with an error are dropped
+    too, so that they are asked again. Raises `AnswersError` where the file holds something else,
     another process writes to it, or it cannot be written.
     """
     settings = json.loads(json.dumps(settings))
@@ -75,13 +75,13 @@ def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFil
             if path.stat().st_size == 0:
                 _write_summary(path, settings, None)
             else:
-                answered, changed = _read(path, settings)
+                answered, changed = _read(path, settings, retry_errors)
                 if changed:
                     file = stack.enter_context(_write_again(path, answered))
         yield AnswersFile(path, settings, file, answered)
 
 
-def _read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], bool]:
+def _read(path: Path, settings: Mapping[str, Any], retry_errors: bool) -> tuple[dict[str, dict[str, Any]], bool]:
     """The answers of an earlier run, and whether there is more in its file. Raises `AnswersError`."""
     advice = "Name another file, or move that one away."
     try:
@@ -101,7 +101,7 @@ def _read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, 
     ]
     if differences:
         raise AnswersError(f"{path} holds answers of other settings: {'; '.join(differences)}. {advice}")
-    good = {row["id"]: row for row in rows if row.get("error") is None and "id" in row}
+    good = {row["id"]: row for row in rows if "id" in row and not (retry_errors and row.get("error"))}
     return good, torn or len(good) < len(rows)
 
 
@@ -125,7 +125,9 @@ def _write_again(path: Path, answered: Mapping[str, Mapping[str, Any]]) -> io.Fi
 def _write_summary(path: Path, settings: Mapping[str, Any], summary: Mapping[str, Any] | None) -> None:
     content = {"format": FORMAT, "settings": settings, "finished": summary is not None} | dict(summary or {})
     with atomic_file(summary_path(path)) as new:
-        new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        # An undecodable byte of a file's name becomes the JSON escape \udcXX, as in the lines.
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextlib.contextmanager

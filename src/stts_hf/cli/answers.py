@@ -1,0 +1,102 @@
+"""What the commands that answer many questions share: their options, their file of answers, what they say of errors."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stts_hf.checkpoints.files import fingerprint
+from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.options import count, processing
+from stts_hf.cli.progress import note
+from stts_hf.cli.report import check_folder
+
+MOST_WORKERS = 4  # by default
+Write = Callable[[Mapping[str, Any]], None]
+
+
+def natural(text: str) -> int:
+    """A whole number of at least 0."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"is {text}, but must be at least 0")
+    return int(text)
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Adds how much is done at once."""
+    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions at once (default: 8)")
+    parser.add_argument(
+        "--workers",
+        type=natural,
+        metavar="N",
+        help="processes that decode ahead; 0: a thread (default: one for two cores, 4 at most)",
+    )
+
+
+def workers_of(arguments: argparse.Namespace) -> int:
+    """How many processes decode."""
+    if arguments.workers is not None:
+        return arguments.workers
+    return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 2))
+
+
+def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str, ...] = (".jsonl",)) -> None:
+    """Raises `CommandError` where no file of answers can be made, before anything slow happens."""
+    if output is None:
+        return
+    if output.is_dir() or output.suffix not in endings:
+        raise CommandError(f"--output {output} must be a file that ends in {' or '.join(endings)}")
+    if output.exists() and any(path.exists() and os.path.samefile(path, output) for path in inputs):
+        raise CommandError(f"--output {output} is the file of the questions; name another")
+    check_folder("--output", output)
+
+
+def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> dict[str, Any]:
+    """What of a model changes its answers; batches and devices change them by rounding only."""
+    folder = Path(checkpoint)
+    local = folder.is_dir() and arguments.output
+    commit = getattr(config, "_commit_hash", None)  # of the Hub
+    return {
+        "checkpoint": {"digest": fingerprint(folder)} if local else {"name": checkpoint, "commit": commit},
+        "pruning_ratio": arguments.pruning_ratio,
+        "selector": config.vision_config.selector,
+        "processing": processing(arguments),
+        "max_new_tokens": arguments.max_new_tokens,
+        "dtype": arguments.dtype,
+    }
+
+
+@contextlib.contextmanager
+def open_output(
+    path: Path | None, settings: Mapping[str, Any], *, retry_errors: bool = True
+) -> Iterator[tuple[dict[str, Any], Write, Write]]:
+    """
+    The answers that are there, what adds one, and what ends the file; without a path in memory alone. Raises
+    `CommandError` where the file is refused or cannot be written.
+    """
+    if path is None:
+        records: dict[str, Any] = {}
+        yield records, lambda record: records.update({record["id"]: record}), lambda summary: None
+        return
+    from stts_hf.inference.answers_file import AnswersError, open_answers
+
+    try:
+        with open_answers(path, settings, retry_errors=retry_errors) as file:
+            try:
+                yield file.answered, file.write, file.finish
+            except KeyboardInterrupt:
+                note(f"\n{len(file.answered)} answers are in {path}; the same command goes on from there")
+                raise
+    except AnswersError as error:
+        raise CommandError(f"--output {one_line(error)}") from error
+
+
+def print_problems(records: Iterable[Mapping[str, Any]], summary: str, most: int = 5) -> None:
+    """Says on stderr which rows have errors. summary: takes their number."""
+    errors = [f"{record['id']}: {record['error']}" for record in records if record["error"] is not None]
+    for line in errors[:most]:
+        note(line)
+    if errors:
+        note(summary.format(len(errors)))

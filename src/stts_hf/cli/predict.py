@@ -1,0 +1,224 @@
+"""`stts-hf predict INPUT...`: answers about many videos, into a file that can be stopped and started."""
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stts_hf.cli.answers import (
+    add_batch_options,
+    check_output,
+    open_output,
+    print_problems,
+    settings_of,
+    workers_of,
+)
+from stts_hf.cli.checkpoints import find_checkpoint
+from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
+from stts_hf.cli.options import (
+    add_device_options,
+    add_model_options,
+    add_selector_option,
+    add_url_option,
+    check_scaling,
+    count,
+    positive,
+    processing,
+)
+from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
+from stts_hf.cli.report import print_lines
+
+HELP = "answer about many videos, or many prompts about them; stopped and started, it goes on where it was"
+PARQUET = ".parquet"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "inputs",
+        metavar="INPUT",
+        nargs="+",
+        help="videos, folders of videos, patterns in quotes ('videos/**/*.mp4'), JSONL or Parquet files of rows "
+        "{id, video, prompt}, data sets of the Hub",
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="what to ask about videos that come without a prompt")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="a row per input, .jsonl or .parquet; where it is there already, the run goes on (default: prints them)",
+    )
+    parser.add_argument("--retry-errors", action="store_true", help="ask rows of --output again that have an error")
+    parser.add_argument("--split", help="split of a data set (default: train)")
+    parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
+    add_model_options(parser)
+    add_selector_option(parser)
+    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
+    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
+    add_batch_options(parser)
+    add_device_options(parser)
+    add_url_option(parser)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """
+    Runs the command. Returns 0 where all rows are answered and 1 where some have an error; raises `CommandError` for
+    the user's mistakes and a full disk.
+    """
+    check_scaling(arguments)
+    output = arguments.output
+    lines = output.with_suffix(".jsonl") if output else None  # which a Parquet file is made of
+    for path in {output, lines}:
+        check_output(path, map(Path, arguments.inputs), (".jsonl", PARQUET))
+    if arguments.retry_errors and output is None:
+        raise CommandError("--retry-errors needs --output, the file whose errors are meant")
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    rows = find_rows(arguments)
+    import_libraries()
+    from stts_hf.inference.answering import check_question
+    from stts_hf.inference.predicting import Predictor
+
+    with of_option():
+        predictor = Predictor(
+            checkpoint,
+            revision=arguments.revision,
+            selector=arguments.selector,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            pruning_ratio=arguments.pruning_ratio,
+            processing=processing(arguments),
+            batch_size=arguments.batch_size,
+            num_workers=workers_of(arguments),
+            max_new_tokens=arguments.max_new_tokens,
+            allow_urls=arguments.allow_urls,
+        )
+    arguments.pruning_ratio = predictor.pruning_ratio
+    check_scaling(arguments)
+    if arguments.prompt is not None:
+        try:
+            check_question(predictor.processor, arguments.prompt)
+        except ValueError as error:
+            raise CommandError(f"--prompt: {one_line(error)}") from error
+    settings = {"inputs": list(map(os.path.normpath, arguments.inputs)), "prompt": arguments.prompt}
+    settings |= {"split": arguments.split, "subset": arguments.subset}
+    settings |= settings_of(arguments, checkpoint, predictor.config)
+    with open_output(lines, settings, retry_errors=arguments.retry_errors) as (records, write, finish):
+        check_same(rows, records, output)
+        left = [row for row in rows if row["id"] not in records]
+        if len(left) < len(rows):
+            note(f"{len(rows) - len(left)} of {len(rows)} rows are in {lines} already")
+        seconds = 0.0
+        if left:
+            with stage(f"Loading {checkpoint}"):
+                model = predictor.model
+            ratio = f"{arguments.pruning_ratio:.0%} of the video tokens dropped"
+            note(f"Answering {len(left)} rows on {model.device} with {ratio} ...")
+            started = time.perf_counter()
+            done = len(rows) - len(left)
+            with (
+                progress_bar(len(rows), "row", done=done) as bar,
+                contextlib.closing(predictor.predict(left)) as found,
+            ):
+                for number, record in enumerate(found, done + 1):
+                    write(record)
+                    if output is None:
+                        print_record(number, len(rows), record)
+                    bar.update()
+            seconds = time.perf_counter() - started
+        summary = summarize([records[row["id"]] for row in rows])
+        finish(summary)
+        if output is not None and output.suffix == PARQUET:
+            write_parquet([records[row["id"]] for row in rows], output)
+    print_summary(summary, len(left), seconds)
+    print_problems(records.values(), "stts-hf predict: error: {} rows could not be answered")
+    return 1 if summary["errors"] else 0
+
+
+def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all inputs. Raises `CommandError` for what cannot be found or read."""
+    from stts_hf.inference.inputs import needs_datasets, read_inputs
+
+    if needs_datasets(arguments.inputs):
+        need_extras("Reading rows needs more packages", "train")
+    try:
+        return read_inputs(arguments.inputs, prompt=arguments.prompt, split=arguments.split, subset=arguments.subset)
+    except ValueError as error:
+        raise CommandError(one_line(error, limit=500)) from error
+
+
+def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
+    """Raises `CommandError` where a row that is answered asks something else now."""
+    for row in rows:
+        there = records.get(row["id"])
+        if there is not None and there["prompt"] != row["prompt"]:
+            raise CommandError(
+                f"--output {output} holds answers of another job: row {row['id']} asked {there['prompt']!r:.80}, and "
+                f"asks {row['prompt']!r:.80} now. Name another file, or move that one away."
+            )
+
+
+def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the records of all rows add up to."""
+    answered = [record for record in records if record["error"] is None]
+    names = ("video_tokens_kept", "video_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
+    sums = {name: sum(record[name] for record in answered) for name in names}
+    return {"rows": len(records), "answered": len(answered), "errors": len(records) - len(answered), **sums}
+
+
+def write_parquet(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Writes records, in this order, as a file that appears whole. Raises `CommandError` where it cannot be written."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from stts_hf.checkpoints.atomic_folder import atomic_file
+
+    texts, numbers = ("id", "video", "prompt", "answer", "error"), ("seconds",)
+    kinds = dict.fromkeys(texts, pyarrow.string()) | dict.fromkeys(numbers, pyarrow.float64())
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.int64())) for name in records[0]])
+    # An undecodable byte of a file's name becomes \udcXX, as in JSON.
+    rows = [
+        {
+            name: value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+            for name, value in record.items()
+        }
+        for record in records
+    ]
+    try:
+        with atomic_file(path) as new:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), new)
+    except OSError as error:
+        lines = path.with_suffix(".jsonl")
+        raise CommandError(
+            f"--output {path} cannot be written: {one_line(error, 120)}; all answers are in {lines}, and the same "
+            "command tries again"
+        ) from error
+
+
+def print_record(number: int, total: int, record: Mapping[str, Any]) -> None:
+    """Prints an answer for a person to read; bytes of a name that are no text are escaped."""
+    print(f"\n[{number}/{total}] {record['id'].encode('utf-8', 'backslashreplace').decode()}", flush=True)
+    if record["error"] is not None:
+        print_lines(error=one_line(ValueError(record["error"])))
+        return
+    total, kept = record["video_tokens"], record["video_tokens_kept"]
+    print_lines(
+        prompt=record["prompt"],
+        answer=record["answer"] or "(empty)",
+        frames=f"{record['frames']}" + (f", {record['damaged_frames']} damaged" if record["damaged_frames"] else ""),
+        video_tokens=f"{kept} of {total} kept",
+    )
+
+
+def print_summary(summary: Mapping[str, Any], done: int, seconds: float) -> None:
+    """Prints what all rows add up to; done: rows of this run, which took so many seconds."""
+    total, kept = summary["video_tokens"], summary["video_tokens_kept"]
+    print_lines(
+        rows=f"{summary['rows']}: {summary['answered']} answered, {summary['errors']} with an error",
+        frames=f"{summary['frames']}, {summary['damaged_frames']} of them damaged",
+        video_tokens=f"{kept} of {total} kept" + (f" ({1 - kept / total:.1%} dropped)" if total else ""),
+    )
+    if done:
+        print_lines(this_run=f"{done} rows in {seconds:.1f} s ({done / seconds:.2f} per second)")

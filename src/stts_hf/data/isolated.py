@@ -1,0 +1,184 @@
+"""A function in processes of its own: what crashes there, as decoders do over damaged files, ends one call alone."""
+
+import contextlib
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class ProcessDied(RuntimeError):
+    """The process of a call ended before the call did."""
+
+
+class CannotStart(RuntimeError):
+    """No process for a call can be started."""
+
+
+class Isolated(Generic[Item, Result]):
+    """
+    Calls a function in other processes, one for each thread that calls at the same time; they stay for later calls:
+
+        with Isolated(decode) as isolated, contextlib.closing(prefetch(isolated, paths, num_workers=4)) as decoded:
+            ...
+
+    Processes are spawned, with one thread for PyTorch each, and end with this one, however it ends. The function, what
+    it takes and what it returns must be picklable; it goes to a process once. Leaving the `with` block ends calls
+    that are under way.
+
+    Raises:
+        ProcessDied: the process of this call died; the next call has a new one.
+        CannotStart: there can be no process. What the function raises comes through.
+    """
+
+    def __init__(self, function: Callable[[Item], Result]):
+        self._function = function
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._workers: list[_Worker] = []
+        self._closed = False
+
+    def __call__(self, item: Item) -> Result:
+        worker = self._take()
+        try:
+            returned, value = worker.call(item)
+        except ProcessDied:
+            with self._lock:
+                self._workers.remove(worker)
+            worker.end()
+            raise
+        with self._lock:
+            self._idle.append(worker)
+        if returned:
+            return value
+        raise value
+
+    def _take(self) -> "_Worker":
+        with self._lock:
+            if self._idle and not self._closed:
+                return self._idle.pop()
+        worker = _Worker(self._function)  # takes seconds: it imports PyTorch
+        with self._lock:
+            if not self._closed:
+                self._workers.append(worker)
+                return worker
+        worker.end()
+        raise ProcessDied("Its processes were ended.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._closed = True
+        for worker in self._workers:
+            worker.process.terminate()
+        for worker in self._workers:
+            worker.process.join()
+
+
+class _Worker:
+    """A process that calls a function, one call after the other."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, function), daemon=True)
+        with _deaf_to_ctrl_c():
+            self.process.start()
+        other.close()
+        try:
+            self._receive()
+        except ProcessDied as error:
+            raise CannotStart(
+                f"No process for reading videos can be started: {error} A script that starts some must do so under "
+                '`if __name__ == "__main__":`; num_workers=0 needs none.'
+            ) from error
+
+    def call(self, item: Any) -> Any:
+        message = _dump(item)
+        try:
+            self.connection.send_bytes(message)
+        except OSError as error:
+            raise ProcessDied(self._end()) from error
+        return self._receive()
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.join()
+        self.connection.close()
+
+    def _receive(self) -> Any:
+        # A process that was forked meanwhile may hold the pipe open, so that its end alone says too little.
+        multiprocessing.connection.wait([self.connection, self.process.sentinel])
+        try:
+            if self.connection.poll():
+                return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            pass
+        raise ProcessDied(self._end())
+
+    def _end(self) -> str:
+        self.process.join()
+        code = self.process.exitcode or 0
+        return f"the process ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}."
+
+
+def _serve(connection: Any, function: Callable[[Any], Any]) -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):  # whom it works for is gone
+        connection.send_bytes(_dump(None))
+        while True:
+            item = pickle.loads(connection.recv_bytes())
+            try:
+                message = _dump((True, function(item)))
+            except Exception as error:
+                message = _dump((False, _portable(error)))
+            connection.send_bytes(message)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes started meanwhile never see the Ctrl-C that every process of a terminal gets: this one ends them."""
+    if os.name != "posix":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays: PyTorch hands them over in shared memory, of which containers have little."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def _dump(value: Any) -> memoryview:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getbuffer()
+
+
+def _portable(error: Exception) -> Exception:
+    """The same error, or its words where another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return ValueError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,130 @@
+"""What `stts-hf predict` is asked about: videos in folders and by pattern, and rows of files and data sets."""
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stts_hf.modeling.video_sources_stts import is_url
+
+ENDINGS = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m2ts", ".mts", ".ts"),
+    *(".3gp", ".ogv", ".vob", ".gif"),
+)
+_TABLES = (".jsonl", ".json", ".parquet")
+_OF_DATA_SET = ("state.json", "dataset_dict.json", "metadata.jsonl", "metadata.csv", "metadata.parquet")
+_ON_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def read_inputs(
+    inputs: Sequence[str], *, prompt: str | None = None, split: str | None = None, subset: str | None = None
+) -> list[dict[str, Any]]:
+    """
+    Rows `{id, video, prompt}` of all inputs, in their order, and `media_root` where relative paths start.
+
+    Args:
+        inputs: paths or addresses of videos; folders, whose videos are found by their endings, in folders inside them
+            too; patterns such as `videos/**/*.mp4`; JSONL and Parquet files of rows `{id, video, prompt}`; data sets of
+            the Hub, or folders of one. The `id` of a video without a row is its path, as it is written here.
+        prompt: for videos without one.
+        split, subset: of data sets; by default "train", and the only one.
+
+    Raises:
+        ValueError: an input is none of these, holds no videos or cannot be read, ids are there twice, there is no
+            prompt, or an argument has no use.
+    """
+    rows = [row for one in inputs for row in _read(one, split, subset)]
+    if (split or subset) and not needs_datasets(inputs):
+        raise ValueError("split and subset are of data sets, of which there is none among the inputs. Leave them out.")
+    if not rows:
+        raise ValueError("inputs are empty. Name videos, folders or files of rows.")
+    twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
+    if twice:
+        raise ValueError(f"ids must differ, but several rows have the id {_some(twice)}. Give each its own.")
+    without = [row["id"] for row in rows if row["prompt"] is None]
+    if without and prompt is None:
+        raise ValueError(f"prompt is missing for {len(without)} of {len(rows)} rows ({_some(without)}). Pass one.")
+    if prompt is not None and not without:
+        raise ValueError("prompt has no use: every row has its own. Leave it out.")
+    return [row | {"prompt": prompt} if row["prompt"] is None else row for row in rows]
+
+
+def needs_datasets(inputs: Iterable[str]) -> bool:
+    """Whether an input is read by `datasets`."""
+    return any(map(_is_data_set, inputs))
+
+
+def _read(source: str, split: str | None, subset: str | None) -> Iterable[dict[str, Any]]:
+    path = Path(source)
+    if _is_data_set(source):
+        return _read_rows(source, split, subset)
+    if path.is_dir():
+        return map(_of_video, _videos_in(path))
+    if path.exists() or is_url(source):
+        return [_of_video(source)]
+    if not glob.has_magic(source):
+        raise ValueError(f"{source} does not exist. Name a file, a folder, or user/name of a data set.")
+    found = sorted(name for name in glob.glob(source, recursive=True) if os.path.isfile(name))
+    if not found:
+        raise ValueError(f"{source} matches no file. Correct the pattern; ** stands for any folders.")
+    return map(_of_video, found)
+
+
+def _of_video(path: str) -> dict[str, Any]:
+    return {"id": path, "video": path, "prompt": None}
+
+
+def _is_data_set(source: str) -> bool:
+    path = Path(source)
+    if path.is_dir():
+        return any((path / name).is_file() for name in _OF_DATA_SET) or (
+            any(path.glob("*.parquet")) or any(path.glob("data/*.parquet"))
+        )
+    if path.exists() or path.suffix.lower() in (*ENDINGS, *_TABLES):
+        return path.suffix in _TABLES
+    return _ON_HUB.fullmatch(source) is not None
+
+
+def _videos_in(folder: Path) -> list[str]:
+    """All videos below a folder, in the order of their names; those that are hidden are not seen."""
+
+    def fail(error: OSError) -> None:
+        raise ValueError(f"The folder {error.filename} cannot be read: {error.strerror}. Mend that, or leave it out.")
+
+    videos, others = [], 0
+    for place, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower().endswith(ENDINGS):
+                videos.append(os.path.join(place, name))
+            else:
+                others += 1
+    if not videos:
+        raise ValueError(
+            f"The folder {folder} holds no videos, and {others} other files. Videos end in {', '.join(ENDINGS)}; name "
+            "others one by one or by a pattern."
+        )
+    return videos
+
+
+def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[dict[str, Any]]:
+    """Rows of a data set, without what its videos hold."""
+    from stts_hf.data.loading import accepts_option, load_rows
+
+    options = {name: value for name, value in (("split", split), ("name", subset)) if accepts_option(source, name)}
+    try:
+        table = load_rows(source, **options)
+    except (OSError, RuntimeError) as error:  # what `datasets` raises for what it does not find
+        here = "" if Path(source).exists() else " does not exist here, and"
+        raise ValueError(f"{source}{here} cannot be loaded as a data set: {error}") from error
+    if "video" not in table.column_names:
+        raise ValueError(f"{source} has no column 'video', but {', '.join(table.column_names)}. Rename one.")
+    for row in table:
+        yield {name: row.get(name) for name in ("id", "video", "prompt", "media_root")} | {"id": str(row["id"])}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,160 @@
+"""Answers to the rows of a data set: the code behind `stts-hf predict`, and `stts-hf eval`."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+from stts_hf.checkpoints.loading import choose_device, load_config_and_processor, load_model
+from stts_hf.data.collator import resolve_ratio
+from stts_hf.data.encoding import check_videos, place_subtitles
+from stts_hf.data.rows import RowError, check_files, read_row, row_errors, row_id
+
+from .asking import Prompt, PromptAnswer, answer_prompts, make_prompt
+
+_UNKNOWN = "..."  # in place of the answer that rows for training and scoring have
+
+
+class Predictor:
+    """
+    Answers rows with a checkpoint that it loads itself, the weights on first use: made of plain values, so that any
+    process can hold one.
+
+        predictor = Predictor("my-stts", pruning_ratio=0.5, max_new_tokens=64, num_workers=2)
+        for row in predictor.predict([{"id": "a", "video": "a.mp4", "prompt": "What happens?"}]):
+            print(row["answer"] or row["error"])
+
+    Args:
+        checkpoint, revision, selector, device, dtype, pruning_ratio: as in `stts_hf.load`.
+        processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
+        batch_size, num_workers: as in `answer_prompts`.
+        max_new_tokens: tokens that an answer may have.
+        allow_urls: whether videos may be fetched from http(s) URLs.
+
+    Attributes:
+        config, processor, pruning_ratio: what it goes by.
+
+    Raises:
+        ValueError: there is no such checkpoint or device, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        *,
+        revision: str | None = None,
+        selector: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        pruning_ratio: float | None = None,
+        processing: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+        num_workers: int = 0,
+        max_new_tokens: int = 64,
+        allow_urls: bool = False,
+    ):
+        self.config, self.processor = load_config_and_processor(checkpoint, revision=revision, selector=selector)
+        self.pruning_ratio = resolve_ratio(self.config, pruning_ratio)
+        self._weights = (checkpoint, self.config, choose_device(device)), {"revision": revision, "dtype": dtype}
+        self._options = {
+            "processing": processing,
+            "batch_size": batch_size,
+            "num_workers": num_workers,
+            "allow_urls": allow_urls,
+            "max_new_tokens": max_new_tokens,
+        }
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model, loaded on first use."""
+        place, options = self._weights
+        return load_model(*place, **options)
+
+    def predict(self, rows: Iterable[Mapping[str, Any]]) -> Generator[dict[str, Any], None, None]:
+        """
+        Answers rows greedily, those about one video together. rows: dicts with `id`, `video` (a path, from the folder
+        `media_root` where there is one, a URL, or bytes) and `prompt`.
+
+        Returns:
+            A record for each row, as soon as it is answered, rows that cannot be read first: `id`, `video`, `prompt`,
+            `answer` (None where there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`, `new_tokens`,
+            `frames`, `damaged_frames`, `seconds` of the model, for the batch divided by its rows, and `error`, what is
+            wrong with the row, else None.
+        """
+        answers = answer_rows(
+            self.model,
+            self.processor,
+            rows,
+            read_asked,
+            pruning_ratio=self.pruning_ratio,
+            do_sample=False,
+            **self._options,
+        )
+        with contextlib.closing(answers):
+            for row, answer in answers:
+                yield record_of(row, answer)
+
+
+def answer_rows(
+    model: Any,
+    processor: Any,
+    rows: Iterable[Mapping[str, Any]],
+    read: Callable[[Any, Mapping[str, Any], int, bool], Prompt],
+    *,
+    pruning_ratio: float | None = None,
+    allow_urls: bool = False,
+    **options: Any,
+) -> Generator[tuple[dict[str, Any], PromptAnswer | Exception], None, None]:
+    """
+    Each row, with an `id`, and its answer or what is wrong with it; rows that cannot be read come first. read: makes a
+    row's prompt of processor, row, its number and `allow_urls`, or raises `RowError`. pruning_ratio: by default the
+    model's. options: as in `answer_prompts`.
+    """
+    ratio = resolve_ratio(model.config, pruning_ratio)
+    assert ratio is not None  # a model has one
+    asked: list[dict[str, Any]] = []
+    prompts: list[Prompt] = []
+    for index, row in enumerate(rows):
+        named = {**row, "id": row_id(row, index)}
+        try:
+            prompts.append(read(processor, row, index, allow_urls))
+            asked.append(named)
+        except RowError as error:
+            yield named, error
+    answers = answer_prompts(model, processor, prompts, pruning_ratio=ratio, **options)
+    with contextlib.closing(answers):
+        for place, answer in answers:
+            yield asked[place], answer
+
+
+def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:
+    """What a row (docs/training_data.md) asks, without its answer. Raises `RowError` for one that cannot be asked."""
+    sample = read_row(row, index)
+    with row_errors(sample.id):
+        check_files(sample, allow_urls)
+        check_videos(processor, sample)
+        return make_prompt(processor, place_subtitles(processor, sample.messages[:-1]), sample.videos, sample.images)
+
+
+def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:
+    """The prompt of a row `{id, video, prompt}`. Raises `RowError` for one that cannot be asked."""
+    name = row_id(row, index)
+    if row.get("video") is None:
+        raise RowError(f"Row {name!r}: video is empty. Name a file.", name)
+    columns = {name: row.get(name) for name in ("id", "media_root", "video")}
+    return read_prompt(processor, {**columns, "question": row.get("prompt"), "answer": _UNKNOWN}, index, allow_urls)
+
+
+def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:
+    """`Predictor.predict`'s record of a row; what is not known of one with an error is None, or 0 for `seconds`."""
+    video = row.get("video")
+    if isinstance(video, Mapping):
+        video = video.get("path")
+    record = {"id": row["id"], "video": video if isinstance(video, str) else None, "prompt": row.get("prompt")}
+    counted = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames")
+    if isinstance(answer, Exception):
+        # ValueError and OSError are what unreadable files end in; anything else says little without its kind.
+        kind = "" if isinstance(answer, ValueError | OSError) else f"{type(answer).__name__}: "
+        return {**record, "answer": None, **dict.fromkeys(counted), "seconds": 0.0, "error": f"{kind}{answer}"}
+    counts = {name: getattr(answer, name) for name in counted}
+    return {**record, "answer": answer.written, **counts, "seconds": answer.seconds, "error": None}

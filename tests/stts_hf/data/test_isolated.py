@@ -1,0 +1,92 @@
+"""A function in another process: what comes back, and what its death costs."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from stts_hf.data.isolated import Isolated, ProcessDied
+from stts_hf.data.prefetch import prefetch
+
+PATIENCE = 120  # seconds until a test that would hang fails
+
+
+class Odd(Exception):
+    """Cannot be made again of what it says."""
+
+    def __init__(self, code: int, words: str):
+        super().__init__(f"{code}: {words}")
+
+
+def work(task):
+    kind, value = task
+    if kind == "double":
+        return {"tensor": torch.full((300, 300), float(value)) * 2, "process": os.getpid()}
+    if kind == "kill":
+        os.kill(os.getpid(), value)
+    if kind == "sleep":
+        time.sleep(value)
+    if kind == "odd":
+        raise Odd(3, "broken")
+    raise ValueError(value)
+
+
+@pytest.fixture(scope="module")
+def isolated():
+    with Isolated(work) as isolated:
+        yield isolated
+
+
+def test_results_are_made_in_one_other_process(isolated):
+    first, second = (isolated(("double", number)) for number in (1, 2))
+    assert torch.equal(first["tensor"], torch.full((300, 300), 2.0))
+    assert torch.equal(second["tensor"], torch.full((300, 300), 4.0))
+    assert first["process"] == second["process"] != os.getpid()
+    first["tensor"].add_(1)  # may be written to
+
+
+def test_errors_come_through(isolated):
+    with pytest.raises(ValueError, match=r"^no video$"):
+        isolated(("raise", "no video"))
+    with pytest.raises(ValueError, match="Odd: 3: broken"):
+        isolated(("odd", None))
+
+
+def test_a_death_is_the_error_of_its_call_alone(isolated):
+    before = isolated(("double", 1))["process"]
+    with pytest.raises(ProcessDied, match="the process ended with SIGSEGV"):
+        isolated(("kill", signal.SIGSEGV))
+    assert isolated(("double", 1))["process"] != before
+
+
+def test_leaving_ends_calls_under_way():
+    started = time.perf_counter()
+    isolated = Isolated(work)
+    tasks = [("double", 1), ("sleep", 10 * PATIENCE), ("double", 2)]
+    with contextlib.closing(prefetch(isolated, tasks)) as results, isolated:
+        assert next(results)["process"] != os.getpid()
+    assert time.perf_counter() - started < PATIENCE
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+    with pytest.raises(ProcessDied, match="were ended"):
+        isolated(("double", 1))
+
+
+UNGUARDED = """
+from stts_hf.data.isolated import Isolated
+with Isolated(len) as isolated:
+    print(isolated("abc"))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_cannot_be_imported_twice_is_told_so(tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    run = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=PATIENCE)
+    assert run.returncode == 1
+    assert 'must do so under `if __name__ == "__main__":`; num_workers=0 needs none.' in run.stderr
