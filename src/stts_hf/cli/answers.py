@@ -31,7 +31,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=natural,
         metavar="N",
-        help="processes that decode ahead; 0: a thread (default: one for two cores, 4 at most)",
+        help="processes that decode ahead; 0: a thread (default: one a core, 4 at most)",
     )
 
 
@@ -39,7 +39,7 @@ def workers_of(arguments: argparse.Namespace) -> int:
     """How many processes decode."""
     if arguments.workers is not None:
         return arguments.workers
-    return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 2))
+    return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str, ...] = (".jsonl",)) -> None:

@@ -170,7 +170,7 @@ def answer_prompts(
                     else:
                         readable.append((head, found))
                 if readable:
-                    yield from answer(*zip(*readable, strict=True), batch.shares)
+                    yield from answer([head for head, _ in readable], [made for _, made in readable], batch.shares)
 
     return answers()
 

@@ -55,8 +55,9 @@ class Predictor:
     ):
         self.config, self.processor = load_config_and_processor(checkpoint, revision=revision, selector=selector)
         self.pruning_ratio = resolve_ratio(self.config, pruning_ratio)
-        self._weights = (checkpoint, self.config, choose_device(device)), {"revision": revision, "dtype": dtype}
-        self._options = {
+        self._place = (checkpoint, self.config, choose_device(device))
+        self._weights: dict[str, Any] = {"revision": revision, "dtype": dtype}
+        self._options: dict[str, Any] = {
             "processing": processing,
             "batch_size": batch_size,
             "num_workers": num_workers,
@@ -67,8 +68,7 @@ class Predictor:
     @functools.cached_property
     def model(self) -> Any:
         """The model, loaded on first use."""
-        place, options = self._weights
-        return load_model(*place, **options)
+        return load_model(*self._place, **self._weights)
 
     def predict(self, rows: Iterable[Mapping[str, Any]]) -> Generator[dict[str, Any], None, None]:
         """
