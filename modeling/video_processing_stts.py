@@ -326,6 +326,8 @@ def normalize_videos(videos: Any, name: str = "videos") -> Any:
         return [normalize_videos(video, f"{name}[{index}]") for index, video in enumerate(videos)]
     if not isinstance(videos, str) and not hasattr(videos, "shape"):
         raise ValueError(f"{name} is {videos!r:.80}. Pass a path, a URL, bytes, an open file or the frames of a video.")
+    if not isinstance(videos, str) and len(videos.shape) < 3:
+        raise ValueError(f"{name} must hold frames (T, height, width, 3), got shape {tuple(videos.shape)}.")
     return videos
 
 

@@ -101,6 +101,11 @@ def changed(video_processor: Any, options: dict[str, Any]) -> Any:
     video_processor = copy.copy(video_processor)
     scales, ratio = options.pop("test_time_scaling", False), options.pop("pruning_ratio", None)
     known = SETTINGS.keys() | video_processor.valid_kwargs.__annotations__.keys()
+    if ratio is not None and not scales:
+        raise ValueError(
+            f"pruning_ratio={ratio!r} has no effect on a processor without test_time_scaling. Pass it to the model's "
+            "call or generate, which prune, or pass test_time_scaling=True too, for more frames."
+        )
     set_frames(video_processor, **{name: options.pop(name) for name in known & options.keys()})
     if scales:
         if ratio is None:

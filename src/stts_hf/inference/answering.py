@@ -50,8 +50,8 @@ class VideoAnswer:
     damaged_frames: int = 0
     duration: float | None = None
     grid: tuple[int, int] = (0, 0)
-    keep_mask: torch.Tensor | None = None
-    token_scores: torch.Tensor | None = None
+    keep_mask: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    token_scores: torch.Tensor | None = dataclasses.field(default=None, repr=False)
     prompt_tokens: int = 0
     tokens_read_before: int = 0
     seconds: float = 0.0

@@ -7,6 +7,7 @@ language model's pass over it are the same for every question, and what the cach
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,6 +111,11 @@ class Clip:
         return self.seen.token_scores
 
     @property
+    def _name(self) -> str:
+        video = self.seen.video  # bytes and frames would be spelled out
+        return repr(os.fspath(video)) if isinstance(video, str | os.PathLike) else f"<{type(video).__name__}>"
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the clip holds on the model's device; 0 when it is released."""
         heads = self._heads  # another thread may let it go
@@ -166,7 +172,7 @@ class Clip:
         seen = self.seen
         held = f"{self.num_bytes / 2**20:.1f} MiB" if self.num_bytes else "released"
         kept = f"{seen.video_tokens_kept} of {seen.video_tokens} video tokens"
-        return f"<Clip of {seen.video!r:.80}: {seen.num_frames} frames, {kept}, {held}>"
+        return f"<Clip of {self._name}: {seen.num_frames} frames, {kept}, {held}>"
 
     def _answer(
         self, questions: Sequence[str], after: Sequence[VideoAnswer], options: Mapping[str, Any]
@@ -220,7 +226,7 @@ class Clip:
         with self._alone():
             heads = self._heads
             if heads is None:
-                raise ValueError(f"The clip of {self.seen.video!r:.80} was released. Watch the video again.")
+                raise ValueError(f"The clip of {self._name} was released. Watch the video again.")
             now = settings_of(self.model)
             for name, value in self._settings.items():
                 if now[name] != value:

@@ -46,7 +46,7 @@ class ReadHeads:
         if keep:
             cache = copy.copy(cache)
             cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        cache.batch_select_indices(rows.to(self.tokens["input_ids"].device))
+        cache.batch_select_indices(rows)  # on the host, since layers may be on several devices
         if self.note is not None:
             self.note.reorder(rows).attach(cache)
         return cache
@@ -72,7 +72,7 @@ class ReadHeads:
         prompts = {}
         for name, head in self.tokens.items():
             tail = tails[name] if name in tails else torch.zeros_like(tails["input_ids"])
-            prompts[name] = torch.cat([head[rows.to(head.device)], tail.to(head.device)], dim=-1)
+            prompts[name] = torch.cat([head[rows], tail.to(head.device)], dim=-1)
         options |= {"return_dict_in_generate": True}
         output = model.generate(**prompts, past_key_values=cache, **options)
         return output.sequences[:, prompts["input_ids"].shape[1] :], prompts

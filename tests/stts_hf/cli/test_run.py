@@ -18,6 +18,7 @@ from stts_hf.cli import timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.checkpoints import QWENS, TINIES
+from tests.clips import write_no_video
 
 # 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, 0.7, ... 1.7 s and the end.
 NUM_FRAMES, NUM_TOKENS = 9, 9 * 16
@@ -229,13 +230,9 @@ def test_an_output_that_is_a_folder_is_one_clear_line(run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "truncated"])
-def test_what_is_not_a_video_is_one_clear_line(run, clip, tmp_path, kind):
+def test_what_is_not_a_video_is_one_clear_line(run, tmp_path, kind):
     path = tmp_path / "video.mp4"
-    if kind == "folder":
-        path.mkdir()
-    elif kind != "missing":
-        content = {"empty": b"", "text": b"no video at all\n" * 100, "truncated": clip.read_bytes()[:2000]}[kind]
-        path.write_bytes(content)
+    write_no_video(path, kind)
     status, out, err, sheet = run(video=path)
     assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith("stts-hf run: error: ")

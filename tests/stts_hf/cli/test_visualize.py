@@ -19,7 +19,7 @@ from stts_hf.benchmark.models import stock_config, stock_twin
 from stts_hf.cli.main import main
 from stts_hf.inference.answering import answer_videos
 from stts_hf.visualize.sample_clip import write_sample_clip
-from tests.clips import write_audio
+from tests.clips import write_no_video
 from tests.small_disk import small_disk
 from tests.stts_hf.visualize.test_html_report import Page
 
@@ -156,14 +156,10 @@ def test_a_selector_given_twice_is_shown_once(run):
         ("address", "is an address, which is downloaded only with --allow-urls"),
     ],
 )
-def test_what_is_no_video_is_one_clear_line(run, clip, tmp_path, kind, words):
+def test_what_is_no_video_is_one_clear_line(run, tmp_path, kind, words):
     path = tmp_path / "video.mp4"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "audio":
-        write_audio(path)
-    elif kind in ("text", "truncated"):
-        path.write_bytes(b"no video at all\n" * 100 if kind == "text" else clip.read_bytes()[:2000])
+    if kind != "address":
+        write_no_video(path, kind)
     status, out, last, folder = run(video="https://example.com/clip.mp4" if kind == "address" else path)
     assert (status, out) == (2, "")
     assert last.startswith("stts-hf visualize: error: ")

@@ -4,6 +4,7 @@ import functools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -385,6 +386,13 @@ def test_a_released_clip_says_so(assistant, five):
     for asks in (clip.ask, clip.dialogue().ask, lambda question: clip.ask_all([question]), _drain(clip)):
         with pytest.raises(ValueError, match=r"clip of '.*five\.mkv' was released\. Watch the video again"):
             asks("What?")
+
+
+def test_a_clip_of_a_file_in_memory_is_called_by_its_kind(assistant, two):
+    with assistant.watch(Path(two).read_bytes()) as clip:
+        assert repr(clip).startswith("<Clip of <bytes>: ")
+    with pytest.raises(ValueError, match="clip of <bytes> was released"):
+        clip.ask("What?")
 
 
 def _drain(clip):
