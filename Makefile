@@ -19,7 +19,7 @@ CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-browser test-matrix test-eval stts-tiny lint clean
+.PHONY: demo test test-all test-browser test-matrix test-eval test-vllm stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -49,6 +49,15 @@ test-eval: .venv-eval/.installed
 .venv-eval/.installed: pyproject.toml
 	@test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
 	@.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e ".[benchmarks]" pytest==9.2.0
+	@touch $@
+
+# Tests with vLLM, whose requirements (transformers<5.20) exclude ours: in an environment of its own, on a CPU.
+test-vllm: .venv-vllm/.installed
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest -m vllm tests/stts_hf/serving
+
+.venv-vllm/.installed: pyproject.toml examples/serving/install.sh
+	@PYTHON="$(PYTHON)" sh examples/serving/install.sh .venv-vllm .
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check pytest==9.2.0
 	@touch $@
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.

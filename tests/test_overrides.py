@@ -87,7 +87,7 @@ RELIED_ON = {
 
 def our_classes() -> Iterator[type]:
     for module in pkgutil.walk_packages(stts_hf.__path__, "stts_hf."):
-        if module.name.startswith("stts_hf.evaluation.lmms_"):  # of the extra `eval`, which excludes the others
+        if module.name.startswith(("stts_hf.evaluation.lmms_", "stts_hf.serving.")):  # extras that exclude the others
             continue
         if not module.name.endswith("__main__"):
             for value in list(vars(importlib.import_module(module.name)).values()):

@@ -108,7 +108,7 @@ def test_a_checkout_that_is_not_installed_imports(monkeypatch):
 def test_the_known_good_set_is_within_what_the_project_supports():
     for line in [*PROJECT["dependencies"], *itertools.chain.from_iterable(OPTIONAL.values())]:
         requirement = Requirement(line)
-        if requirement.name not in ("stts-hf", "flash-attn", "lmms-eval", "Levenshtein"):
+        if requirement.name not in ("stts-hf", "flash-attn", "lmms-eval", "Levenshtein", "vllm"):
             assert requirement.specifier.contains(PINS[plain(requirement.name)]), requirement
 
 
@@ -130,10 +130,11 @@ def imports(path: Path) -> set[str]:
     ("room", "extras"),
     [
         ("modeling", ["flash"]),
-        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize", "demo"]),
+        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize", "demo", "vllm"]),
         ("src/stts_hf/checkpoints", ["train"]),
         ("src/stts_hf/demo", ["demo"]),
         ("src/stts_hf/inference", []),
+        ("src/stts_hf/serving", ["vllm"]),
         ("src/stts_hf/visualize", ["visualize"]),
     ],
 )

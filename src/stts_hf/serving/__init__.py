@@ -1,0 +1,1 @@
+"""STTS behind an OpenAI-compatible server: a plugin for vLLM (docs/serving.md)."""

@@ -1,0 +1,75 @@
+"""What vLLM's own settings must be for STTS: checked, or set where a server's user cannot know them."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from stts_hf.modeling.configuration_stts import STTSConfig
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger("vllm.stts_hf")  # vLLM shows loggers below its own
+
+SCHEDULER = "stts_hf.serving.scheduler.WholeVisionScheduler"
+
+
+class ServingSettings(VerifyAndUpdateConfig):
+    """Hooks that vLLM calls with its settings before anything is built."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: "ModelConfig") -> None:
+        """Raises `ValueError` for settings of the checkpoint, or of `--hf-overrides`, that cannot be."""
+        config: Any = model_config.hf_config
+        for name in STTSConfig.vision_settings:  # `--hf-overrides` sets attributes, where `from_pretrained` sorts them
+            if name in vars(config):
+                setattr(config.vision_config, name, vars(config).pop(name))
+        config.vision_config.validate_pruning()
+        multimodal = model_config.multimodal_config
+        if multimodal is not None and multimodal.video_pruning_rate:
+            raise ValueError(
+                f"--video-pruning-rate {multimodal.video_pruning_rate} is for vLLM's own pruning (EVS), not for STTS. "
+                f"Set STTS's ratio with --hf-overrides '{{\"pruning_ratio\": {multimodal.video_pruning_rate}}}'."
+            )
+        text = config.text_config
+        # The names of vLLM's text model.
+        text.qkv_bias, text.use_qk_norm = text.attention_bias, text.qk_norm_type is not None
+        text.layer_norm_eps, text.rope_theta = text.rms_norm_eps, text.rope_parameters["rope_theta"]
+        if keeps_gaps(config):
+            # vLLM lets positions differ from places only for models of several axes. All of ours are the first.
+            text.rope_parameters["mrope_section"] = [text.head_dim // 2, 0, 0]
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        """Raises `ValueError` for what would silently compute something else."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            raise ValueError(
+                f"STTS is served on CPUs only so far, and this is {current_platform.device_name}: the attention among "
+                "vision tokens is written for vLLM's CPU backend. On a GPU use the model in transformers, "
+                "with `stts-hf predict` for many videos."
+            )
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        if vllm_config.speculative_config is not None:
+            raise ValueError("STTS is not served with speculative decoding. Leave --speculative-config out.")
+        if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
+            raise ValueError(f"STTS is not served with --kv-cache-dtype {cache.cache_dtype}. Leave it out.")
+        if scheduler.scheduler_cls not in (None, SCHEDULER):
+            raise ValueError(
+                f"--scheduler-cls {scheduler.scheduler_cls} might cut a prompt between its vision tokens, which see "
+                "each other in both directions. Leave it out: STTS brings a scheduler that does not."
+            )
+        scheduler.scheduler_cls, scheduler.async_scheduling = SCHEDULER, False
+        longest = vllm_config.model_config.max_model_len
+        if scheduler.max_num_batched_tokens < longest:
+            # Vision tokens go through the language model in one step. A prompt that does not fit would wait for ever.
+            logger.info("STTS raises max_num_batched_tokens to max_model_len, %d.", longest)
+            scheduler.max_num_batched_tokens = longest
+            scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = longest
+
+
+def keeps_gaps(config: Any) -> bool:
+    """Whether tokens behind a dropped one keep the position that they had."""
+    return config.pruned_position_ids == "original" and config.vision_config.pruning_ratio > 0
