@@ -56,7 +56,7 @@ test-vllm: .venv-vllm/.installed
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -m vllm tests/stts_hf/serving
 
 .venv-vllm/.installed: pyproject.toml examples/serving/install.sh
-	@PYTHON="$(PYTHON)" sh examples/serving/install.sh .venv-vllm .
+	@PYTHON="$(PYTHON)" sh examples/serving/install.sh .venv-vllm -e .
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check pytest==9.2.0
 	@touch $@
 

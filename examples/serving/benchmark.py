@@ -49,6 +49,8 @@ def make_checkpoints(folder: Path) -> None:
         vision_config=vision,
         text_config=text,
         adapter_config=settings["adapter_config"] | {"text_hidden_size": 512},
+        image_col_id=tiny.tokenizer.convert_tokens_to_ids("<im_col>"),  # this and the next for stock vLLM
+        image_low_res_id=tiny.tokenizer.convert_tokens_to_ids("<im_low>"),
         **{name: value for name, value in settings.items() if name.endswith(("_token_id", "_patch_id"))},
     )
     Molmo2ForConditionalGeneration(config).float().save_pretrained(folder / "stock")

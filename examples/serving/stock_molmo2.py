@@ -77,7 +77,8 @@ def make_checkpoint(folder: str) -> tuple[Molmo2ForConditionalGeneration, Molmo2
         image_patch_id=ids["<im_patch>"],
         image_start_token_id=ids["<im_start>"],
         image_end_token_id=ids["<im_end>"],
-        image_col_id=ids["<im_col>"],  # type: ignore[call-arg]  # vLLM reads it
+        image_col_id=ids["<im_col>"],  # type: ignore[call-arg]  # this and the next for vLLM
+        image_low_res_id=ids["<im_low>"],
         low_res_image_start_token_id=ids["<low_res_im_start>"],
         frame_start_token_id=ids["<frame_start>"],
         frame_end_token_id=ids["<frame_end>"],
@@ -94,6 +95,8 @@ def make_checkpoint(folder: str) -> tuple[Molmo2ForConditionalGeneration, Molmo2
 
 def as_released(config: Any) -> Any:
     """The settings under the names of the released checkpoints' own configuration, which vLLM reads."""
+    if not hasattr(config, "vision_config"):  # an empty one, with which vLLM asks whether the model's type changes
+        return config
     vision, adapter, text = config.vision_config, config.adapter_config, config.text_config
     config.vit_config = SimpleNamespace(**vision.to_dict())
     config.vit_config.image_default_input_size, config.vit_config.image_patch_size = (
