@@ -15,6 +15,8 @@ from stts_hf.data.encoding import open_image
 from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
 from stts_hf.data.prefetch import prefetch
 
+from .inputs import StoredVideo
+
 if TYPE_CHECKING:
     from .asking import Prompt
 
@@ -78,9 +80,8 @@ def prepare_head(processor: Any, prompt: "Prompt", options: Mapping[str, Any], *
     def read_image(source: Any) -> Image.Image:
         return load_image(open_image(source, processor))
 
-    videos = [
-        [read_image(picture) for picture in video] if isinstance(video, list) else video for video in prompt.videos
-    ]
+    videos = [video.load() if isinstance(video, StoredVideo) else video for video in prompt.videos]
+    videos = [[read_image(picture) for picture in video] if isinstance(video, list) else video for video in videos]
     inputs = frames.process(
         processor,
         text=[prompt.head if alone else prompt.head + prompt.tail],

@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,25 @@ ENDINGS = (
 )
 _TABLES = (".jsonl", ".json", ".parquet")
 _OF_DATA_SET = ("state.json", "dataset_dict.json", "metadata.jsonl", "metadata.csv", "metadata.parquet")
+STAND_INS = {"question": "?", "answer": "..."}  # for what rows for training and scoring have
 _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+@dataclass(frozen=True)
+class StoredVideo:
+    """A video that lies in a data set, of which all videos together may be larger than the memory."""
+
+    table: Any
+    number: int
+
+    def load(self) -> Any:
+        """Its bytes or path. Raises `RowError` where there is neither."""
+        from stts_hf.data.rows import check_files, read_row
+
+        row = self.table[self.number]
+        sample = read_row({name: row.get(name) for name in ("id", "media_root", "video")} | STAND_INS)
+        check_files(sample)
+        return sample.videos[0]
 
 
 def read_inputs(
@@ -112,6 +131,8 @@ def _videos_in(folder: Path) -> list[str]:
 
 def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[dict[str, Any]]:
     """Rows of a data set, without what its videos hold."""
+    import datasets
+
     from stts_hf.data.loading import accepts_option, load_rows
 
     options = {name: value for name, value in (("split", split), ("name", subset)) if accepts_option(source, name)}
@@ -122,8 +143,10 @@ def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[d
         raise ValueError(f"{source}{here} cannot be loaded as a data set: {error}") from error
     if "video" not in table.column_names:
         raise ValueError(f"{source} has no column 'video', but {', '.join(table.column_names)}. Rename one.")
-    for row in table:
-        yield {name: row.get(name) for name in ("id", "video", "prompt", "media_root")} | {"id": str(row["id"])}
+    are_named = table.features["video"] in (datasets.Value("string"), datasets.Json())
+    for number, row in enumerate(table if are_named else table.remove_columns("video")):
+        video = row["video"] if are_named else StoredVideo(table, number)
+        yield {"id": str(row["id"]), "video": video, "prompt": row.get("prompt"), "media_root": row.get("media_root")}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Answers to the rows of a data set: the code behind `stts-hf predict`, and `stts-hf eval`."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
@@ -11,8 +12,7 @@ from stts_hf.data.encoding import check_videos, place_subtitles
 from stts_hf.data.rows import RowError, check_files, read_row, row_errors, row_id
 
 from .asking import Prompt, PromptAnswer, answer_prompts, make_prompt
-
-_UNKNOWN = "..."  # in place of the answer that rows for training and scoring have
+from .inputs import STAND_INS, StoredVideo
 
 
 class Predictor:
@@ -141,8 +141,11 @@ def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None,
     name = row_id(row, index)
     if row.get("video") is None:
         raise RowError(f"Row {name!r}: video is empty. Name a file.", name)
-    columns = {name: row.get(name) for name in ("id", "media_root", "video")}
-    return read_prompt(processor, {**columns, "question": row.get("prompt"), "answer": _UNKNOWN}, index, allow_urls)
+    stored = row["video"] if isinstance(row["video"], StoredVideo) else None
+    columns = {name: row.get(name) for name in ("id", "media_root", "video")} | STAND_INS
+    columns |= {"question": row.get("prompt")} | ({"video": b"?"} if stored else {})
+    prompt = read_prompt(processor, columns, index, allow_urls)
+    return dataclasses.replace(prompt, videos=(stored,)) if stored else prompt
 
 
 def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:

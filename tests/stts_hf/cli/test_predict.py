@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.parquet
 import pytest
 import torch
@@ -151,6 +152,20 @@ def test_a_parquet_file_of_errors_alone_has_the_same_columns(run):
     assert run("clips/two.mp4", *PROMPT, "--output", "two.parquet")[0] == 0
     tables = [pyarrow.parquet.read_table(name) for name in ("out.parquet", "two.parquet")]
     assert tables[0].schema == tables[1].schema
+
+
+def test_videos_that_lie_in_a_data_set(run, here):
+    videos = [{"bytes": Path("clips/two.mp4").read_bytes(), "path": None}, {"bytes": b"no video", "path": None}]
+    features = {
+        "id": datasets.Value("string"),
+        "video": datasets.Video(decode=False),
+        "prompt": datasets.Value("string"),
+    }
+    columns = {"id": ["a", "b"], "video": videos, "prompt": ["What moves?", "Where?"]}
+    datasets.Dataset.from_dict(columns, features=datasets.Features(features)).to_parquet("rows.parquet")
+    assert run("rows.parquet", "--output", "out.jsonl")[0] == 1
+    assert (lines()["a"]["answer"], lines()["a"]["frames"], lines()["a"]["video"]) == (ANSWER, 2, None)
+    assert lines()["b"]["error"].startswith("Cannot read the video's bytes as a video")
 
 
 def test_without_output_it_prints(run, here):

@@ -50,7 +50,7 @@ def test_killed_again_and_again_each_clip_is_answered_once_as_in_a_call_of_its_o
     model.save_pretrained(checkpoint)
     processor.save_pretrained(checkpoint)
     command = [sys.executable, "-m", "tests.stts_hf.inference.kill_predictions", str(clips), str(checkpoint)]
-    run = subprocess.run([*command, "--kills", str(KILLS)], capture_output=True, text=True, timeout=1500)
+    run = subprocess.run([*command, "--kills", str(KILLS)], capture_output=True, text=True, timeout=3000)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert (found["killed"], found["status"]) == (KILLS, 1)
