@@ -157,13 +157,14 @@ def test_a_file_that_two_visitors_look_at_stays_until_both_have_left(served, tmp
 def test_a_file_that_somebody_uploads_again_stays_when_the_first_leaves(served, tmp_path):
     """The second one has not asked yet, so that nothing but the file itself tells of them."""
     path = write_clip(tmp_path / "twice.mp4", 8)
-    upload = None
-    for _ in range(2):
+    uploads = []
+    for owner in "first", "nobody yet":
         with open(path, "rb") as file:
             (name,) = httpx.post(f"{served.url}gradio_api/upload", files={"files": ("twice.mp4", file)}).json()
-        if upload is None:
-            served.visits.choose("first", name)
-        upload = Path(name)
+        uploads.append(Path(name))
+        if owner == "first":
+            served.visits.choose(owner, name)
+    upload = uploads[-1]
     served.visits.leave("first")
     assert upload.exists()
     served.visits.choose("second", str(upload))

@@ -159,7 +159,6 @@ def test_a_full_disk_is_said_and_the_next_file_is_taken(visit, video):
     with small_disk(1000):
         page.set_input_files("#clip input[type=file]", str(video))
         page.wait_for_selector(".toast-body")
-    print(page.inner_text(".toast-body"), page.inner_text("#clip"))
     upload(page, video)
     ask(page, "What moves?")
     wait_for(page, "9 frames watched in")
