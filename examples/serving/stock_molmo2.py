@@ -1,6 +1,6 @@
 """What vLLM's stock Molmo2 computes differently from transformers', on a tiny random checkpoint. Needs no STTS:
 
-    python stock_molmo2.py          # vLLM 0.32 on a CPU, transformers 5.23; two minutes
+    python stock_molmo2.py          # vLLM 0.32 on a CPU, transformers 5.23
 
 Prints the largest difference of first-token log-probabilities between vLLM, transformers, and transformers with what
 vLLM does put in its place: the block of vision tokens cut into frames or causal, placeholders overwritten.

@@ -40,7 +40,7 @@ def refused_config(version: str) -> type:
 
     class RefusedConfig(STTSConfig):
         @classmethod
-        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
             known = KNOWN_VERSIONS[-1]
             raise ImportError(
                 f"vLLM {version} is installed, but stts-hf serves with {', '.join(KNOWN_VERSIONS)}: another one may "

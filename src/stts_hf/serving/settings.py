@@ -20,7 +20,7 @@ class ServingSettings(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
-        """Raises `ValueError` for settings of the checkpoint, or of `--hf-overrides`, that cannot be."""
+        """Raises what the configuration raises for settings, such as `--hf-overrides`, that cannot be."""
         config: Any = model_config.hf_config
         for name in STTSConfig.vision_settings:  # `--hf-overrides` sets attributes, where `from_pretrained` sorts them
             if name in vars(config):
@@ -33,9 +33,8 @@ class ServingSettings(VerifyAndUpdateConfig):
                 f"Set STTS's ratio with --hf-overrides '{{\"pruning_ratio\": {multimodal.video_pruning_rate}}}'."
             )
         text = config.text_config
-        # The names of vLLM's text model.
-        text.qkv_bias, text.use_qk_norm = text.attention_bias, text.qk_norm_type is not None
-        text.layer_norm_eps, text.rope_theta = text.rms_norm_eps, text.rope_parameters["rope_theta"]
+        # As vLLM's text model calls it.
+        text.use_qk_norm, text.rope_theta = text.qk_norm_type is not None, text.rope_parameters["rope_theta"]
         if keeps_gaps(config):
             # vLLM lets positions differ from places only for models of several axes. All of ours are the first.
             text.rope_parameters["mrope_section"] = [text.head_dim // 2, 0, 0]

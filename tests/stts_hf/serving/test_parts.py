@@ -8,6 +8,7 @@ pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm`")
 
 import torch
 import vllm
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig
 from vllm import _custom_ops as ops
 from vllm.multimodal.inputs import PlaceholderRange
@@ -50,13 +51,50 @@ def test_overrides_reach_the_vision_config():
 
 
 def test_an_override_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="pruning_ratio"):
+    with pytest.raises(StrictDataclassFieldValidationError, match="pruning_ratio"):
         ServingSettings.verify_and_update_model_config(model_config(pruning_ratio=1.5))
 
 
 def test_the_ratio_of_vllms_own_pruning_is_refused():
     with pytest.raises(ValueError, match=r"--video-pruning-rate 0\.5 .* --hf-overrides"):
         ServingSettings.verify_and_update_model_config(model_config(rate=0.5))
+
+
+def server_config(**changed) -> SimpleNamespace:
+    """What vLLM makes of its command line, as far as it is looked at."""
+    scheduler = SimpleNamespace(scheduler_cls=changed.pop("scheduler_cls", None), max_num_batched_tokens=512)
+    cache = SimpleNamespace(cache_dtype=changed.pop("cache_dtype", "auto"))
+    model = SimpleNamespace(max_model_len=4096, dtype=torch.bfloat16)
+    parts: dict = {"scheduler_config": scheduler, "cache_config": cache, "model_config": model}
+    return SimpleNamespace(**{**parts, "speculative_config": None, **changed})
+
+
+def test_a_step_takes_the_longest_prompt():
+    config = server_config()
+    ServingSettings.verify_and_update_config(config)
+    scheduler = config.scheduler_config
+    assert scheduler.max_num_batched_tokens == scheduler.encoder_cache_size == 4096
+    assert scheduler.max_num_encoder_input_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scheduler_cls": "mine.Scheduler"}, "--scheduler-cls mine.Scheduler"),
+        ({"cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"speculative_config": SimpleNamespace()}, "--speculative-config"),
+    ],
+    ids=["scheduler", "cache", "speculation"],
+)
+def test_what_would_compute_something_else_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        ServingSettings.verify_and_update_config(server_config(**changed))
+
+
+def test_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_name="cuda"))
+    with pytest.raises(ValueError, match="on CPUs only so far, and this is cuda"):
+        ServingSettings.verify_and_update_config(server_config())
 
 
 @pytest.mark.parametrize("num_before", [0, 3])
