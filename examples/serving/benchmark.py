@@ -44,13 +44,14 @@ def make_checkpoints(folder: Path) -> None:
     text = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64}
     text |= {"num_attention_heads": 8, "num_key_value_heads": 2}
     text |= {name: settings["text_config"][name] for name in ("vocab_size", "additional_vocab_size", "rope_parameters")}
+    find = tiny.tokenizer.convert_tokens_to_ids
+    for_stock: dict[str, Any] = {"image_col_id": find("<im_col>"), "image_low_res_id": find("<im_low>")}
     torch.manual_seed(0)
     config = Molmo2Config(
         vision_config=vision,
         text_config=text,
         adapter_config=settings["adapter_config"] | {"text_hidden_size": 512},
-        image_col_id=tiny.tokenizer.convert_tokens_to_ids("<im_col>"),  # this and the next for stock vLLM
-        image_low_res_id=tiny.tokenizer.convert_tokens_to_ids("<im_low>"),
+        **for_stock,
         **{name: value for name, value in settings.items() if name.endswith(("_token_id", "_patch_id"))},
     )
     Molmo2ForConditionalGeneration(config).float().save_pretrained(folder / "stock")
