@@ -95,10 +95,10 @@ def is_unanswered(row: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def row_errors(name: str) -> Iterator[None]:
-    """Raises as `RowError` of the row `name` whatever is raised inside."""
+    """Raises as `RowError` of the row `name` whatever is raised inside and is none yet."""
     try:
         yield
-    except (ImportError, MemoryError):  # not the row's fault
+    except (ImportError, MemoryError, RowError):  # not the row's fault, or said already
         raise
     except Exception as error:  # decoders and chat templates raise what they like
         raise RowError(f"Row {name!r}: {error}", name) from error

@@ -89,7 +89,7 @@ def test_subtitles_stand_before_the_question(any_processor, media):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**OPEN, "videos": ["gone.mp4"]}, r"Row 'o': videos: the file 'gone\.mp4' does not exist"),
+        ({**OPEN, "videos": ["gone.mp4"]}, r"^Row 'o': videos: the file 'gone\.mp4' does not exist"),
         ({**CHOICE, "answer": "down"}, r"Row 'c': answer 'down' is none of the options \['left', 'up'\]"),
         ({"id": "n", "question": "Why?"}, "Row 'n': answer is empty"),
         (
