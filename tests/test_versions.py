@@ -133,7 +133,7 @@ def imports(path: Path) -> set[str]:
         ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize", "demo", "vllm"]),
         ("src/stts_hf/checkpoints", ["train"]),
         ("src/stts_hf/demo", ["demo"]),
-        ("src/stts_hf/inference", []),
+        ("src/stts_hf/inference", ["train"]),
         ("src/stts_hf/serving", ["vllm"]),
         ("src/stts_hf/visualize", ["visualize"]),
     ],

@@ -73,6 +73,8 @@ def execute(arguments: argparse.Namespace) -> int:
     lines = output.with_suffix(".jsonl") if output else None  # which a Parquet file is made of
     for path in {output, lines}:
         check_output(path, map(Path, arguments.inputs), (".jsonl", PARQUET))
+    if output is not None and output.suffix == PARQUET:
+        need_extras("Writing Parquet needs more packages", "train")
     if arguments.retry_errors and output is None:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
     checkpoint = find_checkpoint(arguments.checkpoint)

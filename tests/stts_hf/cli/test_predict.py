@@ -309,3 +309,14 @@ def test_what_is_refused_before_weights_are_loaded(run, here, monkeypatch, argum
     assert words in err.splitlines()[-1]
     assert "Traceback" not in err
     assert sorted(here.iterdir()) == before
+
+
+def test_parquet_without_its_packages_is_refused_before_anything_is_answered(run, monkeypatch):
+    def lacks(extra: str) -> None:
+        raise ImportError(f"pyarrow of {extra} is required.")
+
+    monkeypatch.setattr("stts_hf.inference.predicting.load_model", None)
+    monkeypatch.setattr("stts_hf.cli.errors._check_versions", lacks)
+    status, _, err = run("clips", *PROMPT, "--output", "out.parquet")
+    assert status == 2
+    assert "Writing Parquet needs more packages: pip install 'stts-hf[train]'" in err
