@@ -33,15 +33,16 @@ AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
 AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
 
 PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>"}
+VIDEO_LOADER = "stts"
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 PARTS = ("pixels", "pooling", "ids", "types")  # of an item, with a number of rows of its own
 # Others could make tensors that the model has no weights for, which would stop the server.
 REQUEST_OPTIONS = {"num_frames", "max_fps", "fps", "test_time_scaling", "pruning_ratio"}
 
 
-@VIDEO_LOADER_REGISTRY.register("stts", video_processor="STTSVideoProcessor")
+@VIDEO_LOADER_REGISTRY.register(VIDEO_LOADER)
 class EncodedVideoLoader(VideoLoader):
-    """What vLLM loads from a URL for STTS's video processor: the file as it is, (bytes,) uint8."""
+    """What vLLM loads from a URL: the file as it is, (bytes,) uint8."""
 
     @classmethod
     def load_bytes(cls, data: bytes, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:

@@ -32,6 +32,12 @@ class ServingSettings(VerifyAndUpdateConfig):
                 f"--video-pruning-rate {multimodal.video_pruning_rate} is for vLLM's own pruning (EVS), not for STTS. "
                 f"Set STTS's ratio with --hf-overrides '{{\"pruning_ratio\": {multimodal.video_pruning_rate}}}'."
             )
+        if multimodal is not None:
+            from stts_hf.serving.processing import VIDEO_LOADER  # here, since it imports vLLM's processors
+
+            # vLLM's own loaders would choose the frames themselves. It finds ours by the video processor's name only
+            # where the checkpoint has a file for that processor alone.
+            multimodal.media_io_kwargs.setdefault("video", {}).setdefault("video_backend", VIDEO_LOADER)
         text = config.text_config
         # As vLLM's text model calls it.
         text.use_qk_norm, text.rope_theta = text.qk_norm_type is not None, text.rope_parameters["rope_theta"]

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig
 from vllm import _custom_ops as ops
 from vllm.multimodal.inputs import PlaceholderRange
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from stts_hf import STTSConfig
@@ -41,13 +42,24 @@ def model_config(rate: float | None = None, **overrides) -> SimpleNamespace:
     config = STTSConfig.from_pretrained(TINY)
     for name, value in overrides.items():
         setattr(config, name, value)
-    return SimpleNamespace(hf_config=config, multimodal_config=SimpleNamespace(video_pruning_rate=rate))
+    return SimpleNamespace(
+        hf_config=config, multimodal_config=SimpleNamespace(video_pruning_rate=rate, media_io_kwargs={})
+    )
 
 
 def test_overrides_reach_the_vision_config():
     settings = model_config(pruning_ratio=0.25)
     ServingSettings.verify_and_update_model_config(settings)
     assert settings.hf_config.vision_config.pruning_ratio == 0.25
+
+
+def test_videos_of_requests_stay_encoded():
+    """vLLM's own loaders would choose other frames than the processor."""
+    settings = model_config()
+    ServingSettings.verify_and_update_model_config(settings)
+    loader = VIDEO_LOADER_REGISTRY.load(settings.multimodal_config.media_io_kwargs["video"]["video_backend"])
+    frames, _ = loader.load_bytes(b"a file", num_frames=32)
+    assert frames.tobytes() == b"a file"
 
 
 def test_an_override_that_cannot_be_is_refused():

@@ -39,7 +39,11 @@ def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(TINY), "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--max-logprobs", "20"]
-    command += ["--chat-template", "{{ bos_token }}" + (TINY / "chat_template.jinja").read_text()]
+    command += [
+        "--trust-request-mm-kwargs",
+        "--chat-template",
+        "{{ bos_token }}" + (TINY / "chat_template.jinja").read_text(),
+    ]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment["TORCHDYNAMO_DISABLE"] = "1"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
