@@ -34,7 +34,7 @@ def start(arguments: argparse.Namespace, workers: int) -> int:
         let_go_of_shared_locks()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         command = ["predict", str(folder), "--prompt", "What moves?", "--batch-size", "2"]
-        command += ["--checkpoint", str(arguments.checkpoint), "--max-new-tokens", "5", "--workers", str(workers)]
+        command += ["--checkpoint", str(arguments.checkpoint), "--max-new-tokens", "16", "--workers", str(workers)]
         command += ["--output", str(folder / "answers.parquet")]
         status = stts_hf(command)
     finally:

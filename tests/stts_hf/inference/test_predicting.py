@@ -39,7 +39,7 @@ def one_by_one(model: Any, processor: Any, clip: Path) -> str:
     inputs = processor.apply_chat_template(
         messages(clip), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    output = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
