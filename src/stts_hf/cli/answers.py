@@ -9,7 +9,15 @@ from typing import Any
 
 from stts_hf.checkpoints.files import fingerprint
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import count, processing
+from stts_hf.cli.options import (
+    add_device_options,
+    add_model_options,
+    add_selector_option,
+    add_url_option,
+    count,
+    positive,
+    processing,
+)
 from stts_hf.cli.progress import note
 from stts_hf.cli.report import check_folder
 
@@ -24,8 +32,18 @@ def natural(text: str) -> int:
     return int(text)
 
 
-def add_batch_options(parser: argparse.ArgumentParser) -> None:
-    """Adds how much is done at once."""
+def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Adds what answers, of which frames, how long and how many at once. max_new_tokens: the default."""
+    add_model_options(parser)
+    add_selector_option(parser)
+    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=count,
+        default=max_new_tokens,
+        metavar="N",
+        help=f"longest answer (default: {max_new_tokens})",
+    )
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions at once (default: 8)")
     parser.add_argument(
         "--workers",
@@ -33,6 +51,8 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that decode ahead; 0: a thread (default: one a core, 4 at most)",
     )
+    add_device_options(parser)
+    add_url_option(parser)
 
 
 def workers_of(arguments: argparse.Namespace) -> int:

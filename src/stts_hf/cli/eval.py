@@ -9,7 +9,7 @@ from typing import Any
 
 from stts_hf.checkpoints.files import digest_files
 from stts_hf.cli.answers import (
-    add_batch_options,
+    add_answer_options,
     check_output,
     open_output,
     print_problems,
@@ -18,17 +18,7 @@ from stts_hf.cli.answers import (
 )
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
-from stts_hf.cli.options import (
-    add_device_options,
-    add_model_options,
-    add_selector_option,
-    add_url_option,
-    check_scaling,
-    choose_device,
-    count,
-    positive,
-    processing,
-)
+from stts_hf.cli.options import check_scaling, choose_device, processing
 from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
 
 HELP = "score a checkpoint on the questions of a JSONL file, by question type"
@@ -43,19 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS.jsonl",
         help="questions with their answers, options, videos or images, and type; see docs/evaluation.md",
     )
-    add_model_options(parser)
-    add_selector_option(parser)
-    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
-    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="longest answer (default: 16)")
-    add_batch_options(parser)
+    add_answer_options(parser, max_new_tokens=16)
     parser.add_argument(
         "--output",
         type=Path,
         metavar="ANSWERS.jsonl",
         help="a line per question, and ANSWERS.summary.json beside it; where it is there already, the run goes on",
     )
-    add_device_options(parser)
-    add_url_option(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:

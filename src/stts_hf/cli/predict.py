@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.answers import (
-    add_batch_options,
+    add_answer_options,
     check_output,
     open_output,
     print_problems,
@@ -18,16 +18,7 @@ from stts_hf.cli.answers import (
 )
 from stts_hf.cli.checkpoints import find_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
-from stts_hf.cli.options import (
-    add_device_options,
-    add_model_options,
-    add_selector_option,
-    add_url_option,
-    check_scaling,
-    count,
-    positive,
-    processing,
-)
+from stts_hf.cli.options import check_scaling, processing
 from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
 from stts_hf.cli.report import print_lines
 
@@ -54,13 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-errors", action="store_true", help="ask rows of --output again that have an error")
     parser.add_argument("--split", help="split of a data set (default: train)")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
-    add_model_options(parser)
-    add_selector_option(parser)
-    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
-    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
-    add_batch_options(parser)
-    add_device_options(parser)
-    add_url_option(parser)
+    add_answer_options(parser, max_new_tokens=64)
 
 
 def execute(arguments: argparse.Namespace) -> int:

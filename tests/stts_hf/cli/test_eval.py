@@ -12,21 +12,13 @@ import pytest
 
 from stts_hf.cli.answers import settings_of
 from stts_hf.cli.main import main
-from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES, TINY, load_of_one_answer
+from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES, TINY
 from tests.clips import write_clip
 from tests.small_disk import small_disk
 from tests.training_files import write_rows
 
 FIELDS = ["id", "type", "group", "written", "right", "no_option", "error"]
 TOKENS = ["prompt_tokens", "video_tokens", "video_tokens_kept", "seconds"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, processor) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    load_of_one_answer().save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

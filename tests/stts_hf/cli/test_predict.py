@@ -14,7 +14,7 @@ import torch
 from stts_hf.cli.main import main
 from stts_hf.inference import answering
 from stts_hf.inference.predicting import Predictor
-from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
+from tests.checkpoints import ANSWER, BLOCKS
 from tests.clips import write_clip
 from tests.small_disk import small_disk
 from tests.training_files import write_rows
@@ -22,14 +22,6 @@ from tests.training_files import write_rows
 COLUMNS = ["id", "video", "prompt", "answer", "video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens"]
 COLUMNS += ["frames", "damaged_frames", "seconds", "error"]
 PROMPT = ["--prompt", "What moves?"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, processor) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    load_of_one_answer().save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
