@@ -20,6 +20,7 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import note
 from stts_hf.cli.report import check_folder
+from stts_hf.data.isolated import start_early
 
 MOST_WORKERS = 4  # by default
 Write = Callable[[Mapping[str, Any]], None]
@@ -60,6 +61,12 @@ def workers_of(arguments: argparse.Namespace) -> int:
     if arguments.workers is not None:
         return arguments.workers
     return min(MOST_WORKERS, os.cpu_count() or 1)
+
+
+def start_workers_early(arguments: argparse.Namespace) -> None:
+    """Lets the processes that decode import PyTorch while this one does."""
+    if workers_of(arguments):
+        start_early("stts_hf.inference.decoding")
 
 
 def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str, ...] = (".jsonl",)) -> None:

@@ -14,6 +14,7 @@ from stts_hf.cli.answers import (
     open_output,
     print_problems,
     settings_of,
+    start_workers_early,
     workers_of,
 )
 from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
@@ -49,6 +50,7 @@ def execute(arguments: argparse.Namespace) -> int:
     check_output(arguments.output, [arguments.rows])
     checkpoint = find_checkpoint(arguments.checkpoint)
     need_extras("Reading rows needs more packages", "train")
+    start_workers_early(arguments)
     import_libraries()
     from stts_hf.evaluation.evaluate import evaluate
     from stts_hf.evaluation.scoring import summarize

@@ -14,6 +14,7 @@ from stts_hf.cli.answers import (
     open_output,
     print_problems,
     settings_of,
+    start_workers_early,
     workers_of,
 )
 from stts_hf.cli.checkpoints import find_checkpoint
@@ -64,6 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
     checkpoint = find_checkpoint(arguments.checkpoint)
     rows = find_rows(arguments)
+    start_workers_early(arguments)
     import_libraries()
     from stts_hf.inference.answering import check_question
     from stts_hf.inference.predicting import Predictor

@@ -7,14 +7,30 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
-import torch
+# A process that is forked off one that has imported PyTorch starts in milliseconds, another in seconds. Elsewhere than
+# on Linux, system libraries may not be used in a fork.
+FORKS = sys.platform == "linux"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def start_early(module: str) -> None:
+    """
+    Begins to import a function's module in a process of its own, which those of `Isolated` are forked off later, and
+    returns at once. Python has one such process: the first call decides what it imports.
+    """
+    if FORKS:
+        from multiprocessing import forkserver
+
+        forkserver.set_forkserver_preload([module])
+        with _deaf_to_ctrl_c():
+            forkserver.ensure_running()
 
 
 class ProcessDied(RuntimeError):
@@ -32,9 +48,9 @@ class Isolated(Generic[Item, Result]):
         with Isolated(decode) as isolated, contextlib.closing(prefetch(isolated, paths, num_workers=4)) as decoded:
             ...
 
-    Processes are spawned, with one thread for PyTorch each, and end with this one, however it ends. The function, what
-    it takes and what it returns must be picklable; it goes to a process once. Leaving the `with` block ends calls
-    that are under way.
+    Processes have one thread for PyTorch each, and end with this one, however it ends; on Linux they come from Python's
+    fork server, which lives on. The function, what it takes and what it returns must be picklable; it goes to a process
+    once. Leaving the `with` block ends calls that are under way.
 
     Raises:
         ProcessDied: the process of this call died; the next call has a new one.
@@ -47,6 +63,7 @@ class Isolated(Generic[Item, Result]):
         self._idle: list[_Worker] = []
         self._workers: list[_Worker] = []
         self._closed = False
+        start_early(getattr(function, "func", function).__module__)
 
     def __call__(self, item: Item) -> Result:
         worker = self._take()
@@ -67,7 +84,7 @@ class Isolated(Generic[Item, Result]):
         with self._lock:
             if self._idle and not self._closed:
                 return self._idle.pop()
-        worker = _Worker(self._function)  # takes seconds: it imports PyTorch
+        worker = _Worker(self._function)  # may take seconds: it imports PyTorch
         with self._lock:
             if not self._closed:
                 self._workers.append(worker)
@@ -91,15 +108,15 @@ class _Worker:
     """A process that calls a function, one call after the other."""
 
     def __init__(self, function: Callable[[Any], Any]):
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, function), daemon=True)
-        with _deaf_to_ctrl_c():
-            self.process.start()
-        other.close()
         try:
+            with _deaf_to_ctrl_c():
+                self.process.start()
+            other.close()
             self._receive()
-        except ProcessDied as error:
+        except (ProcessDied, OSError) as error:
             raise CannotStart(
                 f"No process for reading videos can be started: {error} A script that starts some must do so under "
                 '`if __name__ == "__main__":`; num_workers=0 needs none.'
@@ -135,6 +152,8 @@ class _Worker:
 
 
 def _serve(connection: Any, function: Callable[[Any], Any]) -> None:
+    import torch
+
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):  # whom it works for is gone
         connection.send_bytes(_dump(None))
@@ -164,6 +183,8 @@ class _Pickler(pickle.Pickler):
     """Tensors as arrays: PyTorch hands them over in shared memory, of which containers have little."""
 
     def reducer_override(self, value: Any) -> Any:
+        import torch
+
         if isinstance(value, torch.Tensor):
             return torch.from_numpy, (value.numpy(),)
         return NotImplemented

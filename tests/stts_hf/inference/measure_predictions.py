@@ -1,18 +1,20 @@
 """
-Measures `stts-hf predict` beside a plain loop of `generate`, and two prompts a video beside one.
+Measures `stts-hf predict` beside a script with a plain loop of `generate`, and two prompts a video beside one.
 
     OMP_NUM_THREADS=1 python -m tests.stts_hf.inference.measure_predictions
 
-200 clips of 4 seconds, 240 x 426 pixels, H.264; stts-tiny, at most 16 frames, 8 new tokens. All ways take turns,
-each timed from its first call to its last answer, so what processes take to start counts. Prints JSON: seconds of every
-round, and median and extremes of two ratios within a round.
+200 clips of 4 seconds, 240 x 426 pixels, H.264; stts-tiny, at most 16 frames, 8 new tokens. Each way is a process of
+its own, timed from its start to its end, so imports and loading count; they take turns. Prints JSON: seconds of every
+round, and median and extremes of ratios within a round, of whole processes and of answering alone.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,24 +22,66 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stts_hf.inference.predicting import Predictor
 from stts_hf.visualize.sample_clip import write_sample_clip
-from tests.checkpoints import TINY, messages
+from tests.checkpoints import TINY
 
 QUESTION, MORE = "What moves?", "Which colour is the ring, and where does it go?"
 LOOP, ONE, TWO = "a plain loop of generate", "predict, one prompt a video", "predict, two prompts a video"
+TOKENS = 8
+
+# What README.md shows, for each clip.
+SCRIPT = f"""
+import json, sys, time
+from pathlib import Path
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+checkpoint, folder = sys.argv[1:]
+processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)
+model = AutoModelForMultimodalLM.from_pretrained(checkpoint, trust_remote_code=True).eval()
+started, answers = time.perf_counter(), {{}}
+for clip in sorted(Path(folder).glob("*.mp4")):
+    parts = [{{"type": "video", "path": str(clip)}}, {{"type": "text", "text": {QUESTION!r}}}]
+    inputs = processor.apply_chat_template(
+        [{{"role": "user", "content": parts}}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+    )
+    output = model.generate(**inputs, max_new_tokens={TOKENS}, do_sample=False)
+    text = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers[clip.name] = text.strip()
+print(json.dumps([time.perf_counter() - started, answers]))
+"""
+
+Answered = tuple[float, dict[str, str]]  # seconds of answering, and the first prompt's answer by clip
 
 
-def plain_loop(model: Any, processor: Any, clips: list[Path], tokens: int) -> list[str]:
-    """What README.md shows, for each clip."""
-    answers = []
-    for clip in clips:
-        inputs = processor.apply_chat_template(
-            messages(clip), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
-        output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-        answers.append(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
-    return answers
+def run(*command: str) -> str:
+    """What a command prints."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout
+
+
+def loop(clips: Path) -> Answered:
+    seconds, answers = json.loads(run("-c", SCRIPT, str(TINY), str(clips)).splitlines()[-1])
+    return seconds, answers
+
+
+def predict(clips: Path, prompts: list[str], workers: int) -> Answered:
+    with tempfile.TemporaryDirectory() as folder:
+        rows, answers = Path(folder, "rows.jsonl"), Path(folder, "answers.jsonl")
+        asked = [
+            {"id": f"{clip.name} {place}", "video": str(clip), "prompt": prompt}
+            for clip in sorted(clips.glob("*.mp4"))
+            for place, prompt in enumerate(prompts)
+        ]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
+        options = ("--max-new-tokens", str(TOKENS), "--workers", str(workers), "--output", str(answers))
+        printed = run("-m", "stts_hf.cli.main", "predict", str(rows), "--checkpoint", str(TINY), *options)
+        found = [json.loads(line) for line in answers.read_text().splitlines()]
+    said = re.search(r"rows in ([0-9.]+) s", printed)
+    assert said, printed
+    return float(said[1]), {Path(row["video"]).name: row["answer"] for row in found if row["id"].endswith(" 0")}
 
 
 def main() -> None:
@@ -46,50 +90,44 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1))
     arguments = parser.parse_args()
-    tokens = 8
-    predictor = Predictor(str(TINY), max_new_tokens=tokens, num_workers=arguments.workers)
     with tempfile.TemporaryDirectory() as folder:
-        kinds = [Path(folder, f"kind{kind}.mp4") for kind in range(4)]
-        for kind, path in enumerate(kinds):
-            write_sample_clip(path, seconds=4 + kind / 10, fps=25, size=(240, 426))
-        clips = [Path(folder, f"{number}.mp4") for number in range(arguments.clips)]
-        for number, clip in enumerate(clips):
-            shutil.copy(kinds[number % len(kinds)], clip)
-
-        def predict(prompts: list[str]) -> list[str]:
-            rows = [
-                {"id": f"{clip} {place}", "video": str(clip), "prompt": prompt}
-                for clip in clips
-                for place, prompt in enumerate(prompts)
-            ]
-            answers = {row["id"]: row["answer"] for row in predictor.predict(rows)}
-            return [answers[row["id"]] for row in rows]
-
-        ways: dict[str, Callable[[], list[str]]] = {
-            LOOP: lambda: plain_loop(predictor.model, predictor.processor, clips, tokens),
-            ONE: lambda: predict([QUESTION]),
-            TWO: lambda: predict([QUESTION, MORE]),
+        clips = Path(folder)
+        kinds = 4
+        for number in range(arguments.clips):
+            clip = clips / f"{number:04}.mp4"
+            if number < kinds:
+                write_sample_clip(clip, seconds=4 + number / 10, fps=25, size=(240, 426))
+            else:
+                shutil.copy(clips / f"{number % kinds:04}.mp4", clip)
+        ways: dict[str, Callable[[], Answered]] = {
+            LOOP: lambda: loop(clips),
+            ONE: lambda: predict(clips, [QUESTION], arguments.workers),
+            TWO: lambda: predict(clips, [QUESTION, MORE], arguments.workers),
         }
-        expected = plain_loop(predictor.model, predictor.processor, kinds, tokens)  # warms up, too
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        whole: dict[str, list[float]] = {name: [] for name in ways}
+        answering: dict[str, list[float]] = {name: [] for name in ways}
+        expected: dict[str, str] = {}
         for repeat in range(arguments.repeats):
             names = list(ways)
             for name in names[repeat % 3 :] + names[: repeat % 3]:
                 started = time.perf_counter()
-                answers = ways[name]()
-                seconds[name].append(round(time.perf_counter() - started, 2))
-                first = answers[:: 2 if name == TWO else 1]
-                if any(answer != expected[number % len(kinds)] for number, answer in enumerate(first)):
-                    sys.exit(f"{name}: other answers than one by one")
-                print(f"{name}: {seconds[name][-1]} s", file=sys.stderr, flush=True)
+                seconds, answers = ways[name]()
+                whole[name].append(round(time.perf_counter() - started, 2))
+                answering[name].append(round(seconds, 2))
+                expected = expected or answers
+                if answers != expected:
+                    sys.exit(f"{name}: other answers than before")
+                print(f"{name}: {whole[name][-1]} s, {answering[name][-1]} s of them answering", file=sys.stderr)
 
-    def ratio(above: str, below: str) -> dict[str, float]:
+    def ratio(seconds: dict[str, list[float]], above: str, below: str) -> dict[str, float]:
         found = sorted(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
         return {"median": round(statistics.median(found), 2), "least": round(found[0], 2), "most": round(found[-1], 2)}
 
-    result = {"clips": arguments.clips, "workers": arguments.workers, "cores": os.cpu_count(), "seconds": seconds}
-    ratios = {"speed-up over the loop": ratio(LOOP, ONE), "two prompts over one": ratio(TWO, ONE)}
-    json.dump(result | ratios, sys.stdout, indent=1)
+    result: dict[str, Any] = {"clips": arguments.clips, "workers": arguments.workers, "cores": os.cpu_count()}
+    for name, seconds in (("whole processes", whole), ("answering alone", answering)):
+        ratios = {"speed-up over the loop": ratio(seconds, LOOP, ONE), "two prompts over one": ratio(seconds, TWO, ONE)}
+        result[name] = {"seconds": seconds} | ratios
+    json.dump(result, sys.stdout, indent=1)
     print()
 
 
