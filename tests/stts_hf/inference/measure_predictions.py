@@ -124,9 +124,9 @@ def main() -> None:
         return {"median": round(statistics.median(found), 2), "least": round(found[0], 2), "most": round(found[-1], 2)}
 
     result: dict[str, Any] = {"clips": arguments.clips, "workers": arguments.workers, "cores": os.cpu_count()}
-    for name, seconds in (("whole processes", whole), ("answering alone", answering)):
-        ratios = {"speed-up over the loop": ratio(seconds, LOOP, ONE), "two prompts over one": ratio(seconds, TWO, ONE)}
-        result[name] = {"seconds": seconds} | ratios
+    for name, times in (("whole processes", whole), ("answering alone", answering)):
+        ratios = {"speed-up over the loop": ratio(times, LOOP, ONE), "two prompts over one": ratio(times, TWO, ONE)}
+        result[name] = {"seconds": times} | ratios
     json.dump(result, sys.stdout, indent=1)
     print()
 
