@@ -232,9 +232,11 @@ def read_video(
 
 def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
     """
-    Options of the processor's call; with test-time scaling, also the ratio that it makes up for. Raises `ValueError`
-    for one that the processor does not know, and would say nothing of.
+    Options of the processor's call; with test-time scaling, also the ratio that it makes up for. Raises `TypeError`
+    for what holds no options, and `ValueError` for one that the processor does not know, and would say nothing of.
     """
+    if not isinstance(processing, Mapping | None):
+        raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
     parts = {f"{part}_kwargs" for part in ("videos", "images", "text")}
     known = frames.OF_VIDEOS | processor.video_processor.valid_kwargs.__annotations__.keys() | parts
     for name in (processing or {}).keys() - known:

@@ -1,7 +1,7 @@
 """A checkpoint that answers questions about videos, for those who do not want to learn chat templates."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -110,8 +110,8 @@ class VideoAssistant:
 
     def answer_batch(
         self,
-        videos: Sequence[Any],
-        questions: str | Sequence[str],
+        videos: Iterable[Any],
+        questions: str | Iterable[str],
         *,
         batch_size: int = 8,
         pruning_ratio: float | None = None,
@@ -126,11 +126,14 @@ class VideoAssistant:
         questions: one for each video, or one for all. on_error: "raise", or "return" for an answer with its `error` in
         the place of a video that cannot be read.
         """
-        one = isinstance(videos, str | bytes | os.PathLike)  # which `answer_videos` refuses
-        if not one and not isinstance(questions, str) and len(questions) != len(videos):
-            raise ValueError(
-                f"questions are {len(questions)} and videos {len(videos)}. Pass one question for each, or one for all."
-            )
+        if not isinstance(videos, str | bytes | os.PathLike):  # which `answer_videos` refuses
+            videos = list(videos)
+            questions = [questions] * len(videos) if isinstance(questions, str) else list(questions)
+            if len(questions) != len(videos):
+                raise ValueError(
+                    f"questions are {len(questions)} and videos {len(videos)}. Pass one question for each, or one for "
+                    "all."
+                )
         return list(
             answer_videos(
                 self.model,

@@ -189,6 +189,8 @@ class Clip:
             raise ValueError(
                 f"num_beams is {beams!r}, but beam search cannot go on with a clip. Pass num_beams=1, or call `answer`."
             )
+        if any(not isinstance(turn, VideoAnswer) for turn in after):
+            raise TypeError(f"after must hold answers of this clip, VideoAnswer, got {after!r:.80}.")
         tails = []
         for question in questions:
             check_question(self.processor, question)

@@ -11,13 +11,15 @@ from stts_hf.data.frames import OF_VIDEOS
 from stts_hf.modeling.generation_stts import resolve_setting
 
 MAX_NEW_TOKENS = 256
+_LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
 def generate_options(processor: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     `given`, and where it does not say otherwise the likeliest answer, of at most 256 tokens. Options of sampling ask
-    for sampling; a `generation_config` says all. Raises `ValueError` for what `generate` does not take from a caller.
+    for sampling; a `generation_config` says all. Raises `ValueError` for what `generate` does not take from a caller,
+    and `TypeError` for lengths that are no whole numbers.
     """
     options = dict(given)
     config = options.get("generation_config")
@@ -32,6 +34,9 @@ def generate_options(processor: Any, given: Mapping[str, Any]) -> dict[str, Any]
         if name not in known:
             close = "".join(f", did you mean {match}?" for match in difflib.get_close_matches(name, known, 1))
             raise ValueError(f"{name} is {value!r}, but `generate` has no such option{close or '. Leave it out.'}")
+    for name in _LENGTHS:
+        if (length := given.get(name)) is not None and (isinstance(length, bool) or not isinstance(length, int)):
+            raise TypeError(f"{name} must be a whole number of tokens, got {length!r}.")
     if (number := resolve_setting("num_return_sequences", options, config)) not in (None, 1):
         raise ValueError(f"num_return_sequences is {number!r}, but a question gets one answer. Leave it out.")
     if (ratio := getattr(config, "pruning_ratio", None)) is not None:

@@ -105,7 +105,7 @@ def test_a_batch_gives_one_answer_for_each_video(assistant, media):
     expected = [assistant.answer(*pair, **GREEDY) for pair in zip(videos, questions, strict=True)]
     assert [(answer.video, answer.question) for answer in found] == list(zip(videos, questions, strict=True))
     assert [answer.answer for answer in found] == [answer.answer for answer in expected]
-    assert [answer.question for answer in assistant.answer_batch(videos, QUESTION, **GREEDY)] == [QUESTION] * 3
+    assert [answer.question for answer in assistant.answer_batch(iter(videos), QUESTION, **GREEDY)] == [QUESTION] * 3
 
 
 def test_a_batch_needs_a_question_for_each_video(assistant, two):
@@ -215,6 +215,8 @@ def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, b
             ValueError,
             "processing has 'num_frame'.* Did you mean 'num_frames'",
         ),
+        (QUESTION, {"processing": 4}, TypeError, "processing must be a dict of options.* got 4"),
+        (QUESTION, {"max_new_tokens": "3"}, TypeError, "max_new_tokens must be a whole number of tokens, got '3'"),
         (QUESTION, {"processing": {"pruning_ratio": 0.9}}, ValueError, "pruning_ratio=0.9 has no effect"),
         (QUESTION, {"processing": {"num_frames": 0}}, ValueError, "num_frames must be a whole number.* got 0"),
     ],

@@ -352,6 +352,11 @@ def test_turns_of_a_dialogue_are_those_of_the_whole_conversation(assistant, five
     assert clip.ask(QUESTIONS[2], **GREEDY).prompt_tokens < dialogue.turns[2].prompt_tokens
 
 
+def test_what_was_said_before_is_answers(assistant, five):
+    with pytest.raises(TypeError, match=r"after must hold answers of this clip, VideoAnswer, got \['text'\]"):
+        assistant.watch(five).ask(QUESTIONS[0], after=["text"])
+
+
 def test_a_turn_that_is_left_was_not_said(assistant, five):
     clip = assistant.watch(five)
     dialogue, same = clip.dialogue(), clip.dialogue()
