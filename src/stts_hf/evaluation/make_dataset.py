@@ -84,13 +84,10 @@ def make_dataset(
     total, done = sum(clips.values()), 0
     with atomic_folder(folder) as new:
         rows: dict[str, list[dict[str, Any]]] = {}
-        for split_number, (split, number) in enumerate(clips.items()):
+        for split in clips:
             rows[split], conversations = [], []
             motion: dict[str, Any] = {}
-            for index, kind in enumerate(_kinds(number)):
-                scene_seed = ((seed * 97 + split_number) << 24) + index
-                scene, questions = _COMPOSE[kind](scene_seed)
-                clip = f"{split}-{index:05d}"
+            for clip, kind, scene_seed, scene, questions in compose_split(clips, split, seed):
                 media = _write_media(new, scene, kind, clip)
                 if kind != "image":
                     motion[clip] = _motion(scene)
@@ -109,6 +106,18 @@ def make_dataset(
             **_levels(rows),
         }
         (new / "dataset.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def compose_split(
+    clips: Mapping[str, int], split: str, seed: int
+) -> Iterator[tuple[str, str, int, Scene, list[Question]]]:
+    """
+    What the clips and pictures of a split show, in their order: name, kind, seed, scene and all questions of each.
+    clips, seed: those of the data set, as `dataset.json` has them.
+    """
+    first = (seed * 97 + list(clips).index(split)) << 24
+    for index, kind in enumerate(_kinds(clips[split])):
+        yield f"{split}-{index:05d}", kind, first + index, *_COMPOSE[kind](first + index)
 
 
 def read_about(folder: str | os.PathLike) -> dict[str, Any]:

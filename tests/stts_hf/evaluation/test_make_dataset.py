@@ -11,7 +11,8 @@ from PIL import Image
 
 from stts_hf.cli.main import main
 from stts_hf.data.rows import check_files, read_row
-from stts_hf.evaluation.make_dataset import FORMAT, SHARES, make_dataset, read_about
+from stts_hf.evaluation import make_dataset as module
+from stts_hf.evaluation.make_dataset import FORMAT, SHARES, compose_split, make_dataset, read_about
 from stts_hf.evaluation.questions import compose_short
 
 CLIPS = {"train": 20, "test": 7}
@@ -120,3 +121,12 @@ def test_a_data_set_of_another_version_is_refused(tmp_path):
 def test_sizes_out_of_range(tmp_path, clips):
     with pytest.raises(ValueError, match=r"clips\['train'\] must be a whole number of at least 1"):
         list(make_dataset(tmp_path / "set", clips))
+
+
+def test_scenes_can_be_composed_again(folder):
+    """What the motion masks were drawn from, by name."""
+    stored = np.load(folder / "motion" / "test.npz")
+    composed = {clip: scene for clip, kind, _, scene, _ in compose_split(CLIPS, "test", 0) if kind != "image"}
+    assert composed.keys() == set(stored)
+    for clip, scene in composed.items():
+        assert np.array_equal(module._motion(scene), stored[clip])

@@ -5,8 +5,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from stts_hf.evaluation.distractions import snow_table
 from stts_hf.evaluation.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
 from stts_hf.evaluation.study_data import StudyError
 from stts_hf.evaluation.study_report import claims_table, write_report
@@ -128,6 +130,20 @@ def test_claims_hold_or_fail_or_are_undecided(tmp_path, marks_of, verdicts):
     write_study(tmp_path, plan(STUDY, ["methods", "ratios"]), marks_of)
     rows = [line.split(" | ") for line in claims_table(Results(tmp_path)).splitlines() if line.startswith("| ")][2:]
     assert [row[-1].removesuffix(" |") for row in rows] == verdicts
+
+
+def test_what_snow_costs_is_by_its_regions(tmp_path):
+    """Of the 40 clips of a group the first 30 show no snow, the last 10 two regions."""
+    results = Results(write_study(tmp_path, plan(STUDY, ["methods", "ratios"])))
+    snow = np.tile(np.repeat([0, 2], [30, 10]), len(GROUPS))
+    snow[results.groups == "image"] = -1
+    _, _, *rows = snow_table(results, snow).splitlines()
+    found = {
+        label.strip("| "): [cell.partition(" [")[0] for cell in line] for label, *line in (r.split(" | ") for r in rows)
+    }
+    assert found["50%, over no pruning"] == ["+0.0", "+0.0"]
+    assert found["50%, over random"] == ["+0.0", "+60.0"]  # 36 and 30 of 40 are right, from the first on
+    assert found["80%, over heuristic"] == ["+0.0", "+20.0"]  # 33 and 31
 
 
 def test_one_ratio_has_no_claim_about_more(tmp_path):

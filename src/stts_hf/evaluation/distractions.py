@@ -1,0 +1,53 @@
+"""
+What a study lost to regions of snow, which change all the time and which nothing is asked about.
+
+    python -m stts_hf.evaluation.distractions docs/study
+
+Prints, for each ratio, by how many points STTS is above others, by the number of regions of snow in a clip. What the
+clips show is composed anew from the data set's seed, so neither videos nor weights are needed.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from stts_hf.evaluation.make_dataset import compose_split
+from stts_hf.evaluation.study import UNPRUNED
+from stts_hf.evaluation.study_report import interval, table
+from stts_hf.evaluation.study_results import Results, is_right
+
+
+def snow_of(results: Results, seed: int) -> np.ndarray:
+    """(Q,) regions of snow in the clip of each test question; -1 for pictures. seed: of the data set."""
+    clips = {name: split["clips"] for name, split in results.about["splits"].items()}
+    composed = compose_split(clips, "test", seed)
+    counts = {clip: -1 if kind == "image" else len(scene.snow) for clip, kind, _, scene, _ in composed}
+    return np.array([counts[clip] for clip in results.clips])
+
+
+def snow_table(results: Results, snow: np.ndarray) -> str:
+    """A row for each ratio and method beside STTS."""
+    numbers = sorted(set(snow.tolist()) - {-1})
+    rows = []
+    for ratio in sorted(results.settings.ratios):
+        for label, name in (("no pruning", UNPRUNED), ("random", "random"), ("heuristic", "cosine"), ("ToMe", "tome")):
+            first, second = results.find("stts", ratio), results.find(name, ratio)
+            seeds = sorted(first.keys() & second.keys())
+            values = np.stack([100 * (is_right(first[seed]) - is_right(second[seed])) for seed in seeds])
+            found = (interval(results.bootstrap.mean(values, [snow == number]), signed=True) for number in numbers)
+            rows.append([f"{ratio:.0%}, over {label}", *found])
+    return table(["", *map(str, numbers)], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a study lost to snow.")
+    parser.add_argument("study", type=Path, help="its folder, or that of its report")
+    parser.add_argument("--seed", type=int, default=0, help="of the data set (default: 0)")
+    arguments = parser.parse_args()
+    results = Results(arguments.study)
+    print(snow_table(results, snow_of(results, arguments.seed)))
+
+
+if __name__ == "__main__":
+    main()
