@@ -18,8 +18,9 @@ CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 # Two worker processes with one thread each: many small models are faster that way than one process with two threads.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
+FUZZ_CASES ?= 500
 
-.PHONY: demo test test-all test-browser test-matrix test-eval test-vllm stts-tiny lint clean
+.PHONY: demo test test-all fuzz test-browser test-matrix test-eval test-vllm stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -33,6 +34,10 @@ test: lint
 
 test-all: test
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30 -m slow
+
+# New cases by the thousand, FUZZ_CASES of each test: in some minutes. A failure prints what makes it again.
+fuzz: $(VENV)/.installed-dev
+	FUZZ_CASES=$(FUZZ_CASES) $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
 
 # The demo in Chromium (apt-get install chromium); they are among the slow tests.
 test-browser: $(VENV)/.installed-dev

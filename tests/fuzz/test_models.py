@@ -1,0 +1,110 @@
+"""Batches of any shape: each row's logits are those of the row alone, and the budget is kept to the block."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.backbones import BACKBONES, Backbone, Clip, Picture, Rows, prompt
+from tests.modeling.reference import CLOSE, logits_of_row
+from tests.naive import naive_budget
+
+MODELS = {backbone.name: backbone.model() for backbone in BACKBONES}
+by_backbone = pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+
+parts = st.one_of(st.integers(1, 6), st.integers(1, 6).map(Clip), st.just(Picture()))
+rows = st.lists(st.lists(parts, min_size=1, max_size=5).map(lambda row: [*row, 2]), min_size=1, max_size=4)
+ratios = st.one_of(st.sampled_from([0, 0.0, 0.5, 1, 1.0]), st.floats(0, 1))
+NO_RATIOS = st.one_of(
+    st.floats().filter(lambda value: not 0 <= value <= 1),
+    st.integers().filter(lambda value: value not in (0, 1)),
+    st.text(max_size=5),
+    st.booleans(),
+    st.lists(st.floats(0, 1), max_size=2),
+    st.complex_numbers(),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a tower, beside the ratio."""
+
+    selector: str
+    packing: str
+    score_rescaling: str
+
+
+tower_settings = st.builds(
+    Settings,
+    selector=st.sampled_from(["scorer", "cosine", "random"]),
+    packing=st.sampled_from(["varlen", "first_fit_descending"]),
+    score_rescaling=st.sampled_from(["row", "frame", "none"]),
+)
+
+
+def apply(model: Any, settings: Settings) -> None:
+    for name, value in vars(settings).items():
+        setattr(model.config.vision_config, name, value)
+
+
+@by_backbone
+@given(rows=rows, ratio=ratios, padding_side=st.sampled_from(["left", "right"]), settings=tower_settings)
+@torch.no_grad()
+def test_a_batch_is_its_rows(backbone: Backbone, rows: Rows, ratio: float, padding_side: str, settings: Settings):
+    model, inputs = MODELS[backbone.name], backbone.batch(rows, padding_side)
+    apply(model, settings)
+    together = model(**inputs, pruning_ratio=ratio)
+    masks = together.keep_mask or []
+    assert len(masks) == sum(isinstance(part, Clip) for row in rows for part in row)
+    for mask in masks:
+        frames, blocks = mask.shape
+        assert int((~mask).sum()) == naive_budget(ratio, frames, blocks)
+    for index, row in enumerate(backbone.alone(rows)):
+        alone = model(**row, pruning_ratio=ratio)
+        torch.testing.assert_close(logits_of_row(together, inputs, index), alone.logits[0], **CLOSE)
+
+
+@by_backbone
+@given(rows=rows, ratio=ratios, settings=tower_settings)
+def test_training_stays_finite(backbone: Backbone, rows: Rows, ratio: float, settings: Settings):
+    model = MODELS[backbone.name]
+    apply(model, settings)
+    model.train()
+    try:
+        outputs = model(**backbone.batch(rows, "right"), pruning_ratio=ratio)
+        outputs.loss.backward()
+    finally:
+        model.eval()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    assert outputs.loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in found)
+
+
+@by_backbone
+@given(rows=rows, ratio=ratios, settings=tower_settings)
+@torch.no_grad()
+def test_generate_continues_rows_as_alone(backbone: Backbone, rows: Rows, ratio: float, settings: Settings):
+    """Compared as logits of the second step, which reads the cache; tokens could differ by a tie."""
+    model = MODELS[backbone.name]
+    apply(model, settings)
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "pruning_ratio": ratio, "eos_token_id": None}
+    together = model.generate(**prompt(backbone.batch(rows, "left")), **options)
+    for index, row in enumerate(backbone.alone(rows)):
+        alone = model.generate(**prompt(row), **options)
+        torch.testing.assert_close(together.logits[0][index], alone.logits[0][0], **CLOSE)
+        if together.sequences[index, -2] == alone.sequences[0, -2]:
+            torch.testing.assert_close(together.logits[1][index], alone.logits[1][0], **CLOSE)
+
+
+@by_backbone
+@given(ratio=NO_RATIOS)
+def test_what_is_no_ratio_is_refused_by_name(backbone: Backbone, ratio: Any):
+    model, inputs = MODELS[backbone.name], backbone.batch([[2, Clip(2), 2]], "left")
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="`pruning_ratio` is"):
+            call(**prompt(inputs), pruning_ratio=ratio)
