@@ -5,6 +5,7 @@ The tower has 6 layers of width 32 and prunes after layer 2; layers 3 and 5 see 
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def sample(parts: Sequence[Part], seed: int = 0) -> Inputs:
     """As `tiny_qwen3_vl.sample`, with the seconds of the videos' tubelets."""
     inputs = tiny_qwen3_vl.sample(parts, seed, timestamps=False)
     if "video_grid_thw" in inputs:
-        inputs["second_per_grid_ts"] = torch.tensor(SECONDS[: len(inputs["video_grid_thw"])])
+        inputs["second_per_grid_ts"] = torch.tensor(list(islice(cycle(SECONDS), len(inputs["video_grid_thw"]))))
     return inputs
 
 
