@@ -335,14 +335,24 @@ def _open(source: Any, options: dict[str, Any]) -> VideoFile:
     return VideoFile(source, options["max_download_bytes"], options["max_download_seconds"])
 
 
+def open_picture(source: Any) -> Image.Image:
+    """The picture in a file, a path or an open one; not decoded. Raises `ValueError` for an EPS drawing."""
+    picture = Image.open(source)
+    if picture.format == "EPS":
+        raise ValueError(
+            "A picture is an EPS file, which PIL would have another program (Ghostscript) draw. Convert it to PNG."
+        )
+    return picture
+
+
 def load_pictures(sources: Sequence[Any], max_bytes: int = 2**31, max_seconds: float = 600.0) -> np.ndarray:
     """The frames (T, height, width, 3) of a video of pictures: PIL images, paths or URLs; limits as in `download`."""
 
     def load(source: Any) -> Image.Image:
-        if not is_url(source):
-            return load_image(source).convert("RGB")
-        with download(source, max_bytes, max_seconds) as file:
-            return load_image(Image.open(file)).convert("RGB")
+        if is_url(source):
+            with download(source, max_bytes, max_seconds) as file:
+                return load_image(open_picture(file)).convert("RGB")
+        return load_image(open_picture(source) if isinstance(source, str) else source).convert("RGB")
 
     pictures = [load(source) for source in sources]
     _check_sizes({(picture.height, picture.width) for picture in pictures})

@@ -1,4 +1,4 @@
-"""A checkpoint for use: found, and loaded by its own code; of a stock model by the package's."""
+"""A checkpoint for use: found, and loaded by this package's code. Code that lies in it never runs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -48,8 +48,9 @@ def load_config_and_processor(
     Returns configuration and processor. selector: in place of the configuration's. Raises `ValueError` for a checkpoint
     that cannot be loaded, or has no scorer where that is to select.
     """
-    from transformers import AutoConfig, AutoProcessor, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
+    from stts_hf import register_auto_classes
     from stts_hf.modeling.settings_stts import SELECTORS
 
     from .families import OWN, STOCK
@@ -59,22 +60,20 @@ def load_config_and_processor(
     options: dict[str, Any] = {"revision": revision or "main"}
     with _loading(checkpoint):
         kind = PreTrainedConfig.get_config_dict(checkpoint, **options)[0].get("model_type")
-    stock = STOCK.get(str(kind))
-    if stock is not None and selector in (None, "scorer"):
+    family = (OWN | STOCK).get(str(kind))
+    if family is None:
+        raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
+    if kind not in OWN and selector in (None, "scorer"):
         raise ValueError(
-            f"checkpoint {checkpoint} is a stock {stock.config.family} model, which has no trained scorer: choose the "
+            f"checkpoint {checkpoint} is a stock {family.config.family} model, which has no trained scorer: choose the "
             'selector cosine, which needs none (selector="cosine", --selector cosine), or make an STTS checkpoint of '
             "it with stts-hf convert and train that"
         )
-    if stock is None and str(kind) not in OWN:
-        raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
+    register_auto_classes()  # so that the video processor is the package's, too
     with _loading(checkpoint):
-        if stock is not None:
-            config: Any = stock.config.from_pretrained(checkpoint, **options)
-            processor: Any = stock.processor.from_pretrained(checkpoint, **options)
-        else:
-            config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True, **options)
-            processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True, **options)
+        config: Any = family.config.from_pretrained(checkpoint, **options)
+        # Refused, or transformers would ask whether to run the code of a tokenizer.
+        processor: Any = family.processor.from_pretrained(checkpoint, trust_remote_code=False, **options)
         if selector is not None:
             config.vision_config.selector = selector
     return config, processor
@@ -82,20 +81,14 @@ def load_config_and_processor(
 
 def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | None = None, **options: Any) -> Any:
     """
-    Returns the model, by the code that `config` is of, for use on `device`; None leaves it where it was loaded.
-    options: of `from_pretrained`. Raises `ValueError` where the weights cannot be loaded.
+    Returns the model for use on `device`; None leaves it where it was loaded. options: of `from_pretrained`. Raises
+    `ValueError` where the weights cannot be loaded, or are no safetensors.
     """
-    from transformers import AutoModelForMultimodalLM
-
     from stts_hf import _backbones
 
-    options |= {"config": config, "revision": revision or "main"}
+    options |= {"config": config, "revision": revision or "main", "use_safetensors": True}
     with _loading(checkpoint):
-        own = _backbones().get(type(config))
-        if own is not None:
-            model: Any = own.from_pretrained(checkpoint, **options)
-        else:
-            model = AutoModelForMultimodalLM.from_pretrained(checkpoint, trust_remote_code=True, **options)
+        model: Any = _backbones()[type(config)].from_pretrained(checkpoint, **options)
     return (model if device is None else model.to(device)).eval()
 
 

@@ -34,6 +34,6 @@ def load_processor(checkpoint: str, arguments: argparse.Namespace) -> tuple[Any,
 
 
 def load_model(checkpoint: str, config: Any, device: Any, arguments: argparse.Namespace) -> Any:
-    """Returns the model, by the code that `config` is of."""
+    """Returns the model."""
     with of_option():
         return loading.load_model(checkpoint, config, device, revision=arguments.revision, dtype=arguments.dtype)

@@ -38,7 +38,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="PATH_OR_REPO",
-        help="folder or Hub repository of an STTS checkpoint; its own code runs (trust_remote_code). "
+        help="folder or Hub repository of an STTS checkpoint; code that lies in it does not run. "
         "Default: stts-tiny of a source checkout, which knows a few shapes, colours and letters, and nothing else",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")

@@ -18,6 +18,7 @@ from transformers.image_utils import load_image
 from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.sequence_stts import align_labels as align_labels
+from stts_hf.modeling.video_processing_stts import open_picture
 from stts_hf.modeling.video_sources_stts import download, is_url
 
 from . import frames
@@ -256,7 +257,7 @@ def open_image(source: Any, processor: Any | None = None) -> Image.Image:
             source = file.read()
     if isinstance(source, Image.Image):
         return source
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    return open_picture(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
 def count_tokens(

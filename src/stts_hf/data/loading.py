@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
+
+from .rows import ANSWER, PROMPT, WITHIN
 
 _FILES = (".jsonl", ".json", ".parquet")
-_TEXTS = ("id", "media_root")  # columns that are never JSON
+_TEXTS = ("id", "media_root", WITHIN)  # columns that are never JSON
 
 
 def load_rows(
@@ -32,7 +36,8 @@ def load_rows(
 
     Returns:
         A map-style `Dataset`. Each row has an `id`, `<file>:<line>` where the file has none, and `media_root`. Columns
-        that datasets would decode give `{"bytes", "path"}` instead.
+        that datasets would decode give `{"bytes", "path"}` instead. Rows from the Hub may name files of their own data
+        set and below `media_root`, and no others.
 
     Raises:
         ValueError: the file is missing, of another kind or damaged (it names the file and line), or `split` or an
@@ -108,11 +113,27 @@ def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dat
         root = path if path.is_dir() and media_root is None else media_root
         if not isinstance(table, datasets.Dataset):
             raise ValueError(f"{str(source)!r} gave a {type(table).__name__}; training needs rows by number.")
+        own_files = path.exists() or ("/" not in str(source) and "data_files" in options)  # of "csv" and the like
+        if not own_files:
+            table = _confined(table, os.fspath(source), media_root, options)
     if isinstance(table, datasets.DatasetDict):
         if split not in table:
             raise ValueError(f"{name!r} has the splits {sorted(map(str, table))}, not {split!r}. Pass split.")
         table = table[split]
     return _finish(table, name, root)
+
+
+def _confined(table: datasets.Dataset, name: str, media_root: Any, options: Mapping[str, Any]) -> datasets.Dataset:
+    """Rows that strangers wrote: they may lead to what was downloaded with them, and below `media_root`."""
+    own = {PROMPT, ANSWER, WITHIN, "media_root"} & set(table.column_names)
+    cached = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"))
+    allowed = [
+        cached,
+        options.get("cache_dir") or datasets.config.HF_DATASETS_CACHE,
+        *([media_root] if media_root else []),
+    ]
+    within = json.dumps([str(Path(place).absolute()) for place in allowed])
+    return table.remove_columns(sorted(own)).add_column(WITHIN, [within] * len(table))
 
 
 def _load_json(path: Path, root: Any) -> datasets.Dataset:

@@ -26,6 +26,9 @@ MEDIA = {"video": "videos", "image": "images"}
 PROMPT = "stts_prompt"  # column in which `prepare_rows` keeps what the template made of a row
 # Column of rows without an answer: {"question", "room"}, tokens that an answer may have, then {"question", "answer"}.
 ANSWER = "stts_answer"
+# Column of rows from the Hub: folders, as JSON, outside of which their paths may not lead.
+WITHIN = "stts_within"
+PLACE = ("id", "media_root", WITHIN)  # what says which row it is, and where its files are
 _STAND_IN = "..."  # for an answer that is yet to be written
 _PLACEHOLDER = re.compile(r"<(video|image)>")
 
@@ -131,6 +134,8 @@ def _read(row: Any, name: str) -> Sample:
     own = json.loads(row[ANSWER]) if row.get(ANSWER) else None
     messages = _read_messages(row if own is None else _answered(row, own))
     media = {key: _fill(messages, kind, _read_media(row, kind, root), root) for kind, key in MEDIA.items()}
+    if row.get(WITHIN):
+        _check_within([Path(place) for place in json.loads(row[WITHIN])], row.get("subtitles"), root, media)
     if row.get("subtitles"):
         if messages[0]["role"] == "subtitle":
             raise ValueError("subtitles: messages begin with subtitles as well. Give them once.")
@@ -141,6 +146,21 @@ def _read(row: Any, name: str) -> Sample:
             "the row out."
         )
     return Sample(name, messages, media["videos"], media["images"], room=(own or {}).get("room", 0))
+
+
+def _check_within(allowed: list[Path], subtitles: Any, root: Path | None, media: Mapping[str, list[Any]]) -> None:
+    """Raises `ValueError` for a path in a row from the Hub, also behind links, that lies in none of these folders."""
+    paths = [
+        source for sources in media.values() for source in sources if isinstance(source, str) and not is_url(source)
+    ]
+    if isinstance(subtitles, str) and "-->" not in subtitles:
+        paths.append(str((root or Path()) / subtitles))
+    for path in paths:
+        if "\0" in path or not any(Path(path).resolve().is_relative_to(place.resolve()) for place in allowed):
+            raise ValueError(
+                f"{path!r} is no file of the data set, and a row from the Hub may name no other. Pass media_root, the "
+                "folder that its files are in; or save the rows beside them, and name that file."
+            )
 
 
 def _answered(row: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 
 from stts_hf.checkpoints.atomic_folder import is_disk_full
+from stts_hf.modeling.video_sources_stts import is_url
 from stts_hf.visualize.overlay import write_overlays
 
 from . import page
@@ -70,6 +71,7 @@ class Page:
         with gr.Tabs(selected="video", elem_id="views") as self.views:
             with gr.Tab("Video", id="video"):
                 self.video = gr.Video(elem_id="clip", show_label=False, sources=["upload"], buttons=[])
+                take_no_addresses(self.video)
             with gr.Tab(SAW, id="overlay", interactive=False, render_children=True) as self.second:
                 self.overlay = gr.Video(elem_id="seen", show_label=False, interactive=False, buttons=[])
         self.try_sample = gr.Button("Use the sample clip", size="sm", elem_id="sample")
@@ -268,6 +270,19 @@ class Page:
     def _forget(self, owner: str | None) -> None:
         if owner is not None:
             self.visits.leave(owner)
+
+
+def take_no_addresses(video: gr.Video) -> None:
+    """Keeps Gradio from fetching a video that a program names by its address in place of a file that it uploaded."""
+    take = video.async_move_resource_to_block_cache
+
+    async def take_upload(path: str | Path | None) -> str | None:
+        if is_url(path):
+            raise gr.Error("Nothing is fetched from an address here. Upload the video.", print_exception=False)
+        return await take(path)
+
+    # Not a class of ours: Gradio writes a file beside the code of every new class of components.
+    video.async_move_resource_to_block_cache = take_upload  # type: ignore[method-assign]
 
 
 def complaint(error: Exception, video: str, what: str = "") -> gr.Error:

@@ -35,7 +35,7 @@ class STTS(lmms):
     An STTS checkpoint of any backbone, or a stock one of such a model with `selector=cosine` or `random`.
 
     Args:
-        pretrained: folder or Hub repository; its own code runs.
+        pretrained: folder or Hub repository; code that lies in it does not run.
         pruning_ratio: share of video tokens to drop, by default the checkpoint's.
         selector: "scorer", "cosine" or "random", by default the checkpoint's.
         num_frames, max_fps: frames to look at, by default the checkpoint's.

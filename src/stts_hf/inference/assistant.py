@@ -32,8 +32,9 @@ def load(
         print(assistant.answer("clip.mp4", "What happens?").answer)
 
     Args:
-        checkpoint: folder or Hub repository of an STTS checkpoint of any backbone, whose own code runs, or of a stock
-            Molmo2, Qwen3-VL or Qwen2.5-VL, with a selector that needs no training.
+        checkpoint: folder or Hub repository of an STTS checkpoint of any backbone, or of a stock Molmo2, Qwen3-VL or
+            Qwen2.5-VL, with a selector that needs no training. It is loaded by this package's code: code that lies in
+            it does not run.
         pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
         selector: "scorer", "cosine" or "random"; the checkpoint's by default.
         device: "cpu", "cuda", "cuda:1", ...; a GPU where there is one, by default.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stts_hf.data.rows import PLACE, check_files, read_row
 from stts_hf.modeling.video_sources_stts import is_url
 
 ENDINGS = (
@@ -30,10 +31,8 @@ class StoredVideo:
 
     def load(self) -> Any:
         """Its bytes or path. Raises `RowError` where there is neither."""
-        from stts_hf.data.rows import check_files, read_row
-
         row = self.table[self.number]
-        sample = read_row({name: row.get(name) for name in ("id", "media_root", "video")} | STAND_INS)
+        sample = read_row({name: row.get(name) for name in (*PLACE, "video")} | STAND_INS)
         check_files(sample)
         return sample.videos[0]
 
@@ -146,7 +145,8 @@ def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[d
     are_named = table.features["video"] in (datasets.Value("string"), datasets.Json())
     for number, row in enumerate(table if are_named else table.remove_columns("video")):
         video = row["video"] if are_named else StoredVideo(table, number)
-        yield {"id": str(row["id"]), "video": video, "prompt": row.get("prompt"), "media_root": row.get("media_root")}
+        place = {name: row[name] for name in PLACE if name in row}
+        yield {**place, "id": str(row["id"]), "video": video, "prompt": row.get("prompt")}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from stts_hf.checkpoints.loading import choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import check_videos, place_subtitles
-from stts_hf.data.rows import RowError, check_files, read_row, row_errors, row_id
+from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
 
 from .asking import Prompt, PromptAnswer, answer_prompts, make_prompt
 from .inputs import STAND_INS, StoredVideo
@@ -142,7 +142,7 @@ def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None,
     if row.get("video") is None:
         raise RowError(f"Row {name!r}: video is empty. Name a file.", name)
     stored = row["video"] if isinstance(row["video"], StoredVideo) else None
-    columns = {name: row.get(name) for name in ("id", "media_root", "video")} | STAND_INS
+    columns = {name: row.get(name) for name in (*PLACE, "video")} | STAND_INS
     columns |= {"question": row.get("prompt")} | ({"video": b"?"} if stored else {})
     prompt = read_prompt(processor, columns, index, allow_urls)
     return dataclasses.replace(prompt, videos=(stored,)) if stored else prompt

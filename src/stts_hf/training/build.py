@@ -235,6 +235,7 @@ def load_weights(run: TrainingSetup) -> Any:
             revision=model.model_revision,
             dtype="auto" if model.dtype == "auto" else getattr(torch, model.dtype),
             output_loading_info=True,
+            use_safetensors=True,
             **model.given(["attn_implementation"]),
         )
     except (ValueError, OSError, ImportError) as error:

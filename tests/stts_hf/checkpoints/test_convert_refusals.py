@@ -96,6 +96,16 @@ def test_a_shard_outside_the_folder(folders, tmp_path):
     refuse(source, "must lie beside it")
 
 
+def test_a_chat_template_that_would_be_written_outside_the_folder(folders, tmp_path):
+    source = copy(folders / "one_file", tmp_path / "deep" / "er" / "source")
+    template = (source / "chat_template.jinja").read_text()
+    (source / "chat_template.jinja").unlink()
+    templates = {"default": template, "../../escaped": template}
+    edit_json(source / "processor_config.json", lambda settings: settings.update(chat_template=templates))
+    refuse(source, "Invalid chat template name")
+    assert not list(tmp_path.rglob("*escaped*"))
+
+
 def test_a_damaged_index(folders, tmp_path):
     source = copy(folders / "shards", tmp_path / "source")
     os.truncate(source / "model.safetensors.index.json", 100)

@@ -275,7 +275,7 @@ def test_help_does_not_wait_for_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_the_checkpoints_own_code_runs(hub_configs, tmp_path):
+def test_the_packages_code_runs(hub_configs, tmp_path):
     code = """
 import argparse, sys
 from stts_hf.cli.checkpoints import load_model, load_processor
@@ -291,7 +291,7 @@ print(type(processor.video_processor).__module__.split(".")[0], model.model.visi
 """
     command = [sys.executable, "-c", code, str(hub_configs / "stts-tiny")]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    assert printed.split() == ["transformers_modules"] * 3 + ["cosine"]
+    assert printed.split() == ["stts_hf"] * 3 + ["cosine"]
 
 
 @pytest.fixture(scope="module")

@@ -222,3 +222,81 @@ def test_no_playlist_is_followed(processor, media, tmp_path, written):
     (tmp_path / "list.m3u8").write_text(written.format(clip=media / "two.mp4"))
     [table] = prepare_each([video_row("list", tmp_path / "list.m3u8")], processor, on_error="skip")
     assert len(table) == 0
+
+
+SECRET = "0\n00:00:00,000 --> 00:00:01,000\nsecret\n"
+
+
+@pytest.fixture
+def from_hub(tmp_path, media, monkeypatch):
+    """
+    Loads a row as the Hub's data set user/name would give it, with a file of its own in the cache, and `secret.mp4`,
+    `secret.srt` and a link to one of them elsewhere.
+    """
+    cache = tmp_path / "hub" / "datasets--user--name"
+    (tmp_path / "home").mkdir()
+    for name, folder in (("secret.mp4", tmp_path / "home"), ("own.mp4", cache / "blobs")):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((media / "two.mp4").read_bytes())
+    (tmp_path / "home" / "secret.srt").write_text(SECRET)
+    (cache / "snapshots").mkdir()
+    (cache / "snapshots" / "own.mp4").symlink_to("../blobs/own.mp4")
+    (cache / "snapshots" / "link.mp4").symlink_to(tmp_path / "home" / "secret.mp4")
+    monkeypatch.setattr("stts_hf.data.loading.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "prepared"))
+    monkeypatch.chdir(tmp_path / "home")
+
+    def load(root: Any = None, **columns: Any) -> Any:
+        table = datasets.Dataset.from_list([{"question": "Q?", "answer": "A", **columns}])
+        monkeypatch.setattr(datasets, "load_dataset", lambda name, **options: table)
+        return load_rows("user/name", media_root=root)[0]
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"video": "{home}/secret.mp4"},
+        {"video": "file://{home}/secret.mp4"},
+        {"video": "secret.mp4"},
+        {"video": "{cache}/snapshots/../../../home/secret.mp4"},
+        {"video": "{cache}/snapshots/link.mp4"},
+        {"videos": [{"bytes": None, "path": "{home}/secret.mp4"}]},
+        {"images": ["{home}/secret.png"]},
+        {"video": "secret.mp4", "media_root": "{home}"},
+        {"video": "{home}/secret.mp4", "stts_within": '["/"]'},
+        {"subtitles": "{home}/secret.srt"},
+        {"subtitles": "../home/secret.srt"},
+        {"video": "{cache}/snapshots/own.mp4\0.mp4"},
+    ],
+    ids=str,
+)
+def test_a_row_from_the_hub_leads_to_no_file_of_the_users(from_hub, tmp_path, row):
+    text = json.dumps(row).replace("{home}", f"{tmp_path}/home")
+    text = text.replace("{cache}", f"{tmp_path}/hub/datasets--user--name")
+    with pytest.raises(RowError, match="is no file of the data set, and a row from the Hub may name no other"):
+        read_row(from_hub(**json.loads(text)))
+
+
+def test_a_row_from_the_hub_is_not_taken_for_one_that_was_prepared_here(from_hub, tmp_path):
+    kept = json.dumps({"videos": [f"{tmp_path}/home/secret.mp4"], "images": [], "prompt": ["x", []]})
+    sample = read_row(from_hub(stts_prompt=kept, stts_answer=json.dumps({"answer": "x"})))
+    assert (sample.videos, sample.prompt) == ([], None)
+
+
+def test_a_row_from_the_hub_has_its_own_files(from_hub, tmp_path):
+    own = str(tmp_path / "hub" / "datasets--user--name" / "snapshots" / "own.mp4")
+    assert read_row(from_hub(video=own, subtitles=SECRET)).videos == [own]
+    assert read_row(from_hub(video={"bytes": b"held", "path": "/etc/hostname"})).videos == [b"held"]
+
+
+def test_a_row_from_the_hub_has_the_files_of_the_media_root_that_is_passed(from_hub, media):
+    assert read_row(from_hub(video="two.mp4", root=media)).videos == [str(media / "two.mp4")]
+    with pytest.raises(RowError, match="is no file of the data set"):
+        read_row(from_hub(video="../escaped.mp4", root=media))
+
+
+def test_a_row_of_a_file_here_may_name_any_file(tmp_path, media):
+    table = load_rows(write_jsonl(tmp_path / "a.jsonl", [video_row("a", media / "two.mp4")]))
+    assert read_row(table[0]).videos == [str(media / "two.mp4")]

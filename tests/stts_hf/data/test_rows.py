@@ -1,9 +1,14 @@
 """What a row may look like, and what is said of one that does not."""
 
+import os
+import subprocess
+
 import pytest
 from PIL import Image
 
+from stts_hf.data.encoding import open_image
 from stts_hf.data.rows import RowError, check_files, read_row
+from stts_hf.modeling.video_processing_stts import load_pictures
 from tests.stts_hf.training.samples import assistant, image_row, prepare_each, text_row, user, video_row
 
 ANSWER = assistant("Yes.")
@@ -177,3 +182,29 @@ def test_what_is_not_the_rows_fault_skips_none(pruning_ratio, error, processor, 
     monkeypatch.setattr("stts_hf.data.encoding.render", fail)
     with pytest.raises(error, match="jinja2 is missing"):
         prepare_each([text_row("a")], processor, pruning_ratio=pruning_ratio, on_error="skip")
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc", "a\0b.mp4", "x" * 5000, "ftp://a/b.mp4", "rtsp://a/b", "concat:a.mp4|b.mp4", "HTTPS://a/b.mp4"]
+)
+def test_what_is_no_file_is_refused_before_anything_opens_it(path):
+    with pytest.raises(RowError, match=r"does not exist|is a URL, and nothing is fetched unasked"):
+        check_files(read_row(video_row("r", path)))
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.mp4")
+    with pytest.raises(RowError, match="does not exist"):
+        check_files(read_row(video_row("r", tmp_path / "pipe.mp4")))
+
+
+def test_no_other_program_draws_a_picture(tmp_path, monkeypatch):
+    """PIL has Ghostscript draw EPS, whose text is a program."""
+    path = tmp_path / "drawing.png"
+    Image.new("RGB", (4, 4)).save(path, "eps")
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for source in path, path.read_bytes():
+        with pytest.raises(ValueError, match=r"is an EPS file.* Convert it to PNG"):
+            open_image(source)
+    with pytest.raises(ValueError, match=r"is an EPS file.* Convert it to PNG"):
+        load_pictures([str(path)])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stts_hf.modeling import video_sources_stts
 from tests.clips import write_audio, write_clip
 from tests.small_disk import small_disk
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
@@ -106,6 +107,51 @@ def test_no_path_outside_its_own_folders_is_read(served, video):
         assert "event: error" in answer
         assert "event: generating" not in answer
         assert httpx.get(f"{served.url}gradio_api/file={path}").status_code in (403, 404)
+
+
+FILE_DATA = {"_type": "gradio.FileData"}
+
+
+@pytest.mark.parametrize("kind", ["address", "capitals", "only url", "stream", "no meta", "text", "null byte", "dots"])
+def test_no_address_is_fetched_and_no_form_of_a_path_gets_round_the_uploads(served, monkeypatch, kind):
+    fetched: list[str] = []
+
+    def fetch(url: str, *limits: float) -> Any:
+        fetched.append(url)
+        raise ValueError("fetched")
+
+    async def fetch_for_gradio(url: str, cache_dir: str) -> Any:  # it fetches from public addresses alone
+        fetch(url)
+
+    monkeypatch.setattr(video_sources_stts, "download", fetch)
+    monkeypatch.setattr(gradio.processing_utils, "async_ssrf_protected_download", fetch_for_gradio)
+    address = "http://127.0.0.1:1/a.mp4"
+    given: Any = {
+        "address": {"path": address, "meta": FILE_DATA},
+        "capitals": {"path": address.upper(), "meta": FILE_DATA},
+        "only url": {"path": "a.mp4", "url": address, "meta": FILE_DATA},
+        "stream": {"path": address, "is_stream": True, "meta": FILE_DATA},
+        "no meta": {"path": __file__},
+        "text": __file__,
+        "null byte": {"path": f"{served.visits.cache}/a\0b.mp4", "meta": FILE_DATA},
+        "dots": {"path": f"{served.visits.cache}/../../../../../{__file__}", "meta": FILE_DATA},
+    }[kind]
+    begun = httpx.post(f"{served.url}gradio_api/call/ask", json={"data": ["What?", given, 50, "scorer"]}).json()
+    answer = httpx.get(f"{served.url}gradio_api/call/ask/{begun['event_id']}", timeout=PATIENCE).text
+    assert fetched == []
+    assert "event: error" in answer
+    assert "watched" not in answer
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../escaped.mp4", "/tmp/stts-escaped.mp4", "..\\escaped.mp4", "a" * 3000 + ".mp4", "CON"]
+)
+def test_the_name_of_an_upload_leads_to_no_other_folder(served, name):
+    answer = httpx.post(f"{served.url}gradio_api/upload", files={"files": (name, b"some bytes")})
+    assert answer.status_code == 200
+    (path,) = answer.json()
+    assert Path(path).resolve().parent.parent == served.visits.cache.resolve()
+    assert not Path("/tmp/stts-escaped.mp4").exists()
 
 
 def test_two_visitors_are_answered_at_once(served, gate, video):

@@ -41,6 +41,14 @@ def test_a_second_run_has_the_answers_of_the_first(path):
     assert ids(path) == ["a", "b", "c"]
 
 
+def test_an_id_is_never_a_path(path):
+    names = ["../../escaped", "/tmp/stts-escaped", "a\0b", "a\nb", "CON", "..", "", "x" * 5000]
+    write(path, *map(record, names))
+    assert write(path).keys() == set(names)
+    assert ids(path) == names
+    assert sorted(path.parent.iterdir()) == [path, summary_path(path)]
+
+
 @pytest.mark.parametrize("cut", [1, 5, -1])
 def test_a_line_that_a_kill_tore_is_dropped(path, cut):
     write(path, record("a"), record("b"))

@@ -7,7 +7,9 @@ from pathlib import Path
 import datasets
 import pytest
 
+from stts_hf.data.rows import RowError
 from stts_hf.inference.inputs import read_inputs
+from stts_hf.inference.predicting import read_asked
 
 
 @pytest.fixture
@@ -116,3 +118,15 @@ def test_a_folder_that_cannot_be_read_is_named(here, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(ValueError, match=r"The folder videos/more cannot be read: Permission denied"):
         ids("videos")
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["path", "stored"])
+def test_a_data_set_of_the_hub_leads_to_no_file_of_the_users(here, monkeypatch, stored):
+    video = str(here / "videos" / "b.mp4")
+    table = datasets.Dataset.from_list(
+        [{"prompt": "What?", "video": {"path": video, "bytes": None} if stored else video}]
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **options: table)
+    (row,) = read_inputs(["user/name"])
+    with pytest.raises(RowError, match="is no file of the data set"):
+        row["video"].load() if stored else read_asked(None, row)
