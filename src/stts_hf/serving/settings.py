@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from stts_hf.modeling.configuration_stts import STTSConfig
-
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -16,16 +14,17 @@ SCHEDULER = "stts_hf.serving.scheduler.WholeVisionScheduler"
 
 
 class ServingSettings(VerifyAndUpdateConfig):
-    """Hooks that vLLM calls with its settings before anything is built."""
+    """Hooks that vLLM calls with its settings before anything is built, for every backbone."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         """Raises what the configuration raises for settings, such as `--hf-overrides`, that cannot be."""
         config: Any = model_config.hf_config
-        for name in STTSConfig.vision_settings:  # `--hf-overrides` sets attributes, where `from_pretrained` sorts them
+        for name in config.vision_settings:  # `--hf-overrides` sets attributes, where `from_pretrained` sorts them
             if name in vars(config):
                 setattr(config.vision_config, name, vars(config).pop(name))
         config.vision_config.validate_pruning()
+        config.validate()
         multimodal = model_config.multimodal_config
         if multimodal is not None and multimodal.video_pruning_rate:
             raise ValueError(
@@ -38,12 +37,6 @@ class ServingSettings(VerifyAndUpdateConfig):
             # vLLM's own loaders would choose the frames themselves. It finds ours by the video processor's name only
             # where the checkpoint has a file for that processor alone.
             multimodal.media_io_kwargs.setdefault("video", {}).setdefault("video_backend", VIDEO_LOADER)
-        text = config.text_config
-        # As vLLM's text model calls it.
-        text.use_qk_norm, text.rope_theta = text.qk_norm_type is not None, text.rope_parameters["rope_theta"]
-        if keeps_gaps(config):
-            # vLLM lets positions differ from places only for models of several axes. All of ours are the first.
-            text.rope_parameters["mrope_section"] = [text.head_dim // 2, 0, 0]
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -53,14 +46,35 @@ class ServingSettings(VerifyAndUpdateConfig):
         if not current_platform.is_cpu():
             raise ValueError(
                 f"STTS is served on CPUs only so far, and this is {current_platform.device_name}: the attention among "
-                "vision tokens is written for vLLM's CPU backend. On a GPU use the model in transformers, "
-                "with `stts-hf predict` for many videos."
+                "Molmo2's vision tokens is written for vLLM's CPU backend, and nothing else has been run on another. "
+                "On a GPU use the model in transformers, with `stts-hf predict` for many videos."
             )
-        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         if vllm_config.speculative_config is not None:
             raise ValueError("STTS is not served with speculative decoding. Leave --speculative-config out.")
+
+
+class Molmo2Settings(ServingSettings):
+    """Those of Molmo2 too, whose vision tokens see each other in both directions."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: "ModelConfig") -> None:
+        """As in `ServingSettings`."""
+        ServingSettings.verify_and_update_model_config(model_config)
+        config: Any = model_config.hf_config
+        text = config.text_config
+        # As vLLM's text model calls it.
+        text.use_qk_norm, text.rope_theta = text.qk_norm_type is not None, text.rope_parameters["rope_theta"]
+        if keeps_gaps(config):
+            # vLLM lets positions differ from places only for models of several axes. All of ours are the first.
+            text.rope_parameters["mrope_section"] = [text.head_dim // 2, 0, 0]
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        """As in `ServingSettings`."""
+        ServingSettings.verify_and_update_config(vllm_config)
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
-            raise ValueError(f"STTS is not served with --kv-cache-dtype {cache.cache_dtype}. Leave it out.")
+            raise ValueError(f"STTS on Molmo2 is not served with --kv-cache-dtype {cache.cache_dtype}. Leave it out.")
         if scheduler.scheduler_cls not in (None, SCHEDULER):
             raise ValueError(
                 f"--scheduler-cls {scheduler.scheduler_cls} might cut a prompt between its vision tokens, which see "

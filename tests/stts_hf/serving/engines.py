@@ -1,4 +1,4 @@
-"""vLLM engines on the tiny checkpoint, requests to them, and what `generate` computes for the same."""
+"""vLLM engines on tiny checkpoints, requests to them, and what `generate` computes for the same."""
 
 import os
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM's sampler alone takes 
 
 import torch
 from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoProcessor
 from vllm import LLM, SamplingParams
 
-from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf.data.frames import process
 from stts_hf.modeling.sequence_stts import Tokens
 from tests.checkpoints import TINY
 
@@ -35,25 +36,29 @@ class Request:
     videos: Sequence[Path] = ()
     images: Sequence[Image.Image] = field(default_factory=list)
 
-    def prompt(self, processor: STTSProcessor) -> str:
+    def prompt(self, processor: Any) -> str:
         media = [{"type": "image"}] * len(self.images) + [{"type": "video"}] * len(self.videos)
         content: Any = [*media, {"type": "text", "text": self.question}]
         return processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
 
-    def for_vllm(self, processor: STTSProcessor) -> Any:
+    def for_vllm(self, processor: Any) -> Any:
         data = {"video": [video.read_bytes() for video in self.videos], "image": list(self.images)}
         ids = processor.tokenizer(self.prompt(processor), add_special_tokens=False)["input_ids"]
         return {"prompt_token_ids": ids, "multi_modal_data": {name: items for name, items in data.items() if items}}
 
-    def for_model(self, processor: STTSProcessor) -> dict[str, torch.Tensor]:
-        """The processor's inputs; it takes one video a text, so texts of several are put together here."""
+    def for_model(self, processor: Any) -> dict[str, torch.Tensor]:
+        """The processor's inputs."""
         parts = self.prompt(processor).split(processor.video_token)
-        if len(parts) <= 2:
-            options: dict[str, Any] = {"videos": [str(video) for video in self.videos]} if self.videos else {}
-            options |= {"images": list(self.images)} if self.images else {}
-            return dict(processor(text=self.prompt(processor), **options, return_tensors="pt"))
+        if len(self.videos) > getattr(processor, "max_videos", len(self.videos)):
+            return self._put_together(processor, parts)
+        options: dict[str, Any] = {"images": list(self.images)} if self.images else {}
+        videos = [str(video) for video in self.videos]
+        return dict(process(processor, text=[self.prompt(processor)], videos=videos, **options, return_tensors="pt"))
+
+    def _put_together(self, processor: Any, parts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Of Molmo2's, which takes one video a text: `parts` of the prompt with a video between two."""
         pieces = []
         for before, video in zip(parts, self.videos, strict=False):
             pieces.append(processor(text=before + processor.video_token, videos=[str(video)], return_tensors="pt"))
@@ -86,20 +91,21 @@ class Answer:
 
 
 class Engine:
-    """vLLM on the tiny checkpoint, and the model in transformers with the same settings."""
+    """vLLM on a tiny checkpoint, and the model in transformers with the same settings."""
 
-    def __init__(self, ratio: float, rule: str, **options: Any):
+    def __init__(self, ratio: float, rule: str = "original", checkpoint: Path = TINY, **options: Any):
         settings: dict[str, Any] = {"pruning_ratio": ratio, "pruned_position_ids": rule}
-        self.processor: STTSProcessor = STTSProcessor.from_pretrained(TINY)
-        self.model = STTSForConditionalGeneration.from_pretrained(TINY, **settings).eval()
+        self.processor: Any = AutoProcessor.from_pretrained(checkpoint)
+        self.model: Any = AutoModelForMultimodalLM.from_pretrained(checkpoint, **settings).eval()
         self.llm = LLM(
-            str(TINY),
+            str(checkpoint),
             dtype="float32",
             enforce_eager=True,
             hf_overrides=settings,
             max_logprobs=-1,
             disable_log_stats=True,
-            **{"max_model_len": 768, "max_num_batched_tokens": 768, "max_num_seqs": 8, **options},
+            max_num_seqs=8,
+            **options,
         )
 
     def serve(self, requests: Sequence[Request]) -> list[Answer]:
