@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 FUZZ_CASES ?= 500
 
-.PHONY: demo test test-all fuzz test-browser test-matrix test-eval test-vllm stts-tiny lint clean
+.PHONY: demo docs test test-all fuzz test-browser test-matrix test-eval test-vllm stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -63,6 +63,19 @@ test-vllm: .venv-vllm/.installed
 .venv-vllm/.installed: pyproject.toml examples/serving/install.sh
 	@PYTHON="$(PYTHON)" sh examples/serving/install.sh .venv-vllm -e .
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check pytest==9.2.0
+	@touch $@
+
+# The documentation as a site in build/site, in an environment of its own; a link that leads nowhere ends it. mkdocstrings
+# reads the code without running it, so PyTorch is not needed.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: pyproject.toml
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> .venv-docs/requirements.txt
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
 	@touch $@
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.

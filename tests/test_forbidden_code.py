@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from tests.conftest import REPOSITORY
 

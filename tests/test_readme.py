@@ -10,7 +10,7 @@ from stts_hf.cli.main import build_parser
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.conftest import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -82,3 +82,9 @@ def test_links_lead_to_files_and_headings(page):
 def test_files_that_are_named_exist(page):
     named = re.findall(r"(?<![\w/])(?:tests|src|modeling|examples)/[\w/.-]+\.(?:py|yaml|md|json)\b", page.read_text())
     assert [path for path in named if not (REPOSITORY / path).exists()] == []
+
+
+def test_every_promise_of_security_names_its_test():
+    rows = re.findall(r"^\|.*\|(.*)\|$", (REPOSITORY / "SECURITY.md").read_text(), re.M)[2:]
+    assert len(rows) > 10
+    assert [row for row in rows if "`tests/" not in row] == []

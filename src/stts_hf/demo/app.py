@@ -276,10 +276,10 @@ def take_no_addresses(video: gr.Video) -> None:
     """Keeps Gradio from fetching a video that a program names by its address in place of a file that it uploaded."""
     take = video.async_move_resource_to_block_cache
 
-    async def take_upload(path: str | Path | None) -> str | None:
-        if is_url(path):
+    async def take_upload(url_or_file_path: str | Path | None) -> str | None:
+        if is_url(url_or_file_path):
             raise gr.Error("Nothing is fetched from an address here. Upload the video.", print_exception=False)
-        return await take(path)
+        return await take(url_or_file_path)
 
     # Not a class of ours: Gradio writes a file beside the code of every new class of components.
     video.async_move_resource_to_block_cache = take_upload  # type: ignore[method-assign]
