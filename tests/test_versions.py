@@ -130,10 +130,10 @@ def imports(path: Path) -> set[str]:
     ("room", "extras"),
     [
         ("modeling", ["flash"]),
-        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize", "demo", "vllm"]),
+        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize", "demo", "vllm", "ray"]),
         ("src/stts_hf/checkpoints", ["train"]),
         ("src/stts_hf/demo", ["demo"]),
-        ("src/stts_hf/inference", ["train"]),
+        ("src/stts_hf/inference", ["train", "ray"]),
         ("src/stts_hf/serving", ["vllm"]),
         ("src/stts_hf/visualize", ["visualize"]),
     ],

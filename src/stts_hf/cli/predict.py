@@ -15,12 +15,12 @@ from stts_hf.cli.answers import (
     print_problems,
     settings_of,
     start_workers_early,
-    workers_of,
 )
 from stts_hf.cli.checkpoints import find_checkpoint
-from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
+from stts_hf.cli.engines import add_engine_options, check_engine, make_predictor, start_engine
+from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import check_scaling, processing
-from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
+from stts_hf.cli.progress import import_libraries, note, progress_bar
 from stts_hf.cli.report import print_lines
 
 HELP = "answer about many videos, or many prompts about them; stopped and started, it goes on where it was"
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", help="split of a data set (default: train)")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
     add_answer_options(parser, max_new_tokens=64)
+    add_engine_options(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -55,6 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
     the user's mistakes and a full disk.
     """
     check_scaling(arguments)
+    check_engine(arguments)
     output = arguments.output
     lines = output.with_suffix(".jsonl") if output else None  # which a Parquet file is made of
     for path in {output, lines}:
@@ -65,25 +67,24 @@ def execute(arguments: argparse.Namespace) -> int:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
     checkpoint = find_checkpoint(arguments.checkpoint)
     rows = find_rows(arguments)
-    start_workers_early(arguments)
+    if arguments.engine == "local":
+        start_workers_early(arguments)
     import_libraries()
     from stts_hf.inference.answering import check_question
-    from stts_hf.inference.predicting import Predictor
 
-    with of_option():
-        predictor = Predictor(
-            checkpoint,
-            revision=arguments.revision,
-            selector=arguments.selector,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            pruning_ratio=arguments.pruning_ratio,
-            processing=processing(arguments),
-            batch_size=arguments.batch_size,
-            num_workers=workers_of(arguments),
-            max_new_tokens=arguments.max_new_tokens,
-            allow_urls=arguments.allow_urls,
-        )
+    options = {
+        "checkpoint": checkpoint,
+        "revision": arguments.revision,
+        "selector": arguments.selector,
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "pruning_ratio": arguments.pruning_ratio,
+        "processing": processing(arguments),
+        "batch_size": arguments.batch_size,
+        "max_new_tokens": arguments.max_new_tokens,
+        "allow_urls": arguments.allow_urls,
+    }
+    predictor = make_predictor(arguments, options)
     arguments.pruning_ratio = predictor.pruning_ratio
     check_scaling(arguments)
     if arguments.prompt is not None:
@@ -101,22 +102,18 @@ def execute(arguments: argparse.Namespace) -> int:
             note(f"{len(rows) - len(left)} of {len(rows)} rows are in {lines} already")
         seconds = 0.0
         if left:
-            with stage(f"Loading {checkpoint}"):
-                model = predictor.model
-            ratio = f"{arguments.pruning_ratio:.0%} of the video tokens dropped"
-            note(f"Answering {len(left)} rows on {model.device} with {ratio} ...")
-            started = time.perf_counter()
             done = len(rows) - len(left)
-            with (
-                progress_bar(len(rows), "row", done=done) as bar,
-                contextlib.closing(predictor.predict(left)) as found,
-            ):
-                for number, record in enumerate(found, done + 1):
-                    write(record)
-                    if output is None:
-                        print_record(number, len(rows), record)
-                    bar.update()
-            seconds = time.perf_counter() - started
+            with start_engine(arguments, predictor, options) as (place, predict):
+                ratio = f"{arguments.pruning_ratio:.0%} of the video tokens dropped"
+                note(f"Answering {len(left)} rows on {place} with {ratio} ...")
+                started = time.perf_counter()
+                with progress_bar(len(rows), "row", done=done) as bar, contextlib.closing(predict(left)) as found:
+                    for number, record in enumerate(found, done + 1):
+                        write(record)
+                        if output is None:
+                            print_record(number, len(rows), record)
+                        bar.update()
+                seconds = time.perf_counter() - started
         summary = summarize([records[row["id"]] for row in rows])
         finish(summary)
         if output is not None and output.suffix == PARQUET:
