@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from stts_hf.data.isolated import CannotStart
+from stts_hf.data.rows import row_id
 from stts_hf.modeling.video_sources_stts import is_url
 
 from .predicting import Predictor, record_of
@@ -113,12 +114,16 @@ class RayPredictor:
     def predict(self, rows: Iterable[Row]) -> Generator[dict[str, Any], None, None]:
         """
         `Predictor.predict`'s record of each row, as soon as it is there. A row that its worker died of each time is one
-        with an error, and so is one over which the model raised.
+        with an error, and so is one over which the model raised. rows: as there, with ids that differ.
 
         Raises:
+            ValueError: two rows have the same id.
             RayFailed: no worker can answer, or too many died.
         """
-        left = {row["id"]: row for row in rows}
+        named = [{**row, "id": row_id(row, index)} for index, row in enumerate(rows)]
+        left = {row["id"]: row for row in named}
+        if len(left) < len(named):
+            raise ValueError("ids of rows must differ. Give each its own.")
         size = self._options.get("batch_size", 8)
         for attempt in range(1, self._tries + 1):
             if not left:
@@ -163,7 +168,8 @@ class RayPredictor:
                 max_task_retries=0,
             )
         try:
-            for batch in records.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            batches: Iterable[Any] = records.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+            for batch in batches:
                 for record in map(json.loads, batch["record"].to_pylist()):
                     if "failed" in record:
                         raise RayFailed(record["failed"])
@@ -310,7 +316,9 @@ def _connect(address: str) -> None:
     import ray
     import ray.data
 
-    own = {"object_store_memory": _OBJECT_STORE, "include_dashboard": False} if address == "local" else {}
+    own: dict[str, Any] = (
+        {"object_store_memory": _OBJECT_STORE, "include_dashboard": False} if address == "local" else {}
+    )
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, RuntimeError, ValueError) as error:

@@ -1,0 +1,163 @@
+"""A job on Ray itself: the answers are those of `Predictor`, whichever process dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stts_hf.inference.on_ray import RayFailed, RayPredictor
+from stts_hf.inference.predicting import Predictor
+from tests.checkpoints import load_talkative
+from tests.clips import write_clip
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.slow
+DEADLY = "What kills you?"
+ABORTS = f"""
+
+def _aborting(call):
+    def __call__(self, *arguments, **options):
+        if {DEADLY!r} in str(options.get("text")):
+            import os
+            os.abort()
+        return call(self, *arguments, **options)
+    return __call__
+
+
+STTSProcessor.__call__ = _aborting(STTSProcessor.__call__)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, processor) -> Path:
+    """Answers that differ from prompt to prompt; over one prompt, code of the checkpoint's own ends the process."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    load_talkative().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    with (folder / "processing_stts.py").open("a") as file:
+        file.write(ABORTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> list[dict[str, Any]]:
+    """Two prompts about each of ten clips, one that is corrupt and one that is not there."""
+    folder = tmp_path_factory.mktemp("clips")
+    clips = [write_clip(folder / f"{number}.mp4", 5 + 4 * number, fps=20) for number in range(10)]
+    (folder / "corrupt.mp4").write_bytes(b"no video\n" * 100)
+    clips += [folder / "corrupt.mp4", folder / "gone.mp4"]
+    return [
+        {"id": f"{clip.stem}-{word}", "video": str(clip), "prompt": f"{word}?"}
+        for clip in clips
+        for word in ("What", "Where")
+    ]
+
+
+@pytest.fixture(scope="module")
+def options(checkpoint) -> dict[str, Any]:
+    # With `num_workers=0` the code of the checkpoint runs in the process with the model.
+    return {"checkpoint": str(checkpoint), "batch_size": 2, "max_new_tokens": 12, "num_workers": 0, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def expected(options, rows) -> dict[str, dict[str, Any]]:
+    return by_id(Predictor(**options).predict(rows))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A Ray of two CPUs, which this process is connected to."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)]))
+        context = ray.init(
+            "local", num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False
+        )
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
+
+
+def by_id(records: Any) -> dict[str, dict[str, Any]]:
+    """Records without their seconds; none may be there twice."""
+    records = list(records)
+    assert len({record["id"] for record in records}) == len(records)
+    return {record["id"]: record | {"seconds": 0} for record in records}
+
+
+def workers() -> list[int]:
+    """The processes with a model, by what Ray calls them."""
+    names = ((path, path.joinpath("cmdline")) for path in Path("/proc").glob("[0-9]*"))
+    return [int(path.name) for path, name in names if name.exists() and b"ray::MapWorker" in name.read_bytes()]
+
+
+def test_the_answers_are_those_of_a_predictor(address, options, rows, expected):
+    with RayPredictor(options) as predictor:
+        assert predictor.slots.models == 2
+        found = by_id(predictor.predict(rows))
+    assert found == expected
+    assert len({record["answer"] for record in expected.values()}) > 5
+
+
+def test_rows_of_a_process_that_is_killed_are_answered_once_by_another(address, options, rows, expected):
+    with RayPredictor(options, models=1) as predictor:
+        records = predictor.predict(rows)
+        first = [next(records) for _ in range(5)]  # four of them cannot be read
+        [worker] = workers()
+        os.kill(worker, signal.SIGKILL)
+        assert by_id([*first, *records]) == expected
+
+
+def test_a_row_that_always_kills_is_an_error_and_the_others_are_answered(address, options, rows, expected):
+    asked = rows[:8:2]  # one prompt about each clip: the code that aborts sees whole prompts alone
+    deadly = {"id": "deadly", "video": rows[8]["video"], "prompt": DEADLY}
+    with RayPredictor(options, models=1, retries=1) as predictor:
+        found = by_id(predictor.predict([*asked[:2], deadly, *asked[2:]]))
+    assert found.pop("deadly")["error"] == (
+        "RayFailed: the process that was to answer it ended 2 times, at last with this row alone."
+    )
+    assert found == {row["id"]: expected[row["id"]] for row in asked}
+
+
+def test_a_checkpoint_that_no_machine_sees_ends_the_job(address, rows):
+    with (
+        RayPredictor({"checkpoint": "/not/there"}) as predictor,
+        pytest.raises(RayFailed, match=r"checkpoint /not/there cannot be loaded: .* \(on the machine "),
+    ):
+        list(predictor.predict(rows))
+
+
+def test_gpus_where_there_are_none_are_refused(address):
+    with pytest.raises(ValueError, match="gpus 1 and cpus 1 of a model are more than a machine of this Ray has"):
+        RayPredictor({"checkpoint": "none"}, gpus=1).__enter__()
+
+
+def test_a_command_that_is_killed_goes_on(address, checkpoint, rows, expected, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "stts_hf.cli.main", "predict", "rows.jsonl", "--checkpoint", str(checkpoint)]
+    command += ["--output", str(output), "--max-new-tokens", "12", "--batch-size", "2", "--workers", "0"]
+    command += ["--engine", "ray", "--address", address, "--models", "1", "--device", "cpu"]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    killed = start()
+    while not output.exists() or output.read_bytes().count(b"\n") < 5:
+        assert killed.poll() is None, killed.communicate()[1]
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    done = output.read_bytes().count(b"\n")
+    assert done < len(rows)
+    second = start()
+    said = second.communicate(timeout=600)[1]
+    assert second.returncode == 1, said  # some rows have an error
+    assert f" of {len(rows)} rows are in {output} already" in said
+    assert by_id(map(json.loads, output.read_text().splitlines())) == expected
