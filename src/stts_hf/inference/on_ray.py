@@ -321,7 +321,7 @@ def _connect(address: str) -> None:
     )
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # what Ray raises where it cannot start has no class of its own
         raise ValueError(f"address {address} cannot be used: {error}") from error
     for handler in logging.getLogger("ray.data").handlers:
         if handler.name == "console":  # what it says is in its files too
