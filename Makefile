@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 FUZZ_CASES ?= 500
 
-.PHONY: demo docs test test-all fuzz test-browser test-matrix test-eval test-vllm stts-tiny lint clean
+.PHONY: demo docs test test-all fuzz test-browser test-matrix test-eval test-vllm test-transformers stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -65,6 +65,7 @@ test-vllm: .venv-vllm/.installed
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check pytest==9.2.0
 	@touch $@
 
+<<<<<<< HEAD
 # The documentation as a site in build/site, in an environment of its own; a link that leads nowhere ends it. mkdocstrings
 # reads the code without running it, so PyTorch is not needed.
 docs: .venv-docs/.installed
@@ -77,6 +78,14 @@ docs: .venv-docs/.installed
 		> .venv-docs/requirements.txt
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
 	@touch $@
+=======
+# transformers' own common tests over our classes; CHECKOUT=folder takes them from a checkout of the installed version,
+# which has those of `generate` and of export too.
+test-transformers: $(VENV)/.installed-dev
+	@$(PIP_INSTALL) parameterized==0.9.0
+	@$(BIN)/python -m tests.suites.fetch $(CHECKOUT)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -rx tests/suites
+>>>>>>> 1b2d7ad (transformers' common tests over our classes: make test-transformers; hidden states of videos where the config asks for them)
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.
 stts-tiny: $(VENV)/.installed-dev

@@ -260,7 +260,7 @@ class FlatTower(RankingTower):
         place = None if order is None else order.argsort()
         by_block = (states.unflatten(0, (-1, self.spatial_merge_unit)) for states in (hidden_states, *angles))
         hidden_states, *rotation = (reorder(states, order).flatten(0, 1) for states in by_block)
-        asked = bool(kwargs.get("output_hidden_states"))
+        asked = self.returns_states(kwargs)
         states = {-1: hidden_states} if asked else {}  # outputs of layers by their index
         for index, block in enumerate(self.blocks):
             seen = kinds[self.sees_window(index)]

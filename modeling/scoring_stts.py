@@ -110,6 +110,11 @@ class RankingTower(NativeTower):
             init.zeros_(module.weight)
             init.constant_(module.bias, FIRST_LOGIT)
 
+    def returns_states(self, kwargs: dict[str, Any]) -> bool:
+        """Whether `output_hidden_states` of a call, or else of the config, asks for them, as in native models."""
+        asked = kwargs.get("output_hidden_states")
+        return bool(getattr(self.config, "output_hidden_states", False) if asked is None else asked)
+
     def check_call(self, kwargs: dict[str, Any]) -> None:
         """Raises `ValueError` where the config's fields do not fit each other, and for `output_attentions`."""
         self.config.validate_pruning()

@@ -226,8 +226,9 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
         hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
         hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)
         pruning_layer = self.config.pruning_layer
-        wanted = range(len(self.layers)) if kwargs.get("output_hidden_states") else pruning.feature_layers
-        states = {-1: hidden_states} if kwargs.get("output_hidden_states") else {}  # outputs of layers by their index
+        asked = self.returns_states(kwargs)
+        wanted = range(len(self.layers)) if asked else pruning.feature_layers
+        states = {-1: hidden_states} if asked else {}  # outputs of layers by their index
         for index, layer in enumerate(self.layers[: pruning_layer + 1]):
             hidden_states = layer(hidden_states, None)
             if index in wanted:

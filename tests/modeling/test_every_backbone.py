@@ -1,5 +1,7 @@
 """What holds for every backbone, whatever its parts: a new one in `tests/backbones.py` is held to it too."""
 
+import copy
+
 import pytest
 import torch
 
@@ -144,3 +146,18 @@ def test_half_precision_loads_as_a_cast(backbone, any_model, tmp_path, dtype):
         assert torch.equal(logits, cast(**half).logits)
     assert logits.dtype == dtype
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not-asked"])
+def test_the_tower_returns_hidden_states_where_its_config_says_so(backbone, any_model, asked):
+    inputs = backbone.batch([[3, Clip(2), 5]], "left")
+    vision = {name: inputs[name] for name in any_model.model.video_inputs if name in inputs}
+    expected = any_model.model.get_video_features(**vision, output_hidden_states=True).hidden_states
+    model = copy.deepcopy(any_model)
+    model.config.vision_config.output_hidden_states = asked
+    found = model.model.get_video_features(**vision).hidden_states
+    if not asked:
+        assert found is None
+        return
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))

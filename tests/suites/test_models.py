@@ -1,0 +1,91 @@
+"""transformers' common tests of models, over the classes of every backbone: `make test-transformers`."""
+
+import unittest
+from typing import Any
+
+import torch
+from transformers_tests import test_modeling_common as common
+from transformers_tests.generation.test_utils import GenerationTesterMixin
+from transformers_tests.test_configuration_common import ConfigTester
+
+from tests.backbones import BACKBONES, Backbone
+from tests.suites.exempt import CannotHold, exempt
+from tests.suites.models import ModelTester, classes_of
+
+CANNOT_HOLD = (
+    CannotHold(
+        ("test_get_video_features_attentions",),
+        "attention within the frames of a video computes no weights",
+        "`output_attentions` is True, but attention within the frames",
+    ),
+    CannotHold(
+        ("test_model_outputs_equivalence",),
+        "it subtracts outputs to word a message, and `keep_mask` is bool (test_forward_outputs.py tests the same)",
+        "the `-` operator, with two bool tensors",
+    ),
+)
+# What fails for stock models too, where it is tested as well.
+STOCK_FAILS = (
+    CannotHold(
+        ("test_model_rope_scaling_frequencies",),
+        "float32 rounds the angles of position 1000 by more than the test allows",
+        "Tensor-likes are not close",
+        only=("Test_molmo2", "Test_stock_molmo2", "Test_qwen3_vl", "Test_stock_qwen3_vl"),
+    ),
+    CannotHold(
+        ("test_resize_tokens_embeddings", "test_resize_embeddings_untied"),
+        "Molmo2's placeholders lie beyond the vocabulary, and the test clamps them",
+        "",
+        only=("Test_molmo2", "Test_stock_molmo2"),
+    ),
+)
+
+
+class Suite(common.ModelTesterMixin, GenerationTesterMixin):
+    model_tester: Any
+    skip_test_video_features_output_shape = True  # as many as patches are kept
+
+    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+        inputs = super()._prepare_for_class(inputs_dict, model_class)
+        return inputs | {"labels": self.model_tester.inputs["labels"].clone()} if return_labels else inputs
+
+    def _logits_scored_by_loss(self, model, logits):
+        """Logits (B, L, vocabulary) at the places of the caller's tokens, whose targets the test then makes."""
+        kept = self.model_tester.kept_indices[:, :, None].expand(-1, -1, logits.shape[-1])
+        whole = logits.new_zeros(len(logits), self.model_tester.seq_length, logits.shape[-1])
+        return torch.scatter(whole, 1, kept, logits)
+
+    def _image_features_prepare_config_and_inputs(self):
+        return self.model_tester.get_config(), self.model_tester.pictures()
+
+    def _image_features_get_expected_num_attentions(self, model_tester=None):
+        return self.model_tester.num_vision_layers
+
+    _video_features_get_expected_num_attentions = _image_features_get_expected_num_attentions
+
+    def test_config(self):
+        config_class = type(self.model_tester.get_config())
+        ConfigTester(self, config_class=config_class, has_text_modality=False).run_common_tests()
+
+
+def suite(backbone: Backbone, stock: bool) -> type:
+    name = f"Test_{'stock_' if stock else ''}{backbone.name}"
+
+    def set_up(self: Any) -> None:
+        self.model_tester = ModelTester(backbone, stock)
+
+    body = {"all_model_classes": classes_of(backbone, stock), "setUp": set_up, "__module__": __name__}
+    kind = type(name, (Suite, unittest.TestCase), body)
+    exempt(kind, STOCK_FAILS if stock else CANNOT_HOLD + STOCK_FAILS, alone=stock)
+    return kind
+
+
+for backbone in BACKBONES:
+    for stock in (False, True):
+        kind = suite(backbone, stock)
+        globals()[kind.__name__] = kind
+        # By these lists the tests know which model has a head.
+        base, head = (model_class.__name__ for model_class in kind.all_model_classes)  # type: ignore[attr-defined]
+        common.MODEL_MAPPING_NAMES[base] = base
+        common.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[head] = head
+del kind
