@@ -49,10 +49,13 @@ MAX_THREADS = 8
 REORDER_DEPTH = 16  # frames: H.264 and HEVC show none further from its place in the file
 # A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
 MAX_DECODED_PIXELS = 2**23
+MAX_FRAME_PIXELS = 2**26  # a small file can claim frames of gigabytes; 8K has half as many pixels
 
 
 class VideoFile:
     """The video stream of one file, a context manager. A still image is a video of one frame.
+
+    Of several video streams it is the one that is marked as default, then the one with most pixels.
 
     Args:
         source: path, http(s) address, bytes, open binary file, or a row `{"bytes": ..., "path": ...}` of `datasets`.
@@ -126,7 +129,7 @@ class VideoFile:
 
         Args:
             indices: ascending indices of frames, `None` for all.
-            size: height and width of each frame from the moment it is decoded, `None` for its own.
+            size: height and width of each frame from the moment it is decoded, `None` for that of the first.
             resizing: what brings a frame `(3, height, width)` to `size`, by default `resize`.
 
         Returns:
@@ -152,7 +155,10 @@ class VideoFile:
         self._decode_all(wanted, keep)
         places = np.flatnonzero(found > np.maximum.accumulate(np.append(-1, found))[:-1]).tolist()
         if not places:
-            raise ValueError(f"Not one frame of {self.name} can be decoded. Pass a file that a video player opens.")
+            raise ValueError(
+                f"Not one frame of {self.name} can be decoded. Pass a file that a video player opens, of frames with "
+                f"at most {MAX_FRAME_PIXELS:,} pixels."
+            )
         metadata.num_damaged = int(np.count_nonzero(found != wanted))
         if metadata.num_damaged:
             warnings.warn(
@@ -163,17 +169,35 @@ class VideoFile:
             metadata.frames_indices = found[places].tolist()
             metadata.frame_times = self.times[found[places]].tolist()
             frames = frames[places] if size else [frames[place] for place in places]
-        return frames if size else torch.stack(frames), metadata
+        if size is None:  # broadcasts change theirs
+            metadata.height, metadata.width = first = frames[0].shape[1:]
+            frames = torch.stack([frame if frame.shape[1:] == first else resize(frame, first) for frame in frames])
+        return frames, metadata
 
     def _rewind(self) -> None:
         """Opens the file, or opens it again at its very beginning, where no container fails to go."""
         if self._container is not None:
             self._container.close()
         self._bytes.seek(0)
+        head = self._bytes.read(21).ljust(21, b"\0")
+        if head[8:16] == b"WEBPVP8X" and head[20] & 2:  # its chunk of features names an animation
+            raise ValueError(
+                f"Cannot read {self.name} as a video: it is an animated WebP, which FFmpeg does not decode. Convert "
+                "it, to MP4 for one."
+            )
+        self._bytes.seek(0)
+        limits = {"max_pixels": str(MAX_FRAME_PIXELS)}
         options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
         try:
-            self._container = av.open(self._bytes, "r", container_options=options, buffer_size=2**16)
-        except (av.error.FFmpegError, UnicodeDecodeError) as error:
+            self._container = av.open(
+                # Old programs write names in other encodings than UTF-8; nothing here reads them.
+                *(self._bytes, "r"),
+                options=limits,
+                container_options=options,
+                buffer_size=2**16,
+                metadata_errors="replace",
+            )
+        except av.error.FFmpegError as error:
             raise ValueError(
                 f"Cannot read {self.name} as a video: it is not a video file of a known format, or is cut off before "
                 "its index. Pass a file that a video player opens; playlists and the like are refused."
@@ -184,13 +208,15 @@ class VideoFile:
             kinds = {"a cover picture" if stream.type == "video" else stream.type for stream in self._container.streams}
             held = ", ".join(sorted(kinds)) or "nothing"
             raise ValueError(f"There is no video in {self.name}, it holds {held}. Pass a file with a video stream.")
-        self._stream, self._codec = streams[0], streams[0].codec_context
+        self._stream = max(streams, key=_rank)
+        self._codec = self._stream.codec_context
         if self._codec is None:
             raise ValueError(
                 f"The installed FFmpeg has no decoder for the codec of {self.name}. Convert the file, to H.264 for one."
             )
         # A decoder's own threads would hang a process that is forked while one is around and then frees its copy.
         self._codec.thread_type, self._codec.thread_count = "NONE", 1
+        self._codec.options = limits
 
     def _packets(self) -> Iterator[Any]:
         """Packets from the current place to the end of the file, or of what can be read of it."""
@@ -367,6 +393,12 @@ def _deliver(
         keep(missing[0], *whole)
 
 
+def _rank(stream: Any) -> tuple[bool, int, int]:
+    """How FFmpeg's command chooses among video streams; of an animated AVIF and its first picture the former."""
+    pixels = stream.codec_context.width * stream.codec_context.height if stream.codec_context else 0
+    return bool(stream.disposition & av.stream.Disposition.default), pixels, stream.frames
+
+
 def resize(
     picture: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode = InterpolationMode.BILINEAR
 ) -> torch.Tensor:
@@ -380,14 +412,18 @@ def upright(frame: Any) -> np.ndarray:
     """The frame as it is meant to be seen, uint8 `(height, width, 3)`: turned and mirrored as its metadata says.
 
     The display matrix shows a pixel at `(x, y)` at `(a x + c y, b x + d y)` (ISO 14496-12, 8.3.2); cameras write right
-    angles, anything else is taken for the nearest one.
+    angles, anything else is taken for the nearest one. A frame with other side data of a kind that PyAV does not know
+    (of EXIF, of several views) is turned but not mirrored: PyAV tells no more of it.
     """
     # In this thread: a process forked while such a frame awaits the garbage collector hangs on ending its threads.
     one_thread = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}  # the only way before
     picture = frame.to_ndarray(format="rgb24", **one_thread)
     # Not `frame.side_data` if possible: the frame would hold what holds the frame until garbage is collected, and a 4K
     # frame takes 12.4 MB.
-    side_data: Any = frame.side_data if SideDataContainer is None else SideDataContainer(frame)  # type: ignore[call-arg]
+    try:
+        side_data: Any = frame.side_data if SideDataContainer is None else SideDataContainer(frame)  # type: ignore[call-arg]
+    except ValueError:
+        return np.ascontiguousarray(np.rot90(picture, round(frame.rotation / 90)))
     matrices = [bytes(item) for item in side_data if item.type.name == "DISPLAYMATRIX"]
     a, b, _, c, d = struct.unpack("=5i", matrices[0][:20]) if matrices else (1, 0, 0, 0, 1)
     if abs(b) + abs(c) > abs(a) + abs(d):

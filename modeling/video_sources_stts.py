@@ -87,7 +87,8 @@ def checked_source(source: Any, max_bytes: int, max_seconds: float) -> tuple[str
         raise ValueError(f"A video must be a path, bytes or an open binary file, got {type(source).__name__}.")
     path = os.fsdecode(source)
     if not os.path.isfile(path):
-        raise ValueError(f"There is no video file {path!r}. Pass the path of an existing file.")
+        held = ": it is a folder" if os.path.isdir(path) else ": it is a pipe or device" if os.path.exists(path) else ""
+        raise ValueError(f"There is no video file {path!r}{held}. Pass the path of an existing file.")
     if os.path.getsize(path) == 0:
         raise ValueError(f"The video file {path!r} is empty. Copy or download it again.")
     return f"video file {path!r}", path
@@ -99,5 +100,12 @@ class ByteStream:
     def __init__(self, source: Any, keep_open: bool = False):
         if isinstance(source, str | bytes):
             source = open(source, "rb") if isinstance(source, str) else io.BytesIO(source)  # noqa: SIM115
-        self.read, self.seek, self.tell = source.read, source.seek, source.tell
+        self.read, self.tell, self._seek = source.read, source.tell, source.seek
         self.close: Callable[[], None] = (lambda: None) if keep_open else source.close
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """As of files, but -1 where there is no such place: damaged files send FFmpeg there, which can go on."""
+        try:
+            return self._seek(offset, whence)
+        except (OSError, ValueError):
+            return -1

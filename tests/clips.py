@@ -57,6 +57,7 @@ def write_clip(
     container_format: str | None = None,
     container_options: dict[str, str] | None = None,
     codec_options: dict[str, str] | None = None,
+    pix_fmt: str = "yuv420p",
     audio: bool = False,
 ) -> Path:
     """Writes numbered frames; `times` (seconds, ascending) makes the frame rate variable, `start` shifts them all."""
@@ -67,7 +68,7 @@ def write_clip(
     with av.open(str(path), "w", format=container_format, options=container_options or {}) as container:
         stream: Any = container.add_stream(codec, rate=rate)
         stream.height, stream.width = size
-        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else pix_fmt
         stream.codec_context.gop_size = gop
         stream.codec_context.max_b_frames = max_b_frames
         if codec == "libx264":
@@ -154,10 +155,13 @@ def hide_beginning(path: Path | str, seconds: float) -> None:
     Path(path).write_bytes(bytes(data))
 
 
-def decode_everything(path: Path | str) -> tuple[list[Fraction], list[np.ndarray], Fraction]:
-    """Every frame of a file from first to last: times relative to the first frame, uint8 `(H, W, 3)`, the duration."""
+def decode_everything(path: Path | str, place: int = 0) -> tuple[list[Fraction], list[np.ndarray], Fraction]:
+    """Every frame of a file from first to last: times relative to the first frame, uint8 `(H, W, 3)`, the duration.
+
+    place: of the stream among those with video.
+    """
     with av.open(str(path)) as container:
-        stream: Any = container.streams.video[0]
+        stream: Any = container.streams.video[place]
         frames: list[Any] = sorted(container.decode(stream), key=lambda frame: frame.pts)
         times = [(frame.pts - frames[0].pts) * frame.time_base for frame in frames]
         last = frames[-1].duration * frames[-1].time_base or 1 / Fraction(stream.average_rate)

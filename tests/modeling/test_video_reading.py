@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from packaging.version import Version
+from PIL import Image
 
 from stts_hf.modeling import video_reading_stts
 from stts_hf.modeling.video_reading_stts import VideoFile, resize
+from stts_hf.modeling.video_sources_stts import ByteStream
 from tests.clips import (
     decode_everything,
     frame_number,
@@ -286,10 +288,61 @@ def test_frames_are_upright_where_pyav_keeps_its_container_elsewhere(tmp_path, m
     assert np.array_equal(frame, np.rot90(picture, -1))
 
 
+@pytest.mark.parametrize(
+    ("orientation", "turn"),
+    [
+        pytest.param(1, lambda picture: picture, id="as it is"),
+        pytest.param(3, lambda picture: np.rot90(picture, 2), id="180"),
+        pytest.param(6, lambda picture: np.rot90(picture, -1), id="90 clockwise"),
+        pytest.param(8, lambda picture: np.rot90(picture, 1), id="90 counterclockwise"),
+    ],
+)
+def test_pictures_of_cameras_are_upright(tmp_path, orientation, turn):
+    # EXIF is side data of a kind that PyAV 18 does not know, and stumbles over.
+    exif = Image.Exif()
+    exif[274] = orientation
+    Image.fromarray(numbered_frame(5)).save(tmp_path / "a.png", exif=exif)
+    (frame,), _ = read_clip(tmp_path / "a.png")
+    assert np.array_equal(frame, turn(numbered_frame(5)))
+
+
+def test_frames_that_change_their_size_get_that_of_the_first(tmp_path):
+    parts = [write_clip(tmp_path / f"{height}.ts", 20, size=(height, 128)).read_bytes() for height in (96, 64)]
+    frames, metadata = read_clip(b"".join(parts))
+    assert {frame.shape for frame in frames} == {(96, 128, 3)}
+    assert (metadata.height, metadata.width) == (96, 128)
+    rows = np.arange(64) * 3 // 2  # of 96, as the smaller ones had them
+    assert [frame_number(frame) for frame in frames[:20]] == list(range(20))
+    assert [frame_number(frame[rows]) for frame in frames[20:]] == list(range(20))
+
+
+def test_names_in_other_encodings_do_not_matter(tmp_path):
+    path = write_clip(tmp_path / "a.mkv", 20)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"Lavf", b"L\xe4vf"))  # who wrote it, in Latin-1
+    assert path.read_bytes() != data
+    assert len(read_clip(path)[0]) == 20
+
+
+@pytest.mark.parametrize("kind", ["path", "bytes"])
+def test_places_that_files_do_not_have_are_none_of_the_readers_errors(tmp_path, kind):
+    path = write_clip(tmp_path / "a.mp4", 2)
+    stream = ByteStream(str(path) if kind == "path" else path.read_bytes())
+    assert stream.seek(-5) == -1  # as FFmpeg is led to by damaged files
+    assert stream.seek(4) == 4
+    assert stream.read(4) == b"ftyp"
+    stream.close()
+
+
+def test_frames_of_too_many_pixels_are_not_decoded(tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "a.mp4", 5)
+    monkeypatch.setattr(video_reading_stts, "MAX_FRAME_PIXELS", 96 * 128 - 1)
+    with pytest.raises(ValueError, match=r"Not one frame .* with at most 12,287 pixels"):
+        read_clip(path)
+
+
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
 def test_still_image_is_a_video_of_one_frame(tmp_path, name):
-    from PIL import Image
-
     Image.fromarray(numbered_frame(9)).save(tmp_path / name)
     frames, metadata = read_clip(tmp_path / name, lambda found: [0, found.duration])
     assert [frame_number(frame) for frame in frames] == [9]

@@ -18,6 +18,7 @@ from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.modeling.video_sources_stts import download, is_url
 from tests.clips import decode_everything, frame_number, numbered_frame, read_clip, write_clip
+from tests.corpus.files import LEADING_ELSEWHERE
 
 SIZE = {"height": 42, "width": 42}
 
@@ -102,20 +103,6 @@ def test_decoder_of_torchcodec_shows_its_frames_at_their_times(processor, clip, 
 def test_what_is_no_video_is_refused(processor, videos, message):
     with pytest.raises(ValueError, match=message):
         processor(videos)
-
-
-SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
-LEADING_ELSEWHERE = {
-    "sdp": SDP,
-    "ffconcat": "ffconcat version 1.0\nfile clip.mp4\n",
-    "nested ffconcat": "ffconcat version 1.0\nfile self.mp4\n",
-    "m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:2.4,\nclip.mp4\n#EXT-X-ENDLIST\n",
-    "m3u8 without end": "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:2.4,\nclip.mp4\n",
-    "m3u8 of a pipe": "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:2.4,\npipe\n#EXT-X-ENDLIST\n",
-    "dash": '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static"></MPD>',
-    "avisynth": 'AVISource("clip.avi")\n',
-    "subtitles": "1\n00:00:00,000 --> 00:00:01,000\nhello\n",
-}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from tqdm import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from stts_hf.modeling.configuration_stts import STTSConfig
@@ -163,7 +164,8 @@ def convert_checkpoint(
             raise
         raise ValueError(
             f"`destination` {target}: the disk is full or a limit on file sizes was reached ({os.strerror(number)}); "
-            f"nothing was left there. Make room for {num_bytes / 1e9:.1f} GB, or lower --max-shard-size for a limit."
+            f"nothing was left there. Make room for {tqdm.format_sizeof(num_bytes, 'B')}, or lower --max-shard-size "
+            "for a limit."
         ) from error
     return result
 
@@ -233,8 +235,9 @@ def check_space(destination: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ValueError(
-            f"`destination` {destination}: the disk has {free / 1e9:.1f} GB left, but the weights alone need "
-            f"{num_bytes / 1e9:.1f} GB. Make room, name a folder on another disk, or pass --dtype bfloat16."
+            f"`destination` {destination}: the disk has {tqdm.format_sizeof(free, 'B')} left, but the weights alone "
+            f"need {tqdm.format_sizeof(num_bytes, 'B')}. Make room, name a folder on another disk, or pass --dtype "
+            "bfloat16."
         )
 
 

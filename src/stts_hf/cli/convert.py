@@ -63,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> None:
             raise CommandError(one_line(error, limit=1000)) from error
     vision = result.config.vision_config
     layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")
-    print(f"checkpoint: {result.folder} ({result.num_bytes / 1e9:.2f} GB, {result.dtype})")
+    print(f"checkpoint: {result.folder} ({tqdm.format_sizeof(result.num_bytes, 'B')}, {result.dtype})")
     print(f"scorer:     {'trained' if result.scorer_trained else 'new, untrained'}")
     print(f"pruning:    {vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, {layout}")
     for sentence in result.notes:
