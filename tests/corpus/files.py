@@ -207,6 +207,7 @@ WAV = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0@\x1f\0\0\x80>\0\0\2\0\x10\0data
 UNEVEN = np.cumsum(np.random.default_rng(0).uniform(0.01, 0.4, 60)).round(3).tolist()
 MINUTES = [60.0 * minute for minute in range(600)]
 NO_FILE = "There is no video file"
+EMPTY = "is empty"
 UNKNOWN = "Cannot read .* as a video: it is not a video file of a known format, or is cut off"
 UNDECODED = "Not one frame of .* can be decoded"
 X265 = {"x265-params": "log-level=none"}
@@ -348,7 +349,7 @@ BY_KIND: dict[str, dict[str, Case]] = {
         "pattern": Case(lambda folder: folder / "img%03d.png", NO_FILE),
     },
     "no video: empty, text, zeros, noise": {
-        "empty": Case(data("a.mp4", b""), "is empty"),
+        "empty": Case(data("a.mp4", b""), EMPTY),
         "text": Case(data("a.mp4", b"no video at all\n" * 1000), UNKNOWN),
         "zeros": Case(data("a.mp4", bytes(100_000)), UNKNOWN),
         "noise": Case(data("a.mp4", np.random.default_rng(0).bytes(100_000)), UNKNOWN),

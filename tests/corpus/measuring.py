@@ -5,6 +5,7 @@ import resource
 import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,7 @@ def _peak() -> int:
 
 
 def _read(connection: Any, source: Any, every: bool) -> None:
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _MOST_MEMORY, resource.RLIM_INFINITY))
     outcome, peak, started = Outcome(), _peak(), time.process_time()
     with warnings.catch_warnings(record=True) as caught:

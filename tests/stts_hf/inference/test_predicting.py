@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from tests.checkpoints import load_talkative, messages
+from stts_hf.inference.predicting import Predictor
+from tests.checkpoints import TINY, load_talkative, messages
 from tests.clips import write_clip
+from tests.corpus.files import CASES, EMPTY, NO_FILE
 
 CLIPS, CORRUPT, KILLS = 200, 20, 20
 
@@ -65,3 +68,19 @@ def test_killed_again_and_again_each_clip_is_answered_once_as_in_a_call_of_its_o
     expected = {path: one_by_one(model, processor, path) for path in paths if "corrupt" not in path.name}
     assert {Path(row["id"]): row["answer"] for row in rows if row["error"] is None} == expected
     assert len(set(expected.values())) > 5
+
+
+@pytest.mark.slow
+def test_every_file_of_the_corpus_is_a_row(tmp_path):
+    rows: list[dict[str, str]] = []
+    for name, case in CASES.items():
+        (tmp_path / str(len(rows))).mkdir()
+        rows.append({"id": name, "video": str(case.make(tmp_path / str(len(rows)))), "prompt": "What moves?"})
+    predictor = Predictor(str(TINY), max_new_tokens=1, num_workers=2)
+    found = {row["id"]: row for row in predictor.predict(rows)}
+    assert found.keys() == CASES.keys()
+    for name, case in CASES.items():
+        assert (found[name]["error"] is None) == (case.refused is None), found[name]
+        # What is no file is refused before a process is asked to decode it, in other words.
+        if case.refused not in (None, NO_FILE, EMPTY):
+            assert re.search(case.refused, found[name]["error"])
