@@ -31,7 +31,8 @@ class Deadly(RayPredictor):
     def __init__(self, *killers: str, retries: int = 2, models: int = 1):
         super().__init__({"checkpoint": "none", "batch_size": 2}, retries=retries)
         self.slots = Slots(models, 1, 0, models)
-        self.killers, self.rounds = killers, []
+        self.killers = killers
+        self.rounds: list[list[list[str]]] = []
 
     def _answer(self, blocks, most_lost):
         self.rounds.append([[row["id"] for row in block] for block in blocks])
