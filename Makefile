@@ -65,27 +65,16 @@ test-vllm: .venv-vllm/.installed
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check pytest==9.2.0
 	@touch $@
 
-<<<<<<< HEAD
-# The documentation as a site in build/site, in an environment of its own; a link that leads nowhere ends it. mkdocstrings
-# reads the code without running it, so PyTorch is not needed.
-docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+# The documentation as a site in build/site; a link that leads nowhere ends it.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.venv-docs/.installed: pyproject.toml
-	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -c 'import tomllib; \
-		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
-		> .venv-docs/requirements.txt
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
-	@touch $@
-=======
 # transformers' own common tests over our classes; CHECKOUT=folder takes them from a checkout of the installed version,
 # which has those of `generate` and of export too.
 test-transformers: $(VENV)/.installed-dev
 	@$(PIP_INSTALL) parameterized==0.9.0
 	@$(BIN)/python -m tests.suites.fetch $(CHECKOUT)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -rx tests/suites
->>>>>>> 1b2d7ad (transformers' common tests over our classes: make test-transformers; hidden states of videos where the config asks for them)
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.
 stts-tiny: $(VENV)/.installed-dev

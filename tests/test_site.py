@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-WITHOUT_DOCS = "the site needs the extra `docs`, which `make docs` installs in an environment of its own"
+WITHOUT_DOCS = "the site needs the extra `docs`: pip install 'stts-hf[docs]'"
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     return folder
 
 
