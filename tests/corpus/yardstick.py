@@ -33,13 +33,15 @@ def by_libraries_as_far_as_they_get(path: Path) -> dict[int, list[np.ndarray]]:
     """
     found: dict[int, list[np.ndarray]] = {}
     with contextlib.suppress(av.error.FFmpegError), av.open(str(path), metadata_errors="replace") as container:
-        for stream in container.streams.video[:1]:
+        for stream in (stream for stream in container.streams.video[:1] if stream.codec_context is not None):
             stream.codec_context.thread_type, stream.codec_context.thread_count = "NONE", 1
             for packet in container.demux(stream):
                 with contextlib.suppress(av.error.FFmpegError, EOFError):
                     for frame in packet.decode():
-                        if frame.pts is not None and not frame.is_corrupt:
-                            found.setdefault(frame.pts, []).append(frame.to_ndarray(format="rgb24"))
+                        if not frame.is_corrupt:
+                            found.setdefault(-1 if frame.pts is None else frame.pts, []).append(
+                                frame.to_ndarray(format="rgb24")
+                            )
     return found
 
 
