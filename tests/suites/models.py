@@ -13,13 +13,14 @@ ROWS: Rows = [[3, Clip(4), 5], [3, Clip(4), 5]]
 PICTURES: Rows = [[3, Picture(), 5], [3, Picture(), 5]]
 WIDTH = 48  # of the tower: that of the language model, which the tests take for the same
 NUM_LAYERS = 2  # of the language model: the tests ask for so few
-FIRST_ID = 3  # of placeholders: the tests shrink the vocabulary from its end
-PLACEHOLDERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+LONGEST = 512  # position: the tests compare angles of far ones, which float32 rounds
+NOT_VISION = ("bos", "eos", "pad")  # tokens
+FIRST_ID, FREE = 3, 50  # of placeholders: the tests shrink the vocabulary from its end
 
 
 class ModelTester:
     """
-    The object that transformers' tests call so. stock: whether the native model is meant, which drops nothing.
+    The object that transformers' tests call so.
 
     seq_length is that of the caller's rows, encoder_seq_length of what is left, which the language model sees.
     """
@@ -27,22 +28,20 @@ class ModelTester:
     is_training = True
     batch_size = len(ROWS)
 
-    def __init__(self, backbone: Backbone, stock: bool = False):
+    def __init__(self, backbone: Backbone):
         self.backbone = backbone
-        # Molmo2's features are those of layers by number, and its placeholders lie beyond the vocabulary.
         model = backbone.model() if backbone.name == "molmo2" else backbone.model(hidden_size=WIDTH)
-        self.classes = classes_of(backbone, stock)
-        config = (backbone.stock(model) if stock else model).config.to_dict()
+        self.classes = classes_of(backbone)
+        config = model.config.to_dict()
         self.text_config = config["text_config"]
-        self.text_config["num_hidden_layers"] = NUM_LAYERS
+        self.text_config |= {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": LONGEST}
         self.text_config.pop("layer_types", None)
-        self.moved: dict[
-            int, int
-        ] = {}  # placeholders to ids at the vocabulary's beginning, and the text that has those away
-        if backbone.name != "molmo2":
-            for number, name in enumerate(PLACEHOLDERS, FIRST_ID):
-                self.moved |= {config[name]: number, number: config[name]}
-                config[name] = number
+        # Placeholders get low ids, and the text that has those another one.
+        self.moved: dict[int, int] = {}
+        names = [name for name in config if name.endswith(("_token_id", "_patch_id")) and name[:3] not in NOT_VISION]
+        for number, name in enumerate(names, FIRST_ID):
+            self.moved |= {config[name]: number, number: number + FREE}
+            config[name] = number
         self.config = config
         self.inputs = backbone.batch(ROWS, "left")
         for name in ("input_ids", "labels"):
@@ -58,8 +57,7 @@ class ModelTester:
         """Places (B, L') of what is left: how many are, no weight says."""
         with torch.no_grad():
             found = self.classes[1](self.get_config()).eval()(**prompt(self.inputs))
-        everything = torch.arange(self.seq_length).expand(self.batch_size, -1)
-        return getattr(found, "kept_indices", everything)
+        return found.kept_indices
 
     def get_config(self) -> Any:
         """Of no model, so that nothing is decided in it, such as the kernel of attention."""
@@ -75,9 +73,7 @@ class ModelTester:
         return {name: value for name, value in inputs.items() if "pixel" in name or name.startswith("image")}
 
 
-def classes_of(backbone: Backbone, stock: bool = False) -> tuple[type[PreTrainedModel], ...]:
+def classes_of(backbone: Backbone) -> tuple[type[PreTrainedModel], ...]:
     """The model without a head and the one with it."""
     model = backbone.model()
-    if stock:
-        model = backbone.stock(model)
     return type(model.model), type(model)

@@ -24,21 +24,6 @@ CANNOT_HOLD = (
         "the `-` operator, with two bool tensors",
     ),
 )
-# What fails for stock models too, where it is tested as well.
-STOCK_FAILS = (
-    CannotHold(
-        ("test_model_rope_scaling_frequencies",),
-        "float32 rounds the angles of position 1000 by more than the test allows",
-        "Tensor-likes are not close",
-        only=("Test_molmo2", "Test_stock_molmo2", "Test_qwen3_vl", "Test_stock_qwen3_vl"),
-    ),
-    CannotHold(
-        ("test_resize_tokens_embeddings", "test_resize_embeddings_untied"),
-        "Molmo2's placeholders lie beyond the vocabulary, and the test clamps them",
-        "",
-        only=("Test_molmo2", "Test_stock_molmo2"),
-    ),
-)
 
 
 class Suite(common.ModelTesterMixin, GenerationTesterMixin):
@@ -68,24 +53,19 @@ class Suite(common.ModelTesterMixin, GenerationTesterMixin):
         ConfigTester(self, config_class=config_class, has_text_modality=False).run_common_tests()
 
 
-def suite(backbone: Backbone, stock: bool) -> type:
-    name = f"Test_{'stock_' if stock else ''}{backbone.name}"
-
+def suite(backbone: Backbone) -> type:
     def set_up(self: Any) -> None:
-        self.model_tester = ModelTester(backbone, stock)
+        self.model_tester = ModelTester(backbone)
 
-    body = {"all_model_classes": classes_of(backbone, stock), "setUp": set_up, "__module__": __name__}
-    kind = type(name, (Suite, unittest.TestCase), body)
-    exempt(kind, STOCK_FAILS if stock else CANNOT_HOLD + STOCK_FAILS, alone=stock)
+    body = {"all_model_classes": classes_of(backbone), "setUp": set_up, "__module__": __name__}
+    kind = type(f"Test_{backbone.name}", (Suite, unittest.TestCase), body)
+    exempt(kind, CANNOT_HOLD)
+    # By these lists the tests know which model has a head.
+    base, head = (model_class.__name__ for model_class in classes_of(backbone))
+    common.MODEL_MAPPING_NAMES[base] = base
+    common.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[head] = head
     return kind
 
 
-for backbone in BACKBONES:
-    for stock in (False, True):
-        kind = suite(backbone, stock)
-        globals()[kind.__name__] = kind
-        # By these lists the tests know which model has a head.
-        base, head = (model_class.__name__ for model_class in kind.all_model_classes)  # type: ignore[attr-defined]
-        common.MODEL_MAPPING_NAMES[base] = base
-        common.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[head] = head
-del kind
+for of in BACKBONES:
+    globals()[f"Test_{of.name}"] = suite(of)
