@@ -69,8 +69,8 @@ test-vllm: .venv-vllm/.installed
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# transformers' own common tests over our classes; CHECKOUT=folder takes them from a checkout of the installed version,
-# which has those of `generate` and of export too.
+# transformers' and PEFT's own common tests over our classes. CHECKOUT=folder takes transformers' from a checkout of the
+# installed version, which has those of `generate` and of export too.
 test-transformers: $(VENV)/.installed-dev
 	@$(PIP_INSTALL) parameterized==0.9.0
 	@$(BIN)/python -m tests.suites.fetch $(CHECKOUT)
