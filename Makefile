@@ -74,7 +74,7 @@ docs: $(VENV)/.installed-dev
 test-transformers: $(VENV)/.installed-dev
 	@$(PIP_INSTALL) parameterized==0.9.0
 	@$(BIN)/python -m tests.suites.fetch $(CHECKOUT)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -rx tests/suites
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -rx -o verbosity_subtests=0 tests/suites
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.
 stts-tiny: $(VENV)/.installed-dev

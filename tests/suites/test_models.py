@@ -28,6 +28,7 @@ CANNOT_HOLD = (
 
 class Suite(common.ModelTesterMixin, GenerationTesterMixin):
     model_tester: Any
+    _is_composite = True
     skip_test_video_features_output_shape = True  # as many as patches are kept
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
