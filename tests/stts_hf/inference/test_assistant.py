@@ -163,7 +163,7 @@ def broken(tmp_path_factory) -> dict[str, Any]:
     [
         ("none", r"^video is None\. Pass a path"),
         ("missing", r"There is no video file '.*gone\.mp4'\. Pass the path"),
-        ("folder", r"There is no video file '.*'\. Pass the path"),
+        ("folder", r"There is no video file '.*': it is a folder\. Pass the path"),
         ("sound", r"There is no video in video file '.*sound\.mp4', it holds .*Pass a file with a video stream"),
         ("words", r"Cannot read video file '.*words\.mp4' as a video.* Pass a file"),
         ("empty", r"The video file '.*empty\.mp4' is empty"),
