@@ -1,6 +1,7 @@
 """Which versions are supported is said once, in pyproject.toml, and a version below it is refused by name."""
 
 import ast
+import contextlib
 import importlib.metadata
 import itertools
 import re
@@ -94,6 +95,14 @@ def test_the_package_refuses_a_transformers_above_its_ceiling(monkeypatch, decla
     pretend(monkeypatch, "transformers", "99.0")
     with pytest.raises(ImportError, match=r"found transformers==99\.0"):
         _ = stts_hf.STTSConfig
+
+
+@pytest.mark.parametrize(("least", "fails"), [("1", False), ("999", True)])
+def test_a_need_with_extras_is_looked_for_by_its_name(monkeypatch, declared, least, fails):
+    """As `ray[data]>=2.60` of the extra `ray`."""
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [f'pytest[dev]>={least}; extra == "some"'])
+    with pytest.raises(ImportError, match=r"^pytest>=999 is required") if fails else contextlib.nullcontext():
+        stts_hf._check_versions("some")
 
 
 def test_a_checkout_that_is_not_installed_imports(monkeypatch):
