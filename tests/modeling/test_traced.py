@@ -1,5 +1,5 @@
-"""What the code in a checkpoint does beside its work: nothing. Python's audit hooks say so, and strace, which also sees what
-C code asks of the kernel."""
+"""What the code in a checkpoint does beside its work: nothing. Python's audit hooks say so, and strace, which also sees
+what C code asks of the kernel."""
 
 import json
 import os
