@@ -6,7 +6,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch.utils.benchmark import Measurement, TaskSpec
 
 from stts_hf.benchmark.meters import STAGES, TOTAL
+from stts_hf.checkpoints.atomic_folder import atomic_file
 
 SCHEMA = 2
 RESULT, UNFINISHED, PAGE, PLOT = "result.json", "unfinished.json", "README.md", "plot.png"
@@ -51,11 +51,8 @@ def check_folder(folder: Path) -> None:
 
 def write_samples(result: Mapping[str, Any], folder: Path) -> None:
     """Writes `result.json`, or `unfinished.json` beside any result of an earlier run, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as beside:
-        written = Path(beside, RESULT if result["finished"] else UNFINISHED)
-        written.write_text(json.dumps(result, indent=1) + "\n")
-        written.replace(folder / written.name)
+    with atomic_file(folder / (RESULT if result["finished"] else UNFINISHED)) as new:
+        new.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def write_result(result: Mapping[str, Any], folder: Path) -> None:
@@ -63,12 +60,10 @@ def write_result(result: Mapping[str, Any], folder: Path) -> None:
     Writes JSON, page and picture into `folder`, each whole or not at all; with a finished result, what an unfinished
     run left goes. Other files stay. Raises `ImportError` without matplotlib.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as beside:
-        draw(result, Path(beside, PLOT))
-        Path(beside, PAGE).write_text(page(result))
-        for name in (PLOT, PAGE):
-            Path(beside, name).replace(folder / name)
+    with atomic_file(folder / PLOT) as new:
+        draw(result, new)
+    with atomic_file(folder / PAGE) as new:
+        new.write_text(page(result))
     write_samples(result, folder)
     if result["finished"]:
         (folder / UNFINISHED).unlink(missing_ok=True)

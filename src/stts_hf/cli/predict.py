@@ -114,12 +114,13 @@ def execute(arguments: argparse.Namespace) -> int:
                             print_record(number, len(rows), record)
                         bar.update()
                 seconds = time.perf_counter() - started
-        summary = summarize([records[row["id"]] for row in rows])
+        answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
+        summary = summarize(answers)
         finish(summary)
         if output is not None and output.suffix == PARQUET:
-            write_parquet([records[row["id"]] for row in rows], output)
+            write_parquet(answers, output)
     print_summary(summary, len(left), seconds)
-    print_problems(records.values(), "stts-hf predict: error: {} rows could not be answered")
+    print_problems(answers, "stts-hf predict: error: {} rows could not be answered")
     return 1 if summary["errors"] else 0
 
 

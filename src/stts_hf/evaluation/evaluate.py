@@ -6,7 +6,7 @@ from typing import Any
 
 from stts_hf.data.rows import RowError, row_id
 from stts_hf.inference.asking import Prompt, PromptAnswer
-from stts_hf.inference.predicting import answer_rows, read_prompt
+from stts_hf.inference.predicting import answer_rows, describe_error, read_prompt
 
 from .scoring import find_choice, is_right
 
@@ -82,7 +82,7 @@ def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[
     record = {"id": row["id"], "type": row.get("type"), "group": row.get("group")}
     if isinstance(answer, Exception):
         tokens = dict.fromkeys(("prompt_tokens", "video_tokens", "video_tokens_kept"))
-        outcome = {"written": None, "right": False, "no_option": False, "error": str(answer)}
+        outcome = {"written": None, "right": False, "no_option": False, "error": describe_error(answer)}
         return record | outcome | tokens | {"seconds": 0.0}
     options = row.get("options")
     return record | {

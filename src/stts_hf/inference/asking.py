@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stts_hf.data.encoding import find_control_token
+from stts_hf.modeling.generation_stts import resolve_setting
 
 from .answering import check_batch_size, decode_answers, inputs_for, join_prompts, processing_options
 from .decoding import PreparedHead, decode_ahead
@@ -139,7 +140,9 @@ def answer_prompts(
     if not isinstance(num_workers, int) or num_workers < 0:
         raise ValueError(f"num_workers must be a whole number of at least 0, got {num_workers!r}.")
     options = processing_options(processor, processing, pruning_ratio)
-    beams = (generate_options.get("num_beams") or 1) > 1  # native beam search makes its own copies of a cache
+    configs = generate_options.get("generation_config"), model.generation_config
+    # Native beam search makes its own copies of a cache.
+    beams = (resolve_setting("num_beams", generate_options, *configs) or 1) > 1
 
     def answer(heads: Sequence[list[int]], prepared: Sequence[PreparedHead], shares: bool) -> _Answers:
         chosen = [[prompts[place] for place in head] for head in heads]

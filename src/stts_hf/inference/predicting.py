@@ -156,8 +156,11 @@ def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[
     record = {"id": row["id"], "video": video if isinstance(video, str) else None, "prompt": row.get("prompt")}
     counted = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames")
     if isinstance(answer, Exception):
-        # ValueError and OSError are what unreadable files end in; anything else says little without its kind.
-        kind = "" if isinstance(answer, ValueError | OSError) else f"{type(answer).__name__}: "
-        return {**record, "answer": None, **dict.fromkeys(counted), "seconds": 0.0, "error": f"{kind}{answer}"}
+        return {**record, "answer": None, **dict.fromkeys(counted), "seconds": 0.0, "error": describe_error(answer)}
     counts = {name: getattr(answer, name) for name in counted}
     return {**record, "answer": answer.written, **counts, "seconds": answer.seconds, "error": None}
+
+
+def describe_error(error: Exception) -> str:
+    """What a record says of an error: its kind too, unless it is one that unreadable files end in."""
+    return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"

@@ -110,6 +110,14 @@ def test_errors_stay_until_they_are_to_be_tried_again(run, here, monkeypatch):
     assert lines().keys() == {"clips/two.mp4", "clips/three.mp4", "clips/words.mp4"}
 
 
+def test_an_error_of_a_video_that_is_gone_is_none_of_this_run(run):
+    assert run("clips", *PROMPT, "--output", "out.jsonl")[0] == 1
+    Path("clips/words.mp4").unlink()
+    status, _, err = run("clips", *PROMPT, "--output", "out.jsonl")
+    assert status == 0
+    assert "words.mp4" not in err
+
+
 def test_it_goes_on_where_it_was_killed(run):
     run("rows.jsonl", "--output", "out.jsonl")
     whole = lines()

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from stts_hf.evaluation.evaluate import evaluate, read_question
+from stts_hf.evaluation.evaluate import evaluate, read_question, record_of
 from stts_hf.inference import predicting as module
 from stts_hf.inference.asking import PromptAnswer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
@@ -108,6 +109,10 @@ def test_a_row_that_cannot_be_asked_is_a_record_with_its_error(says, row, messag
     assert (bad["id"], bad["right"], bad["written"], bad["video_tokens"]) == (row["id"], False, None, None)
     with pytest.raises(ValueError, match=message):
         raise ValueError(bad["error"])
+
+
+def test_an_error_that_is_not_the_rows_names_its_kind():
+    assert record_of(OPEN, torch.OutOfMemoryError("No room."))["error"] == "OutOfMemoryError: No room."
 
 
 def test_rows_without_id_are_numbered(says):

@@ -111,6 +111,13 @@ def test_beam_search_gives_what_it_gives_one_by_one(backbone):
     assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **beams) == expected
 
 
+def test_beam_search_that_a_checkpoint_asks_for_is_as_one_that_the_call_does(model, processor, prompts, monkeypatch):
+    about_one = [prompts[0], prompts[2]]
+    expected = batched(model, processor, about_one, pruning_ratio=0.5, num_beams=2, **GREEDY)
+    monkeypatch.setattr(model.generation_config, "num_beams", 2)
+    assert batched(model, processor, about_one, pruning_ratio=0.5, **GREEDY) == expected
+
+
 def test_beam_search_answers_no_more_at_once_than_asked(model, processor, prompts, monkeypatch):
     sizes = []
     generate = model.generate
