@@ -57,7 +57,9 @@ class STTSCausalLMOutputWithPast(PruningOutput, TaskOutput, Molmo2CausalLMOutput
     """
     Molmo2's output on the sequence that is left, and what was left.
 
-    loss: `task_loss + temporal_loss_weight * temporal_loss`. image_hidden_states: features of the videos' kept blocks.
+    Attributes:
+        loss: `task_loss + temporal_loss_weight * temporal_loss`.
+        image_hidden_states: features of the videos' kept blocks.
     """
 
 
@@ -331,12 +333,18 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         """
         As Molmo2's forward, on the sequence that is left when the placeholders of dropped blocks are gone.
 
-        pruning_ratio: `k` in [0, 1] in place of the config's, for this call. pruned_length: the length `L'` that every
-        row gets, shorter ones by filler where the batch is padded, so that all steps of a training have one shape; for
-        calls without a cache. packed_rows: whether rows hold several samples; None looks where `position_ids` start
-        over, which forces a host-device sync. labels (or shift_labels): (B, L) like the caller's sequence.
-        logits_to_keep counts in the sequence that is left. Returns `STTSCausalLMOutputWithPast`; raises `ValueError`
-        for inputs that do not fit.
+        Args:
+            labels: (B, L) like the caller's sequence, as are `shift_labels` in their place.
+            logits_to_keep: counts in the sequence that is left.
+            pruning_ratio: `k` in [0, 1] in place of the config's, for this call.
+            pruned_length: the length `L'` that every row gets, shorter ones by filler where the batch is padded, so
+                that all steps of a training have one shape; for calls without a cache.
+            packed_rows: whether rows hold several samples; None looks where `position_ids` start over, which forces a
+                host-device sync.
+            kwargs: of the native forward.
+
+        Raises:
+            ValueError: inputs do not fit.
         """
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids)
         targets = check_targets(tokens, labels=labels, shift_labels=kwargs.pop("shift_labels", None))

@@ -41,8 +41,16 @@ class MropeGeneration(PruningHead, STTSGeneration):
         """
         As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone.
 
-        pruning_ratio, pruned_length, packed_rows: as in `MropeBackbone`. labels (or shift_labels): (B, L) like the
-        caller's sequence. logits_to_keep counts in the sequence that is left. Raises `ValueError` for unfit inputs.
+        Args:
+            labels: (B, L) like the caller's sequence, as are `shift_labels` in their place.
+            logits_to_keep: counts in the sequence that is left.
+            pruning_ratio: `k` in [0, 1] in place of the config's, for this call.
+            pruned_length: the length `L'` that every row gets, shorter ones by filler where the batch is padded.
+            packed_rows: whether rows hold several samples; None looks where `position_ids` start over.
+            kwargs: of the native forward.
+
+        Raises:
+            ValueError: inputs do not fit.
         """
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, token_order(position_ids, self.model.num_axes))
         targets = check_targets(tokens, labels=labels, shift_labels=kwargs.pop("shift_labels", None))

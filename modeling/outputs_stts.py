@@ -19,9 +19,11 @@ class PruningOutput(ModelOutput):
     """
     Goes before a native output class.
 
-    temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
-    token_scores, keep_mask: per video (T, n). kept_indices: (B, L') place of every column of `logits` in the caller's
-    sequence, -1 for filler.
+    Attributes:
+        temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
+        token_scores: per video (T, n), what blocks were ranked by.
+        keep_mask: per video (T, n), which blocks were kept.
+        kept_indices: (B, L') place of every column of `logits` in the caller's sequence, -1 for filler.
     """
 
     temporal_loss: torch.Tensor | None = None
@@ -32,7 +34,12 @@ class PruningOutput(ModelOutput):
 
 @dataclass
 class TaskOutput(ModelOutput):
-    """Goes between `PruningOutput` and a native output class with a loss. task_loss: of the next token."""
+    """
+    Goes between `PruningOutput` and a native output class with a loss.
+
+    Attributes:
+        task_loss: cross entropy of the next token.
+    """
 
     task_loss: torch.Tensor | None = None
 
@@ -47,7 +54,8 @@ class PruningCausalLMOutputWithPast(PruningOutput, TaskOutput, CausalLMOutputWit
     """
     Logits and the rest on the sequence that is left, where the native model has no output class of its own.
 
-    loss: `task_loss + temporal_loss_weight * temporal_loss`.
+    Attributes:
+        loss: `task_loss + temporal_loss_weight * temporal_loss`.
     """
 
 

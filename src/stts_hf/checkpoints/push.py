@@ -50,9 +50,18 @@ def push_checkpoint(
     was uploaded by then is not uploaded again. Weights that an earlier push left in the repository and this checkpoint
     does not have go with the same commit. A card that is missing is written, and metadata a card lacks is filled in.
 
-    private: create the repository as private. revision: branch, made from `main` if it is new. token: in place of the
-    one from `hf auth login` or `HF_TOKEN`. overwrite: also into a repository that holds some other model. endpoint: in
-    place of `HF_ENDPOINT`. Raises `PushRefused` when folder, token, rights, repository or network do not allow it.
+    Args:
+        folder: a checkpoint, as `save_pretrained` or `convert_checkpoint` writes it.
+        repo_id: the model repository.
+        private: create the repository as private.
+        revision: branch, made from `main` if it is new.
+        message: of the commit.
+        token: in place of the one from `hf auth login` or `HF_TOKEN`.
+        overwrite: also into a repository that holds some other model.
+        endpoint: in place of `HF_ENDPOINT`.
+
+    Raises:
+        PushRefused: folder, token, rights, repository or network do not allow it.
     """
     folder = Path(folder)
     check_folder(folder)

@@ -26,8 +26,8 @@ def prefetch(
         ahead: how many results are ready or in the making besides the caller's, at least 1. 64 frames at 378 pixels
             take 110 MB each.
 
-    Returns:
-        A generator of the results in the order of the items. What `prepare` raises comes when the item's turn comes,
+    Yields:
+        The results in the order of the items. What `prepare` raises comes when the item's turn comes,
         what `items` itself raises after the results before it; either ends it. `close()`, which leaving the loop calls,
         starts no more items and waits for those in the making.
 

@@ -29,7 +29,8 @@ class PackedDataset(Dataset):
         max_samples: most rows in a group, None for no limit.
 
     Attributes:
-        groups: indices into `rows`. fill_rate: share of all groups' tokens that are used.
+        groups: indices into `rows`.
+        fill_rate: share of all groups' tokens that are used.
 
     Raises:
         RowError: a row is longer than the budget.

@@ -25,7 +25,8 @@ class VideoAnswer:
     in what is known before the model answers, `answer_prepared` the rest.
 
     Attributes:
-        video, question: as they were passed.
+        video: as it was passed.
+        question: as it was passed.
         answer: what the model wrote, without special tokens and space around it.
         error: what went wrong with the video, None where all went well.
         timestamps: when each of the frames shown is on screen, in seconds since the first frame of the video; where the
@@ -115,8 +116,8 @@ def answer_videos(
             `error` in its place and continues.
         generate_options: of `model.generate`, such as `max_new_tokens`; its first sequence is the answer.
 
-    Returns:
-        An iterator of `VideoAnswer`. Leaving it early (`close()`, or simply dropping it) starts no more videos.
+    Yields:
+        A `VideoAnswer` for each video. Leaving it early (`close()`, or simply dropping it) starts no more videos.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; there are more or fewer questions than

@@ -131,8 +131,8 @@ def answer_prompts(
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
         generate_options: of `model.generate`.
 
-    Returns:
-        An iterator of a prompt's place and its answer, or the error that kept a video or image of it from being read:
+    Yields:
+        A prompt's place and its answer, or the error that kept a video or image of it from being read:
         `ProcessDied` where that ended its process, `torch.OutOfMemoryError` where the device has too little memory for
         it alone. What else the model raises comes through and ends the iteration.
     """

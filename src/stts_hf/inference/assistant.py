@@ -70,9 +70,9 @@ class VideoAssistant:
     A video is a path, a URL, the bytes of a file, an open file or decoded frames. Answers are `VideoAnswer`: the words,
     and what the model saw (`keep_mask`, `token_scores`, `timestamps`, counts of tokens). Arguments of all methods:
 
-    pruning_ratio: share `k` of video tokens to drop, in place of the model's.
-    processing: which frames, such as `{"num_frames": 32}`, `{"fps": 1}` or `{"test_time_scaling": True}`.
-    options: of `model.generate`; without any the likeliest answer, of at most 256 tokens.
+    - `pruning_ratio`: share `k` of video tokens to drop, in place of the model's.
+    - `processing`: which frames, such as `{"num_frames": 32}`, `{"fps": 1}` or `{"test_time_scaling": True}`.
+    - `options`: of `model.generate`; without any the likeliest answer, of at most 256 tokens.
 
     They raise `TypeError` or `ValueError`, which say what to do, for a question that is no text, is empty or holds
     tokens of the model's own, a video that cannot be read, and an option that is unknown or out of range.
@@ -124,8 +124,9 @@ class VideoAssistant:
         Answers a question about each of several videos, in their order; `batch_size` of them at once, while the next
         ones are decoded. For videos without end there is `answer_videos`.
 
-        questions: one for each video, or one for all. on_error: "raise", or "return" for an answer with its `error` in
-        the place of a video that cannot be read.
+        Args:
+            questions: one for each video, or one for all.
+            on_error: "raise", or "return" for an answer with its `error` in the place of a video that cannot be read.
         """
         if not isinstance(videos, str | bytes | os.PathLike):  # which `answer_videos` refuses
             videos = list(videos)

@@ -32,7 +32,9 @@ class Predictor:
         allow_urls: whether videos may be fetched from http(s) URLs.
 
     Attributes:
-        config, processor, pruning_ratio: what it goes by.
+        config: the model's.
+        processor: of the checkpoint.
+        pruning_ratio: share `k` of video tokens that is dropped.
 
     Raises:
         ValueError: there is no such checkpoint or device, or an argument is out of range.
@@ -72,12 +74,15 @@ class Predictor:
 
     def predict(self, rows: Iterable[Mapping[str, Any]]) -> Generator[dict[str, Any], None, None]:
         """
-        Answers rows greedily, those about one video together. rows: dicts with `id`, `video` (a path, from the folder
-        `media_root` where there is one, a URL, or bytes) and `prompt`.
+        Answers rows greedily, those about one video together.
 
-        Returns:
-            A record for each row, as soon as it is answered, rows that cannot be read first: `id`, `video`, `prompt`,
-            `answer` (None where there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`, `new_tokens`,
+        Args:
+            rows: dicts with `id`, `video` (a path, from the folder `media_root` where there is one, a URL, or bytes)
+                and `prompt`.
+
+        Yields:
+            A dict for each row, as soon as it is answered, rows that cannot be read first, with `id`, `video`,
+            `prompt`, `answer` (None where there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`, `new_tokens`,
             `frames`, `damaged_frames`, `seconds` of the model, for the batch divided by its rows, and `error`, what is
             wrong with the row, else None.
         """

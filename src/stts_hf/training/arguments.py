@@ -22,22 +22,26 @@ PAPER_LEARNING_RATES = {LANGUAGE_MODEL: 1e-5, VISION_TOWER: 5e-6, CONNECTOR: 5e-
 @dataclass
 class STTSTrainingArguments(TrainingArguments):
     """
-    Every option of `TrainingArguments`, and:
-
-    learning_rates: rate of each part; parts left out keep the paper's (1e-5 language model, 5e-6 vision tower and
-        connector, 1e-4 scorer). `adapter` is the rate of LoRA weights, which otherwise take their part's.
-        `learning_rate` is the language model's rate.
-    freeze: parts that are not trained.
-    distillation_weight: above 0, the scorer alone is trained, and what the model says with nothing dropped, times this,
-        takes the place of the task loss (`training/distillation.py`).
-    temporal_loss_only: whether the scorer alone is trained, by the temporal loss alone, which needs the ViT up to layer
-        `l` and nothing after it (`training/scorer_alone.py`).
-    distillation_temperature: both distributions are softened by it.
-    log_frame_positions: how many frame positions get a curve of their own share kept in TensorBoard; 0 for none.
+    Every option of `TrainingArguments`, and those below.
 
     `remove_unused_columns` is off, because the collator needs the rows' own columns, and `logging_nan_inf_filter` too,
     because a loss that is not finite ends the run. `use_cpu` is on where `torchrun` starts processes on a machine
-    without accelerator: they are one run then. Raises `ValueError` for unknown parts and rates below 0.
+    without accelerator: they are one run then.
+
+    Attributes:
+        learning_rate: the language model's rate.
+        learning_rates: rate of each part; parts left out keep the paper's (1e-5 language model, 5e-6 vision tower and
+            connector, 1e-4 scorer). `adapter` is the rate of LoRA weights, which otherwise take their part's.
+        freeze: parts that are not trained.
+        distillation_weight: above 0, the scorer alone is trained, and what the model says with nothing dropped, times
+            this, takes the place of the task loss (`training/distillation.py`).
+        distillation_temperature: both distributions are softened by it.
+        temporal_loss_only: whether the scorer alone is trained, by the temporal loss alone, which needs the ViT up to
+            layer `l` and nothing after it (`training/scorer_alone.py`).
+        log_frame_positions: how many frame positions get a curve of their own share kept in TensorBoard; 0 for none.
+
+    Raises:
+        ValueError: a part is unknown, or a rate is below 0.
     """
 
     _VALID_DICT_FIELDS: ClassVar = [*TrainingArguments._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]

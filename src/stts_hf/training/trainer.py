@@ -34,11 +34,19 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     `Trainer` for an STTS model of any backbone, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
 
-    `eval_collator` takes the place of `data_collator` in evaluation: one that has no training rows as replacements.
-
     Batches may hold two lists of str that the model does not get: `sample_ids` to name rows in errors, `skipped_ids`
     to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids where a loss is not
     finite, and `SystemExit(143)` when it has saved after SIGTERM.
+
+    Args:
+        model: any model of STTS.
+        args: what `TrainingArguments` says, and what STTS adds.
+        eval_collator: in place of `data_collator` in evaluation: one that has no training rows as replacements.
+        kwargs: of `Trainer`.
+
+    Raises:
+        TypeError: `args` is something else.
+        ValueError: an option of `Trainer` does not go together with STTS's losses.
     """
 
     args: STTSTrainingArguments
