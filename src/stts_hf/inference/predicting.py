@@ -82,9 +82,9 @@ class Predictor:
 
         Yields:
             A dict for each row, as soon as it is answered, rows that cannot be read first, with `id`, `video`,
-            `prompt`, `answer` (None where there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`, `new_tokens`,
-            `frames`, `damaged_frames`, `seconds` of the model, for the batch divided by its rows, and `error`, what is
-            wrong with the row, else None.
+            `prompt`, `answer` (None where there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`,
+            `new_tokens`, `frames`, `damaged_frames`, `seconds` of the model, for the batch divided by its rows, and
+            `error`, what is wrong with the row, else None.
         """
         answers = answer_rows(
             self.model,
