@@ -4,18 +4,22 @@
 
 Models of random weights, small, but with the released ones' shape: as many patches and tokens a frame, a tower that
 takes about half of a prompt's work, of whose layers a fifth runs before anything is dropped. Videos of 16 frames of
-noise, 16 new tokens, float32, nothing cached. Stock vLLM computes another function for Molmo2 (stock_molmo2.py). Its
-Qwen3-VL takes no videos with transformers 5.23, which STTS needs: it runs in the environment of `--stock`, or is left
-out.
+noise, 16 new tokens, float32, nothing cached. The servers of a model take turns in five rounds, of which the median and
+the spread are printed; the last column is the rate beside that of the first server in the same round. Stock vLLM
+computes another function for Molmo2 (stock_molmo2.py). Its Qwen3-VL takes no videos with transformers 5.23, which STTS
+needs: it runs in the environment of `--stock`, or is left out.
 """
 
 import argparse
+import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import (
@@ -45,8 +49,8 @@ LAYERS, PRUNING_LAYER = 12, 1
 TOWER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384}
 TEXT: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64}
 TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 2}
-# None: vLLM's own model.
-SERVERS = [(model, ratio) for model in ("Molmo2", "Qwen3-VL") for ratio in (None, 0.0, 0.5)]
+RATIOS = 0.0, 0.5
+REQUESTS, ROUNDS = {1: 4, 8: 8}, 5  # how many, by how many at once
 
 
 def make_checkpoints(folder: Path) -> None:
@@ -102,18 +106,56 @@ def make_qwen3_vl(folder: Path) -> None:
         processor.save_pretrained(folder / name)
 
 
-def measure(folder: str, model: str, ratio: float | None, python: str) -> list[dict[str, float]]:
-    """Of one server, in a process of its own: with requests one by one, then eight at once."""
-    video, side = VIDEOS[model]
-    command = [python, "-m", "examples.serving.one_server", f"{folder}/{model}/{'stock' if ratio is None else 'stts'}"]
-    command += ["--video", video, "--frames", str(FRAMES), "--side", str(side)]
-    if ratio is not None:
-        command += ["--pruning-ratio", str(ratio)]
-    elif model == "Molmo2":
-        command += ["--as-released"]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    rows: list[dict[str, float]] = json.loads(ended.stdout.splitlines()[-1])
-    return rows
+class Server:
+    """`one_server.py` in a process of its own; `ratio` of None is vLLM's own model. Leaving ends it."""
+
+    def __init__(self, folder: Path, model: str, ratio: float | None, python: str):
+        video, side = VIDEOS[model]
+        checkpoint = folder / model / ("stock" if ratio is None else "stts")
+        command = [python, "-m", "examples.serving.one_server", str(checkpoint)]
+        command += ["--video", video, "--frames", str(FRAMES), "--side", str(side)]
+        if ratio is not None:
+            command += ["--pruning-ratio", str(ratio)]
+        elif model == "Molmo2":
+            command += ["--as-released"]
+        self.name = "stock vLLM" if ratio is None else f"STTS, {ratio:.0%}"
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.measure(1, 1)  # so that nothing is done for the first time
+
+    def measure(self, at_once: int, number: int) -> dict[str, float]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(at_once, number, file=self.process.stdin, flush=True)
+        for line in self.process.stdout:  # vLLM's own lines are there too
+            if line.startswith("{"):
+                measured: dict[str, float] = json.loads(line)
+                return measured
+        raise RuntimeError(f"The server of {self.name} ended with status {self.process.wait()}.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.communicate()
+
+
+def spread(values: Iterable[float]) -> str:
+    """The median, and the least and the greatest."""
+    values = sorted(values)
+    return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
+
+
+def compare(folder: Path, model: str, servers: Sequence[tuple[float | None, str]]) -> Iterator[str]:
+    """Rows of a table: the servers of a model, each (ratio, python), in turn, round by round."""
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(Server(folder, model, *server)) for server in servers]
+        for at_once, number in REQUESTS.items():
+            rounds = [[server.measure(at_once, number) for server in running] for _ in range(ROUNDS)]
+            for server, found in zip(running, zip(*rounds, strict=True), strict=True):
+                faster = [one["rate"] / first["rate"] for one, (first, *_) in zip(found, rounds, strict=True)]
+                cells = [model, server.name, found[0]["length"], at_once, spread(one["rate"] for one in found)]
+                cells += [spread(one["first"] for one in found), spread(faster)]
+                yield f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
@@ -122,26 +164,19 @@ def main() -> None:
     parser.add_argument("--stock", metavar="PYTHON", help="of an environment with the transformers that vLLM asks for")
     arguments = parser.parse_args()
     lines = [
-        "| model | server | tokens of a prompt | requests at once | requests per second | median time to first token |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | server | tokens of a prompt | at once | requests per second | seconds to first token | beside the first |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoints(Path(folder))
-        for model, ratio in SERVERS:
-            python = sys.executable
-            if (model, ratio) == ("Qwen3-VL", None):
-                if arguments.stock is None:
-                    continue
-                python = arguments.stock
-            server = "stock vLLM" if ratio is None else f"STTS, {ratio:.0%}"
-            for row in measure(folder, model, ratio, python):
-                cells = [model, server, row["length"], row["at once"], f"{row['rate']:.2f}", f"{row['first']:.2f} s"]
-                lines.append(f"| {' | '.join(map(str, cells))} |")
-                print(lines[-1], flush=True)
-    report = "\n".join(lines)
-    print(f"\n{report}")
+        for model, stock in (("Molmo2", sys.executable), ("Qwen3-VL", arguments.stock)):
+            servers: list[tuple[float | None, str]] = [(None, stock)] if stock else []
+            servers += [(ratio, sys.executable) for ratio in RATIOS]
+            for line in compare(Path(folder), model, servers):
+                lines.append(line)
+                print(line, flush=True)
     if arguments.report:
-        arguments.report.write_text(report + "\n")
+        arguments.report.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m examples.serving.one_server CHECKPOINT --video "<|video|>" --frames 16 --side 378 --pruning-ratio 0.5
 
-Prints JSON: of each number of requests at once, the rate, the median time to first token in seconds and the tokens of a
-prompt.
+Each line of its input, such as "8 16", asks for 16 requests, 8 at a time, and is answered by a line of JSON: requests
+per second, the median time to first token in seconds, the tokens of a prompt.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 
 NEW_TOKENS = 16
-REQUESTS = {1: 4, 8: 16}  # how many, by how many at once
+MOST_AT_ONCE = 8
 
 
 class Server:
@@ -35,7 +36,7 @@ class Server:
             dtype="float32",
             max_model_len=2048,
             max_num_batched_tokens=16384,
-            max_num_seqs=max(REQUESTS),
+            max_num_seqs=MOST_AT_ONCE,
             enable_prefix_caching=False,
             mm_processor_cache_gb=0,
             enforce_eager=True,
@@ -53,7 +54,9 @@ class Server:
     def serve(self, requests: list[Any]) -> tuple[list[float], int]:
         """Answers them at once. Returns the seconds to the first token of each, and how many tokens a prompt has."""
         sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-        engine, started, first, length = self.llm.llm_engine, {}, {}, 0
+        engine, length = self.llm.llm_engine, 0
+        started: dict[str, float] = {}
+        first: dict[str, float] = {}
         for request in requests:
             name = next(self.names)
             started[name] = time.perf_counter()
@@ -72,7 +75,7 @@ class Server:
             more, length = self.serve(requests[begin : begin + at_once])
             waits += more
         rate = number / (time.perf_counter() - started)
-        return {"at once": at_once, "rate": rate, "first": statistics.median(waits), "length": length}
+        return {"rate": rate, "first": statistics.median(waits), "length": length}
 
 
 def main() -> None:
@@ -91,7 +94,8 @@ def main() -> None:
         overrides = as_released
     server = Server(arguments.checkpoint, overrides, arguments.video, arguments.frames, arguments.side)
     server.serve([server.request()])
-    print(json.dumps([server.measure(*pair) for pair in REQUESTS.items()]))
+    for line in sys.stdin:
+        print(json.dumps(server.measure(*map(int, line.split()))), flush=True)
 
 
 if __name__ == "__main__":
