@@ -37,7 +37,7 @@ def holds_packed_rows(tokens: Tokens, cache: Cache | None, text_config: PreTrain
     positions, mask = tokens.position_ids, tokens.attention_mask
     if positions is None or positions.dim() != 2 or positions.shape[1] != length or length == 1:
         return False  # a step of decoding too; a static cache's length lies on the device
-    if mask is not None and (mask.dim() != 2 or mask.shape[1] != length):
+    if isinstance(mask, dict) or (mask is not None and (mask.dim() != 2 or mask.shape[1] != length)):
         return False
     if cache is not None and cache.get_seq_length() > 0:
         return False

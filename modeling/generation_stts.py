@@ -259,7 +259,7 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool)
     with the ids of cached columns before them, which processors of logits look at.
     """
     tokens = pruned.tokens
-    assert tokens.attention_mask is not None  # `prune` makes both
+    assert isinstance(tokens.attention_mask, torch.Tensor)  # `prune` makes both
     assert tokens.position_ids is not None
     types = tokens.mm_token_type_ids
     if types is None:  # zeros mean the same, and make transformers build a mask instead of guessing from positions

@@ -241,9 +241,10 @@ def split_off(tokens: Tokens, cached: CachedPrompt, num_axes: int) -> tuple[torc
     batch_size, length = tokens.shape
     seen = KeptSequence(cached.kept_indices, cached.seen)
     past_mask, whole_mask, mask = seen.take_mask(None), tokens.padding_mask, tokens.attention_mask
-    if mask is not None and mask.dim() not in (2, 4):
+    if isinstance(mask, dict) or (mask is not None and mask.dim() not in (2, 4)):
+        found = "is a dict" if isinstance(mask, dict) else f"has {mask.dim()} dimensions"
         raise ValueError(
-            f"`attention_mask` has {mask.dim()} dimensions, but must be a padding mask (batch, length) or "
+            f"`attention_mask` {found}, but must be a padding mask (batch, length) or "
             "(batch, heads, length, length)."
         )
     if whole_mask is not None:
@@ -305,10 +306,10 @@ def what_is_left(
 
     assert tokens.position_ids is not None  # set by `prune`
     mask = tokens.attention_mask
-    if mask is not None and mask.dim() == 4:
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4:
         mask = sequence.take_4d_mask(mask)
     else:
-        mask = torch.cat([past_mask, sequence.take_mask(mask)], dim=-1)
+        mask = torch.cat([past_mask, sequence.take_mask(tokens.padding_mask)], dim=-1)
     return Tokens(
         input_ids=take(tokens.input_ids, filler_id),
         inputs_embeds=take(tokens.inputs_embeds, 0.0),

@@ -17,13 +17,14 @@ class Tokens:
     """
     A call's arguments per token. input_ids, position_ids, mm_token_type_ids, sample_ids: (B, L). inputs_embeds:
     (B, L, hidden size), in place of ids or beside them. attention_mask: (B, L), also (B, columns + L) with a cache, or
-    (B, heads, L, L). position_ids: also (axes, B, L), where a token has several. sample_ids: which of several samples
-    in a row a token belongs to, or None for one sample a row.
+    (B, heads, L, L), or one such for each kind of layer, by its name, as native `generate` has them for a static cache.
+    position_ids: also (axes, B, L), where a token has several. sample_ids: which of several samples in a row a token
+    belongs to, or None for one sample a row.
     """
 
     input_ids: torch.Tensor | None = None
     inputs_embeds: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
+    attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None
     position_ids: torch.Tensor | None = None
     mm_token_type_ids: torch.Tensor | None = None
     sample_ids: torch.Tensor | None = None
@@ -37,7 +38,8 @@ class Tokens:
         name, dims = ("input_ids", 2) if self.input_ids is not None else ("inputs_embeds", 3)
         for given in (name, "attention_mask", "position_ids", "mm_token_type_ids"):
             value = getattr(self, given)
-            if value is not None and not isinstance(value, torch.Tensor):
+            is_by_layer = given == "attention_mask" and isinstance(value, dict)
+            if value is not None and not isinstance(value, torch.Tensor) and not is_by_layer:
                 raise TypeError(
                     f"`{given}` is a {type(value).__name__}, but must be a torch.Tensor; call the processor with "
                     "return_tensors='pt'."
@@ -63,7 +65,8 @@ class Tokens:
     @property
     def padding_mask(self) -> torch.Tensor | None:
         """The mask where it is one of padding, (B, L)."""
-        return self.attention_mask if self.attention_mask is not None and self.attention_mask.dim() == 2 else None
+        mask = self.attention_mask
+        return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 
 def check_shape(

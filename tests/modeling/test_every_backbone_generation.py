@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from tests.backbones import Clip, Picture, Rows, longer, prompt
+from tests.version_marks import since_transformers_5_23
 
 NEW_TOKENS = 4
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
@@ -28,6 +29,15 @@ def test_generate_continues_each_row_as_it_would_alone(backbone, any_model, rati
     assert torch.equal(together[:, :-4], inputs["input_ids"])
     for answer, row in zip(together[:, -4:], backbone.alone(MIXED), strict=True):
         assert torch.equal(answer, any_model.generate(**prompt(row), **GREEDY, **way, pruning_ratio=ratio)[0, -4:])
+
+
+@since_transformers_5_23
+@pytest.mark.parametrize("rows", [MIXED, [[2, Picture(), 3]], [[6], [4]]], ids=["mixed", "image", "text"])
+def test_a_static_cache_gives_the_tokens_of_a_growing_one(backbone, any_model, rows):
+    """Some text models then get a mask for each kind of their layers."""
+    inputs = prompt(backbone.batch(rows, "left"))
+    found = any_model.generate(**inputs, **GREEDY, cache_implementation="static", disable_compile=True)
+    assert torch.equal(found, any_model.generate(**inputs, **GREEDY))
 
 
 @pytest.mark.parametrize("where", ["argument", "generation_config", "model"])

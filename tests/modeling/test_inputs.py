@@ -229,6 +229,13 @@ def test_a_mask_of_three_dimensions(call):
         call(**inputs)
 
 
+def test_a_mask_for_each_kind_of_layer(model):
+    inputs = build_inputs(ROWS)
+    inputs["attention_mask"] = {"full_attention": inputs["attention_mask"]}
+    with pytest.raises(ValueError, match=r"`attention_mask` is a dict, but must be a padding mask"):
+        model(**inputs)
+
+
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_labels_of_another_length(model, name):
     inputs = build_inputs(ROWS, labels=True)
