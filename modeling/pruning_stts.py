@@ -244,8 +244,7 @@ def split_off(tokens: Tokens, cached: CachedPrompt, num_axes: int) -> tuple[torc
     if isinstance(mask, dict) or (mask is not None and mask.dim() not in (2, 4)):
         found = "is a dict" if isinstance(mask, dict) else f"has {mask.dim()} dimensions"
         raise ValueError(
-            f"`attention_mask` {found}, but must be a padding mask (batch, length) or "
-            "(batch, heads, length, length)."
+            f"`attention_mask` {found}, but must be a padding mask (batch, length) or (batch, heads, length, length)."
         )
     if whole_mask is not None:
         if whole_mask.shape[-1] != cached.seen + length:

@@ -21,11 +21,11 @@ PACKINGS = get_args(Packing)
 POSITION_RULES = get_args(PositionRule)
 
 
-def check_pruning_ratio(value: object, name: str = "pruning_ratio") -> float:
+def check_pruning_ratio(value: object) -> float:
     """Returns `value` as a float in [0, 1]; raises `ValueError` for anything else (NaN and bools included)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= float(value) <= 1.0:
         raise ValueError(
-            f"`{name}` is {value!r}, but must be a number in [0, 1]: the share of a video's blocks to drop, "
+            f"`pruning_ratio` is {value!r}, but must be a number in [0, 1]: the share of a video's blocks to drop, "
             "0 to keep all of them, 1 to drop every video token."
         )
     return float(value)
