@@ -98,9 +98,10 @@ class Isolated(Generic[Item, Result]):
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._closed = True
-        for worker in self._workers:
+            workers = list(self._workers)  # each leaves the list once its call has ended
+        for worker in workers:
             worker.process.terminate()
-        for worker in self._workers:
+        for worker in workers:
             worker.process.join()
 
 
