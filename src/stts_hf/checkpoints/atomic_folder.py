@@ -107,8 +107,8 @@ def recover(destination: Path) -> None:
 
 def is_running(left: Path) -> bool:
     """Whether the process that made a leftover still runs. One of another machine may."""
-    host, process, _ = left.name.rsplit("-", 2)
-    if not host.endswith(f"-{socket.gethostname()}") or os.name != "posix":
+    beginning, process, _ = left.name.rsplit("-", 2)
+    if not beginning.endswith(tuple(f"{kind}-{socket.gethostname()}" for kind in (_NEW, _OLD))) or os.name != "posix":
         return True
     try:
         os.kill(int(process), 0)

@@ -1,6 +1,7 @@
 """Folders that appear whole or not at all."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,18 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no"), atomic_folder(tmp_path / "out", overwrite=True) as folder:
         fill(folder, NEW)
     assert found(tmp_path / "out") == OLD
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing tells whether a process runs")
+@pytest.mark.parametrize(("host", "stays"), [("node", False), ("gpu-node", True), ("other", True)])
+def test_what_a_run_on_another_machine_writes_stays(tmp_path, monkeypatch, host, stays):
+    """Machines may share a disk, but not the numbers of their processes."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    left = tmp_path / f".out.stts-new-{host}-{2**31 - 1}-0a1b2c3d"
+    left.mkdir()
+    with atomic_folder(tmp_path / "out") as folder:
+        fill(folder, NEW)
+    assert left.exists() == stays
 
 
 def test_stale_weights_are_those_of_an_earlier_save():
