@@ -122,9 +122,9 @@ class STTSProcessor(Molmo2Processor):
     def prepare_inputs_layout(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """Native layout of the inputs; takes videos as path objects and images of any mode, an empty list as none."""
-        has_none = videos is None or (isinstance(videos, list | tuple) and not videos)
-        videos = None if has_none else normalize_videos(videos)
+        """Native layout of the inputs; takes videos as path objects and images of any mode, empty lists as none."""
+        has_none = isinstance(videos, list | tuple) and all(isinstance(of, list | tuple) and not of for of in videos)
+        videos = None if videos is None or has_none else normalize_videos(videos)
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:

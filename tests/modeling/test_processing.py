@@ -178,8 +178,12 @@ def test_chat_batch_in_which_only_the_second_has_a_video(processor, clips):
     assert inputs["video_grids"].tolist() == [[5, 1, 1]]
 
 
-def test_empty_list_of_videos_is_no_video(processor):
-    assert set(processor(text="hello", videos=[])) == {"input_ids", "attention_mask", "mm_token_type_ids"}
+@pytest.mark.parametrize("videos", [[], [[]], [[], []]], ids=str)
+def test_empty_lists_of_videos_are_no_video(processor, videos):
+    """A batch may hold a list of videos for each text."""
+    assert set(processor(text="hello", videos=videos)) == {"input_ids", "attention_mask", "mm_token_type_ids"}
+    with pytest.raises(ValueError, match="no videos were passed"):
+        processor(text="<|video|>", videos=videos)
 
 
 def test_path_objects_are_taken(processor, clips):
