@@ -27,6 +27,12 @@ class STTSVideoMetadata(VideoMetadata):
         """Seconds since the first frame of the video, one per frame shown."""
         return super().timestamps if self.frame_times is None else self.frame_times
 
+    def choose(self, indices: list[int]) -> None:
+        """Shows these of all frames."""
+        self.frames_indices = indices
+        if self.frame_times is not None:
+            self.frame_times = [self.frame_times[index] for index in indices]
+
 
 def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rate: float | None) -> list[int]:
     """Which frames to show, as the reference samples (Molmo2's `uniform_last_frame`): always up to and with the last.

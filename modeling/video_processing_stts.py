@@ -221,9 +221,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         metadata = checked_metadata(metadata, len(frames), index, limits is not None)
         if limits is not None:
             chosen = self._sample_array(metadata, limits).tolist()
-            frames, metadata.frames_indices = frames[chosen], chosen
-            if metadata.frame_times is not None:
-                metadata.frame_times = [metadata.frame_times[place] for place in chosen]
+            frames = frames[chosen]
+            metadata.choose(chosen)
         return frames, metadata
 
     def _read_decoder(
@@ -401,6 +400,11 @@ def checked_metadata(metadata: Any, num_frames: int, index: int, sample: bool) -
         raise ValueError(
             f"videos[{index}] has {num_frames} frames, its video_metadata {counted} by {name}. If frames were sampled "
             "before, pass do_sample_frames=False and frames_indices, one for each frame."
+        )
+    if metadata.frame_times is not None and len(metadata.frame_times) != num_frames:
+        raise ValueError(
+            f"videos[{index}] has {num_frames} frames, its video_metadata {len(metadata.frame_times)} frame_times. "
+            "Pass one for each frame, in seconds, or none."
         )
     if not by_indices:
         metadata.frames_indices = list(range(num_frames))

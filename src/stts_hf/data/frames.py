@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import BatchFeature
 from transformers.image_processing_backends import TorchvisionBackend
 from transformers.image_utils import SizeDict
@@ -48,10 +49,11 @@ def process(
     """
     What `processor` makes of texts, videos and images.
 
-    videos: in the forms that `STTSVideoProcessor` takes. options: of the processor's call; also `num_frames` and
-    `max_fps`, the most frames and frames per second, and `test_time_scaling` with `pruning_ratio`, which raise what
-    caps a video's tokens until pruning leaves as many as there were without. Those of videos may stand in
-    `videos_kwargs`. Raises `ValueError` where a video cannot be read or a setting is out of range or given twice.
+    videos: in the forms that `STTSVideoProcessor` takes; of native processors, no torchcodec decoders. options: of the
+    processor's call; also `num_frames` and `max_fps`, the most frames and frames per second, and `test_time_scaling`
+    with `pruning_ratio`, which raise what caps a video's tokens until pruning leaves as many as there were without.
+    Those of videos may stand in `videos_kwargs`. Raises `ValueError` where a video cannot be read or a setting is out
+    of range or given twice.
     """
     if isinstance(videos, list | tuple) and not videos:
         videos = None
@@ -177,6 +179,8 @@ class FrameReader:
                 size = self.size(len(chosen), *picture_size(file, chosen))
                 frames, shown = file.read(chosen, size, self.resize)
             return self.fill(frames, shown)
+        if isinstance(video, Image.Image):
+            video = [video]
         if isinstance(video, list | tuple):  # of frames, pictures or paths of pictures
             video = stacked(video, index) if all(hasattr(frame, "shape") for frame in video) else load_pictures(video)
         frames = frames_tensor(video, index, None)
@@ -184,8 +188,9 @@ class FrameReader:
         if shown.fps is None:
             shown.fps = float(self.video_processor.fps or 1)  # so that all are shown
         if self.samples:
-            shown.frames_indices = self.choose(shown)
-            frames = frames[shown.frames_indices]
+            chosen = self.choose(shown)
+            frames = frames[chosen]
+            shown.choose(chosen)
         size = self.size(len(frames), *frames.shape[-2:])
         return self.fill(torch.stack([self.resize(frame, size) for frame in frames]), shown)
 

@@ -117,6 +117,23 @@ def test_a_video_may_come_in_any_form(native, clips, form, tmp_path):
         assert shown.frames_indices == expected["video_metadata"][0].frames_indices
 
 
+def test_decoded_frames_keep_the_times_that_come_with_them(native, tmp_path):
+    clip = write_clip(tmp_path / "uneven.mkv", times=[*(number / 10 for number in range(30)), 5.0, 6.0, 8.0])
+    with VideoFile(str(clip)) as file:
+        frames, metadata = file.read()
+    ours = process(native, text=[TEXT], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+    assert_same(ours, process(native, text=[TEXT], videos=[clip], return_tensors="pt"))
+
+
+def test_a_picture_is_a_video_of_one_frame(native):
+    picture = Image.new("L", (64, 32), 99)
+    alone, listed = (
+        process(native, text=[TEXT], videos=[video], return_tensors="pt") for video in (picture, [picture])
+    )
+    assert alone["video_grid_thw"][0, 0] == 1
+    assert_same(alone, listed)
+
+
 @pytest.mark.parametrize("backbone", ["qwen3_vl", "qwen2_5_vl"])
 def test_a_video_of_one_frame_is_shown_twice(backbone, clips):
     processor: Any = AutoProcessor.from_pretrained(TINIES[backbone])
