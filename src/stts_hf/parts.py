@@ -38,6 +38,11 @@ def module_of(model: nn.Module, part: str) -> Any:
     return module
 
 
+def is_scorer_trained(model: nn.Module) -> bool:
+    """Whether the scorer ever was trained: the weights of its last layer begin at zero."""
+    return bool(module_of(model, SCORER).score_layer.weight.any())
+
+
 def parts_of(model: nn.Module) -> dict[str, str]:
     """
     The part of each parameter, by its name in `named_parameters`; PEFT's, DDP's, FSDP's and torch.compile's names are

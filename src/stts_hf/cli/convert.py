@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.options import SELECTORS
 
 HELP = "make an STTS checkpoint of a stock Molmo2 or Qwen3-VL model, or of a training checkpoint of STTS's authors"
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "training checkpoint of STTS",
     )
     parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
-    parser.add_argument("--selector", choices=("scorer", "cosine", "random"), help="what ranks the tokens")
+    parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the source's")
     parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="most of one file (default: 50GB)")
     parser.add_argument("--seed", type=int, default=0, help="of a new scorer's weights (default: 0)")

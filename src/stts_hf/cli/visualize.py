@@ -148,9 +148,9 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
     The selectors to show, each once, and what to say of those that are not. Raises `CommandError` where a scorer is
     asked for that was never trained.
     """
-    from stts_hf.parts import SCORER, module_of
+    from stts_hf.parts import is_scorer_trained
 
-    is_trained = bool(module_of(model, SCORER).score_layer.weight.any())  # it begins at zero
+    is_trained = is_scorer_trained(model)
     without = f"checkpoint {checkpoint} has no trained scorer"
     if asked is not None:
         if "scorer" in asked and not is_trained:

@@ -14,7 +14,7 @@ from typing import Any
 import gradio as gr
 
 from stts_hf.inference.assistant import VideoAssistant
-from stts_hf.parts import SCORER, module_of
+from stts_hf.parts import is_scorer_trained
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .answering import Answerer, Limits
@@ -107,8 +107,7 @@ def own_folder() -> Path:
 def selectors(assistant: VideoAssistant) -> list[str]:
     """Those that can be chosen, the model's own first: a scorer that was never trained is not offered."""
     own = assistant.model.config.vision_config.selector
-    trained = bool(module_of(assistant.model, SCORER).score_layer.weight.any())  # it begins at zero
-    return list(dict.fromkeys([own, *(["scorer"] if trained else []), "cosine", "random"]))
+    return list(dict.fromkeys([own, *(["scorer"] if is_scorer_trained(assistant.model) else []), "cosine", "random"]))
 
 
 def with_selector(assistant: VideoAssistant, selector: str) -> VideoAssistant:
