@@ -76,7 +76,7 @@ def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str,
     """The JSON object under a key, empty where there is none; raises `ValueError` for anything else."""
     section = settings.get(key)
     if section is not None and not isinstance(section, dict):
-        raise ValueError(f"`{key}` in {place} must be a JSON object, but is {section!r}")
+        raise ValueError(f"`{key}` in {place} must be a JSON object, but is {repr(section)[:40]}")
     return section or {}
 
 

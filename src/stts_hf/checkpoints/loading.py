@@ -86,8 +86,11 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
     """
     from stts_hf import _backbones
 
+    from .tensors import check_headers
+
     options |= {"config": config, "revision": revision or "main", "use_safetensors": True}
     with _loading(checkpoint):
+        check_headers(Path(checkpoint).expanduser())  # transformers would list every name
         model: Any = _backbones()[type(config)].from_pretrained(checkpoint, **options)
     return (model if device is None else model.to(device)).eval()
 
@@ -95,8 +98,9 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
 @contextlib.contextmanager
 def _loading(checkpoint: str) -> Iterator[None]:
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError, SafetensorError) as error:
         raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error

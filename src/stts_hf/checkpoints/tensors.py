@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .files import read_json
 
 BLOCK_BYTES = 32 * 2**20
+MAX_HEADER_BYTES = 4 * 10**6  # of all files together, which is tens of thousands of tensors: no model here has as many
 _CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
@@ -105,6 +106,7 @@ def _read_rows(path: Path, name: str, first: int, last: int) -> torch.Tensor:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files of weights in a folder. Raises `ValueError` where one is missing, or the index is none."""
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    check_headers(folder)
     if single.is_file():
         return [single]
     if not index.is_file():
@@ -123,6 +125,22 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / shard).is_file():
             raise ValueError(f"{folder / shard} is missing, and {index.name} names it: copy the checkpoint again.")
     return [folder / shard for shard in shards]
+
+
+def check_headers(folder: Path) -> None:
+    """Raises `ValueError` where the weights of a folder have more names than any model, before a name is read."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    sizes = [index.stat().st_size] if index.is_file() else []
+    for path in filter(Path.is_file, folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+        if size < path.stat().st_size:  # elsewhere the library says what is wrong
+            sizes.append(size)
+    if sum(sizes) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{folder} has {sum(sizes) / 1e6:.1f} MB of names of tensors, and those of a checkpoint have at most "
+            f"{MAX_HEADER_BYTES / 1e6:.0f} MB: copy it again."
+        )
 
 
 def write_safetensors(
