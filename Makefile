@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 FUZZ_CASES ?= 500
 
-.PHONY: demo docs test test-all fuzz test-browser test-matrix test-eval test-vllm test-transformers stts-tiny lint clean
+.PHONY: demo docs test test-all coverage fuzz test-browser test-matrix test-eval test-vllm test-transformers stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -34,6 +34,15 @@ test: lint
 
 test-all: test
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30 -m slow
+
+# Which lines and branches the tests of `make test-all` run, in build/coverage/html too. MARK="not slow" takes the fast ones.
+MARK ?= slow or not slow
+coverage: $(VENV)/.installed-dev
+	@rm -rf build/coverage
+	$(TEST_ENV) $(BIN)/coverage run -m pytest -n $(WORKERS) -m "$(MARK)"
+	@$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report
 
 # New cases by the thousand, FUZZ_CASES of each test: in some minutes. A failure prints what makes it again.
 fuzz: $(VENV)/.installed-dev

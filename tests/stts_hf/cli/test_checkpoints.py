@@ -8,8 +8,11 @@ import pytest
 from transformers import Molmo2Processor, Molmo2VideoProcessor
 
 from stts_hf.benchmark.models import stock_twin
+from stts_hf.cli import checkpoints
+from stts_hf.cli.errors import CommandError
 from stts_hf.cli.main import main
 from tests.checkpoints import DAILY, TINY, load_tiny
+from tests.conftest import REPOSITORY
 from tests.stts_hf.checkpoints.convert_files import write_qwen
 
 
@@ -54,6 +57,20 @@ def test_a_stock_folder_without_it_is_one_line_that_says_what_to_do(clip, stock,
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "choose the selector cosine" in line
     assert "stts-hf convert" in line
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["in the checkout", "elsewhere"])
+def test_without_the_option_a_checkout_has_the_tiny_one_and_says_so(tmp_path, monkeypatch, capsys, here):
+    monkeypatch.chdir(REPOSITORY if here else tmp_path)
+    expected = "hub_configs/stts-tiny" if here else str(TINY.resolve())
+    assert checkpoints.find_checkpoint(None) == expected
+    assert "using stts-tiny, which knows a few shapes" in capsys.readouterr().err
+
+
+def test_without_the_option_and_a_checkout_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(checkpoints, "TINY", Path("nowhere"))
+    with pytest.raises(CommandError, match=r"^--checkpoint is needed"):
+        checkpoints.find_checkpoint(None)
 
 
 def test_a_preset_copied_with_its_links_alone_is_one_line_that_says_how_to_copy_it(clip, tmp_path, capsys):

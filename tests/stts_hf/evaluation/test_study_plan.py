@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from stts_hf.cli.main import main
+from stts_hf.cli.main import build_parser, main
+from stts_hf.cli.study import settings_of
 from stts_hf.evaluation.methods import METHODS
 from stts_hf.evaluation.study import (
     FORMAT,
@@ -21,6 +22,7 @@ from stts_hf.evaluation.study import (
     read_records,
 )
 from stts_hf.evaluation.study_data import StudyError, fingerprint_dataset
+from stts_hf.training.arguments import PAPER_LEARNING_RATES
 from tests.stts_hf.evaluation.small_study import write_base, write_dataset
 
 SETTINGS = Settings(dataset="d", base="b", base_layer=3)
@@ -105,6 +107,30 @@ def test_a_plan_writes_nothing(tmp_path, base, dataset, capsys):
     options = ["--dataset", str(dataset), "--base", str(base), "--seeds", "7", "--plan"]
     assert main(["study", str(tmp_path / "study"), *options]) == 0
     assert "none-0-layer2-seed7" in capsys.readouterr().out
+    assert not (tmp_path / "study").exists()
+
+
+def test_settings_are_read_from_the_command(tmp_path):
+    options = ["--learning-rates", "scorer=2e-3", "--model-settings", "packing=varlen", "a=true"]
+    given = settings_of(build_parser().parse_args(["study", str(tmp_path), *options]))
+    assert given["model_settings"] == {"packing": "varlen", "a": True}
+    assert given["learning_rates"] == PAPER_LEARNING_RATES | {"scorer": 2e-3}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--base", "base"], "--dataset is needed; only --report-only goes without"),
+        (["--report-only", "--workers", "2"], "--report-only runs nothing, so --workers would have no effect"),
+        (
+            ["--dataset", "d", "--base", "b", "--learning-rates", "scorer"],
+            "--learning-rates 'scorer' must be like",
+        ),
+    ],
+)
+def test_mistakes_in_the_command_are_one_line(tmp_path, capsys, options, message):
+    assert main(["study", str(tmp_path / "study"), *options]) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "study").exists()
 
 
