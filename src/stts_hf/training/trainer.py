@@ -1,5 +1,6 @@
 """`transformers.Trainer` with three learning rates, all losses normalised over the step, and logs of the pruning."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,7 +42,8 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     Args:
         model: any model of STTS.
         args: what `TrainingArguments` says, and what STTS adds.
-        eval_collator: in place of `data_collator` in evaluation: one that has no training rows as replacements.
+        eval_collator: in place of `data_collator` in `evaluate` and `predict`, such as one without training rows as
+            `replacements`.
         kwargs: of `Trainer`.
 
     Raises:
@@ -145,10 +147,19 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         return keep_workers_alive(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        with self._collating_for_evaluation():
+            return keep_workers_alive(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        with self._collating_for_evaluation():
+            return keep_workers_alive(super().get_test_dataloader(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def _collating_for_evaluation(self) -> Iterator[None]:
         of_training = self.data_collator
         self.data_collator = self.eval_collator or of_training
         try:
-            return keep_workers_alive(super().get_eval_dataloader(*args, **kwargs))
+            yield
         finally:
             self.data_collator = of_training
 

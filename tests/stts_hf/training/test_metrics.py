@@ -217,6 +217,7 @@ def test_an_evaluation_has_a_collator_of_its_own_and_counts_what_it_skips(tmp_pa
     metrics = run.evaluate()
     assert metrics["eval_task_loss"] == pytest.approx(expected, rel=1e-6)
     assert metrics["eval_skipped_rows"] == 3
+    assert run.predict(rows).metrics["test_skipped_rows"] == 3
     run.train()
     assert not logged(run, "skipped_rows")
 
