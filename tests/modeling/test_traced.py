@@ -131,7 +131,7 @@ def phases(tmp_path_factory):
         pytest.skip(f"strace may trace nothing here: {tried.stderr.strip()}")
     folder = tmp_path_factory.mktemp("strace")
     run_traced(folder, "strace", "-f", "-qq", "-s", "4096", "-e", TRACED, "-o", str(folder / "trace"))
-    phase, found = "before", {}
+    phase, found = "before", dict[str, list[str]]()
     for line in (folder / "trace").read_text().splitlines():
         if not (call := re.match(r"\d+ +(\w+)\((.*)", line)):
             continue  # the second half of a call that another thread interrupted, or a signal
