@@ -255,7 +255,7 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
             return output
         sequence, bins = self.pack_survivors(kept_blocks, pruning, *hidden_states.shape[:2])
         output.valid = sequence.window_valid
-        for index in range(pruning_layer + 1, max([pruning_layer, *pruning.feature_layers]) + 1):
+        for index in range(pruning_layer + 1, max(pruning.feature_layers) + 1):
             layer = self.layers[index]
             if index == pruning_layer + 1:
                 hidden_states = layer(hidden_states, None, key_bias, sequence)  # (F, N, D) -> (P, D)
@@ -270,7 +270,7 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
             for index in pruning.feature_layers
         ]
         output.features = sequence.windows(torch.cat(features, dim=-1), window_size)  # (K, S, D * feature layers)
-        output.last_hidden_state = hidden_states if bins is None else bins.unpack(hidden_states)
+        output.last_hidden_state = features[pruning.feature_layers.index(max(pruning.feature_layers))]
         if -1 in states:
             output.hidden_states = tuple(states.values())
         return output
