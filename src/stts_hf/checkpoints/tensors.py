@@ -138,8 +138,8 @@ def check_headers(folder: Path) -> None:
             sizes.append(size)
     if sum(sizes) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"{folder} has {sum(sizes) / 1e6:.1f} MB of names of tensors, and those of a checkpoint have at most "
-            f"{MAX_HEADER_BYTES / 1e6:.0f} MB: copy it again."
+            f"{folder} has {sum(sizes):,} bytes of names of tensors, and those of a checkpoint have at most "
+            f"{MAX_HEADER_BYTES:,}: copy it again."
         )
 
 

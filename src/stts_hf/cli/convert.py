@@ -66,6 +66,8 @@ def execute(arguments: argparse.Namespace) -> None:
     layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")
     print(f"checkpoint: {result.folder} ({tqdm.format_sizeof(result.num_bytes, 'B')}, {result.dtype})")
     print(f"scorer:     {'trained' if result.scorer_trained else 'new, untrained'}")
-    print(f"pruning:    {vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, {layout}")
+    print(
+        f"pruning:    {100 * vision.pruning_ratio:g}% after layer {vision.pruning_layer}, {vision.selector}, {layout}"
+    )
     for sentence in result.notes:
         print(f"note: {sentence}", file=sys.stderr)

@@ -70,7 +70,9 @@ def execute(arguments: argparse.Namespace) -> int:
         if left:
             with stage(f"Loading {checkpoint} on {device}"):
                 model = load_model(checkpoint, config, device, arguments)
-            note(f"Asking {len(left)} questions with {arguments.pruning_ratio:.0%} of the video tokens dropped ...")
+            note(
+                f"Asking {len(left)} questions with {100 * arguments.pruning_ratio:g}% of the video tokens dropped ..."
+            )
             found = evaluate(
                 model,
                 processor,

@@ -104,7 +104,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if left:
             done = len(rows) - len(left)
             with start_engine(arguments, predictor, options) as (place, predict):
-                ratio = f"{arguments.pruning_ratio:.0%} of the video tokens dropped"
+                ratio = f"{100 * arguments.pruning_ratio:g}% of the video tokens dropped"
                 note(f"Answering {len(left)} rows on {place} with {ratio} ...")
                 started = time.perf_counter()
                 with progress_bar(len(rows), "row", done=done) as bar, contextlib.closing(predict(left)) as found:
@@ -208,4 +208,4 @@ def print_summary(summary: Mapping[str, Any], done: int, seconds: float) -> None
         video_tokens=f"{kept} of {total} kept" + (f" ({1 - kept / total:.1%} dropped)" if total else ""),
     )
     if done:
-        print_lines(this_run=f"{done} rows in {seconds:.1f} s ({done / seconds:.2f} per second)")
+        print_lines(this_run=f"{done} rows in {seconds:.1f} s ({done / seconds:.3g} per second)")

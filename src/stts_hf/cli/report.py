@@ -39,7 +39,7 @@ def print_answer(answer: "VideoAnswer") -> None:
     first, last = answer.timestamps[0], answer.timestamps[-1]
     print_lines(
         answer=answer.answer or "(empty)",
-        frames=f"{answer.num_frames} sampled from {first:.1f} s to {last:.1f} s of a video of {answer.duration:.1f} s",
+        frames=f"{answer.num_frames} sampled from {first:.2f} s to {last:.2f} s of a video of {answer.duration:.2f} s",
         video_tokens=f"{kept} of {total} kept ({1 - kept / total:.1%} dropped)",
         prompt=f"{answer.prompt_tokens_kept} of {answer.prompt_tokens} tokens reach the language model",
     )

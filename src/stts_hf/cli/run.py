@@ -71,7 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with stage(f"Loading {checkpoint} on {device}"):
         model = load_model(checkpoint, config, device, arguments)
     with (
-        stage(f"Answering with {ratio:.0%} of the video tokens dropped"),
+        stage(f"Answering with {100 * ratio:g}% of the video tokens dropped"),
         progress_bar(arguments.max_new_tokens, "token") as bar,
     ):
         options = {"streamer": TokenBar(bar), **generation(arguments)}

@@ -20,7 +20,7 @@ def compare_with_stock(model: PreTrainedModel, inputs: Mapping[str, Any], ratio:
     variants = {
         "stock model": (stock_twin(model), inputs),
         "STTS, none dropped": (model, {**inputs, "pruning_ratio": 0.0}),
-        f"STTS, {ratio:.0%} dropped": (model, {**inputs, "pruning_ratio": ratio}),
+        f"STTS, {100 * ratio:g}% dropped": (model, {**inputs, "pruning_ratio": ratio}),
     }
     return variants if ratio else dict(list(variants.items())[:2])
 

@@ -97,8 +97,8 @@ def execute(arguments: argparse.Namespace) -> int:
     facts = {
         "video": Path(arguments.video).name,
         "checkpoint": checkpoint,
-        "dropped": f"{arguments.pruning_ratio:.0%}",
-        "frames": f"{begun.num_frames} of {begun.duration:.1f} s",
+        "dropped": f"{100 * arguments.pruning_ratio:g}%",
+        "frames": f"{begun.num_frames} of {begun.duration:.2f} s",
         "device": f"{device}, {str(model.dtype).removeprefix('torch.')}",
     }
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the unfinished folder goes with it
@@ -177,7 +177,7 @@ def answer_with_each(
     for name in selectors:
         model.config.vision_config.selector = name
         with (
-            stage(f"Answering with {arguments.pruning_ratio:.0%} of the video tokens dropped by {name}"),
+            stage(f"Answering with {100 * arguments.pruning_ratio:g}% of the video tokens dropped by {name}"),
             progress_bar(arguments.max_new_tokens, "token") as bar,
         ):
             options = {"streamer": TokenBar(bar), **generation(arguments)}

@@ -90,13 +90,13 @@ def check_video(path: str | Path, limits: Limits) -> None:
     with VideoFile(str(path)) as file:
         if file.duration > limits.seconds:
             raise ValueError(
-                f"The video lasts {file.duration:.0f} s, but at most {limits.seconds:.0f} s are taken here. Cut it."
+                f"The video lasts {file.duration:g} s, but at most {limits.seconds:g} s are taken here. Cut it."
             )
         height, width = file.read([0])[0].shape[-2:]
     if height * width > limits.pixels:
         raise ValueError(
-            f"The video has frames of {width} x {height}, but at most {limits.pixels / 1e6:.1f} million pixels are "
-            "taken here. Make it smaller."
+            f"The video has frames of {width} x {height}, but at most {limits.pixels:,} pixels are taken "
+            "here. Make it smaller."
         )
 
 

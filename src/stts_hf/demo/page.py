@@ -71,7 +71,7 @@ def timeline(seen: VideoAnswer) -> str:
 def origin(progress: Progress) -> str:
     """The line under an answer: whether the clip was held, and how long the first word took."""
     dropped = (
-        f"{progress.pruning_ratio:.0%} dropped, {ABOUT[progress.selector]}"
+        f"{100 * progress.pruning_ratio:g}% dropped, {ABOUT[progress.selector]}"
         if progress.pruning_ratio
         else "nothing dropped"
     )
@@ -114,4 +114,4 @@ def table(runs: Iterable[Progress]) -> str:
 
 
 def _name(ratio: float, selector: str) -> str:
-    return f"{ratio:.0%} dropped, {ABOUT[selector]}" if ratio else "Nothing dropped"
+    return f"{100 * ratio:g}% dropped, {ABOUT[selector]}" if ratio else "Nothing dropped"

@@ -36,7 +36,7 @@ def snow_table(results: Results, snow: np.ndarray) -> str:
             seeds = sorted(first.keys() & second.keys())
             values = np.stack([100 * (is_right(first[seed]) - is_right(second[seed])) for seed in seeds])
             found = (interval(results.bootstrap.mean(values, [snow == number]), signed=True) for number in numbers)
-            rows.append([f"{ratio:.0%}, over {label}", *found])
+            rows.append([f"{100 * ratio:g}%, over {label}", *found])
     return table(["", *map(str, numbers)], rows)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from tqdm import tqdm
 
 from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.modeling.settings_stts import PruningSettings, check_pruning_ratio, check_vision_config
@@ -170,7 +171,7 @@ class Clip:
 
     def __repr__(self) -> str:
         seen = self.seen
-        held = f"{self.num_bytes / 2**20:.1f} MiB" if self.num_bytes else "released"
+        held = tqdm.format_sizeof(self.num_bytes, "B") if self.num_bytes else "released"
         kept = f"{seen.video_tokens_kept} of {seen.video_tokens} video tokens"
         return f"<Clip of {self._name}: {seen.num_frames} frames, {kept}, {held}>"
 

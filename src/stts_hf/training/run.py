@@ -140,7 +140,7 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
     autocast = ", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""
     lines = {
         "precision": f"{run.config.model.dtype} weights{autocast}",
-        "pruning": f"{vision.pruning_ratio:.0%} after layer {vision.pruning_layer}, {vision.selector}, "
+        "pruning": f"{100 * vision.pruning_ratio:g}% after layer {vision.pruning_layer}, {vision.selector}, "
         f"{vision.packing}; temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
     if arguments.distillation_weight:

@@ -51,7 +51,7 @@ def test_it_answers_counts_and_draws(run):
     assert status == 0
     assert re.search(r"^question: +What moves\?$", out, re.M)
     assert re.search(r"^answer: +\S", out, re.M)
-    assert re.search(r"^frames: +9 sampled from 0\.0 s to 1\.9 s of a video of 2\.0 s$", out, re.M)
+    assert re.search(r"^frames: +9 sampled from 0\.00 s to 1\.90 s of a video of 2\.00 s$", out, re.M)
     # floor(0.5 * 144) = 72 of 144 are dropped.
     assert re.search(r"^video tokens: +72 of 144 kept", out, re.M)
     assert str(sheet) in out
@@ -73,7 +73,7 @@ def test_another_backbone_takes_the_same_command(run, other):
     tiny, last = TINIES[other], {"qwen3_vl": "1.9", "qwen2_5_vl": "1.5"}[other]  # native sampling, not alike
     status, out, _, sheet = run("--time", checkpoint=tiny)
     assert status == 0
-    assert re.search(rf"^frames: +4 sampled from 0\.0 s to {last} s of a video of 2\.0 s$", out, re.M)
+    assert re.search(rf"^frames: +4 sampled from 0\.00 s to {last}0 s of a video of 2\.00 s$", out, re.M)
     assert re.search(r"^video tokens: +24 of 48 kept", out, re.M)
     assert re.search(r"^stock model .*\(1\.00x\)", out, re.M)
     with Image.open(sheet) as image:
@@ -98,7 +98,7 @@ def test_selectors_drop_different_blocks(run):
 
 
 def test_num_frames_limits_the_frames(run):
-    assert "2 sampled from 0.0 s to 1.9 s" in run("--num-frames", "2")[1]
+    assert "2 sampled from 0.00 s to 1.90 s" in run("--num-frames", "2")[1]
 
 
 def test_test_time_scaling_looks_at_more_frames(run):

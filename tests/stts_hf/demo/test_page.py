@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from stts_hf.demo import page
-from stts_hf.demo.answering import Progress
+from stts_hf.demo.answering import Limits, Progress, check_video
 from stts_hf.inference.answering import VideoAnswer
+from tests.clips import write_clip
 
 # Two frames to a tubelet; the last stands alone.
 SEEN = VideoAnswer(
@@ -71,3 +72,14 @@ def test_a_turn_shows_how_far_it_is():
     assert "Watching" in shown[0]
     assert "Stopped" in shown[1]
     assert shown[2].startswith("A <b>ring</b>\n\n")
+
+
+def test_numbers_that_round_to_nothing_are_not_rounded(tmp_path):
+    """A share below a percent, and limits just below what a video has."""
+    small = dataclasses.replace(FIRST, pruning_ratio=0.004)
+    assert "0.4% dropped" in page.origin(small)
+    clip = write_clip(tmp_path / "clip.mp4", 6, fps=100)
+    with pytest.raises(ValueError, match=r"lasts 0\.06 s, but at most 0\.05 s are taken"):
+        check_video(clip, Limits(seconds=0.05))
+    with pytest.raises(ValueError, match="at most 100 pixels are taken"):
+        check_video(clip, Limits(pixels=100))
