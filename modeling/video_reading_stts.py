@@ -197,6 +197,11 @@ class VideoFile:
                 buffer_size=2**16,
                 metadata_errors="replace",
             )
+        except av.error.MemoryError as error:
+            raise ValueError(
+                f"Cannot read {self.name} as a video: there is no memory left, or the file claims to need too much. "
+                "Free some, or copy it again."
+            ) from error
         except av.error.FFmpegError as error:
             raise ValueError(
                 f"Cannot read {self.name} as a video: it is not a video file of a known format, or is cut off before "

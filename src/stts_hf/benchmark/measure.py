@@ -36,6 +36,7 @@ from stts_hf.benchmark.reading import measure_clip
 from stts_hf.benchmark.report import SCHEMA
 from stts_hf.evaluation.after_tower import AFTER_TOWER, prune_after_tower
 from stts_hf.evaluation.motion import correlate, draw_clips, share_kept
+from stts_hf.shortages import is_out_of_memory
 
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
 CLIPS, CLIP_FRAMES = 8, 16  # on which it is looked at what a selector keeps
@@ -352,8 +353,7 @@ def _noting_failure(found: dict[str, Any], device: torch.device) -> Iterator[Non
 def _failure(error: Exception) -> dict[str, str]:
     """Status and reason of a failure that may be the shape's or the kernel's; raises every other error again."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    signs = ("can't allocate memory", "bad_alloc", "out of memory", "STATUS_ALLOC_FAILED")
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in reason for sign in signs):
+    if is_out_of_memory(error):
         return {"status": "out of memory", "reason": reason}
     # Triton's errors ("out of resource: shared memory") are no RuntimeError.
     kernels = isinstance(error, RuntimeError | FailOnRecompileLimitHit) or type(error).__module__.startswith("triton")

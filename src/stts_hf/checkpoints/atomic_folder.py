@@ -5,14 +5,12 @@ for as long as the next run has not put that back. What a killed run leaves is a
 """
 
 import contextlib
-import errno
 import glob
 import os
 import re
 import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -34,8 +32,7 @@ def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Pat
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     recover(destination)
-    token = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    new, old = (destination.with_name(f".{destination.name}{kind}-{token}") for kind in (_NEW, _OLD))
+    new, old = (_beside(destination, kind) for kind in (_NEW, _OLD))
     new.mkdir()
     try:
         yield new
@@ -60,11 +57,16 @@ def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Pat
 def atomic_file(destination: Path) -> Iterator[Path]:
     """Gives a path beside `destination`, to be written; it takes the place when the `with` block ends without error."""
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".writing-") as beside:
-        new = Path(beside, destination.name)
+    recover(destination)
+    folder = _beside(destination, _NEW)
+    folder.mkdir()
+    try:
+        new = folder / destination.name
         yield new
         _sync(new)
         new.replace(destination)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     _sync(destination.parent)
 
 
@@ -90,6 +92,12 @@ def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
             _sync(destination)
         os.replace(folder / name, destination / name)
     _sync(destination)
+
+
+def _beside(destination: Path, kind: str) -> Path:
+    """A new name beside `destination`, that says which process it is of."""
+    token = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return destination.with_name(f".{destination.name}{kind}-{token}")
 
 
 def recover(destination: Path) -> None:
@@ -131,15 +139,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Also where PyTorch and safetensors wrap the system's error in one of their own."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    words = ("No space left on device", "Disk quota exceeded", "iostream error", "PytorchStreamWriter failed writing")
-    inner = error.__cause__ or error.__context__
-    return any(word in str(error) for word in words) or (inner is not None and is_disk_full(inner))
 
 
 def stale_weights(present: list[str], saved: list[str]) -> list[str]:

@@ -1,7 +1,5 @@
 """`convert_checkpoint`: a stock model's folder or an original training checkpoint becomes an STTS checkpoint folder."""
 
-import errno
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
 from stts_hf.parts import SCORER, VISION_TOWER, module_of, modules_of
+from stts_hf.shortages import is_disk_full, is_forbidden
 
 from .atomic_folder import atomic_folder, check_destination
 from .card import inherited_metadata, write_model_card
@@ -38,7 +37,6 @@ from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, same
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SHARD_SIZE = "50GB"  # as in `save_pretrained`, so that loading and saving again writes the same files
 _SETTING_FILES = ["*.json", "*.jinja", "*.txt", "README.md"]
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass
@@ -158,15 +156,18 @@ def convert_checkpoint(
             )
             check_destination(target, overwrite)  # another process may have come first
     except Exception as error:
-        # The tokenizer's and the safetensors library raise errors of their own, with the number in their text.
-        number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
-        if number not in _FULL_DISK:
-            raise
-        raise ValueError(
-            f"`destination` {target}: the disk is full or a limit on file sizes was reached ({os.strerror(number)}); "
-            f"nothing was left there. Make room for {tqdm.format_sizeof(num_bytes, 'B')}, or lower --max-shard-size "
-            "for a limit."
-        ) from error
+        if is_disk_full(error):
+            raise ValueError(
+                f"`destination` {target}: the disk is full or a limit on file sizes was reached ({error}); nothing was "
+                f"left there. Make room for {tqdm.format_sizeof(num_bytes, 'B')}, or lower --max-shard-size for a "
+                "limit."
+            ) from error
+        if is_forbidden(error):
+            raise ValueError(
+                f"`destination` {target} cannot be written ({error}): allow it, or name another folder. What was there "
+                "is as it was."
+            ) from error
+        raise
     return result
 
 

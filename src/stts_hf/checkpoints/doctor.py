@@ -313,7 +313,7 @@ def examine(folder: str | Path) -> dict[str, list[Finding]]:
         try:
             found.extend(check(folder))
         except (ValueError, OSError) as error:
-            found.append(Finding(str(error).rstrip("."), "then run stts-hf doctor again"))
+            found.append(Finding(str(error).rstrip("."), "mend that, and run stts-hf doctor again"))
         except (TypeError, AttributeError, KeyError, RecursionError) as error:  # JSON that nobody writes
             found.append(Finding(f"the {check.__name__} has a setting of a wrong kind ({error})", SAVE_AGAIN))
     return findings

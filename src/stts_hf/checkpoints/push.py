@@ -11,6 +11,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import httpx
 
+from stts_hf.shortages import is_disk_full
+
 from .atomic_folder import stale_weights
 from .card import checkpoint_card
 from .doctor import examine
@@ -152,6 +154,10 @@ def explain(error: BaseException, api: HfApi, repo_id: str) -> str | None:
         return f"{endpoint} cannot be reached ({cause}); nothing was committed, push again when it can"
     if isinstance(error, HFValidationError) or "metadata in README.md" in str(error):
         return f"the Hub does not accept this: {' '.join(str(error).split())}"
+    if is_disk_full(error):
+        return (
+            "no space is left for the client's cache (HF_HOME); make room there and push again, nothing was committed"
+        )
     if isinstance(error, OSError):
         return f"{os.fspath(error.filename) if error.filename else 'a file'} cannot be read: {error.strerror or error}"
     return None

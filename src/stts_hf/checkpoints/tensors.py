@@ -80,6 +80,7 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
+        path.open("rb").close()  # `safe_open` says of a file that is forbidden that there is none
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118

@@ -2,9 +2,10 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import SELECTORS
+from stts_hf.cli.options import SELECTORS, check_writable
 
 HELP = "make an STTS checkpoint of a stock Molmo2 or Qwen3-VL model, or of a training checkpoint of STTS's authors"
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` for what the user got wrong."""
+    check_writable("DESTINATION", Path(arguments.destination).expanduser().resolve().parent)
     print("Reading the source ...", file=sys.stderr, flush=True)
     from tqdm import tqdm
     from transformers.utils import logging

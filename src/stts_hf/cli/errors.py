@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from stts_hf import _check_versions
+from stts_hf.shortages import is_disk_full, is_forbidden, is_out_of_memory
 
 
 class CommandError(Exception):
@@ -15,6 +16,19 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """Returns an exception's message on one line, cut after `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def shortage(error: BaseException, less_memory: str | None) -> str | None:
+    """What the machine lacked, and the remedy; None for any other error. less_memory: settings that take less."""
+    what = one_line(error, 200)
+    if is_out_of_memory(error):
+        remedy = f"try {less_memory}" if less_memory else "give the same command again where more is free"
+        return f"out of memory ({what}): {remedy}"
+    if is_disk_full(error):
+        return f"no space is left on the disk, or a file may not grow ({what}): make room, and give the command again"
+    if is_forbidden(error):
+        return f"a file or folder is forbidden ({what}): allow it, or name another, and give the command again"
+    return None
 
 
 def need_extras(what: str, *extras: str, module: str | None = None) -> None:

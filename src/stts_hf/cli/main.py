@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stts_hf import __version__, _check_versions
 from stts_hf.cli import bench, convert, demo, doctor, eval, make_dataset, predict, push, run, study, train, visualize
-from stts_hf.cli.errors import CommandError
+from stts_hf.cli.errors import CommandError, shortage
 
 COMMANDS = {
     "run": run,
@@ -21,6 +21,17 @@ COMMANDS = {
     "eval": eval,
     "make-dataset": make_dataset,
     "study": study,
+}
+# What takes less memory, where that is not merely another machine.
+_SMALLER = "fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"
+LESS_MEMORY = {
+    "run": _SMALLER,
+    "visualize": _SMALLER,
+    "predict": f"a smaller --batch-size, {_SMALLER}",
+    "eval": f"a smaller --batch-size, {_SMALLER}",
+    "train": "a smaller `per_device_train_batch_size` (with more `gradient_accumulation_steps`), "
+    "`gradient_checkpointing: true`, fewer `num_frames` or `use_peft: true`; --resume goes on from the last whole "
+    "checkpoint",
 }
 
 
@@ -41,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `predict` or `eval`
     could not answer some rows, where `bench` could measure nothing and where runs of `study` failed, 2 for a mistake of
-    the user's (one line on stderr), 130 when interrupted. `train` that SIGTERM ended exits with 143 once it has saved.
+    the user's and where disk, rights or memory do not suffice (one line on stderr), 130 when interrupted. `train` that
+    SIGTERM ended exits with 143 once it has saved.
     Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
@@ -58,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"stts-hf {arguments.command}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        reason = shortage(error, LESS_MEMORY.get(arguments.command))
+        if reason is None:
+            raise
+        print(f"stts-hf {arguments.command}: error: {reason}", file=sys.stderr)
+        return 2
     return status or 0
 
 

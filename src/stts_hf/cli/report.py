@@ -55,6 +55,7 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
     Decodes the sampled frames once more, small and not squashed, and writes the contact sheet. Raises `CommandError`
     where the video cannot be read again or the file cannot be written.
     """
+    from stts_hf.checkpoints.atomic_folder import atomic_file
     from stts_hf.visualize.contact_sheet import contact_sheet
     from stts_hf.visualize.frames import read_frames
 
@@ -73,6 +74,10 @@ def draw(answer: "VideoAnswer", path: Path) -> None:
         tubelet=answer.tubelet,
     )
     try:
-        sheet.save(path)
+        with atomic_file(path) as new:
+            sheet.save(new)
     except OSError as error:
-        raise CommandError(f"--output {path} cannot be written: {one_line(error, 120)}") from error
+        raise CommandError(
+            f"--output {path} cannot be written: {one_line(error, 120)}. The answer above stands: mend that, or name "
+            "another file"
+        ) from error

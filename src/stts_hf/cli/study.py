@@ -9,6 +9,7 @@ from typing import Any
 from stts_hf.cli.errors import CommandError, need_extras
 from stts_hf.cli.options import check_writable, count, share
 from stts_hf.cli.progress import keep_bars_out_of_logs, note
+from stts_hf.shortages import is_disk_full
 
 HELP = "train and evaluate every pruning method on a data set of make-dataset, and write the tables"
 
@@ -60,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns its exit status, 1 where runs failed; raises `CommandError` for the user's mistakes."""
     need_extras("A study needs more packages", "train", "bench")
-    from stts_hf.checkpoints.atomic_folder import is_disk_full
     from stts_hf.data.rows import RowError
     from stts_hf.evaluation.study_data import StudyError
 

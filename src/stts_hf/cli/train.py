@@ -4,8 +4,9 @@ import argparse
 import sys
 
 from stts_hf import _check_versions
-from stts_hf.cli.errors import CommandError
+from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.progress import keep_bars_out_of_logs
+from stts_hf.shortages import is_disk_full, is_forbidden
 
 HELP = "fine-tune as a YAML file says; for several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
 
@@ -63,7 +64,6 @@ def execute(arguments: argparse.Namespace) -> None:
     except ImportError as error:
         needs = f"{' '.join(str(error).split())} Training needs more packages: pip install 'stts-hf[train]'"
         raise CommandError(needs) from error
-    from stts_hf.checkpoints.atomic_folder import is_disk_full
     from stts_hf.checkpoints.push import PushRefused
     from stts_hf.data.rows import RowError
     from stts_hf.training.config import ConfigError, load_config
@@ -86,11 +86,15 @@ def execute(arguments: argparse.Namespace) -> None:
     except (ConfigError, FloatingPointError) as error:
         raise CommandError(str(error)) from error
     except Exception as error:
-        if not is_disk_full(error):
+        if is_disk_full(error):
+            lack, remedy = f"No space is left on the disk of {output!r}", "Free some"
+        elif is_forbidden(error):
+            lack, remedy = f"What training reads, or {output!r}, is forbidden now", "Allow it"
+        else:
             raise
         raise CommandError(
-            f"No space is left on the disk of {output!r}: {error}. Free some, then continue from the last whole "
-            "checkpoint with --resume, or where there is none, start again."
+            f"{lack}: {one_line(error)}. {remedy}, then continue from the last whole checkpoint with --resume, or "
+            "where there is none, start again."
         ) from error
     if trainer.is_world_process_zero():
         print(f"Saved to {output}", file=sys.stderr)

@@ -23,6 +23,7 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
 from stts_hf.cli.run import generation, trouble_of
+from stts_hf.shortages import is_disk_full
 
 if TYPE_CHECKING:
     from stts_hf.inference.answering import VideoAnswer
@@ -67,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
     checkpoint = find_checkpoint(arguments.checkpoint)
     import_libraries()
-    from stts_hf.checkpoints.atomic_folder import atomic_folder, is_disk_full
+    from stts_hf.checkpoints.atomic_folder import atomic_folder
     from stts_hf.inference.answering import prepare_video
 
     device = choose_device(arguments.device)

@@ -9,8 +9,8 @@ from typing import Any
 
 import gradio as gr
 
-from stts_hf.checkpoints.atomic_folder import is_disk_full
 from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.shortages import is_disk_full
 from stts_hf.visualize.overlay import write_overlays
 
 from . import page

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from stts_hf import register_auto_classes
 from stts_hf.benchmark.measure import describe_machine, describe_versions
-from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, is_disk_full
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.evaluation.fitting import start_scorer
@@ -46,6 +46,7 @@ from stts_hf.evaluation.study_data import (
 )
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.parts import SCORER, VISION_TOWER, module_of
+from stts_hf.shortages import is_disk_full
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import renew_scorer
 from stts_hf.training.trainer import STTSTrainer

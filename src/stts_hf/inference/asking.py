@@ -15,6 +15,7 @@ import torch
 
 from stts_hf.data.encoding import find_control_token
 from stts_hf.modeling.generation_stts import resolve_setting
+from stts_hf.shortages import is_out_of_memory
 
 from .answering import check_batch_size, decode_answers, inputs_for, join_prompts, processing_options
 from .decoding import PreparedHead, decode_ahead
@@ -133,8 +134,8 @@ def answer_prompts(
 
     Yields:
         A prompt's place and its answer, or the error that kept a video or image of it from being read:
-        `ProcessDied` where that ended its process, `torch.OutOfMemoryError` where the device has too little memory for
-        it alone. What else the model raises comes through and ends the iteration.
+        `ProcessDied` where that ended its process, `MemoryError` where the machine or the device has too little memory
+        for it alone. What else the model raises comes through and ends the iteration.
     """
     check_batch_size(batch_size)
     if not isinstance(num_workers, int) or num_workers < 0:
@@ -154,9 +155,11 @@ def answer_prompts(
                 **generate_options,
             )
             return list(zip((place for head in heads for place in head), found, strict=True))
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:  # of a CPU and of a device
+            if not is_out_of_memory(error):
+                raise
             if len(heads) == 1:
-                return [(place, error) for place in heads[0]]
+                return [(place, _too_large(error)) for place in heads[0]]
         # Behind the `except`, which holds on to what was allocated.
         return [pair for head, alone in zip(heads, prepared, strict=True) for pair in answer([head], [alone], shares)]
 
@@ -169,13 +172,21 @@ def answer_prompts(
                 for head in batch.heads:
                     found = next(decoded)
                     if isinstance(found, Exception):
-                        yield from ((place, found) for place in head)
+                        error = _too_large(found) if is_out_of_memory(found) else found
+                        yield from ((place, error) for place in head)
                     else:
                         readable.append((head, found))
                 if readable:
                     yield from answer([head for head, _ in readable], [made for _, made in readable], batch.shares)
 
     return answers()
+
+
+def _too_large(error: Exception) -> MemoryError:
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    return MemoryError(
+        f"It does not fit into memory, alone ({said}): fewer frames, a higher pruning ratio or bfloat16 take less"
+    )
 
 
 def make_batches(prompts: Sequence[Prompt], batch_size: int, share: bool = True) -> Iterator[_Batch]:

@@ -168,4 +168,4 @@ def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[
 
 def describe_error(error: Exception) -> str:
     """What a record says of an error: its kind too, unless it is one that unreadable files end in."""
-    return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ValueError | OSError | MemoryError) else f"{type(error).__name__}: {error}"

@@ -18,11 +18,18 @@ from tests.conftest import REPOSITORY
 
 @contextlib.contextmanager
 def client_of(hub, home: Path, token: str | None = "write-token", **environment: str) -> Iterator[None]:
+    """This process knows `hub` and no other."""
+    with client_in(hub.environment(home, token) | environment):
+        yield
+
+
+@contextlib.contextmanager
+def client_in(environment: dict[str, str]) -> Iterator[None]:
     """
-    This process knows `hub` and no other, as one would that starts with `hub.environment`: huggingface_hub reads that
+    This process is as one would be that starts with `environment`, of `hub.environment`: huggingface_hub reads that
     only once, so its constants change too.
     """
-    environment = hub.environment(home, token) | environment
+    home = Path(environment["HF_HOME"])
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() - environment.keys():
             patch.delenv(name)

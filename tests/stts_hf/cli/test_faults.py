@@ -1,0 +1,284 @@
+"""A kill, a full disk, lost permissions and want of memory in the middle of each command that writes.
+
+Nothing is lost, one line says what is wrong and what to do, and the same command then does all that it should.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from tests import faults, hub_server
+from tests.checkpoints import TINY, write_small_clip
+from tests.faults import Ended, Fault, start
+from tests.small_disk import mounted_disk
+from tests.stts_hf.checkpoints.convert_files import contents, write_molmo2
+from tests.stts_hf.checkpoints.pushing import client_in, without_card
+from tests.training_files import write_config, write_data
+
+pytest.importorskip("accelerate")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="capabilities and limits on memory are Linux's"),
+]
+
+GENERATE = "stts_hf.modeling.modeling_stts.STTSForConditionalGeneration.generate"
+FULL = "No space left|File too large"
+FORBIDDEN = "Permission denied"
+
+
+@pytest.fixture
+def here(tmp_path) -> Iterator[Path]:
+    """A folder on a small disk."""
+    with mounted_disk(tmp_path / "here", 64_000_000):
+        yield tmp_path / "here"
+
+
+def fault_of(kind: str, folder: Path, room: int = 0) -> Fault:
+    """room: what a full disk has left."""
+    return {
+        "kill": faults.kill,
+        "full": functools.partial(faults.fill, folder, room),
+        "forbidden": functools.partial(faults.forbid, folder),
+        "no memory": faults.exhaust,
+    }[kind]
+
+
+def check_end(ended: Ended, command: str, kind: str, words: str) -> None:
+    """A kill ends a command silently, each other fault in one line, the last."""
+    assert "Traceback" not in ended.err
+    if kind == "kill":
+        assert ended.status == -9
+        return
+    assert ended.status == 2, ended
+    said = [line for line in ended.err.splitlines() if "error: " in line]
+    assert said == ended.err.splitlines()[-1:]
+    assert said[0].startswith(f"stts-hf {command}: error: ")
+    assert re.search(words, said[0]), said[0]
+
+
+def check_done(ended: Ended) -> None:
+    assert ended.status == 0, ended.err
+
+
+RUN = [
+    ("kill", "PIL.ImageFile._save", ""),
+    ("full", "stts_hf.cli.report.print_answer", f"--output sheet.png cannot be written: .*({FULL}).*name another file"),
+    ("forbidden", "stts_hf.cli.report.print_answer", f"--output sheet.png cannot be written: .*{FORBIDDEN}.*another"),
+    ("no memory", GENERATE, r"out of memory \(.*try fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"),
+    ("no memory", "stts_hf.visualize.contact_sheet.contact_sheet", r"out of memory \(.*try fewer --num-frames"),
+]
+
+
+@pytest.mark.parametrize(("kind", "at", "words"), RUN, ids=lambda value: str(value)[:30])
+def test_run(here, kind, at, words):
+    write_small_clip(here)
+    (here / "sheet.png").write_bytes(b"an earlier picture")
+    command = ["run", "clip.mp4", "What moves?", "--checkpoint", TINY, "--output", "sheet.png", "--max-new-tokens", "3"]
+    ended = start(command, here, fault_of(kind, here, room=4096), at)
+    check_end(ended, "run", kind, words)
+    assert ("answer:" in ended.out) == (at != GENERATE)
+    assert (here / "sheet.png").read_bytes() == b"an earlier picture"
+    faults.mend(here)
+    check_done(start(command, here))
+    with Image.open(here / "sheet.png") as image:
+        image.load()
+    assert sorted(os.listdir(here)) == ["clip.mp4", "sheet.png"]
+
+
+WRITE = "stts_hf.inference.answers_file.AnswersFile.write"
+FINISH = "stts_hf.inference.answers_file.AnswersFile.finish"
+PARQUET = "stts_hf.cli.predict.write_parquet"
+PREDICT = [
+    ("kill", WRITE, 2, ""),
+    ("kill", PARQUET, 1, ""),
+    ("full", WRITE, 1, f"--output out.jsonl cannot be written: .*({FULL}).*the same command goes on"),
+    ("full", PARQUET, 1, f"--output out.parquet cannot be written: .*({FULL}).*the same command tries again"),
+    ("forbidden", FINISH, 1, f"--output out.jsonl cannot be written: .*{FORBIDDEN}.*the same command goes on"),
+    ("forbidden", PARQUET, 1, f"--output out.parquet cannot be written: .*{FORBIDDEN}.*tries again"),
+    ("no memory", "stts_hf.inference.predicting.load_model", 1, r"out of memory \(.*try a smaller --batch-size"),
+]
+
+
+def predict(here: Path, output: str, *more: str) -> list[object]:
+    """The command, about two videos, one after the other."""
+    for name in ("a.mp4", "b.mp4"):
+        write_small_clip(here).rename(here / name)
+    options = ["--max-new-tokens", "3", "--batch-size", "1", "--workers", "0", *more]
+    return ["predict", "a.mp4", "b.mp4", "--prompt", "What?", "--checkpoint", TINY, "--output", output, *options]
+
+
+def lines(here: Path) -> dict[str, dict[str, Any]]:
+    rows = [json.loads(line) for line in (here / "out.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row for row in rows}
+
+
+@pytest.mark.parametrize(("kind", "at", "call", "words"), PREDICT, ids=lambda value: str(value)[:30])
+def test_predict(here, kind, at, call, words):
+    command = predict(here, "out.parquet")
+    check_end(start(command, here, fault_of(kind, here), at, call), "predict", kind, words)
+    there = lines(here)
+    assert len(there) == {WRITE: call - 1, FINISH: 2, PARQUET: 2}.get(at, 0)
+    assert not (here / "out.parquet").exists()
+    faults.mend(here)
+    check_done(start(command, here))
+    assert {name: lines(here)[name] for name in there} == there
+    assert pyarrow.parquet.read_table(here / "out.parquet").to_pylist() == list(lines(here).values())
+    left = ["a.mp4", "b.mp4", "out.jsonl", "out.parquet", "out.summary.json"]
+    assert sorted(os.listdir(here)) == left
+
+
+def test_predict_where_a_row_does_not_fit_into_memory(here):
+    command = predict(here, "out.jsonl", "--retry-errors")
+    ended = start(command, here, faults.exhaust, GENERATE, 2)
+    assert ended.status == 1
+    first, second = (row["error"] for row in lines(here).values())
+    assert first is None
+    assert re.search("does not fit into memory, alone .*fewer frames, a higher pruning ratio or bfloat16", second)
+    check_done(start(command, here))
+    assert [row["error"] for row in lines(here).values()] == [None, None]
+
+
+SAVE = "stts_hf.training.checkpointing.AtomicCheckpointMixin._save_checkpoint"
+LATER = "continue from the last whole checkpoint with --resume"
+TRAIN = [
+    ("kill", "transformers.Trainer._save_optimizer_and_scheduler", 2, ""),
+    ("full", "transformers.Trainer._save_optimizer_and_scheduler", 2, f"No space is left on the disk of .*{LATER}"),
+    ("full", "stts_hf.training.run.save", 1, f"No space is left on the disk of .*{LATER}"),
+    ("forbidden", SAVE, 2, f"is forbidden now: .*{FORBIDDEN}.*{LATER}"),
+    ("forbidden", "stts_hf.training.run.save", 1, f"is forbidden now: .*{FORBIDDEN}.*{LATER}"),
+    (
+        "no memory",
+        "transformers.Trainer.training_step",
+        2,
+        r"out of memory \(.*try a smaller `per_device_train_",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory) -> tuple[Path, bytes]:
+    """A configuration of two steps, each saved, and the weights of a run that nothing befell."""
+    folder = tmp_path_factory.mktemp("training")
+    config = write_config(folder, write_data(folder / "data"), Path("out"), more="save_steps: 1\n")
+    check_done(start(["train", config, "--max_steps=2"], folder))
+    return config, (folder / "out" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("kind", "at", "call", "words"), TRAIN, ids=lambda value: str(value)[-30:])
+def test_train(here, training, kind, at, call, words):
+    config, weights = training
+    command = ["train", config, "--max_steps=2"]
+    folder = here / "out" if kind == "forbidden" else here
+    check_end(start(command, here, fault_of(kind, folder, room=1_000_000), at, call), "train", kind, words)
+    whole = [f"checkpoint-{step}" for step in range(1, 2 if call == 2 else 3)]
+    assert sorted(path.name for path in (here / "out").glob("checkpoint-*")) == whole
+    assert not (here / "out" / "config.json").exists()
+    faults.mend(here)
+    check_done(start([*command, "--resume"], here))
+    assert (here / "out" / "model.safetensors").read_bytes() == weights
+    assert not [path for path in (here / "out").iterdir() if path.name.startswith((".", "_"))]
+
+
+CONVERT = [
+    ("kill", "stts_hf.checkpoints.convert.write_weights", ""),
+    ("full", "stts_hf.checkpoints.convert.write_settings", f"the disk is full or .*({FULL}).*Make room for"),
+    ("full", "stts_hf.checkpoints.convert.write_weights", f"the disk is full or .*({FULL}).*Make room for"),
+    (
+        "forbidden",
+        "stts_hf.checkpoints.convert.check_space",
+        rf"cannot be written \(.*{FORBIDDEN}.*another folder",
+    ),
+    (
+        "forbidden",
+        "stts_hf.checkpoints.atomic_folder.flush",
+        rf"cannot be written \(.*{FORBIDDEN}.*another folder",
+    ),
+    ("no memory", "stts_hf.checkpoints.convert.write_weights", r"out of memory \(.*again where more is free"),
+]
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory) -> tuple[Path, dict[str, bytes], dict[str, bytes]]:
+    """A source, what is made of it with seed 0, and with seed 1."""
+    folder = tmp_path_factory.mktemp("conversion")
+    source = write_molmo2(folder / "source", "native")
+    for seed in ("0", "1"):
+        check_done(start(["convert", source, seed, "--seed", seed], folder))
+    return source, contents(folder / "0"), contents(folder / "1")
+
+
+@pytest.mark.parametrize(("kind", "at", "words"), CONVERT, ids=lambda value: str(value)[-30:])
+def test_convert(here, conversion, kind, at, words):
+    source, old, new = conversion
+    before = contents(source)
+    (here / "made").mkdir()
+    for name, content in old.items():
+        (here / "made" / name).write_bytes(content)
+    command = ["convert", source, "made", "--overwrite", "--seed", "1"]
+    check_end(start(command, here, fault_of(kind, here, room=10_000), at), "convert", kind, words)
+    assert contents(here / "made") == old
+    faults.mend(here)
+    check_done(start(command, here))
+    assert contents(here / "made") == new != old
+    assert os.listdir(here) == ["made"]
+    assert contents(source) == before
+
+
+COMMIT = "huggingface_hub.HfApi.create_commit"
+PUSH = [
+    ("kill", COMMIT, ""),
+    (
+        "full",
+        "stts_hf.checkpoints.push.check_repository",
+        r"no space is left for .* cache \(HF_HOME\); make room",
+    ),
+    ("forbidden", "stts_hf.checkpoints.push.check_folder", "folder.*forbidden .*Permission denied.*: allow it"),
+    ("forbidden", COMMIT, "cannot be read: Permission denied"),
+    ("no memory", COMMIT, r"out of memory \(.*again where more is free"),
+]
+
+
+@pytest.fixture
+def pushed(hub, here):
+    """Runs the command on `here/folder`, for a repository that holds something of it already."""
+    hub.create("user/tiny", {"config.json": b'{"model_type": "stts"}', "notes.txt": b"an earlier push"})
+    shutil.copytree(TINY, here / "folder")
+    client = functools.partial(client_in, hub.environment(here / "home"))
+    return functools.partial(start, ["push", "folder", "user/tiny"], here, within=client)
+
+
+@pytest.mark.parametrize(("kind", "at", "words"), PUSH, ids=lambda value: str(value)[-30:])
+def test_push(hub, here, pushed, kind, at, words):
+    before, there = contents(here / "folder"), hub.files("user/tiny")
+    fault = fault_of(kind, here)
+    if kind == "forbidden":
+        fault = functools.partial(faults.forbid, here / "folder", 0)
+    check_end(pushed(fault, at), "push", kind, words)
+    assert hub.files("user/tiny") == there
+    faults.mend(here)
+    assert contents(here / "folder") == before
+    check_done(pushed())
+    assert without_card(hub.files("user/tiny")) == without_card(before) | {"notes.txt": b"an earlier push"}
+
+
+def test_push_with_a_token_that_loses_its_rights_meanwhile(hub, here, pushed, monkeypatch):
+    there = hub.files("user/tiny")
+    with monkeypatch.context() as patch:
+        hub.on_upload = lambda: patch.setattr(hub_server, "WRITERS", set())
+        ended = pushed()
+    check_end(ended, "push", "forbidden", r"the token has no right to write to user/tiny; use one .*\(403")
+    assert hub.files("user/tiny") == there
+    hub.on_upload = lambda: None
+    check_done(pushed())
+    assert len(hub.uploads) == 1  # what was uploaded by then is not uploaded again
