@@ -18,9 +18,11 @@ KINDS = {"disk": is_disk_full, "rights": is_forbidden, "memory": is_out_of_memor
 
 
 def raised_by(action: Callable[[], object]) -> Exception:
-    with pytest.raises(Exception, match="") as caught:
+    try:
         action()
-    return caught.value
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
 
 
 def kinds_of(error: Exception) -> list[str]:
@@ -44,10 +46,9 @@ def test_a_disk_that_is_full(tmp_path, write):
 def test_memory_that_is_used_up():
     assert kinds_of(raised_by(lambda: torch.empty(1 << 60))) == ["memory"]
     assert kinds_of(raised_by(lambda: bytearray(1 << 60))) == ["memory"]
-    try:
-        raise RuntimeError("a thread failed") from MemoryError()
-    except RuntimeError as error:
-        assert kinds_of(error) == ["memory"]
+    wrapped = RuntimeError("a thread failed")
+    wrapped.__cause__ = MemoryError()
+    assert kinds_of(wrapped) == ["memory"]
 
 
 @pytest.mark.parametrize(
