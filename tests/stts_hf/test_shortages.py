@@ -72,8 +72,8 @@ def test_every_command_says_so_in_one_line(monkeypatch, capsys, command, error, 
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr(command_line, "build_parser", lambda: SimpleNamespace(parse_args=lambda _: parsed))
     parsed = SimpleNamespace(command=command)
+    monkeypatch.setattr(command_line, "build_parser", lambda: SimpleNamespace(parse_args=lambda _: parsed))
     monkeypatch.setitem(command_line.COMMANDS, command, SimpleNamespace(execute=fail))
     assert command_line.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -85,7 +85,7 @@ def test_what_is_none_of_these_keeps_its_traceback(monkeypatch):
         raise RuntimeError("a bug")
 
     monkeypatch.setitem(command_line.COMMANDS, "doctor", SimpleNamespace(execute=fail))
-    monkeypatch.setattr(command_line, "build_parser", lambda: SimpleNamespace(parse_args=lambda _: parsed))
     parsed = SimpleNamespace(command="doctor")
+    monkeypatch.setattr(command_line, "build_parser", lambda: SimpleNamespace(parse_args=lambda _: parsed))
     with pytest.raises(RuntimeError, match="a bug"):
         command_line.main([])

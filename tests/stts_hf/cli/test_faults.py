@@ -45,12 +45,13 @@ def here(tmp_path) -> Iterator[Path]:
 
 def fault_of(kind: str, folder: Path, room: int = 0) -> Fault:
     """room: what a full disk has left."""
-    return {
+    kinds: dict[str, Fault] = {
         "kill": faults.kill,
         "full": functools.partial(faults.fill, folder, room),
         "forbidden": functools.partial(faults.forbid, folder),
         "no memory": faults.exhaust,
-    }[kind]
+    }
+    return kinds[kind]
 
 
 def check_end(ended: Ended, command: str, kind: str, words: str) -> None:
