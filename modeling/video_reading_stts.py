@@ -50,6 +50,8 @@ REORDER_DEPTH = 16  # frames: H.264 and HEVC show none further from its place in
 # A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
 MAX_DECODED_PIXELS = 2**23
 MAX_FRAME_PIXELS = 2**26  # a small file can claim frames of gigabytes; 8K has half as many pixels
+# Before 17.1, PyAV frees more options than there are where streams turn up late, as in MPEG-PS, and crashes.
+_BOUNDS_PROBING = av is not None and tuple(map(int, av.__version__.split(".")[:2])) >= (17, 1)
 
 
 class VideoFile:
@@ -192,7 +194,7 @@ class VideoFile:
             self._container = av.open(
                 # Old programs write names in other encodings than UTF-8; nothing here reads them.
                 *(self._bytes, "r"),
-                options=limits,
+                options=limits if _BOUNDS_PROBING else {},
                 container_options=options,
                 buffer_size=2**16,
                 metadata_errors="replace",

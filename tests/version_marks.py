@@ -1,5 +1,6 @@
 """Marks for tests of what only newer versions can do. docs/versions.md says what that means to a user."""
 
+import av
 import pytest
 import torch
 import transformers
@@ -12,4 +13,7 @@ since_transformers_5_23 = pytest.mark.skipif(
 since_torch_2_14 = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.14"),
     reason="compiles one graph more with PyTorch 2.9, and images not at all",
+)
+since_av_17_1 = pytest.mark.skipif(
+    Version(av.__version__) < Version("17.1"), reason="tells how a picture with EXIF is turned since PyAV 17.1"
 )

@@ -3,8 +3,10 @@ is the yardstick."""
 
 import re
 
+import av
 import numpy as np
 import pytest
+from packaging.version import Version
 
 from tests.corpus.files import BROKEN, CASES, WHOLE
 from tests.corpus.measuring import NUM_FRAMES, RATE, Outcome, read_measured
@@ -52,7 +54,9 @@ def test_frames_are_those_of_a_full_decode(tmp_path, name):
     assert outcome.indices == expected
     assert outcome.total == len(times)
     assert outcome.times == pytest.approx([float(times[index]) for index in expected], abs=1e-6)
-    assert outcome.duration == pytest.approx(float(duration), abs=1e-3)  # MPEG-TS rounds
+    # MPEG-TS rounds, and PyAV before 16 does not tell how long the last frame of an mp4 with an uneven rate lasts.
+    tolerance = 0.01 if Version(av.__version__) < Version("16") else 1e-3
+    assert outcome.duration == pytest.approx(float(duration), abs=tolerance)
     for frame, index in zip(outcome.frames, expected, strict=True):
         picture = case.turn(pictures[index])
         # Pictures that change their size midway get that of the first one; test_video_reading.py looks at these.

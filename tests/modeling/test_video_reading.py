@@ -28,6 +28,7 @@ from tests.clips import (
     write_audio,
     write_clip,
 )
+from tests.version_marks import since_av_17_1
 
 UNEVEN = np.cumsum(np.random.default_rng(0).uniform(0.01, 0.4, 80)).round(3).tolist()
 CLIPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -288,6 +289,7 @@ def test_frames_are_upright_where_pyav_keeps_its_container_elsewhere(tmp_path, m
     assert np.array_equal(frame, np.rot90(picture, -1))
 
 
+@since_av_17_1
 @pytest.mark.parametrize(
     ("orientation", "turn"),
     [
