@@ -119,7 +119,7 @@ def check_files(sample: Sample, allow_urls: bool = False) -> None:
                     "URLs: allow_urls=True, in a configuration `allow_urls: true`."
                 )
             elif not os.path.isfile(source):
-                kind = "is a folder" if os.path.isdir(source) else "is a pipe, a device or a socket"
+                kind = "is a folder" if os.path.isdir(source) else "is a pipe or device"
                 problem = f"the file {source!r} {kind if os.path.exists(source) else 'does not exist'}."
             elif not os.path.getsize(source):
                 problem = f"the file {source!r} is empty."
