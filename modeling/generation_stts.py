@@ -52,6 +52,19 @@ class STTSGeneration(GenerativeModel):
         inputs = native.prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"packed_rows": False}
 
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, of text alone, since it takes no pixels. Raises `ValueError` for placeholders of them."""
+        model = cast(PruningBackbone, self.get_submodule("model"))
+        for index, ids in enumerate(inputs):
+            found = model.find_placeholders(Tokens(torch.tensor([ids])), True, True)
+            if any(bool(places.any()) for places in found):
+                raise ValueError(
+                    f"`inputs[{index}]` has placeholders of a video or image, whose pixels `generate_batch` does not "
+                    "take: call `generate` with all that the processor returns."
+                )
+        native: Any = super()
+        return native.generate_batch(inputs, *args, **kwargs)
+
     @torch.no_grad()
     def generate(  # type: ignore[override]  # one name more than transformers' own
         self,
