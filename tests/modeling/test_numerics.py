@@ -54,7 +54,8 @@ class Dictation(LogitsProcessor):
     """Keeps the logits of each step of `generate`, which then says the words given."""
 
     def __init__(self, words: torch.Tensor) -> None:
-        self.words, self.steps = words, []
+        self.words = words
+        self.steps: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         word = self.words[:, len(self.steps), None]
