@@ -14,7 +14,7 @@ import threading
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from fractions import Fraction
@@ -229,7 +229,7 @@ class VideoFile:
         """Packets from the current place to the end of the file, or of what can be read of it."""
         try:
             yield from (packet for packet in self._container.demux(self._stream) if packet.size)
-        except av.error.FFmpegError:
+        except (av.error.FFmpegError, IndexError):  # at the end PyAV stumbles over streams that began midway
             return
 
     def _packets_from(self, keyframe: int) -> Iterator[Any]:
@@ -372,7 +372,8 @@ class VideoFile:
             if self.pts is None and packet is not None:
                 packet.pts = place  # the frame has it too
                 place += not packet.is_discard  # no frame comes of those
-            skip = wanted is not None and packet is not None and packet.pts not in wanted
+            # What an edit list hides is decoded too: FFmpeg mends damaged frames with others.
+            skip = wanted and packet is not None and not packet.is_discard and packet.pts not in wanted
             self._codec.skip_frame = "NONREF" if skip else "DEFAULT"
             try:
                 yield from self._codec.decode(packet)
@@ -381,22 +382,32 @@ class VideoFile:
 
 
 def _deliver(
-    frames: Iterator[tuple[int, Any]], places: Iterable[int], wanted: list[int], keep: Callable[[int, int, Any], None]
+    frames: Iterator[tuple[int, Any]], places: Sequence[int], wanted: list[int], keep: Callable[[int, int, Any], None]
 ) -> None:
-    """Hands frames wanted to `keep`; for one that is damaged and does not come, the whole frame before it."""
+    """Hands frames wanted to `keep`; for one that is damaged and does not come, the whole frame before it.
+
+    Where damage to a file's times sets them against the order of its pictures, a frame wanted may come late.
+    """
     missing = deque(places)
+    late: dict[int, int] = {}  # places by the index of the frame wanted there, which has not come in its turn
     whole: tuple[int, Any] | None = None
+    beyond = 0  # frames after the last one wanted
     for index, frame in frames:
+        beyond += index > wanted[places[-1]]
         while missing and index > wanted[missing[0]]:
             place = missing.popleft()
+            late[wanted[place]] = place
             if whole is not None:
                 keep(place, *whole)
-        whole = index, frame
+        if whole is None or index >= whole[0]:
+            whole = index, frame
         if missing and index == wanted[missing[0]]:
-            keep(missing.popleft(), *whole)
-        if not missing:
+            keep(missing.popleft(), index, frame)
+        elif index in late:
+            keep(late.pop(index), index, frame)
+        if not (missing or late) or beyond > REORDER_DEPTH:
             return
-    if whole is not None:
+    if missing and whole is not None:
         keep(missing[0], *whole)
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import struct
 import threading
 import warnings
 from collections.abc import Callable
@@ -450,6 +451,40 @@ def test_damaged_frames_are_left_out_with_a_warning(tmp_path):
     assert frame_number(frames[0]) == 0
     assert frame_number(frames[-1]) == 149
     assert (metadata.frame_times or [0.0])[-1] == 5.96
+
+
+def test_frames_whose_times_contradict_their_order_are_found_by_time(tmp_path):
+    path = write_clip(tmp_path / "clip.mp4", 30, max_b_frames=2)
+    content = bytearray(path.read_bytes())
+    fourth = content.index(b"ctts") + 12 + 8 + 4  # after the entry of the first frame; of a count and an offset each
+    offset = struct.unpack_from(">i", content, fourth)[0]
+    struct.pack_into(">i", content, fourth, offset + 5400)  # frame 3 claims a time between those of frames 4 and 5
+    path.write_bytes(content)
+    frames, metadata = read_clip(path)
+    assert [frame_number(frame) for frame in frames[:7]] == [0, 1, 2, 4, 3, 5, 6]
+    assert metadata.num_damaged == 0
+    with VideoFile(path) as file:
+        assert file.read([3])[1].frames_indices == [3]
+
+
+def test_streams_that_begin_midway_end_no_reading(tmp_path, monkeypatch):
+    """PyAV reads past the end of a list for them, so it fails in some runs; here in each."""
+    path = write_clip(tmp_path / "clip.ts", 10)
+
+    class Stumbling:
+        def __init__(self, *args, **options):
+            self.container = av_open(*args, **options)
+
+        def __getattr__(self, name):
+            return getattr(self.container, name)
+
+        def demux(self, stream):
+            yield from self.container.demux(stream)
+            raise IndexError("list index out of range")
+
+    av_open = av.open
+    monkeypatch.setattr(av, "open", Stumbling)
+    assert len(read_clip(path)[0]) == 10
 
 
 def test_whole_frames_are_not_counted_as_damaged(clip):
