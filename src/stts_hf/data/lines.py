@@ -40,7 +40,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number} is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number} is no JSON object")

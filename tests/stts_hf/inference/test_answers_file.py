@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from stts_hf.data.lines import read_lines
 from stts_hf.inference import answers_file
 from stts_hf.inference.answers_file import AnswersError, open_answers, summary_path
 from tests.small_disk import small_disk
@@ -92,6 +93,13 @@ def test_a_file_of_something_else_is_refused(path, content):
     with pytest.raises(AnswersError, match=r"answers\.jsonl"):
         write(path)
     assert path.read_text() == content
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text("[" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"answers\.jsonl:1 is not JSON"):
+        read_lines(path)
 
 
 def test_a_damaged_line_in_the_middle_is_refused_by_number(path):
