@@ -116,6 +116,11 @@ def weight_files(folder: Path) -> list[Path]:
         if pickled:
             remedy = f"{pickled[0]} is a pickle, which may hold code and is never opened; save it as safetensors"
         raise ValueError(f"{folder} holds neither {single.name} nor {index.name}: {remedy}.")
+    return shard_files(index)
+
+
+def shard_files(index: Path) -> list[Path]:
+    """Returns the files that an index names. Raises `ValueError` where one is missing, or the index is none."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index} is not the index of a checkpoint (its `weight_map` is none): copy it again.")
@@ -123,9 +128,11 @@ def weight_files(folder: Path) -> list[Path]:
     for shard in shards:
         if Path(shard).name != shard:
             raise ValueError(f"{index} names {shard!r}, but shards must lie beside it.")
-        if not (folder / shard).is_file():
-            raise ValueError(f"{folder / shard} is missing, and {index.name} names it: copy the checkpoint again.")
-    return [folder / shard for shard in shards]
+        if not (index.parent / shard).is_file():
+            raise ValueError(
+                f"{index.parent / shard} is missing, and {index.name} names it: copy the checkpoint again."
+            )
+    return [index.parent / shard for shard in shards]
 
 
 def check_headers(folder: Path) -> None:

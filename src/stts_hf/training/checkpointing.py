@@ -4,7 +4,6 @@
 `_saving/` in the output folder, and moves to its place when it is whole. The next run removes what a kill leaves.
 """
 
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder, flush, move_files, recover
 from stts_hf.checkpoints.card import CARD
+from stts_hf.checkpoints.tensors import shard_files
 
 logger = logging.get_logger(__name__)
 
@@ -148,16 +148,13 @@ def what_is_missing(checkpoint: Path) -> str | None:
         TrainerState.load_from_json(str(checkpoint / STATE))
     except FileNotFoundError:
         return f"it has no {STATE}, so its save was cut off"
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         return f"its {STATE} cannot be read ({error})"
     for index in checkpoint.glob("*.index.json"):
         try:
-            shards = json.loads(index.read_text())["weight_map"].values()
-        except (ValueError, KeyError) as error:
-            return f"its {index.name} cannot be read ({error})"
-        for shard in shards:
-            if not (checkpoint / shard).is_file():
-                return f"it lacks {shard}"
+            shard_files(index)
+        except (ValueError, OSError) as error:
+            return f"its weights cannot be read ({error})"
     # `Trainer` silently continues with a fresh optimizer where none is saved. FSDP's is `optimizer.bin` or a folder
     # `optimizer_0`; DeepSpeed's, a folder `global_step3`, has the scheduler in it or beside it.
     kinds = {"optimizer.pt": "optimizer.pt optimizer.bin optimizer_[0-9]*", "scheduler.pt": "scheduler.pt"}

@@ -58,6 +58,17 @@ def test_what_is_missing_is_found(run_folder, damage):
     assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-2")
 
 
+@pytest.mark.parametrize("file", ["trainer_state.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "3", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000],
+    ids=["list", "number", "field that is a list", "field of numbers", "deep"],
+)
+def test_json_of_another_shape_is_no_whole_checkpoint(run_folder, file, content):
+    (run_folder / "checkpoint-3" / file).write_text(content)
+    assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-2")
+
+
 @pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_0/", "global_step3/"], ids=["FSDP", "FSDP2", "DeepSpeed"])
 def test_other_forms_of_the_optimizers_state_are_known(run_folder, name):
     last = run_folder / "checkpoint-3"
