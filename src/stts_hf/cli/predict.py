@@ -128,23 +128,31 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of all inputs. Raises `CommandError` for what cannot be found or read."""
     from stts_hf.inference.inputs import needs_datasets, read_inputs
 
-    if needs_datasets(arguments.inputs):
-        need_extras("Reading rows needs more packages", "train")
     try:
+        if needs_datasets(arguments.inputs):
+            need_extras("Reading rows needs more packages", "train")
         return read_inputs(arguments.inputs, prompt=arguments.prompt, split=arguments.split, subset=arguments.subset)
     except ValueError as error:
         raise CommandError(one_line(error, limit=500)) from error
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
-    """Raises `CommandError` where a row that is answered asks something else now."""
+    """Raises `CommandError` where a row that is answered asks something else now, or about another video."""
+    from stts_hf.inference.predicting import video_name
+
     for row in rows:
         there = records.get(row["id"])
-        if there is not None and there["prompt"] != row["prompt"]:
-            raise CommandError(
-                f"--output {output} holds answers of another job: row {row['id']} asked {there['prompt']!r:.80}, and "
-                f"asks {row['prompt']!r:.80} now. Name another file, or move that one away."
-            )
+        if there is None:
+            continue
+        for verb, before, now in (
+            ("asks", there["prompt"], row["prompt"]),
+            ("is about", there["video"], video_name(row)),
+        ):
+            if before != now:
+                raise CommandError(
+                    f"--output {output} holds answers of another job: row {row['id']} {verb} {now!r:.80} now, and its "
+                    f"answer there {verb} {before!r:.80}. Name another file, or move that one away."
+                )
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

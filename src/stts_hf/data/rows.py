@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,13 +120,21 @@ def check_files(sample: Sample, allow_urls: bool = False) -> None:
                     "URLs: allow_urls=True, in a configuration `allow_urls: true`."
                 )
             elif not os.path.isfile(source):
-                kind = "is a folder" if os.path.isdir(source) else "is a pipe or device"
-                problem = f"the file {source!r} {kind if os.path.exists(source) else 'does not exist'}."
+                problem = f"the file {source!r} {_why_no_file(source)}."
             elif not os.path.getsize(source):
                 problem = f"the file {source!r} is empty."
             else:
                 continue
             raise RowError(f"Row {sample.id!r}: {key}: {problem}", sample.id)
+
+
+def _why_no_file(path: str) -> str:
+    try:
+        return "is a folder" if stat.S_ISDIR(os.stat(path).st_mode) else "is a pipe or device"
+    except PermissionError as error:
+        return f"cannot be read: {error.strerror}"
+    except (OSError, ValueError):  # a null byte in it, too
+        return "does not exist"
 
 
 def _read(row: Any, name: str) -> Sample:

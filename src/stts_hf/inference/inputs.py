@@ -1,5 +1,6 @@
 """What `stts-hf predict` is asked about: videos in folders and by pattern, and rows of files and data sets."""
 
+import errno
 import glob
 import os
 import re
@@ -71,7 +72,7 @@ def read_inputs(
 
 
 def needs_datasets(inputs: Iterable[str]) -> bool:
-    """Whether an input is read by `datasets`."""
+    """Whether an input is read by `datasets`. Raises `ValueError` for a folder that cannot be read."""
     return any(map(_is_data_set, inputs))
 
 
@@ -79,12 +80,16 @@ def _read(source: str, split: str | None, subset: str | None) -> Iterable[dict[s
     path = Path(source)
     if _is_data_set(source):
         return _read_rows(source, split, subset)
-    if path.is_dir():
+    if os.path.isdir(path):
         return map(_of_video, _videos_in(path))
-    if path.exists() or is_url(source):
+    if os.path.exists(path) or is_url(source):
         return [_of_video(source)]
     if not glob.has_magic(source):
         raise ValueError(f"{source} does not exist. Name a file, a folder, or user/name of a data set.")
+    for part in (path, *path.parents):
+        if glob.has_magic(part.name):  # `glob` leaves out folders that it cannot list
+            for folder in filter(os.path.isdir, glob.iglob(str(part.parent), recursive=True)):
+                _check_readable(folder)
     found = sorted(name for name in glob.glob(source, recursive=True) if os.path.isfile(name))
     if not found:
         raise ValueError(f"{source} matches no file. Correct the pattern; ** stands for any folders.")
@@ -97,20 +102,30 @@ def _of_video(path: str) -> dict[str, Any]:
 
 def _is_data_set(source: str) -> bool:
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):
+        _check_readable(source)
         return any((path / name).is_file() for name in _OF_DATA_SET) or (
             any(path.glob("*.parquet")) or any(path.glob("data/*.parquet"))
         )
-    if path.exists() or path.suffix.lower() in (*ENDINGS, *_TABLES):
+    if os.path.exists(path) or path.suffix.lower() in (*ENDINGS, *_TABLES):
         return path.suffix in _TABLES
     return _ON_HUB.fullmatch(source) is not None
+
+
+def _check_readable(folder: str) -> None:
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise _unreadable(folder, os.strerror(errno.EACCES))
+
+
+def _unreadable(folder: str, reason: str | None) -> ValueError:
+    return ValueError(f"The folder {folder} cannot be read: {reason}. Mend that, or leave it out.")
 
 
 def _videos_in(folder: Path) -> list[str]:
     """All videos below a folder, in the order of their names; those that are hidden are not seen."""
 
     def fail(error: OSError) -> None:
-        raise ValueError(f"The folder {error.filename} cannot be read: {error.strerror}. Mend that, or leave it out.")
+        raise _unreadable(error.filename, error.strerror)
 
     videos, others = [], 0
     for place, folders, files in os.walk(folder, onerror=fail):

@@ -155,15 +155,20 @@ def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None,
 
 def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:
     """`Predictor.predict`'s record of a row; what is not known of one with an error is None, or 0 for `seconds`."""
-    video = row.get("video")
-    if isinstance(video, Mapping):
-        video = video.get("path")
-    record = {"id": row["id"], "video": video if isinstance(video, str) else None, "prompt": row.get("prompt")}
+    record = {"id": row["id"], "video": video_name(row), "prompt": row.get("prompt")}
     counted = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames")
     if isinstance(answer, Exception):
         return {**record, "answer": None, **dict.fromkeys(counted), "seconds": 0.0, "error": describe_error(answer)}
     counts = {name: getattr(answer, name) for name in counted}
     return {**record, "answer": answer.written, **counts, "seconds": answer.seconds, "error": None}
+
+
+def video_name(row: Mapping[str, Any]) -> str | None:
+    """What a record calls the video of a row; None where the data set holds it."""
+    video = row.get("video")
+    if isinstance(video, Mapping):
+        video = video.get("path")
+    return video if isinstance(video, str) else None
 
 
 def describe_error(error: Exception) -> str:

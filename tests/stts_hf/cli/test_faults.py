@@ -283,3 +283,25 @@ def test_push_with_a_token_that_loses_its_rights_meanwhile(hub, here, pushed, mo
     hub.on_upload = lambda: None
     check_done(pushed())
     assert len(hub.uploads) == 1  # what was uploaded by then is not uploaded again
+
+
+@pytest.mark.parametrize("named", ["videos", "videos/**/*.mp4", "videos/more/*.mp4", "videos/more"])
+def test_a_folder_without_rights_is_named(tmp_path, named):
+    """Also by a pattern, which would match less."""
+    (tmp_path / "videos" / "more").mkdir(parents=True)
+    write_small_clip(tmp_path / "videos")
+    (tmp_path / "videos" / "more").chmod(0)
+    ended = start(["predict", named, "--prompt", "What?", "--checkpoint", TINY], tmp_path)
+    said = "The folder videos/more cannot be read: Permission denied. Mend that, or leave it out."
+    assert (ended.status, ended.err) == (2, f"stts-hf predict: error: {said}\n")
+
+
+def test_a_row_about_a_video_without_rights_says_so(tmp_path):
+    """Not that it does not exist."""
+    (tmp_path / "more").mkdir()
+    write_small_clip(tmp_path / "more")
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "video": "more/clip.mp4", "prompt": "What?"}\n')
+    (tmp_path / "more").chmod(0)
+    command = ["predict", "rows.jsonl", "--checkpoint", TINY, "--output", "out.jsonl", "--workers", "0"]
+    assert start(command, tmp_path).status == 1
+    assert "cannot be read: Permission denied" in json.loads((tmp_path / "out.jsonl").read_text())["error"]

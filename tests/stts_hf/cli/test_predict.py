@@ -276,14 +276,24 @@ def test_a_file_of_another_job_is_refused_and_stays(run, options, message):
     assert Path("out.jsonl").read_bytes() == before
 
 
-def test_rows_that_ask_something_else_now_are_another_job(run, here):
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("Where?", "Why?", "row b asks 'Why?' now, and its answer there asks 'Where?'"),
+        ("clips/two.mp4", "clips/three.mp4", "row a is about 'clips/three.mp4' now"),
+    ],
+    ids=["prompt", "video"],
+)
+def test_rows_that_ask_something_else_now_are_another_job(run, here, before, now, said):
     run("rows.jsonl", "--output", "out.jsonl")
-    before = Path("out.jsonl").read_bytes()
-    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("Where?", "Why?"))
+    answers = Path("out.jsonl").read_bytes()
+    rows = Path("rows.jsonl").read_text()
+    Path("rows.jsonl").write_text(rows.replace(before, now, 1))
+    assert Path("rows.jsonl").read_text() != rows
     status, _, err = run("rows.jsonl", "--output", "out.jsonl")
     assert status == 2
-    assert "holds answers of another job: row b asked 'Where?', and asks 'Why?' now" in err
-    assert Path("out.jsonl").read_bytes() == before
+    assert f"holds answers of another job: {said}" in err
+    assert Path("out.jsonl").read_bytes() == answers
 
 
 @pytest.mark.parametrize(

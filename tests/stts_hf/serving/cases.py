@@ -16,6 +16,7 @@ from tests.clips import numbered_frame, write_clip
 
 SETTINGS = [
     ("molmo2", 0, "original"),
+    ("molmo2", 0, "compact"),
     ("molmo2", 0.5, "original"),
     ("molmo2", 0.5, "compact"),
     ("molmo2", 1, "original"),
