@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 FUZZ_CASES ?= 500
 
-.PHONY: demo docs test test-all coverage fuzz test-browser test-matrix test-eval test-vllm test-transformers stts-tiny lint clean
+.PHONY: demo docs test test-all coverage fuzz fuzz-bytes test-browser test-matrix test-eval test-vllm test-transformers stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -47,6 +47,14 @@ coverage: $(VENV)/.installed-dev
 # New cases by the thousand, FUZZ_CASES of each test: in some minutes. A failure prints what makes it again.
 fuzz: $(VENV)/.installed-dev
 	FUZZ_CASES=$(FUZZ_CASES) $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
+
+# Bytes guided by coverage, on Linux: each target gets a fifth of SECONDS. What fails lies in build/fuzz, with its bytes.
+SECONDS ?= 600
+fuzz-bytes: $(VENV)/.installed-dev
+	@$(PIP_INSTALL) "atheris==3.0.0; python_version < '3.12'" "atheris==3.1.0; python_version >= '3.12'"
+	@set -e; for target in videos lines questions weights settings; do \
+		$(TEST_ENV) $(BIN)/python -m tests.fuzz.bytes_harness $$target build/fuzz -max_total_time=$$(($(SECONDS) / 5)); \
+	done
 
 # The demo in Chromium (apt-get install chromium); they are among the slow tests.
 test-browser: $(VENV)/.installed-dev

@@ -101,7 +101,9 @@ def _read(path: Path, settings: Mapping[str, Any], retry_errors: bool) -> tuple[
     ]
     if differences:
         raise AnswersError(f"{path} holds answers of other settings: {'; '.join(differences)}. {advice}")
-    good = {row["id"]: row for row in rows if "id" in row and not (retry_errors and row.get("error"))}
+    good = {
+        row["id"]: row for row in rows if isinstance(row.get("id"), str) and not (retry_errors and row.get("error"))
+    }
     return good, torn or len(good) < len(rows)
 
 

@@ -258,3 +258,21 @@ def test_a_frame_is_the_one_that_its_index_says(native, clips):
 def test_bad_input_is_refused(native, clips, options, said):
     with pytest.raises(ValueError, match=said):
         process(native, **({"text": [TEXT], "videos": [clips["two"]], "return_tensors": "pt"} | options))
+
+
+@pytest.mark.parametrize("backbone", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("size", [(1, 1), (10, 8000)], ids=["1x1", "8000x10"])
+def test_clips_of_extreme_sizes_are_shown_or_refused_by_the_native_rule(backbone, size, tmp_path):
+    """As the native processor does with the same frames, decoded before: the same inputs, or the same error."""
+    processor = AutoProcessor.from_pretrained(TINIES[backbone])
+    path = write_clip(tmp_path / "clip.mp4", 8, fps=4, size=size, pix_fmt="yuv444p")
+    with VideoFile(str(path)) as file:
+        video = {"videos": [file.read()[0]], "video_metadata": [{"total_num_frames": 8, "fps": 4.0}]}
+    options = {"text": [TEXT], "return_tensors": "pt"}
+    try:
+        theirs = processor(**options, **video, do_sample_frames=True)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            process(processor, videos=[path], **options)
+    else:
+        assert_same(process(processor, videos=[path], **options), theirs)

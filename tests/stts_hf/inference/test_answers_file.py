@@ -65,6 +65,14 @@ def test_questions_with_an_error_are_asked_again(path):
     assert ids(path) == ["b"]
 
 
+@pytest.mark.parametrize("name", [["a"], {}, 3, None], ids=str)
+def test_a_line_whose_id_is_no_text_answers_no_question(path, name):
+    write(path, record("a"), record("b"))
+    path.write_text(path.read_text() + json.dumps(record("c") | {"id": name}) + "\n")
+    assert write(path).keys() == {"a", "b"}
+    assert ids(path) == ["a", "b"]
+
+
 def test_nothing_is_left_beside_the_two_files(path):
     write(path, record("a", error="gone"))
     write(path, record("a"))
