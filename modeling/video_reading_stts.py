@@ -229,7 +229,7 @@ class VideoFile:
         """Packets from the current place to the end of the file, or of what can be read of it."""
         try:
             yield from (packet for packet in self._container.demux(self._stream) if packet.size)
-        except (av.error.FFmpegError, IndexError):  # at the end PyAV stumbles over streams that began midway
+        except (av.error.FFmpegError, IndexError):  # PyAV 18.1's flush in `demux` stumbles over streams that began midway
             return
 
     def _packets_from(self, keyframe: int) -> Iterator[Any]:
@@ -373,7 +373,7 @@ class VideoFile:
                 packet.pts = place  # the frame has it too
                 place += not packet.is_discard  # no frame comes of those
             # What an edit list hides is decoded too: FFmpeg mends damaged frames with others.
-            skip = wanted and packet is not None and not packet.is_discard and packet.pts not in wanted
+            skip = bool(wanted) and packet is not None and not packet.is_discard and packet.pts not in wanted
             self._codec.skip_frame = "NONREF" if skip else "DEFAULT"
             try:
                 yield from self._codec.decode(packet)
@@ -386,25 +386,26 @@ def _deliver(
 ) -> None:
     """Hands frames wanted to `keep`; for one that is damaged and does not come, the whole frame before it.
 
-    Where damage to a file's times sets them against the order of its pictures, a frame wanted may come late.
+    Where damage to a file's times sets them against the order of its pictures, a frame wanted may come late. So for
+    one that is lost up to `REORDER_DEPTH` frames after the last one wanted are decoded, and dropped.
     """
     missing = deque(places)
-    late: dict[int, int] = {}  # places by the index of the frame wanted there, which has not come in its turn
+    late: dict[int, list[int]] = {}  # places by the index of the frame wanted there, which has not come in its turn
     whole: tuple[int, Any] | None = None
     beyond = 0  # frames after the last one wanted
     for index, frame in frames:
         beyond += index > wanted[places[-1]]
         while missing and index > wanted[missing[0]]:
             place = missing.popleft()
-            late[wanted[place]] = place
+            late.setdefault(wanted[place], []).append(place)
             if whole is not None:
                 keep(place, *whole)
         if whole is None or index >= whole[0]:
             whole = index, frame
-        if missing and index == wanted[missing[0]]:
+        while missing and index == wanted[missing[0]]:
             keep(missing.popleft(), index, frame)
-        elif index in late:
-            keep(late.pop(index), index, frame)
+        for place in late.pop(index, []):
+            keep(place, index, frame)
         if not (missing or late) or beyond > REORDER_DEPTH:
             return
     if missing and whole is not None:

@@ -188,6 +188,10 @@ def test_leaves_out_what_lies_between(tmp_path, monkeypatch):
     read_clip(path, lambda _: [0, 8.4, 16.6, 23.8])
     # Frames 0, 210, 415 and 595, each from the keyframe before it, and at most one packet more.
     assert 1 + 11 + 16 + 16 <= len(packets) <= 44 + 4
+    packets.clear()
+    with VideoFile(path) as file:
+        assert file.read([0, 210, 210])[1].frames_indices == [0, 210, 210]
+    assert 1 + 11 <= len(packets) <= 12 + 2  # a frame wanted twice is none that is to come
 
 
 def test_runs_are_decoded_by_several_threads(tmp_path, monkeypatch):
@@ -465,6 +469,7 @@ def test_frames_whose_times_contradict_their_order_are_found_by_time(tmp_path):
     assert metadata.num_damaged == 0
     with VideoFile(path) as file:
         assert file.read([3])[1].frames_indices == [3]
+        assert file.read([3, 3, 4])[1].frames_indices == [3, 3, 4]
 
 
 def test_streams_that_begin_midway_end_no_reading(tmp_path, monkeypatch):
