@@ -229,7 +229,7 @@ class VideoFile:
         """Packets from the current place to the end of the file, or of what can be read of it."""
         try:
             yield from (packet for packet in self._container.demux(self._stream) if packet.size)
-        except (av.error.FFmpegError, IndexError):  # PyAV 18.1's flush in `demux` stumbles over streams that began midway
+        except (av.error.FFmpegError, IndexError):  # at the end PyAV 18.1's `demux` misses streams that began midway
             return
 
     def _packets_from(self, keyframe: int) -> Iterator[Any]:
