@@ -373,7 +373,7 @@ class VideoFile:
                 packet.pts = place  # the frame has it too
                 place += not packet.is_discard  # no frame comes of those
             # What an edit list hides is decoded too: FFmpeg mends damaged frames with others.
-            skip = bool(wanted) and packet is not None and not packet.is_discard and packet.pts not in wanted
+            skip = wanted is not None and packet is not None and not packet.is_discard and packet.pts not in wanted
             self._codec.skip_frame = "NONREF" if skip else "DEFAULT"
             try:
                 yield from self._codec.decode(packet)

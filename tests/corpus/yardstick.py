@@ -4,8 +4,9 @@ import contextlib
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import dropwhile
 from pathlib import Path
 
 import av
@@ -26,16 +27,18 @@ def by_libraries(path: Path, stream: int = 0, is_timed: bool = True) -> Decoded:
     return [Fraction(place, 25) for place in range(len(frames))], frames, Fraction(len(frames), 25)
 
 
-def by_libraries_as_far_as_they_get(path: Path) -> dict[int, list[np.ndarray]]:
+def by_libraries_as_far_as_they_get(path: Path, start: int | None = None) -> dict[int, list[np.ndarray]]:
     """The frames of a damaged file by their pts, without packets that cannot be decoded and frames marked as corrupt.
 
-    In one thread, as here: with more of them FFmpeg makes up other pixels for what is missing.
+    In one thread, as here: with more of them FFmpeg makes up other pixels for what is missing. start: pts of the packet
+    to start at, by default the first one; what is missing is made up from other frames then.
     """
     found: dict[int, list[np.ndarray]] = {}
     with contextlib.suppress(av.error.FFmpegError), av.open(str(path), metadata_errors="replace") as container:
         for stream in (stream for stream in container.streams.video[:1] if stream.codec_context is not None):
             stream.codec_context.thread_type, stream.codec_context.thread_count = "NONE", 1
-            for packet in container.demux(stream):
+            packets: Iterator[av.Packet] = container.demux(stream)
+            for packet in packets if start is None else dropwhile(lambda packet: packet.pts != start, packets):
                 with contextlib.suppress(av.error.FFmpegError, EOFError):
                     for frame in packet.decode():
                         if not frame.is_corrupt:

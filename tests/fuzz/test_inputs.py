@@ -9,7 +9,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
@@ -21,6 +21,7 @@ from stts_hf.inference.asking import make_prompt
 from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.checkpoints import TINIES
 from tests.clips import write_clip
+from tests.corpus.yardstick import by_libraries_as_far_as_they_get
 
 CODECS = {"mp4": "libx264", "mkv": "mpeg4"}
 SHOWN = 3
@@ -35,27 +36,49 @@ def _clip(kind: str) -> bytes:
 CLIPS = {kind: _clip(kind) for kind in CODECS}
 
 
+def _pictures(content: bytes, kind: str, start: int | None = None) -> list[np.ndarray]:
+    """What FFmpeg's libraries decode of a file, from the packet with the pts `start` on."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"clip.{kind}")
+        path.write_bytes(content)
+        return [picture for found in by_libraries_as_far_as_they_get(path, start).values() for picture in found]
+
+
+WHOLE = {kind: _pictures(content, kind) for kind, content in CLIPS.items()}
+
+
 @st.composite
-def broken_files(draw: Any) -> bytes:
-    """A clip of which bytes are changed, taken out or doubled."""
-    content = bytearray(CLIPS[draw(st.sampled_from(sorted(CLIPS)))])
+def broken_files(draw: Any) -> tuple[str, bytes]:
+    """A clip's kind and its bytes, some of them changed in place, or (in a quarter of files) taken out or doubled."""
+    clip = draw(st.sampled_from(sorted(CLIPS)))
+    content = bytearray(CLIPS[clip])
+    kinds = draw(st.sampled_from([["flip", "fill", "noise"]] * 3 + [["flip", "cut", "double", "end"]]))
     for _ in range(draw(st.integers(1, 6))):
         place = draw(st.integers(0, max(len(content) - 1, 0)))
-        kind = draw(st.sampled_from(["flip", "cut", "double", "end"]))
-        length = draw(st.integers(1, 40))
+        kind = draw(st.sampled_from(kinds))
+        end = min(place + draw(st.integers(1, 40)), len(content))
         if kind == "flip" and content:
             content[place] ^= draw(st.integers(1, 255))
+        elif kind == "fill":
+            content[place:end] = bytes([draw(st.integers(0, 255))]) * (end - place)
+        elif kind == "noise":
+            content[place:end] = draw(st.randoms(use_true_random=False)).randbytes(end - place)
         elif kind == "cut":
-            del content[place : place + length]
+            del content[place:end]
         elif kind == "double":
-            content[place:place] = content[place : place + length]
+            content[place:place] = content[place:end]
         elif kind == "end" and draw(st.booleans()):
             del content[place:]
-    return bytes(content)
+    return clip, bytes(content)
 
 
-@given(content=broken_files())
-def test_a_changed_file_is_read_or_refused(content: bytes):
+@given(broken=broken_files())
+def test_a_changed_file_is_read_or_refused(broken: tuple[str, bytes]):
+    """
+    Each frame is one of the whole file, or what FFmpeg's libraries make of the changed one, from its first keyframe on
+    too; turned and mirrored where its metadata says so.
+    """
+    kind, content = broken
     av.logging.set_level(av.logging.PANIC)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of damage and early ends
@@ -63,13 +86,20 @@ def test_a_changed_file_is_read_or_refused(content: bytes):
             with VideoFile(content) as file:
                 indices = file.sample(SHOWN, 2.0)
                 shown, metadata = file.read(indices, (28, 28))
+                pictures, _ = file.read()
         except ValueError:
+            event("refused")
             return
+    event("read")
     assert 1 <= len(shown) == len(metadata.frames_indices or []) <= len(indices)
     assert tuple(shown.shape[1:]) == (3, 28, 28)
     times = metadata.timestamps
     assert all(np.isfinite(times))
     assert all(before < after for before, after in pairwise(times))
+    decoded = WHOLE[kind] + _pictures(content, kind) + _pictures(content, kind, int(file.keyframes[0]))
+    turned = [np.rot90(picture, turns) for picture in decoded for turns in range(4)]
+    known = {view.tobytes() for picture in turned for view in (picture, picture[::-1])}
+    assert {picture.tobytes() for picture in pictures.permute(0, 2, 3, 1).numpy()} <= known
 
 
 register_auto_classes()
