@@ -43,15 +43,19 @@ class ModelTester:
             self.moved |= {config[name]: number, number: number + FREE}
             config[name] = number
         self.config = config
-        self.inputs = backbone.batch(ROWS, "left")
-        for name in ("input_ids", "labels"):
-            self.inputs[name] = self.inputs[name].clone().apply_(lambda token: self.moved.get(token, token))
+        self.inputs = self.make_inputs(self.batch_size)
         self.num_hidden_layers, self.hidden_size = NUM_LAYERS, self.text_config["hidden_size"]
         self.num_attention_heads = self.text_config["num_attention_heads"]
         self.num_vision_layers = self.get_config().vision_config.num_hidden_layers
         self.seq_length = self.inputs["input_ids"].shape[1]
         self.kept_indices = self.read_kept_indices()
         self.encoder_seq_length = self.kept_indices.shape[1]
+
+    def make_inputs(self, batch_size: int) -> Inputs:
+        inputs = self.backbone.batch(ROWS[:batch_size], "left")
+        for name in ("input_ids", "labels"):
+            inputs[name] = inputs[name].clone().apply_(lambda token: self.moved.get(token, token))
+        return inputs
 
     def read_kept_indices(self) -> torch.Tensor:
         """Places (B, L') of what is left: how many are, no weight says."""
@@ -66,6 +70,12 @@ class ModelTester:
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, Inputs]:
         return self.get_config(), copy.deepcopy(prompt(self.inputs))
+
+    def prepare_config_and_inputs_for_generate(self, batch_size: int) -> tuple[Any, Inputs]:
+        """No token ends an answer, since the tests count tokens."""
+        config = self.get_config()
+        config.get_text_config().eos_token_id = None
+        return config, prompt(self.make_inputs(batch_size))
 
     def pictures(self) -> Inputs:
         """Inputs of `get_image_features`."""

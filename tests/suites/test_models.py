@@ -35,6 +35,9 @@ class Suite(common.ModelTesterMixin, GenerationTesterMixin):
         inputs = super()._prepare_for_class(inputs_dict, model_class)
         return inputs | {"labels": self.model_tester.inputs["labels"].clone()} if return_labels else inputs
 
+    def prepare_config_and_inputs_for_generate(self, batch_size=2):
+        return self.model_tester.prepare_config_and_inputs_for_generate(batch_size)
+
     def _logits_scored_by_loss(self, model, logits):
         """Logits (B, L, vocabulary) at the places of the caller's tokens, whose targets the test then makes."""
         kept = self.model_tester.kept_indices[:, :, None].expand(-1, -1, logits.shape[-1])
