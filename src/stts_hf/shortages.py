@@ -1,6 +1,10 @@
 """What a machine may lack in the middle of work, whichever library says so: room on the disk, rights, memory."""
 
 import errno
+import re
+from collections.abc import Collection, Iterator
+
+from safetensors import SafetensorError
 
 _FULL = (
     "No space left on device",
@@ -19,30 +23,49 @@ _NO_MEMORY = (
     "cannot map zero-fill pages",  # of a library that is imported then
     "failed to map segment from shared object",
 )
+_RUST_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """
-    Also where a limit on the size of files is reached, and where PyTorch and safetensors wrap the system's error in one
-    of their own.
-    """
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return True
-    inner = error.__cause__ or error.__context__
-    return any(word in str(error) for word in _FULL) or (inner is not None and is_disk_full(inner))
+    """Also where a limit on the size of files is reached."""
+    return any(_is(one, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL) for one in _chain(error))
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Whether a file or folder may not be read or written, also where PyTorch and safetensors say so."""
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return True
-    return any(word in str(error) for word in _FORBIDDEN)
+    """Whether a file or folder may not be read or written."""
+    return any(_is(one, (errno.EACCES, errno.EPERM, errno.EROFS), _FORBIDDEN) for one in _chain(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the machine or of a device, of which PyTorch raises a `RuntimeError`; also what a thread wraps in one."""
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        return is_out_of_memory(error.__cause__)
-    if isinstance(error, RuntimeError | OSError | ImportError):
-        return any(sign in str(error) for sign in _NO_MEMORY)
-    return isinstance(error, MemoryError)
+    """Of the machine or of a device."""
+    return any(
+        isinstance(one, MemoryError)
+        or _is(one, (errno.ENOMEM,), _NO_MEMORY)
+        or (isinstance(one, ImportError) and any(word in str(one) for word in _NO_MEMORY))
+        for one in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """
+    An error and its causes. What it was raised amid is none, but where PyTorch fails to close a file that it could not
+    write: that error says nothing of the reason.
+    """
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        closing = isinstance(following, RuntimeError) and "unexpected pos" in str(following)
+        amid = following.__context__ if closing and not following.__suppress_context__ else None
+        following = following.__cause__ or amid
+
+
+def _is(error: BaseException, numbers: Collection[int], words: Collection[str]) -> bool:
+    """Whether an error has one of the system's numbers, or, where its library gives none, says one of the words."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in numbers
+    if type(error) is Exception or isinstance(error, SafetensorError):  # tokenizers and safetensors, which are in Rust
+        found = _RUST_NUMBER.search(str(error))
+        return found is not None and int(found[1]) in numbers
+    return isinstance(error, OSError | RuntimeError) and any(word in str(error) for word in words)

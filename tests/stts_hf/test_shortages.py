@@ -1,5 +1,6 @@
 """Errors that say that the machine lacks something are told from others, as the libraries raise them; and said."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -8,10 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from stts_hf.cli import main as command_line
+from stts_hf.inference.predicting import describe_error
 from stts_hf.shortages import is_disk_full, is_forbidden, is_out_of_memory
+from stts_hf.training.config import KINDS as KINDS_OF_SETTINGS
 from tests.small_disk import small_disk
 
 KINDS = {"disk": is_disk_full, "rights": is_forbidden, "memory": is_out_of_memory}
@@ -29,10 +35,13 @@ def kinds_of(error: Exception) -> list[str]:
     return [name for name, is_kind in KINDS.items() if is_kind(error)]
 
 
+TOKENIZER = Tokenizer(WordLevel({str(number): number for number in range(1000)}, unk_token="0"))
 WRITERS = {
     "python": lambda path: Path(path).write_bytes(bytes(100_000)),
     "torch": lambda path: torch.save(torch.zeros(100_000), path),
+    "torch, legacy": lambda path: torch.save(torch.zeros(100_000), path, _use_new_zipfile_serialization=False),
     "safetensors": lambda path: save_file({"a": torch.zeros(100_000)}, path),
+    "tokenizers": lambda path: TOKENIZER.save(str(path)),
 }
 
 
@@ -46,16 +55,87 @@ def test_a_disk_that_is_full(tmp_path, write):
 def test_memory_that_is_used_up():
     assert kinds_of(raised_by(lambda: torch.empty(1 << 60))) == ["memory"]
     assert kinds_of(raised_by(lambda: bytearray(1 << 60))) == ["memory"]
-    wrapped = RuntimeError("a thread failed")
-    wrapped.__cause__ = MemoryError()
-    assert kinds_of(wrapped) == ["memory"]
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("out of memory"), RuntimeError("shapes do not match"), FileNotFoundError(2, "No such file")]
+    ("error", "kind"),
+    [
+        (caused(ValueError("the configuration cannot be read"), PermissionError(13, "Permission denied")), "rights"),
+        (caused(RuntimeError("CUDA out of memory"), KeyError("a")), "memory"),
+        (caused(ValueError("no video"), caused(RuntimeError("a thread failed"), MemoryError())), "memory"),
+        (caused(KeyError("a"), OSError(28, "No space left on device")), "disk"),
+        (RuntimeError("open file failed with strerror: Permission denied"), "rights"),
+        (Exception("Permission denied (os error 13)"), "rights"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "rights"),
+        (OSError(12, "Cannot allocate memory"), "memory"),
+        (ImportError("libgomp.so: cannot map zero-fill pages"), "memory"),
+        (OSError("libgomp.so: failed to map segment from shared object"), "memory"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_errors_and_their_causes(error, kind):
+    assert kinds_of(error) == [kind]
+
+
+WORDS = ("No space left on device", "Permission denied", "CUDA out of memory")
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("kind", [KeyError, ValueError, TypeError, Exception, SafetensorError, FloatingPointError])
+def test_words_count_where_a_library_says_them_of_the_system(kind, words):
+    """A name in a file may be any of these."""
+    assert kinds_of(kind(words)) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes do not match"),
+        FileNotFoundError(2, "No such file", "Permission denied/clip.mp4"),
+        Exception("No such file or directory (os error 2)"),
+    ],
+    ids=lambda error: str(error)[:30],
 )
 def test_other_errors_are_none_of_these(error):
     assert kinds_of(error) == []
+
+
+def test_a_bug_amid_the_handling_of_a_shortage_is_none():
+    def fail():
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            int("a")
+
+    assert kinds_of(raised_by(fail)) == []
+
+
+def test_an_error_that_is_its_own_cause():
+    error = ValueError("a")
+    assert kinds_of(caused(error, error)) == []
+
+
+@pytest.mark.parametrize("command", command_line.LESS_MEMORY)
+def test_what_takes_less_memory_are_settings_of_the_command(command):
+    words = command_line.LESS_MEMORY[command]
+    (commands,) = (
+        action.choices for action in command_line.build_parser()._actions if isinstance(action.choices, dict)
+    )
+    options = set(re.findall(r"--[a-z-]+", words))
+    assert options
+    assert options <= commands[command]._option_string_actions.keys()
+    settings = {field.name for kind in KINDS_OF_SETTINGS for field in dataclasses.fields(kind)}
+    assert set(re.findall(r"`(\w+)", words)) <= settings
+
+
+def test_what_a_record_says_of_an_error():
+    errors = MemoryError(), ValueError("no video"), KeyError("a")
+    assert [describe_error(error) for error in errors] == ["MemoryError", "no video", "KeyError: 'a'"]
 
 
 @pytest.mark.parametrize("command", command_line.COMMANDS)

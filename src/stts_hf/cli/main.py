@@ -52,9 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `predict` or `eval`
     could not answer some rows, where `bench` could measure nothing and where runs of `study` failed, 2 for a mistake of
-    the user's and where disk, rights or memory do not suffice (one line on stderr), 130 when interrupted. `train` that
-    SIGTERM ended exits with 143 once it has saved.
-    Everything else is a bug and keeps its traceback.
+    the user's and where disk, rights or memory do not suffice (one line on stderr), 130 when interrupted; `train` exits
+    with 143 when SIGTERM ended it and it has saved. Everything else is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
     try:

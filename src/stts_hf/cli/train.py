@@ -87,13 +87,13 @@ def execute(arguments: argparse.Namespace) -> None:
         raise CommandError(str(error)) from error
     except Exception as error:
         if is_disk_full(error):
-            lack, remedy = f"No space is left on the disk of {output!r}", "Free some"
+            trouble = f"No space is left on the disk of {output!r}: {one_line(error)}. Free some"
         elif is_forbidden(error):
-            lack, remedy = f"What training reads, or {output!r}, is forbidden now", "Allow it"
+            trouble = f"{one_line(error)}. Allow that (output_dir is {output!r})"
         else:
             raise
         raise CommandError(
-            f"{lack}: {one_line(error)}. {remedy}, then continue from the last whole checkpoint with --resume, or "
+            f"{trouble}, then continue from the last whole checkpoint with --resume, or "
             "where there is none, start again."
         ) from error
     if trainer.is_world_process_zero():

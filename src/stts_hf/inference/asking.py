@@ -185,7 +185,7 @@ def answer_prompts(
 def _too_large(error: Exception) -> MemoryError:
     said = " ".join(str(error).split())[:200] or type(error).__name__
     return MemoryError(
-        f"It does not fit into memory, alone ({said}): fewer frames, a higher pruning ratio or bfloat16 take less"
+        f"This row alone does not fit into memory ({said}): fewer frames, a higher pruning ratio or bfloat16 take less"
     )
 
 

@@ -173,4 +173,5 @@ def video_name(row: Mapping[str, Any]) -> str | None:
 
 def describe_error(error: Exception) -> str:
     """What a record says of an error: its kind too, unless it is one that unreadable files end in."""
-    return str(error) if isinstance(error, ValueError | OSError | MemoryError) else f"{type(error).__name__}: {error}"
+    name = type(error).__name__
+    return str(error) or name if isinstance(error, ValueError | OSError | MemoryError) else f"{name}: {error}"

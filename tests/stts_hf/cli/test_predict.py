@@ -242,7 +242,9 @@ def test_a_video_too_large_for_the_device_is_an_error_alone(run, monkeypatch):
     assert run("clips/two.mp4", "clips/three.mp4", *PROMPT, "--output", "out.jsonl")[0] == 1
     assert lines()["clips/two.mp4"]["answer"] == ANSWER
     error = lines()["clips/three.mp4"]["error"]
-    assert error.startswith("It does not fit into memory, alone (CUDA out of memory.): fewer frames, a higher pruning")
+    assert error.startswith(
+        "This row alone does not fit into memory (CUDA out of memory.): fewer frames, a higher pruning"
+    )
 
 
 def test_names_that_are_no_text(run):
