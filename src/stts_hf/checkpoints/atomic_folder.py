@@ -6,6 +6,7 @@ for as long as the next run has not put that back. What a killed run leaves is a
 
 import contextlib
 import glob
+import hashlib
 import os
 import re
 import secrets
@@ -55,13 +56,17 @@ def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Pat
 
 @contextlib.contextmanager
 def atomic_file(destination: Path) -> Iterator[Path]:
-    """Gives a path beside `destination`, to be written; it takes the place when the `with` block ends without error."""
+    """
+    Gives a path beside `destination`, to be written; it takes the place when the `with` block ends without error. Where
+    a link stands there, its target is written.
+    """
+    name, destination = destination.name, Path(os.path.realpath(destination))
     destination.parent.mkdir(parents=True, exist_ok=True)
     recover(destination)
     folder = _beside(destination, _NEW)
     folder.mkdir()
     try:
-        new = folder / destination.name
+        new = folder / name  # by whose ending libraries choose a format
         yield new
         _sync(new)
         new.replace(destination)
@@ -97,12 +102,20 @@ def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
 def _beside(destination: Path, kind: str) -> Path:
     """A new name beside `destination`, that says which process it is of."""
     token = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return destination.with_name(f".{destination.name}{kind}-{token}")
+    return destination.with_name(f".{_short(destination.name)}{kind}-{token}")
+
+
+def _short(name: str) -> str:
+    """A name, or what stands for a long one, so that it has room for more: names have at most 255 bytes."""
+    raw = os.fsencode(name)
+    if len(raw) <= 100:
+        return name
+    return f"{raw[:80].decode(errors='ignore')}-{hashlib.sha256(raw).hexdigest()[:16]}"
 
 
 def recover(destination: Path) -> None:
     """Removes what killed runs towards `destination` left beside it, and puts back a folder one was replacing."""
-    name = glob.escape(destination.name)
+    name = glob.escape(_short(destination.name))
     for kind in (_OLD, _NEW):
         for left in sorted(destination.parent.glob(f".{name}{kind}-*")):
             if is_running(left):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,6 +18,8 @@ DECIDING = (
     r"((generation_|.*processor_)?config|tokenizer.*|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
     r"|chat_template\..*|.*\.safetensors(\.index\.json)?"
 )
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 1
 MAX_DEPTH = 100  # copying settings goes down level by level, and Python's stack ends at 1000 calls
 
 
@@ -68,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if content is None or _is_deep(content):
         raise ValueError(f"{path} is nested deeper than the files of a checkpoint are: copy it again.")
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, but is {str(content)[:40]}: copy it again.")
+        raise ValueError(f"{path} must hold a JSON object, but is {_BRIEF.repr(content)}: copy it again.")
     return content
 
 
@@ -76,7 +79,7 @@ def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str,
     """The JSON object under a key, empty where there is none; raises `ValueError` for anything else."""
     section = settings.get(key)
     if section is not None and not isinstance(section, dict):
-        raise ValueError(f"`{key}` in {place} must be a JSON object, but is {repr(section)[:40]}")
+        raise ValueError(f"`{key}` in {place} must be a JSON object, but is {_BRIEF.repr(section)}")
     return section or {}
 
 

@@ -80,7 +80,6 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
-        path.open("rb").close()  # `safe_open` says of a file that is forbidden that there is none
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
@@ -136,19 +135,29 @@ def shard_files(index: Path) -> list[Path]:
 
 
 def check_headers(folder: Path) -> None:
-    """Raises `ValueError` where the weights of a folder have more names than any model, before a name is read."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    sizes = [index.stat().st_size] if index.is_file() else []
-    for path in filter(Path.is_file, folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-        if size < path.stat().st_size:  # elsewhere the library says what is wrong
-            sizes.append(size)
-    if sum(sizes) > MAX_HEADER_BYTES:
+    """
+    Raises `ValueError` where the weights of a folder have more names than any model, before a name is read, and
+    `PermissionError` where a file of them may not be read, of which `safe_open` says that there is none.
+    """
+    index, indexed, shards = folder / SAFE_WEIGHTS_INDEX_NAME, 0, []
+    if index.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():  # which would be read in its place
+        indexed = index.stat().st_size
+        shards = shard_files(index) if indexed <= MAX_HEADER_BYTES else []
+    indexed += sum(map(_header_bytes, shards))
+    # An adapter or another model that lies there is no part of these weights, but a configuration may name it.
+    others = [path for path in folder.glob("*.safetensors") if path.is_file() and path not in shards]
+    num_bytes = max([indexed, *map(_header_bytes, others)])
+    if num_bytes > MAX_HEADER_BYTES:
         raise ValueError(
-            f"{folder} has {sum(sizes):,} bytes of names of tensors, and those of a checkpoint have at most "
-            f"{MAX_HEADER_BYTES:,}: copy it again."
+            f"{folder} has {num_bytes:,} bytes of names of tensors, and those of a checkpoint have at most "
+            f"{MAX_HEADER_BYTES:,}: get it from its origin, or do not load it."
         )
+
+
+def _header_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    return size if size < path.stat().st_size else 0  # of a longer one the library says what is wrong
 
 
 def write_safetensors(

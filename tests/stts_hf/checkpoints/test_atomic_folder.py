@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stts_hf.checkpoints import atomic_folder as rooms
-from stts_hf.checkpoints.atomic_folder import atomic_folder, move_files, stale_weights
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, move_files, stale_weights
 
 OLD = {"config.json": "old", "model.safetensors": "old", "notes.txt": "mine"}
 NEW = {"config.json": "new", "model.safetensors.index.json": "new", "model-00001-of-00001.safetensors": "new"}
@@ -123,3 +123,34 @@ def test_stale_weights_are_those_of_an_earlier_save():
     ]
     assert stale_weights(present, saved) == ["model-00003-of-00003.safetensors", "model.safetensors"]
     assert stale_weights(present, ["config.json"]) == []
+
+
+@pytest.mark.parametrize("name", ["n" * 250 + ".png", "\u00fc" * 125 + ".png"], ids=["ascii", "two bytes"])
+def test_a_name_as_long_as_names_may_be(tmp_path, name):
+    with atomic_file(tmp_path / name) as new:
+        new.write_text("new")
+    assert found(tmp_path) == {name: "new"}
+
+
+def test_recovery_keeps_to_its_own_name_among_long_ones(tmp_path, monkeypatch):
+    mine, other = (tmp_path / f"{'n' * 240}{end}" for end in ("mine", "other"))
+    left = [rooms._beside(path, rooms._NEW) for path in (mine, other)]
+    for folder in left:
+        folder.mkdir()
+    monkeypatch.setattr(rooms, "is_running", lambda left: False)
+    rooms.recover(mine)
+    assert [folder.exists() for folder in left] == [False, True]
+    rooms.recover(other)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_link_s_target_is_written_and_the_link_stays(tmp_path):
+    """In the format that the link's name says."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "picture").write_bytes(b"old")
+    (tmp_path / "link.png").symlink_to("store/picture")
+    with atomic_file(tmp_path / "link.png") as new:
+        assert new.suffix == ".png"
+        new.write_bytes(b"new")
+    assert os.readlink(tmp_path / "link.png") == "store/picture"
+    assert found(tmp_path / "store") == {"picture": "new"}

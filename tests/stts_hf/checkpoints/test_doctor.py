@@ -322,6 +322,11 @@ MALFORMED: dict[str, tuple[str, Damage, str]] = {
         settings_of("processor_config.json", "video_processor", "auto_map", value=[1]),
         "`auto_map` in the video_processor of processor_config.json must be a JSON object, but is [1]",
     ),
+    "video_processor_nested": (
+        "code",
+        settings_of("processor_config.json", "video_processor", value=[[1] * 100] * 100),
+        "must be a JSON object, but is [[...], [...], [...], [...], [...], [...], ...]",
+    ),
     "size_int": (
         "tokenizer",
         settings_of("processor_config.json", "video_processor", "size", value=378),

@@ -12,7 +12,7 @@ from stts_hf.checkpoints.convert import convert_checkpoint
 from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.loading import load_config_and_processor, load_model
 from stts_hf.checkpoints.push import check_folder
-from stts_hf.checkpoints.tensors import open_safetensors
+from stts_hf.checkpoints.tensors import check_headers, open_safetensors
 from tests.checkpoints import TINY
 
 
@@ -50,7 +50,7 @@ def test_more_tensors_than_any_model_has_are_refused_at_once(tmp_path, number, f
         lambda: check_folder(folder),
     ):
         with pytest.raises(
-            ValueError, match=r"bytes of names of tensors, .* at most 4,000,000: copy it again"
+            ValueError, match=r"bytes of names of tensors, .* at most 4,000,000: get it from its origin"
         ) as refusal:
             use()
         messages.append(str(refusal.value))
@@ -76,3 +76,27 @@ def test_a_file_that_is_cut_off_is_one_sentence_at_loading(tmp_path):
     config, _ = load_config_and_processor(str(folder))
     with pytest.raises(ValueError, match=r"checkpoint .* cannot be loaded: "):
         load_model(str(folder), config, torch.device("cpu"))
+
+
+def header(path: Path, size: int) -> None:
+    """A file of so many bytes of names, and nothing else."""
+    path.write_bytes(size.to_bytes(8, "little") + b"{}".ljust(size) + b"\0")
+
+
+def test_other_weights_in_the_folder_do_not_count_as_parts_of_these(tmp_path):
+    folder = with_more(tmp_path / "checkpoint", 0, "index")
+    for name in ("one", "two"):
+        header(folder / f"{name}.safetensors", 3_000_000)
+    check_headers(folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= {"x": "one.safetensors", "y": "two.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"6,\d{3},\d{3} bytes of names"):
+        check_headers(folder)
+
+
+def test_one_that_a_configuration_may_name_is_refused_nevertheless(tmp_path):
+    folder = with_more(tmp_path / "checkpoint", 0, "index")
+    header(folder / "other.safetensors", 5_000_000)
+    with pytest.raises(ValueError, match="5,000,000 bytes of names"):
+        check_headers(folder)
