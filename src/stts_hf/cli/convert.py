@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import SELECTORS, check_writable
+from stts_hf.shares import percent
 
 HELP = "make an STTS checkpoint of a stock Molmo2 or Qwen3-VL model, or of a training checkpoint of STTS's authors"
 
@@ -69,7 +70,7 @@ def execute(arguments: argparse.Namespace) -> None:
     print(f"checkpoint: {result.folder} ({tqdm.format_sizeof(result.num_bytes, 'B')}, {result.dtype})")
     print(f"scorer:     {'trained' if result.scorer_trained else 'new, untrained'}")
     print(
-        f"pruning:    {100 * vision.pruning_ratio:g}% after layer {vision.pruning_layer}, {vision.selector}, {layout}"
+        f"pruning:    {percent(vision.pruning_ratio)} after layer {vision.pruning_layer}, {vision.selector}, {layout}"
     )
     for sentence in result.notes:
         print(f"note: {sentence}", file=sys.stderr)

@@ -21,6 +21,7 @@ from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import check_scaling, choose_device, processing
 from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
+from stts_hf.shares import percent
 
 HELP = "score a checkpoint on the questions of a JSONL file, by question type"
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
@@ -71,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
             with stage(f"Loading {checkpoint} on {device}"):
                 model = load_model(checkpoint, config, device, arguments)
             note(
-                f"Asking {len(left)} questions with {100 * arguments.pruning_ratio:g}% of the video tokens dropped ..."
+                f"Asking {len(left)} questions with {percent(arguments.pruning_ratio)} of the video tokens dropped ..."
             )
             found = evaluate(
                 model,

@@ -22,6 +22,7 @@ from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import check_scaling, processing
 from stts_hf.cli.progress import import_libraries, note, progress_bar
 from stts_hf.cli.report import print_lines
+from stts_hf.shares import percent
 
 HELP = "answer about many videos, or many prompts about them; stopped and started, it goes on where it was"
 PARQUET = ".parquet"
@@ -104,7 +105,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if left:
             done = len(rows) - len(left)
             with start_engine(arguments, predictor, options) as (place, predict):
-                ratio = f"{100 * arguments.pruning_ratio:g}% of the video tokens dropped"
+                ratio = f"{percent(arguments.pruning_ratio)} of the video tokens dropped"
                 note(f"Answering {len(left)} rows on {place} with {ratio} ...")
                 started = time.perf_counter()
                 with progress_bar(len(rows), "row", done=done) as bar, contextlib.closing(predict(left)) as found:

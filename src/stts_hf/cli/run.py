@@ -19,6 +19,7 @@ from stts_hf.cli.options import (
     processing,
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, progress_bar, stage
+from stts_hf.shares import percent
 
 HELP = "answer a question about a video, and draw which of its tokens were dropped"
 PICTURE = Path("contact_sheet.png")
@@ -71,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with stage(f"Loading {checkpoint} on {device}"):
         model = load_model(checkpoint, config, device, arguments)
     with (
-        stage(f"Answering with {100 * ratio:g}% of the video tokens dropped"),
+        stage(f"Answering with {percent(ratio)} of the video tokens dropped"),
         progress_bar(arguments.max_new_tokens, "token") as bar,
     ):
         options = {"streamer": TokenBar(bar), **generation(arguments)}

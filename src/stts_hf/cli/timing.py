@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, StageRecorder
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.progress import progress_bar, stage
+from stts_hf.shares import percent
 
 COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
 Variants = Mapping[str, tuple[PreTrainedModel, Mapping[str, Any]]]
@@ -20,7 +21,7 @@ def compare_with_stock(model: PreTrainedModel, inputs: Mapping[str, Any], ratio:
     variants = {
         "stock model": (stock_twin(model), inputs),
         "STTS, none dropped": (model, {**inputs, "pruning_ratio": 0.0}),
-        f"STTS, {100 * ratio:g}% dropped": (model, {**inputs, "pruning_ratio": ratio}),
+        f"STTS, {percent(ratio)} dropped": (model, {**inputs, "pruning_ratio": ratio}),
     }
     return variants if ratio else dict(list(variants.items())[:2])
 

@@ -23,6 +23,7 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
 from stts_hf.cli.run import generation, trouble_of
+from stts_hf.shares import percent
 from stts_hf.shortages import is_disk_full
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def execute(arguments: argparse.Namespace) -> int:
     facts = {
         "video": Path(arguments.video).name,
         "checkpoint": checkpoint,
-        "dropped": f"{100 * arguments.pruning_ratio:g}%",
+        "dropped": percent(arguments.pruning_ratio),
         "frames": f"{begun.num_frames} of {begun.duration:.2f} s",
         "device": f"{device}, {str(model.dtype).removeprefix('torch.')}",
     }
@@ -178,7 +179,7 @@ def answer_with_each(
     for name in selectors:
         model.config.vision_config.selector = name
         with (
-            stage(f"Answering with {100 * arguments.pruning_ratio:g}% of the video tokens dropped by {name}"),
+            stage(f"Answering with {percent(arguments.pruning_ratio)} of the video tokens dropped by {name}"),
             progress_bar(arguments.max_new_tokens, "token") as bar,
         ):
             options = {"streamer": TokenBar(bar), **generation(arguments)}

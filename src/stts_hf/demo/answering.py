@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Generator, Hashable, Mapping
@@ -89,8 +90,9 @@ def check_video(path: str | Path, limits: Limits) -> None:
     """Raises `ValueError` for what is no video, and for a longer or larger one than may be asked about."""
     with VideoFile(str(path)) as file:
         if file.duration > limits.seconds:
+            lasts = math.ceil(10 * file.duration) / 10  # rounded up, so that it is above the limit
             raise ValueError(
-                f"The video lasts {file.duration:g} s, but at most {limits.seconds:g} s are taken here. Cut it."
+                f"The video lasts {lasts:,.1f} s, but at most {limits.seconds:,.1f} s are taken here. Cut it."
             )
         height, width = file.read([0])[0].shape[-2:]
     if height * width > limits.pixels:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stts_hf.inference.answering import VideoAnswer
+from stts_hf.shares import percent
 
 from .answering import Progress
 
@@ -71,7 +72,7 @@ def timeline(seen: VideoAnswer) -> str:
 def origin(progress: Progress) -> str:
     """The line under an answer: whether the clip was held, and how long the first word took."""
     dropped = (
-        f"{100 * progress.pruning_ratio:g}% dropped, {ABOUT[progress.selector]}"
+        f"{percent(progress.pruning_ratio)} dropped, {ABOUT[progress.selector]}"
         if progress.pruning_ratio
         else "nothing dropped"
     )
@@ -114,4 +115,4 @@ def table(runs: Iterable[Progress]) -> str:
 
 
 def _name(ratio: float, selector: str) -> str:
-    return f"{100 * ratio:g}% dropped, {ABOUT[selector]}" if ratio else "Nothing dropped"
+    return f"{percent(ratio)} dropped, {ABOUT[selector]}" if ratio else "Nothing dropped"

@@ -16,6 +16,7 @@ from stts_hf.evaluation.make_dataset import compose_split
 from stts_hf.evaluation.study import UNPRUNED
 from stts_hf.evaluation.study_report import interval, table
 from stts_hf.evaluation.study_results import Results, is_right
+from stts_hf.shares import percent
 
 
 def snow_of(results: Results, seed: int) -> np.ndarray:
@@ -36,7 +37,7 @@ def snow_table(results: Results, snow: np.ndarray) -> str:
             seeds = sorted(first.keys() & second.keys())
             values = np.stack([100 * (is_right(first[seed]) - is_right(second[seed])) for seed in seeds])
             found = (interval(results.bootstrap.mean(values, [snow == number]), signed=True) for number in numbers)
-            rows.append([f"{100 * ratio:g}%, over {label}", *found])
+            rows.append([f"{percent(ratio)}, over {label}", *found])
     return table(["", *map(str, numbers)], rows)
 
 

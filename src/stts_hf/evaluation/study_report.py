@@ -30,6 +30,7 @@ from stts_hf.evaluation.study import (
 )
 from stts_hf.evaluation.study_data import StudyError
 from stts_hf.evaluation.study_results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
+from stts_hf.shares import percent
 
 TITLE = "# Study: which video tokens can go"
 PAGE, DEGRADATION_PLOT, LAYERS_PLOT = "README.md", "degradation.png", "layers.png"
@@ -89,11 +90,11 @@ def page(results: Results) -> str:
     parts = [
         TITLE,
         *header(results),
-        f"## Methods at {MAIN_RATIO:.0%}",
+        f"## Methods at {percent(MAIN_RATIO)}",
         methods_table(results),
         "## What the paper claims",
         claims_table(results),
-        f"## By type of question, at {MAIN_RATIO:.0%}",
+        f"## By type of question, at {percent(MAIN_RATIO)}",
         types_table(results),
         "## More and more dropped",
         *(f"{column.capitalize()}:\n\n{degradation_table(results, column)}" for column in reversed(COLUMNS)),
@@ -188,7 +189,7 @@ def claims_table(results: Results) -> str:
         ("STTS with test-time scaling - without, long: above 0", beside(scaled, stts, "long"), "above", 0.0),
     ]
     if highest > MAIN_RATIO:
-        text = f"from {MAIN_RATIO:.0%} to {highest:.0%}, STTS - random: above 0"
+        text = f"from {percent(MAIN_RATIO)} to {percent(highest)}, STTS - random: above 0"
         claims.append((text, results.combine(losing, AVERAGE), "above", 0.0))
     rows = [
         [text, interval(found, signed=True), verdict(found, relation, least)] for text, found, relation, least in claims
@@ -224,7 +225,7 @@ def degradation_table(results: Results, column: str) -> str:
     for name in (UNPRUNED, *DEGRADING, *untrained, TEXT_ONLY):
         accuracies = (results.accuracy(results.find(name, ratio), column) for ratio in ratios)
         rows.append([METHODS[name].label, *map(interval, accuracies)])
-    return table(["", *(f"{ratio:.0%}" for ratio in ratios)], rows)
+    return table(["", *map(percent, ratios)], rows)
 
 
 def layers_table(results: Results) -> str:
@@ -235,7 +236,7 @@ def layers_table(results: Results) -> str:
             accuracies = (interval(results.accuracy(answers, column)) for column in COLUMNS)
             seconds = number(results.step_seconds("stts", ratio, layer), 2)
             compared = over(results, answers, results.find("stts", ratio))
-            rows.append([f"STTS at {ratio:.0%}, l = {layer}", *accuracies, compared, seconds])
+            rows.append([f"STTS at {percent(ratio)}, l = {layer}", *accuracies, compared, seconds])
     return table(["", *COLUMNS, f"over l = {settings.base_layer}", "s a step"], rows)
 
 
@@ -335,7 +336,7 @@ def draw_layers(results: Results) -> Figure:
     for ratio in results.settings.layer_ratios:
         layers = sorted(results.settings.layers)
         found = {float(layer): results.accuracy(results.find("stts", ratio, layer), AVERAGE) for layer in layers}
-        _draw_line(axes, found, f"STTS at {ratio:.0%}")
+        _draw_line(axes, found, f"STTS at {percent(ratio)}")
     axes.set(xlabel="pruning layer l", ylabel="average accuracy, %")
     axes.set_xticks(sorted(results.settings.layers))
     return figure

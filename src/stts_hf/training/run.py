@@ -19,6 +19,7 @@ from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.parts import PARTS
+from stts_hf.shares import percent
 from stts_hf.training.arguments import ADAPTER, rates_of
 from stts_hf.training.build import (
     TrainingSetup,
@@ -140,7 +141,7 @@ def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
     autocast = ", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""
     lines = {
         "precision": f"{run.config.model.dtype} weights{autocast}",
-        "pruning": f"{100 * vision.pruning_ratio:g}% after layer {vision.pruning_layer}, {vision.selector}, "
+        "pruning": f"{percent(vision.pruning_ratio)} after layer {vision.pruning_layer}, {vision.selector}, "
         f"{vision.packing}; temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
     if arguments.distillation_weight:

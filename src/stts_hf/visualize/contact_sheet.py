@@ -84,7 +84,7 @@ def contact_sheet(
         draw.text((MARGIN, MARGIN + 32 * line), text, font=title_font, fill=TEXT)
     kept, total = int(mask.sum()), mask.size
     summary = (
-        f"{len(frames)} frames, {kept} of {total} video tokens kept ({kept / total:.0%}); dimmed blocks were dropped"
+        f"{len(frames)} frames, {kept} of {total} video tokens kept ({kept / total:.1%}); dimmed blocks were dropped"
     )
     draw.text((MARGIN, header_height - 32), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
 

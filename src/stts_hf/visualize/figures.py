@@ -70,7 +70,7 @@ def comparison(
             kept = int(mask[place // tubelet].sum())
             axes.set_xlabel(f"{kept}/{mask.shape[1]}", fontsize=7, color="#555555", labelpad=2)
             _frame_axes(axes, colour_of(name))
-        _label(row[0], name, colour_of(name), f"{mask.mean():.0%} kept")
+        _label(row[0], name, colour_of(name), f"{mask.mean():.1%} kept")
     return figure
 
 

@@ -115,7 +115,8 @@ def test_what_is_no_video_is_refused(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"), [({"seconds": 1.9}, "lasts 2 s"), ({"pixels": 96 * 128 - 1}, "frames of 128 x 96")]
+    ("limits", "words"),
+    [({"seconds": 1.9}, r"lasts 2\.0 s, but at most 1\.9 s"), ({"pixels": 96 * 128 - 1}, "frames of 128 x 96")],
 )
 def test_a_video_beyond_the_limits_is_refused(video, limits, words):
     check_video(video, dataclasses.replace(Limits(), seconds=2.0, pixels=96 * 128))

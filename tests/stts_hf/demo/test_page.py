@@ -78,8 +78,8 @@ def test_numbers_that_round_to_nothing_are_not_rounded(tmp_path):
     """A share below a percent, and limits just below what a video has."""
     small = dataclasses.replace(FIRST, pruning_ratio=0.004)
     assert "0.4% dropped" in page.origin(small)
-    clip = write_clip(tmp_path / "clip.mp4", 6, fps=100)
-    with pytest.raises(ValueError, match=r"lasts 0\.06 s, but at most 0\.05 s are taken"):
-        check_video(clip, Limits(seconds=0.05))
+    clip = write_clip(tmp_path / "clip.mp4", 51, fps=50)
+    with pytest.raises(ValueError, match=r"lasts 1\.1 s, but at most 1\.0 s are taken"):
+        check_video(clip, Limits(seconds=1))
     with pytest.raises(ValueError, match="at most 100 pixels are taken"):
         check_video(clip, Limits(pixels=100))

@@ -153,6 +153,12 @@ def test_one_ratio_has_no_claim_about_more(tmp_path):
     assert "STTS - random: above 0" in table
 
 
+def test_a_ratio_is_not_rounded(tmp_path):
+    settings = dataclasses.replace(STUDY, ratios=(0.5, 0.996))
+    results = Results(write_study(tmp_path, plan(settings, ["methods"]), settings=settings))
+    assert "from 50% to 99.6%, STTS - random" in claims_table(results)
+
+
 def test_a_page_that_is_no_study_s_is_not_overwritten(tmp_path):
     study = write_study(tmp_path / "study", plan(STUDY, ["images"]))
     (tmp_path / "README.md").write_text("# My project\n")

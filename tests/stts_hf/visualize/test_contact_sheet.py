@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from PIL import ImageDraw
 
 from stts_hf.visualize.contact_sheet import contact_sheet
 from stts_hf.visualize.dimming import dim_dropped_blocks
@@ -102,6 +103,14 @@ def test_times_counts_scores_and_title_are_drawn():
         contact_sheet(frames, keep, (9, 9), columns=2, title="What moves?"),
     ]
     assert len({image.tobytes() for image in variants}) == len(variants)
+
+
+def test_a_share_below_a_percent_is_not_said_to_be_none(monkeypatch):
+    texts = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, place, text, **options: texts.append(text))
+    keep = np.arange(2 * 500).reshape(2, 500) < 4
+    contact_sheet(plain_frames(2), keep, (20, 25), columns=2)
+    assert "4 of 1000 video tokens kept (0.4%)" in " ".join(texts)
 
 
 def test_tensors_draw_the_same_picture_as_arrays():

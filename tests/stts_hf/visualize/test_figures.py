@@ -56,6 +56,12 @@ def test_heat_maps_show_the_scores_of_each_frame_in_one_range():
     assert pictures[3].get_images()[1].get_clim() == pytest.approx(score_range(found["cosine"]))
 
 
+def test_a_share_below_a_percent_is_not_said_to_be_none():
+    mask = np.arange(2 * 500).reshape(2, 500) < 4
+    figure = comparison(frames(2), {"scorer": mask}, (20, 25), [0.0, 0.5])
+    assert any("0.4% kept" in axes.get_ylabel() for axes in figure.axes)
+
+
 def test_selectors_stand_side_by_side_on_frames_spread_over_the_video():
     mask = scores(20) > 0.5
     figure = comparison(frames(20), {"scorer": mask, "random": ~mask}, GRID, [0.5 * place for place in range(20)])
