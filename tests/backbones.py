@@ -38,8 +38,8 @@ class Backbone:
     """
     model: of the vision config's settings, with or without a trained scorer. stock: the native model with a model's
     weights. batch: samples as rows of one batch, padded on a side, with labels of their text. alone: the same samples
-    one by one. pack: the same in a single row. tower: where the scorer is. stock_rounding: of logits and gradients at
-    ratio 0 against stock. fills_cache_with_packed_rows: whether packed rows may be gone on with. stock_mixes:
+    one by one. pack: the same in a single row. one_block: a model, and a batch of videos of so many frames, each frame a
+    single block. tower: where the scorer is. stock_rounding: of logits and gradients at ratio 0 against stock. fills_cache_with_packed_rows: whether packed rows may be gone on with. stock_mixes:
     whether stock takes images beside videos.
     """
 
@@ -49,6 +49,7 @@ class Backbone:
     batch: Callable[[Rows, str], Inputs]
     alone: Callable[[Rows], list[Inputs]]
     pack: Callable[[Rows], Inputs]
+    one_block: Callable[[Sequence[int]], tuple[Any, Inputs]]
     tower: str
     stock_rounding: float
     fills_cache_with_packed_rows: bool = True
@@ -67,6 +68,10 @@ def molmo2() -> Backbone:
     def batch(rows: Rows, padding_side: str = "left") -> Inputs:
         return tiny.build_inputs(parts(rows), padding_side=padding_side, labels=True)
 
+    def one_block(frames: Sequence[int]) -> tuple[Any, Inputs]:
+        config = tiny.tiny_config(image_size=[6, 6])
+        return tiny.tiny_model(config), tiny.video_prompt(frames, config, labels=True)
+
     return Backbone(
         name="molmo2",
         model=lambda trained_scorer=True, **vision: tiny.tiny_model(
@@ -76,6 +81,7 @@ def molmo2() -> Backbone:
         batch=batch,
         alone=lambda rows: reference.one_by_one(batch(rows), parts(rows)),
         pack=lambda rows: reference.pack(batch(rows), parts(rows)),
+        one_block=one_block,
         tower="vision_tower",
         # Layers l + 1.. attend frame by frame, stock's to all frames in one call: 3.4e-6 was measured.
         stock_rounding=5e-6,
@@ -95,6 +101,10 @@ def qwen_vl(name: str, tiny_qwen: Any) -> Backbone:
     def batch(rows: Rows, padding_side: str = "left") -> Inputs:
         return tiny_qwen3_vl.batch(alone(rows), padding_side)
 
+    def one_block(frames: Sequence[int]) -> tuple[Any, Inputs]:
+        rows: list[list[tiny_qwen3_vl.Part]] = [[3, tiny_qwen3_vl.Video(some, 1, 1), 5] for some in frames]
+        return tiny_qwen.tiny_model(), tiny_qwen3_vl.batch(tiny_qwen.samples(rows))
+
     return Backbone(
         name=name,
         model=lambda trained_scorer=True, **vision: tiny_qwen.tiny_model(
@@ -104,6 +114,7 @@ def qwen_vl(name: str, tiny_qwen: Any) -> Backbone:
         batch=batch,
         alone=alone,
         pack=lambda rows: tiny_qwen3_vl.pack(alone(rows)),
+        one_block=one_block,
         tower="visual",
         stock_rounding=1e-6,  # the same kernels: logits are equal to the bit, gradients within 5e-7
         fills_cache_with_packed_rows=False,

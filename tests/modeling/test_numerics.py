@@ -124,6 +124,22 @@ def test_frames_of_one_colour_stay_finite(backbone, dtype):
     assert all(gradient.isfinite().all() for gradient in gradients(model, outputs.loss).values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 0.9, 1.0])
+def test_frames_of_one_block_stay_finite(backbone, ratio, dtype):
+    """Each row of a frame then has its minimum as its maximum; one of the videos is a single block."""
+    model, inputs = backbone.one_block([4, 1, 3])
+    model = rounded(model.train(), dtype)[0]
+    outputs = model(**cast(inputs, dtype), pruning_ratio=ratio)
+    assert [mask.shape for mask in outputs.keep_mask] == [(4, 1), (1, 1), (3, 1)]
+    dropped = {0.0: [0, 0, 0], 0.5: [2, 0, 1], 0.9: [3, 0, 2], 1.0: [4, 1, 3]}[ratio]
+    assert [int((~mask).sum()) for mask in outputs.keep_mask] == dropped
+    assert outputs.logits.isfinite().all()
+    assert outputs.task_loss.isfinite()
+    assert outputs.temporal_loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients(model, outputs.loss).values())
+
+
 def test_the_same_again_to_the_bit(backbone):
     """Two models of the same weights: losses, gradients, and what is sampled from a seed."""
     inputs = backbone.batch(ROWS, "left")
