@@ -38,9 +38,10 @@ class Backbone:
     """
     model: of the vision config's settings, with or without a trained scorer. stock: the native model with a model's
     weights. batch: samples as rows of one batch, padded on a side, with labels of their text. alone: the same samples
-    one by one. pack: the same in a single row. one_block: a model, and a batch of videos of so many frames, each frame a
-    single block. tower: where the scorer is. stock_rounding: of logits and gradients at ratio 0 against stock. fills_cache_with_packed_rows: whether packed rows may be gone on with. stock_mixes:
-    whether stock takes images beside videos.
+    one by one. pack: the same in a single row. one_block: a model, and a batch of videos of so many frames, each frame
+    a single block. tower: where the scorer is. stock_rounding: of logits and gradients at ratio 0 against stock.
+    fills_cache_with_packed_rows: whether packed rows may be gone on with. stock_mixes: whether stock takes images
+    beside videos.
     """
 
     name: str
