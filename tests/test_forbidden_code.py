@@ -16,7 +16,9 @@ FILES = sorted(
 )
 CODE = {"eval", "exec", "compile", "__import__"}
 PICKLES = {"pickle", "_pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle"}
-SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
+# Beginnings of names of what starts another program or runs a file.
+PROGRAMS = ("os.system", "os.popen", "os.exec", "os.spawn", "os.posix_spawn", "subprocess.", "pty.spawn", "runpy.")
+PROGRAMS += ("asyncio.create_subprocess", "asyncio.subprocess.")
 # What else is there, and why it may be.
 ALLOWED = {
     # Knows a few plain classes and refuses all others: test_convert_original.py tries to get round it.
@@ -35,18 +37,32 @@ ALLOWED = {
 }
 
 
+def imported(tree: ast.AST) -> dict[str, str]:
+    """Whole names of what a module imports under another one, by `as` or `from`."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
 def forbidden(code: str) -> set[str]:
     """What a module does that none may do."""
     found = set()
-    for node in ast.walk(ast.parse(code)):
+    tree = ast.parse(code)
+    names = imported(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found |= {f"import {name}" for name in names if name.split(".")[0] in PICKLES}
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found |= {f"import {name}" for name in modules if name.split(".")[0] in PICKLES}
         if not isinstance(node, ast.Call):
             continue
-        called = ast.unparse(node.func)
+        first, dot, rest = ast.unparse(node.func).partition(".")
+        called = (names.get(first, first) + dot + rest).removeprefix("builtins.")
         options = {option.arg: ast.unparse(option.value) for option in node.keywords}
-        if called in CODE | SHELLS or ast.unparse(getattr(node.func, "value", node)) == "subprocess":
+        if called in CODE or (called.startswith(PROGRAMS) and "(" not in called):  # a call within is a node of its own
             found.add(called)
         if called.endswith("import_module"):
             found.add("import_module")
@@ -81,6 +97,17 @@ def test_a_module_runs_no_text_and_opens_no_pickle(file):
         "os.system(text)",
         "subprocess.run(text)",
         "run(text, shell=True)",
+        "from os import system; system(text)",
+        "from os import system as play; play(text)",
+        "import os as files; files.popen(text)",
+        "from torch import load; load(path)",
+        "from subprocess import run; run(text)",
+        "import builtins; builtins.eval(text)",
+        "from builtins import exec as play; play(text)",
+        "os.execvp(text, [text])",
+        "os.spawnl(0, text)",
+        "asyncio.create_subprocess_shell(text)",
+        "runpy.run_path(path)",
         "yaml.load(text, yaml.Loader)",
         "importlib.import_module(name)",
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
