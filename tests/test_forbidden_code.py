@@ -39,7 +39,7 @@ ALLOWED = {
 
 def imported(tree: ast.AST) -> dict[str, str]:
     """Whole names of what a module imports under another one, by `as` or `from`."""
-    names = {}
+    names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.asname: alias.name for alias in node.names if alias.asname}

@@ -66,6 +66,10 @@ def install(name: str, tests: Path) -> None:
         new = Path(scratch) / name
         shutil.copytree(tests, new / f"{name}_tests")
         (new / f"{name}_tests" / "__init__.py").touch()
+        for file in new.rglob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            if "\nfrom tests." in text:
+                file.write_text(text.replace("\nfrom tests.", f"\nfrom {name}_tests."), encoding="utf-8")
         if (tests.parent / HELPER).is_file():
             (new / HELPER).parent.mkdir()
             shutil.copy(tests.parent / HELPER, new / HELPER)
