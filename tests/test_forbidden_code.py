@@ -17,7 +17,16 @@ FILES = sorted(
 CODE = {"eval", "exec", "compile", "__import__"}
 PICKLES = {"pickle", "_pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle"}
 # Beginnings of names of what starts another program or runs a file.
-PROGRAMS = ("os.system", "os.popen", "os.exec", "os.spawn", "os.posix_spawn", "subprocess.", "pty.spawn", "runpy.")
+PROGRAMS: tuple[str, ...] = (
+    "os.system",
+    "os.popen",
+    "os.exec",
+    "os.spawn",
+    "os.posix_spawn",
+    "subprocess.",
+    "pty.spawn",
+    "runpy.",
+)
 PROGRAMS += ("asyncio.create_subprocess", "asyncio.subprocess.")
 # What else is there, and why it may be.
 ALLOWED = {
