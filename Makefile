@@ -67,7 +67,7 @@ test-matrix: $(VENV)/.installed-dev
 # Tests with lmms-eval, whose requirements (av<16) exclude those of constraints.txt: in an environment of its own.
 test-eval: .venv-eval/.installed
 	$(TEST_ENV) .venv-eval/bin/python -m pytest -m "slow or not slow" tests/stts_hf/evaluation \
-		tests/modeling/test_video_reading.py tests/modeling/test_video_corpus.py
+		tests/modeling/test_video_reading.py
 
 .venv-eval/.installed: pyproject.toml
 	@test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
