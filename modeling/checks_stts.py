@@ -34,10 +34,10 @@ def holds_packed_rows(tokens: Tokens, cache: Cache | None, text_config: PreTrain
     goes by the positions itself; raises `ValueError` where it would not.
     """
     batch_size, length = tokens.shape
-    positions, mask = tokens.position_ids, tokens.attention_mask
+    positions, mask = tokens.position_ids, tokens.padding_mask
     if positions is None or positions.dim() != 2 or positions.shape[1] != length or length == 1:
         return False  # a step of decoding too; a static cache's length lies on the device
-    if isinstance(mask, dict) or (mask is not None and (mask.dim() != 2 or mask.shape[1] != length)):
+    if tokens.attention_mask is not None and (mask is None or mask.shape[1] != length):
         return False
     if cache is not None and cache.get_seq_length() > 0:
         return False
