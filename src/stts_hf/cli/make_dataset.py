@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for split in ("train", "validation", "test"):
         parser.add_argument(f"--{split}", type=count, metavar="N", help=f"clips and pictures of the {split} split")
     parser.add_argument("--seed", type=int, default=0, help="of all scenes (default: 0)")
+    parser.add_argument("--without-snow", action="store_true", help="the same clips without regions of snow")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -25,7 +26,7 @@ def execute(arguments: argparse.Namespace) -> int:
     check_writable("FOLDER", arguments.folder.parent)
     clips = {split: getattr(arguments, split) or number for split, number in SPLITS.items()}
     try:
-        for done, total in make_dataset(arguments.folder, clips, arguments.seed):
+        for done, total in make_dataset(arguments.folder, clips, arguments.seed, not arguments.without_snow):
             if done % 100 == 0 or done == total:
                 note(f"{done} of {total} clips")
     except (ValueError, FileExistsError) as error:

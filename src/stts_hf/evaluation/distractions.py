@@ -22,7 +22,7 @@ from stts_hf.shares import percent
 def snow_of(results: Results, seed: int) -> np.ndarray:
     """(Q,) regions of snow in the clip of each test question; -1 for pictures. seed: of the data set."""
     clips = {name: split["clips"] for name, split in results.about["splits"].items()}
-    composed = compose_split(clips, "test", seed)
+    composed = compose_split(clips, "test", seed, results.about.get("snow", True))
     counts = {clip: -1 if kind == "image" else len(scene.snow) for clip, kind, _, scene, _ in composed}
     return np.array([counts[clip] for clip in results.clips])
 

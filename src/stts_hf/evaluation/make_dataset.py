@@ -8,11 +8,10 @@ The synthetic video-QA data set: real MP4 files and pictures, and questions abou
     folder/motion/{split}.npz         per clip, where things move in the frames that are looked at
 """
 
-import functools
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,16 @@ SHARES = {"short": 0.55, "long": 0.3, "image": 0.15}
 QUESTIONS_PER_CLIP = 6
 CELLS = 12  # of a frame's side, in motion masks
 FRAMES_LOOKED_AT, MAX_FPS = 16, 4.0  # for motion masks
-_COMPOSE: dict[str, Callable[[int], tuple[Scene, list[Question]]]] = {
-    "short": functools.partial(compose_short, busy=True),
-    "long": functools.partial(compose_long, busy=True),
-    "image": compose_image,
-}
+
+
+def _compose(kind: str, seed: int, snow: bool) -> tuple[Scene, list[Question]]:
+    if kind == "image":
+        return compose_image(seed)
+    return (compose_short if kind == "short" else compose_long)(seed, busy=snow)
 
 
 def make_dataset(
-    folder: str | os.PathLike, clips: Mapping[str, int] | None = None, seed: int = 0
+    folder: str | os.PathLike, clips: Mapping[str, int] | None = None, seed: int = 0, snow: bool = True
 ) -> Iterator[tuple[int, int]]:
     """
     Writes the data set; the folder appears when all of it is there. The same arguments give the same data set, and no
@@ -63,6 +63,7 @@ def make_dataset(
         folder: where to write; must not be there yet.
         clips: how many clips and pictures each split has; `SPLITS` by default.
         seed: of all scenes.
+        snow: whether most clips have regions of snow; all else is the same without.
 
     Yields:
         Clips written and clips in all, after each clip.
@@ -87,7 +88,7 @@ def make_dataset(
         for split in clips:
             rows[split], conversations = [], []
             motion: dict[str, Any] = {}
-            for clip, kind, scene_seed, scene, questions in compose_split(clips, split, seed):
+            for clip, kind, scene_seed, scene, questions in compose_split(clips, split, seed, snow):
                 media = _write_media(new, scene, kind, clip)
                 if kind != "image":
                     motion[clip] = _motion(scene)
@@ -102,6 +103,7 @@ def make_dataset(
         about = {
             "format": FORMAT,
             "seed": seed,
+            **({} if snow else {"snow": False}),
             "splits": {split: {"clips": clips[split], "questions": len(rows[split])} for split in clips},
             **_levels(rows),
         }
@@ -109,15 +111,15 @@ def make_dataset(
 
 
 def compose_split(
-    clips: Mapping[str, int], split: str, seed: int
+    clips: Mapping[str, int], split: str, seed: int, snow: bool = True
 ) -> Iterator[tuple[str, str, int, Scene, list[Question]]]:
     """
     What the clips and pictures of a split show, in their order: name, kind, seed, scene and all questions of each.
-    clips, seed: those of the data set, as `dataset.json` has them.
+    clips, seed, snow: those of the data set, as `dataset.json` has them.
     """
     first = (seed * 97 + list(clips).index(split)) << 24
     for index, kind in enumerate(_kinds(clips[split])):
-        yield f"{split}-{index:05d}", kind, first + index, *_COMPOSE[kind](first + index)
+        yield f"{split}-{index:05d}", kind, first + index, *_compose(kind, first + index, snow)
 
 
 def read_about(folder: str | os.PathLike) -> dict[str, Any]:

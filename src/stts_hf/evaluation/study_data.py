@@ -105,6 +105,7 @@ def describe_questions(dataset: Path, description: Mapping[str, Any], without_op
     return {
         "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
         "splits": description.get("splits"),
+        "snow": description.get("snow", True),
         # These levels are of questions as the data set asks them.
         **{name: {} if without_options else description.get(name) for name in ("chance", "text_only")},
     }

@@ -3,6 +3,7 @@
 import errno
 import filecmp
 import json
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -53,6 +54,20 @@ def test_whatever_changes_what_is_drawn_or_asked_raises_the_format(folder):
     first = ["Where does the white mark flash up?", "What colour is the mark at the top left?"]
     assert (FORMAT, questions[0].text, asked) == (2, "Which way does the red cross move?", first)
     assert brightness == pytest.approx([104.49, 102.50, 98.52], abs=0.5)
+
+
+def test_without_snow_all_else_is_the_same(folder, tmp_path):
+    calm = tmp_path / "calm"
+    list(make_dataset(calm, CLIPS, snow=False))
+    assert read_about(calm) == read_about(folder) | {"snow": False}
+    assert filecmp.cmpfiles(calm, folder, [f"{split}.jsonl" for split in CLIPS])[1:] == ([], [])
+    (snowy,), (bare,) = (
+        [scene for clip, *_, scene, _ in compose_split(CLIPS, "test", 0, snow) if clip == "test-00000"]
+        for snow in (True, False)
+    )
+    assert snowy.snow
+    assert snowy == replace(bare, snow=snowy.snow)
+    assert (calm / "videos/test-00000.mp4").read_bytes() != (folder / "videos/test-00000.mp4").read_bytes()
 
 
 def test_clips_decode(folder):

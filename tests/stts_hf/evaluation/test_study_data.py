@@ -51,6 +51,11 @@ def test_questions_can_be_asked_without_their_options(whole):
     assert describe_questions(whole, about, True)["chance"] == {}
 
 
+@pytest.mark.parametrize("about", [{}, {"snow": False}])
+def test_a_report_knows_whether_clips_have_snow(whole, about):
+    assert describe_questions(whole, about, False)["snow"] is about.get("snow", True)
+
+
 def test_two_shells_at_a_start_decode_once(tmp_path, monkeypatch):
     decoded = []
 
