@@ -1,11 +1,14 @@
 """A checkpoint for use: found, and loaded by this package's code. Code that lies in it never runs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .files import dangling_links
+
+# Of `from_pretrained`'s options those that say where on the Hub, and in which cache, a file is.
+_WHERE = {"revision", "token", "cache_dir", "local_files_only", "subfolder"}
 
 
 def check_checkpoint(checkpoint: str) -> str:
@@ -90,9 +93,29 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
 
     options |= {"config": config, "revision": revision or "main", "use_safetensors": True}
     with _loading(checkpoint):
-        check_headers(Path(checkpoint).expanduser())  # transformers would list every name
+        check_headers(_folder_of_weights(checkpoint, options))  # transformers would list every name
         model: Any = _backbones()[type(config)].from_pretrained(checkpoint, **options)
     return (model if device is None else model.to(device)).eval()
+
+
+def _folder_of_weights(checkpoint: str, options: Mapping[str, Any]) -> Path:
+    """The checkpoint's folder. Of a repository of the Hub the one in the cache that its weights were downloaded to."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    from .tensors import MAX_HEADER_BYTES
+
+    if (folder := Path(checkpoint).expanduser()).is_dir():
+        return folder
+    where = {name: options[name] for name in _WHERE & options.keys()}
+    with contextlib.suppress(OSError):  # what is not there, `from_pretrained` says better
+        return Path(str(cached_file(checkpoint, SAFE_WEIGHTS_NAME, **where))).parent
+    with contextlib.suppress(OSError):
+        index = Path(str(cached_file(checkpoint, SAFE_WEIGHTS_INDEX_NAME, **where)))
+        if index.stat().st_size <= MAX_HEADER_BYTES:
+            get_checkpoint_shard_files(checkpoint, str(index), **where)
+        folder = index.parent
+    return folder
 
 
 @contextlib.contextmanager
