@@ -210,7 +210,8 @@ def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]
     write: False leaves the folder as it is, without values that are new.
 
     Raises `StudyError` for a data set or checkpoint that cannot be used, and where either, or a setting, is not what
-    the study was begun with. Values of `GROWING` are added to those there are.
+    the study was begun with. Values of `GROWING` are added to those there are. A report's folder is a
+    study, too, whose runs of `records.jsonl` are done.
     """
     description = check_dataset(dataset)
     given = dict(given) | {"dataset": fingerprint_dataset(dataset), "base": fingerprint_base(base)}
@@ -231,7 +232,12 @@ def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]
     if write:
         write_json(folder / QUESTIONS, questions)
         write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
-    return Study(folder, settings, dataset, base)
+    study = Study(folder, settings, dataset, base)
+    if write and (folder / ALL_RECORDS).exists():  # a report, gone on with as a study
+        for record in read_records(folder, settings).values():
+            if "failed" not in record and not (path := study.record_of(Run(**record["run"]))).exists():
+                write_json(path, record)
+    return study
 
 
 def _read_config(base: Path) -> STTSConfig:

@@ -75,6 +75,21 @@ def test_every_run_has_a_record_with_a_mark_for_every_question(done):
     assert all(of_long_clips.count(value) for value in (True, False))
 
 
+def test_a_copy_of_the_report_goes_on_as_the_study(done, parts, tmp_path, capsys):
+    """On another machine, which has neither the study's folder nor any weights but the base checkpoint."""
+    assert main(["study", str(done), "--report-only", "--output", str(tmp_path)]) == 0
+    assert not (tmp_path / "records").exists()
+    capsys.readouterr()
+    assert main(study_command(tmp_path, *parts, "--only", "images", "--seeds", "2")) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if "right," in line] == [
+        "none-0-layer2-seed2",
+        "stts-50-layer2-seed2",
+    ]
+    found = outcomes(tmp_path)
+    assert {name: found.pop(name) for name in RUNS} == outcomes(done)
+    assert sorted(found) == ["none-0-layer2-seed2", "stts-50-layer2-seed2"]
+
+
 def test_scaled_frames_cost_the_video_tokens_of_the_unpruned_model(done):
     found = records(done)
     scaled = found[RUNS[2]]["evaluations"]["stts-50-frames-for-50"]["video_tokens"]["long"]
