@@ -24,6 +24,7 @@ from stts_hf.modeling.video_processing_stts import sample_indices
 
 from .clip_files import write_video
 from .questions import (
+    ANSWERS,
     FPS,
     GROUP_OF,
     LONG_FPS,
@@ -105,7 +106,7 @@ def make_dataset(
             "seed": seed,
             **({} if snow else {"snow": False}),
             "splits": {split: {"clips": clips[split], "questions": len(rows[split])} for split in clips},
-            **_levels(rows),
+            **levels(rows),
         }
         (new / "dataset.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
@@ -202,7 +203,7 @@ def _conversation(questions: list[Question], seed: int) -> list[dict[str, str]]:
     return messages
 
 
-def _levels(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def levels(rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """
     What can be had without looking, by type, over the last split: `chance` guesses among what the question allows,
     `text_only` says to each type what was right most often in the first split.
@@ -214,8 +215,8 @@ def _levels(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]
         commonest[row["type"]][row["answer"]] += 1
     chance, text_only = defaultdict(list), defaultdict(list)
     for row in test:
-        chance[row["type"]].append(1 / row["possible"])
         allowed = row.get("options") or _named_answers(row)
+        chance[row["type"]].append(1 / len(allowed or ANSWERS[row["type"]]))
         counts = commonest[row["type"]]
         guess = max(allowed or counts or [""], key=lambda answer: (counts[answer], answer))
         text_only[row["type"]].append(guess == row["answer"])

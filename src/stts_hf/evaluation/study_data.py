@@ -17,9 +17,9 @@ from stts_hf.checkpoints.files import digest_files, read_json
 from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.loading import load_rows
 from stts_hf.data.rows import check_files, read_row
-from stts_hf.evaluation.make_dataset import read_about
+from stts_hf.evaluation.make_dataset import levels, read_about
 
-TRAIN, TEST, MOTION = "train_conversations.jsonl", "test.jsonl", "motion/test.npz"
+TRAIN, TRAIN_QUESTIONS, TEST, MOTION = "train_conversations.jsonl", "train.jsonl", "test.jsonl", "motion/test.npz"
 ENCODED, CONVERSATIONS = "encoded", "conversations.pt"
 
 
@@ -93,21 +93,22 @@ def load_motion(dataset: Path) -> dict[str, np.ndarray]:
         return dict(masks)
 
 
-def read_questions(dataset: Path, without_options: bool = False) -> list[dict[str, Any]]:
-    """The rows of the test split; without_options: all to be answered openly."""
-    rows = [json.loads(line) for line in (dataset / TEST).read_text(encoding="utf-8").splitlines()]
+def read_questions(dataset: Path, without_options: bool = False, name: str = TEST) -> list[dict[str, Any]]:
+    """The rows of a split, by default for testing; without_options: all to be answered openly."""
+    rows = [json.loads(line) for line in (dataset / name).read_text(encoding="utf-8").splitlines()]
     return [{k: v for k, v in row.items() if k != "options"} for row in rows] if without_options else rows
 
 
 def describe_questions(dataset: Path, description: Mapping[str, Any], without_options: bool) -> dict[str, Any]:
     """What a report needs of the data set, so that it can be made without: ids and kinds of the questions, levels."""
-    rows = read_questions(dataset)
+    rows = read_questions(dataset, without_options)
+    if without_options:  # the data set's levels are of questions as it asks them
+        description = {**description, **levels({TRAIN: read_questions(dataset, True, TRAIN_QUESTIONS), TEST: rows})}
     return {
         "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
         "splits": description.get("splits"),
         "snow": description.get("snow", True),
-        # These levels are of questions as the data set asks them.
-        **{name: {} if without_options else description.get(name) for name in ("chance", "text_only")},
+        **{name: description.get(name) for name in ("chance", "text_only")},
     }
 
 
