@@ -48,12 +48,12 @@ def test_questions_can_be_asked_without_their_options(whole):
     assert openly == [{name: value for name, value in row.items() if name != "options"} for row in asked]
     about = {"splits": {}, "chance": {"direction": 0.25}, "text_only": {"direction": 0.3}}
     assert describe_questions(whole, about, False)["chance"] == {"direction": 0.25}
-    openly = describe_questions(whole, about, True)
+    found = describe_questions(whole, about, True)
     expected = {"direction": 0.25, "end": 0.1111, "order": 0.5, "long-order": 0.5, "long-mark": 0.1667, "count": 0.25}
-    asked_kinds = expected.keys() & openly["chance"].keys()
+    asked_kinds = expected.keys() & found["chance"].keys()
     assert len(asked_kinds) >= 3
-    assert all(openly["chance"][kind] == expected[kind] for kind in asked_kinds)
-    assert openly["text_only"].keys() == openly["chance"].keys()
+    assert all(found["chance"][kind] == expected[kind] for kind in asked_kinds)
+    assert found["text_only"].keys() == found["chance"].keys()
 
 
 @pytest.mark.parametrize("about", [{}, {"snow": False}])
