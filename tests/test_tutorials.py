@@ -14,7 +14,12 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.hub_server import LoopbackHub
 
-MAKES = {"asking": "kept.png", "training": "merged/README.md", "many_videos": "scorer.summary.json", "selector": "clip.mp4"}
+MAKES = {
+    "asking": "kept.png",
+    "training": "merged/README.md",
+    "many_videos": "scorer.summary.json",
+    "selector": "clip.mp4",
+}
 
 
 @pytest.fixture
