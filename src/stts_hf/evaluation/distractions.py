@@ -1,7 +1,7 @@
 """
 What a study lost to regions of snow, which change all the time and which nothing is asked about.
 
-    python -m stts_hf.evaluation.distractions docs/study
+    python -m stts_hf.evaluation.distractions docs/study/snow
 
 Prints, for each ratio, by how many points STTS is above others, by the number of regions of snow in a clip. What the
 clips show is composed anew from the data set's seed, so neither videos nor weights are needed.
