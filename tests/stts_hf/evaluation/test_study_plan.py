@@ -20,9 +20,11 @@ from stts_hf.evaluation.study import (
     open_study,
     plan,
     read_records,
+    read_settings,
 )
 from stts_hf.evaluation.study_data import StudyError, fingerprint_dataset
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
+from tests.conftest import REPOSITORY
 from tests.stts_hf.evaluation.small_study import write_base, write_dataset
 
 SETTINGS = Settings(dataset="d", base="b", base_layer=3)
@@ -204,3 +206,12 @@ def test_records_of_another_format_are_refused(tmp_path):
         read_records(tmp_path, SETTINGS)
     with pytest.raises(StudyError, match="is of format 1"):
         Study(tmp_path, SETTINGS, tmp_path, tmp_path).is_over(run)
+
+
+@pytest.mark.parametrize("name", ["", "snow", "snow-scorer-1e-3"])
+def test_the_committed_studies_can_be_read_and_the_newest_gone_on_with(name):
+    folder = REPOSITORY / "docs" / "study" / name
+    settings = read_settings(folder)
+    assert read_records(folder, settings).keys() <= {run.name for run in plan(settings)}
+    if not name:
+        assert fingerprint_base(folder / "base") == settings.base
