@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_answer_options(parser, max_new_tokens=16)
     parser.add_argument(
+        "--without-options",
+        action="store_true",
+        help="ask questions that have options openly: right is who writes the words of the right one",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         metavar="ANSWERS.jsonl",
@@ -53,17 +58,20 @@ def execute(arguments: argparse.Namespace) -> int:
     need_extras("Reading rows needs more packages", "train")
     start_workers_early(arguments)
     import_libraries()
-    from stts_hf.evaluation.evaluate import evaluate
+    from stts_hf.evaluation.evaluate import ask_openly, evaluate
     from stts_hf.evaluation.scoring import summarize
 
     device = choose_device(arguments.device)
     rows = read_rows(arguments.rows)
+    if arguments.without_options:
+        rows = ask_openly(rows)
     config, processor = load_processor(checkpoint, arguments)
     if arguments.pruning_ratio is None:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
         check_scaling(arguments)
     settings = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
     settings |= settings_of(arguments, checkpoint, config)
+    settings |= {"without_options": True} if arguments.without_options else {}
     with open_output(arguments.output, settings) as (records, write, finish):
         left = [row for row in rows if row["id"] not in records]
         if len(left) < len(rows):

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
+from stts_hf.data.prompts import find_option
 from stts_hf.data.rows import RowError, row_id
 from stts_hf.inference.asking import Prompt, PromptAnswer
 from stts_hf.inference.predicting import answer_rows, describe_error, read_prompt
@@ -64,6 +65,26 @@ def evaluate(
     with contextlib.closing(answers):
         for row, answer in answers:
             yield record_of(row, answer)
+
+
+def ask_openly(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """
+    The rows without their options: the answer is the right option's words. A row whose options or answer will not do
+    stays as it is, for `evaluate` to say what is wrong.
+    """
+    return [_openly(row) for row in rows]
+
+
+def _openly(row: Mapping[str, Any]) -> dict[str, Any]:
+    options = row.get("options")
+    if not isinstance(options, list):
+        return dict(row)
+    texts = [str(option) for option in options]
+    try:
+        answer = texts[find_option(texts, row.get("answer"))]
+    except ValueError:
+        return dict(row)
+    return {name: value for name, value in row.items() if name != "options"} | {"answer": answer}
 
 
 def read_question(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:

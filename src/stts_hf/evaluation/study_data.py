@@ -17,6 +17,7 @@ from stts_hf.checkpoints.files import digest_files, read_json
 from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.loading import load_rows
 from stts_hf.data.rows import check_files, read_row
+from stts_hf.evaluation.evaluate import ask_openly
 from stts_hf.evaluation.make_dataset import levels, read_about
 
 TRAIN, TRAIN_QUESTIONS, TEST, MOTION = "train_conversations.jsonl", "train.jsonl", "test.jsonl", "motion/test.npz"
@@ -96,7 +97,7 @@ def load_motion(dataset: Path) -> dict[str, np.ndarray]:
 def read_questions(dataset: Path, without_options: bool = False, name: str = TEST) -> list[dict[str, Any]]:
     """The rows of a split, by default for testing; without_options: all to be answered openly."""
     rows = [json.loads(line) for line in (dataset / name).read_text(encoding="utf-8").splitlines()]
-    return [{k: v for k, v in row.items() if k != "options"} for row in rows] if without_options else rows
+    return ask_openly(rows) if without_options else rows
 
 
 def describe_questions(dataset: Path, description: Mapping[str, Any], without_options: bool) -> dict[str, Any]:

@@ -78,6 +78,15 @@ def test_it_scores_by_type_and_writes_a_line_for_each_question(run, tmp_path):
     assert summary(tmp_path)["types"]["what"]["accuracy"] == 0.5
 
 
+def test_without_options_questions_are_open(run, tmp_path):
+    choice = {line["id"]: line for line in run("--max-new-tokens", "1")[3]}
+    (tmp_path / "answers.jsonl").unlink()
+    openly = {line["id"]: line for line in run("--max-new-tokens", "1", "--without-options")[3]}
+    assert [openly[name]["no_option"] for name in "abcd"] == [False] * 4
+    fewer = [choice[name]["prompt_tokens"] - openly[name]["prompt_tokens"] for name in "abcd"]
+    assert fewer[1] == fewer[2] > fewer[0] == fewer[3] == 0
+
+
 @pytest.mark.parametrize("other", QWENS)
 def test_another_backbone_takes_the_same_command(run, other):
     options = ["--checkpoint", str(TINIES[other]), "--max-new-tokens", "1"]
@@ -125,6 +134,7 @@ def test_a_finished_run_is_summed_up_without_loading_weights(run, monkeypatch):
         (["--pruning-ratio", "0.3"], r"pruning_ratio was 0\.5, and is 0\.3 now"),
         (["--num-frames", "2"], r"processing was \{\}, and is \{\"num_frames\": 2\} now"),
         (["--selector", "cosine"], 'selector was "scorer", and is "cosine" now'),
+        (["--without-options"], "without_options was null, and is true now"),
     ],
 )
 def test_answers_of_other_settings_are_refused(run, options, setting):

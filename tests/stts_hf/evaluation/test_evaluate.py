@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.evaluation.evaluate import evaluate, read_question, record_of
+from stts_hf.evaluation.evaluate import ask_openly, evaluate, read_question, record_of
 from stts_hf.inference import predicting as module
 from stts_hf.inference.asking import PromptAnswer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
@@ -66,6 +66,23 @@ def test_an_answer_that_is_no_option_is_wrong_and_said_to_be_none(says):
 def test_an_open_question_has_no_options_to_miss(says):
     [record], _ = says([OPEN], "Blue")
     assert (record["right"], record["no_option"], record["group"]) == (False, False, None)
+
+
+@pytest.mark.parametrize("answer", ["up", "B", 1])
+def test_a_choice_can_be_asked_openly(says, answer):
+    rows = ask_openly([{**CHOICE, "answer": answer}, OPEN])
+    assert rows == [{**{name: value for name, value in CHOICE.items() if name != "options"}}, OPEN]
+    [right, _], [prompt, _] = says(rows, "Up.", "red")
+    assert (right["right"], right["no_option"]) == (True, False)
+    assert prompt.tail == "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("wrong", [{"answer": "down"}, {"answer": None}, {"options": 3}, {"options": "left"}])
+def test_what_is_wrong_with_a_choice_is_said_of_it_openly_too(says, wrong):
+    row = {**CHOICE, **wrong}
+    assert ask_openly([row]) == [row]
+    [record], _ = says(ask_openly([row]))
+    assert "Row 'c': " in record["error"]
 
 
 def test_the_answer_is_not_in_the_prompt_and_the_options_are(says):
