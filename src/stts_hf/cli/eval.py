@@ -69,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.pruning_ratio is None:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
         check_scaling(arguments)
-    settings = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
+    settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
     settings |= settings_of(arguments, checkpoint, config)
     settings |= {"without_options": True} if arguments.without_options else {}
     with open_output(arguments.output, settings) as (records, write, finish):
