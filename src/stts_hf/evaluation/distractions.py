@@ -14,8 +14,8 @@ import numpy as np
 
 from stts_hf.evaluation.make_dataset import compose_split
 from stts_hf.evaluation.study import UNPRUNED
-from stts_hf.evaluation.study_report import interval, table
 from stts_hf.evaluation.study_results import Results, is_right
+from stts_hf.evaluation.tables import interval, table
 from stts_hf.shares import percent
 
 

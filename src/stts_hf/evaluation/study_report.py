@@ -6,7 +6,7 @@ It is made from the records alone, however many there are: what is missing is na
 import json
 import operator
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from stts_hf.evaluation.study import (
 )
 from stts_hf.evaluation.study_data import StudyError
 from stts_hf.evaluation.study_results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
+from stts_hf.evaluation.tables import EMPTY, interval, number, table
 from stts_hf.shares import percent
 
 TITLE = "# Study: which video tokens can go"
@@ -50,7 +51,6 @@ PAPER = {
     TEXT_ONLY: -18.4,
 }
 LEVELS = {"always the commonest answer": "text_only", "chance": "chance"}  # of `dataset.json`
-EMPTY = ""
 
 
 def check_output(output: Path) -> None:
@@ -293,25 +293,9 @@ def notes() -> str:
 """
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def interval(found: Interval | None, signed: bool = False, digits: int = 1) -> str:
-    if found is None:
-        return EMPTY
-    mean, low, high = (f"{value:{'+' if signed else ''}.{digits}f}" for value in (found.mean, found.low, found.high))
-    return f"{mean} [{low}, {high}]"
-
-
 def over(results: Results, answers: Answers, others: Answers, column: str = AVERAGE) -> str:
     """By how many points `answers` are above `others`; empty beside themselves."""
     return EMPTY if answers is others else interval(results.difference(answers, others, column), signed=True)
-
-
-def number(value: float | None, digits: int = 1) -> str:
-    return EMPTY if value is None else f"{value:.{digits}f}"
 
 
 def draw_degradation(results: Results) -> Figure:

@@ -1,0 +1,105 @@
+"""
+What answers files of `stts-hf eval` found, and by how much one checkpoint is better than another, with intervals.
+
+    python -m stts_hf.evaluation.compare rows.jsonl --answers stts.jsonl --against random.jsonl
+
+Accuracies alone do not say whether a difference is one: questions about a clip stand or fall together, and what makes
+one hard for both checkpoints cancels where they are compared question by question (`stts_hf.evaluation.statistics`).
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stts_hf.data.lines import read_lines
+from stts_hf.data.loading import load_rows
+
+from .statistics import Bootstrap
+from .tables import interval, table
+
+
+def read_right(path: Path, ids: Sequence[str]) -> np.ndarray:
+    """
+    (Q,) of the answers to these questions, 100 where right and 0 where wrong or not to be asked. Raises `ValueError`
+    where the file is damaged or does not hold an answer to each of them and no others.
+    """
+    lines, _ = read_lines(path)
+    right = {line.get("id"): line.get("right") for line in lines}
+    missing, other = [name for name in ids if name not in right], right.keys() - set(ids)
+    if missing or other:
+        raise ValueError(
+            f"{path} answers {len(ids) - len(missing)} of these {len(ids)} questions and {len(other)} others: name the "
+            "rows that it was made of, and let stts-hf eval end"
+        )
+    return np.array([100.0 * bool(right[name]) for name in ids])
+
+
+def clip_of(row: Mapping[str, Any]) -> str:
+    """What a row's question shares with others: its videos and images; a text's is its own."""
+    media = [row.get("videos") or [], row.get("images") or []]
+    return json.dumps(media, default=repr) if any(media) else row["id"]
+
+
+def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.ndarray | None = None) -> str:
+    """
+    A table of the percentage of right answers, with intervals over clips and runs: of each group, on the average of
+    those groups that ask about videos (each weighs the same), and of all questions.
+
+    rows: Q. answers: (S, Q) of `read_right`, of S runs such as seeds. against: of another method, (S, Q) or (1, Q),
+    which all runs are compared with; its seeds are the answers'.
+    """
+    bootstrap = Bootstrap([clip_of(row) for row in rows])
+    groups = np.array([row.get("group") or "" for row in rows])
+    videos = np.array([bool(row.get("videos")) for row in rows])
+    named = [name for name in dict.fromkeys(groups.tolist()) if name]
+    about_videos = [groups == name for name in named if videos[groups == name].any()]
+    subsets = {name: [groups == name] for name in named}
+    if len(about_videos) > 1:
+        subsets["average"] = about_videos
+    subsets["all"] = [np.ones(len(rows), dtype=bool)]
+    lines = []
+    for name, masks in subsets.items():
+        cells = [interval(bootstrap.mean(answers, masks))]
+        if against is not None:
+            cells += [
+                interval(bootstrap.mean(against, masks)),
+                interval(bootstrap.mean(answers - against, masks), signed=True),
+            ]
+        lines.append([name, str(int(sum(mask.sum() for mask in masks))), *cells])
+    heads = ["", "questions", "answers", *([] if against is None else ["against", "difference"])]
+    return table(heads, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Accuracies of answers files, and their difference, with intervals.")
+    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="the questions")
+    for option in ("--answers", "--against"):
+        parser.add_argument(
+            option,
+            type=Path,
+            nargs="+",
+            metavar="ANSWERS.jsonl",
+            required=option == "--answers",
+            help="of stts-hf eval; several: of runs with other seeds, in the same order",
+        )
+    given = parser.parse_args(arguments)
+    if given.against and len(given.against) not in (1, len(given.answers)):
+        parser.error(
+            f"--against names {len(given.against)} files beside {len(given.answers)} of --answers: name one, or as many"
+        )
+    try:
+        rows = list(load_rows(given.rows))
+        ids = [row["id"] for row in rows]
+        answers = np.stack([read_right(path, ids) for path in given.answers])
+        against = np.stack([read_right(path, ids) for path in given.against]) if given.against else None
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(compare(rows, answers, against))
+
+
+if __name__ == "__main__":
+    main()
