@@ -69,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.pruning_ratio is None:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
         check_scaling(arguments)
-    settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
+    settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files(files_of(arguments.rows))}}
     settings |= settings_of(arguments, checkpoint, config)
     settings |= {"without_options": True} if arguments.without_options else {}
     with open_output(arguments.output, settings) as (records, write, finish):
@@ -102,6 +102,12 @@ def execute(arguments: argparse.Namespace) -> int:
     print_table(summary)
     print_problems(records.values(), "stts-hf eval: error: {} questions could not be asked; they count as wrong")
     return 1 if summary["all"]["errors"] else 0
+
+
+def files_of(rows: Path) -> list[Path]:
+    """The file, and what says which clips its rows are about: data sets with and without snow have the same rows."""
+    about = rows.with_name("dataset.json")
+    return [rows, about] if about.is_file() else [rows]
 
 
 def check_rows(rows: Path) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from stts_hf.checkpoints.files import read_json
 from stts_hf.data.lines import read_lines
 from stts_hf.data.loading import load_rows
+from stts_hf.inference.answers_file import summary_path
 
 from .statistics import Bootstrap
 from .tables import interval, table
@@ -28,14 +30,25 @@ def read_right(path: Path, ids: Sequence[str]) -> np.ndarray:
     where the file is damaged or does not hold an answer to each of them and no others.
     """
     lines, _ = read_lines(path)
-    right = {line.get("id"): line.get("right") for line in lines}
+    right: dict[str, bool] = {}
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line.get("id"), str) or not isinstance(line.get("right"), bool):
+            raise ValueError(f"{path}:{number} has no id and right, as a line that stts-hf eval wrote has")
+        right[line["id"]] = line["right"]
     missing, other = [name for name in ids if name not in right], right.keys() - set(ids)
     if missing or other:
         raise ValueError(
             f"{path} answers {len(ids) - len(missing)} of these {len(ids)} questions and {len(other)} others: name the "
             "rows that it was made of, and let stts-hf eval end"
         )
-    return np.array([100.0 * bool(right[name]) for name in ids])
+    return np.array([100.0 * right[name] for name in ids])
+
+
+def asked(path: Path) -> dict[str, Any]:
+    """What was asked in an answers file: its rows, and how; empty where no summary lies beside it."""
+    beside = summary_path(path)
+    settings = read_json(beside).get("settings", {}) if beside.exists() else {}
+    return {name: settings.get(name) for name in ("rows", "without_options")} if settings else {}
 
 
 def clip_of(row: Mapping[str, Any]) -> str:
@@ -59,8 +72,8 @@ def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.
     about_videos = [groups == name for name in named if videos[groups == name].any()]
     subsets = {name: [groups == name] for name in named}
     if len(about_videos) > 1:
-        subsets["average"] = about_videos
-    subsets["all"] = [np.ones(len(rows), dtype=bool)]
+        subsets["**average**"] = about_videos
+    subsets["**all**"] = [np.ones(len(rows), dtype=bool)]
     lines = []
     for name, masks in subsets.items():
         cells = [interval(bootstrap.mean(answers, masks))]
@@ -94,6 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         rows = list(load_rows(given.rows))
         ids = [row["id"] for row in rows]
+        questions = [it for it in map(asked, [*given.answers, *(given.against or [])]) if it]
+        if any(it != questions[0] for it in questions):
+            raise ValueError(
+                "the answers are to other questions, as the summaries beside the files say: ask them alike"
+            )
         answers = np.stack([read_right(path, ids) for path in given.answers])
         against = np.stack([read_right(path, ids) for path in given.against]) if given.against else None
     except (OSError, ValueError) as error:

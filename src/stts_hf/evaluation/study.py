@@ -5,6 +5,7 @@ that any table needs of its weights. So runs need nothing of each other and may 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,10 +189,15 @@ class Study:
         """The run's record; None where there is none, or another process deletes it to try the run again."""
         path = self.record_of(run)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes()
         except FileNotFoundError:
-            return None
-        return parse_record(path, text, self.settings)
+            return self._copied.get(run.name)
+        return parse_record(str(path), text, self.settings)
+
+    @functools.cached_property
+    def _copied(self) -> dict[str, dict[str, Any]]:
+        """Of a report that is gone on with as a study: the runs that were done in it."""
+        return {name: it for name, it in _read_copied(self.folder, self.settings).items() if "failed" not in it}
 
     def has_failed(self, run: Run) -> bool:
         return "failed" in (self.read_record(run) or {})
@@ -201,7 +207,9 @@ class Study:
         record = self.read_record(run)
         if record is None:
             return False
-        return "failed" in record or record["evaluations"].keys() >= {it.name for it in evaluations(run, self.settings)}
+        asked = record["evaluations"].keys() >= {it.name for it in evaluations(run, self.settings)}
+        scored = "motion" in record or not is_scored(run, self.settings)
+        return "failed" in record or (asked and scored)
 
 
 def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any], *, write: bool = True) -> Study:
@@ -229,15 +237,11 @@ def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]
         settings = Settings(**given)
     _check_layers(settings.layers, config)
     questions = describe_questions(dataset, description, settings.without_options)
+    read_records(folder, settings)  # what cannot be read is refused before anything is written
     if write:
         write_json(folder / QUESTIONS, questions)
         write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
-    study = Study(folder, settings, dataset, base)
-    if write and (folder / ALL_RECORDS).exists():  # a report, gone on with as a study
-        for record in read_records(folder, settings).values():
-            if "failed" not in record and not (path := study.record_of(Run(**record["run"]))).exists():
-                write_json(path, record)
-    return study
+    return Study(folder, settings, dataset, base)
 
 
 def _read_config(base: Path) -> STTSConfig:
@@ -310,17 +314,28 @@ def read_records(folder: Path, settings: Settings) -> dict[str, dict[str, Any]]:
     All records of a study by their run's name, of `records/` and of `records.jsonl`, which a report puts them into.
     Raises `StudyError` for one that cannot be read, or that is of other settings.
     """
-    lines = folder / ALL_RECORDS
-    found = [(lines, line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    found += [(path, path.read_text()) for path in sorted((folder / RECORDS).glob("*.json"))]
-    records = {}
-    for path, text in found:
-        record = parse_record(path, text, settings)
+    records = _read_copied(folder, settings)
+    for path in sorted((folder / RECORDS).glob("*.json")):
+        record = parse_record(str(path), path.read_bytes(), settings)
+        name = Run(**record["run"]).name
+        if "failed" not in record or "failed" in records.get(name, record):  # a run that is done is not shadowed
+            records[name] = record
+    return records
+
+
+def _read_copied(folder: Path, settings: Settings) -> dict[str, dict[str, Any]]:
+    path, records = folder / ALL_RECORDS, {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return {}
+    for number, line in enumerate(lines, 1):
+        record = parse_record(f"{path}:{number}", line, settings, "that line")
         records[Run(**record["run"]).name] = record
     return records
 
 
-def parse_record(path: Path, text: str, settings: Settings) -> dict[str, Any]:
+def parse_record(place: str, text: bytes, settings: Settings, what: str = "it") -> dict[str, Any]:
     """The record in `text`. Raises `StudyError` where that is none, or of another format or other settings."""
     try:
         record = json.loads(text)
@@ -328,15 +343,17 @@ def parse_record(path: Path, text: str, settings: Settings) -> dict[str, Any]:
         if number == FORMAT:
             Run(**record["run"])
     except (ValueError, TypeError, KeyError) as error:
-        raise StudyError(f"{path} is no record of a study ({error}): delete it, and its run is done again") from None
+        raise StudyError(
+            f"{place} is no record of a study ({error}): restore the file, or delete {what}, and its run is done again"
+        ) from None
     if number != FORMAT:
-        raise StudyError(_of_another_format(path, number))
+        raise StudyError(_of_another_format(place, number))
     if of_study != settings.fingerprint:
-        raise StudyError(f"{path} is of a study with other settings: move it elsewhere")
+        raise StudyError(f"{place} is of a study with other settings: move it elsewhere")
     return record
 
 
-def _of_another_format(path: Path, number: Any) -> str:
+def _of_another_format(path: object, number: Any) -> str:
     return (
         f"{path} is of format {number}, and this version of stts-hf reads and writes {FORMAT}, whose figures do not "
         "compare with others: begin a study in another folder"

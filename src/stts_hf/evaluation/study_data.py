@@ -33,6 +33,7 @@ def check_dataset(dataset: Path) -> dict[str, Any]:
     try:
         about = read_about(dataset)
         _check_rows(dataset, TRAIN, about["splits"]["train"]["clips"])
+        _check_rows(dataset, TRAIN_QUESTIONS, about["splits"]["train"]["questions"])
         _check_rows(dataset, TEST, about["splits"]["test"]["questions"])
         load_motion(dataset)
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:

@@ -27,6 +27,8 @@ from stts_hf.evaluation.study import (
     UNPRUNED,
     command_of,
     plan,
+    read_records,
+    read_settings,
 )
 from stts_hf.evaluation.study_data import StudyError
 from stts_hf.evaluation.study_results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
@@ -70,6 +72,8 @@ def write_report(folder: Path, output: Path) -> None:
     results = Results(folder)
     if not results.done:
         raise StudyError(f"{folder} holds no run that is done, so there is nothing to report")
+    if (output / SETTINGS).exists() and output.resolve() != folder.resolve():
+        _check_other(output, results)
     for name, draw in ((DEGRADATION_PLOT, draw_degradation), (LAYERS_PLOT, draw_layers)):
         with atomic_file(output / name) as new:
             draw(results).savefig(new, dpi=110, format="png", bbox_inches="tight")
@@ -83,6 +87,18 @@ def write_report(folder: Path, output: Path) -> None:
     lines = [json.dumps(record, separators=(",", ":")) + "\n" for _, record in sorted(results.records.items())]
     with atomic_file(output / ALL_RECORDS) as new:
         new.write_text("".join(lines), encoding="utf-8")
+
+
+def _check_other(output: Path, results: Results) -> None:
+    """Raises `StudyError` where `output` has runs that these results lack, and which they would replace."""
+    if read_settings(output).fingerprint != results.settings.fingerprint:
+        raise StudyError(f"{output} holds the report of another study: name another folder with --output")
+    there = read_records(output, results.settings)
+    if lost := [name for name, it in there.items() if "failed" not in it and name not in results.done]:
+        raise StudyError(
+            f"{output} has {len(lost)} runs that this study has not ({lost[0]}, ...), and would lose them: name "
+            "another folder with --output"
+        )
 
 
 def page(results: Results) -> str:

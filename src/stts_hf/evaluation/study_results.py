@@ -32,9 +32,9 @@ class Results:
         self.clips = [question["clip"] for question in questions]
         self.bootstrap = Bootstrap(self.clips)
         self._answers: dict[tuple[Any, ...], dict[int, Any]] = {}
-        for record in self.done.values():
+        for record in self.records.values():
             run = record["run"]
-            for asked in record["evaluations"].values():
+            for asked in record.get("evaluations", {}).values():  # of a run that failed, what it was asked before
                 key = (asked["method"], asked["pruning_ratio"], run["pruning_layer"], asked["scaling"])
                 self._answers.setdefault(key, {})[run["seed"]] = asked
 
@@ -44,7 +44,7 @@ class Results:
 
     def _of_seeds(self, method: str, ratio: float, layer: int | None) -> list[dict[str, Any]]:
         names = (Run(*self._place(method, ratio, layer), seed).name for seed in self.settings.seeds)
-        return [self.done[name] for name in names if name in self.done]
+        return [self.records[name] for name in names if "training" in self.records.get(name, {})]
 
     def find(self, method: str, ratio: float = MAIN_RATIO, layer: int | None = None, scaling: float = 0.0) -> Answers:
         """What was answered; empty where it was not run. ratio: of no effect for methods that have their own."""
@@ -87,7 +87,7 @@ class Results:
 
     def motion(self, method: str) -> Interval | None:
         """Mean correlation of a method's scores with what moves, clips and seeds resampled."""
-        found = [record["motion"] for record in self._of_seeds(method, MAIN_RATIO, None)]
+        found = [it["motion"] for it in self._of_seeds(method, MAIN_RATIO, None) if "motion" in it]
         clips = sorted(set.intersection(*map(set, found))) if found else []
         if not clips:
             return None

@@ -71,7 +71,7 @@ def run_study(
     """
     for run in runs:
         if study.has_failed(run):
-            study.record_of(run).unlink(missing_ok=True)
+            _clear_failure(study, run)
     if all(map(study.is_over, runs)):
         return []
     register_auto_classes()
@@ -85,6 +85,15 @@ def run_study(
             f"{len(undone)} runs are not done, because their processes ended ({undone[0]}, ...): start again"
         )
     return list(filter(study.has_failed, runs))
+
+
+def _clear_failure(study: Study, run: Run) -> None:
+    """Makes a run that failed one that is not over; what its weights were asked before stays."""
+    path, record = study.record_of(run), study.read_record(run) or {}
+    if record.get("evaluations"):
+        write_json(path, {name: value for name, value in record.items() if name not in ("failed", "traceback")})
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _start_workers(study: Study, runs: Sequence[Run], say: Say, keep_checkpoints: bool, workers: int) -> None:
@@ -153,21 +162,22 @@ class Desk:
 
 def carry_out(run: Run, desk: Desk, keep_checkpoints: bool = False) -> str:
     """Trains and asks, and writes the run's record, also where it fails; returns a line about it. `OSError` where the
-    disk is full: then nothing is recorded. What the same weights were asked before, with fewer ratios, stays."""
+    disk is full: then nothing is recorded. What the same weights were asked before, with fewer ratios, stays, also
+    where it fails."""
     study, started = desk.study, time.perf_counter()
     record: dict[str, Any] = {"format": FORMAT, "study": study.settings.fingerprint, "run": dataclasses.asdict(run)}
     record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"}
     record |= {"machine": describe_machine(desk.device), "versions": describe_versions()}
     checkpoint = study.folder / CHECKPOINTS / run.name
     before = (study.read_record(run) if checkpoint.exists() else None) or {"evaluations": {}, "seconds": 0}
+    record |= {name: before[name] for name in ("training", "evaluations", "motion") if name in before}
     try:
         if not checkpoint.exists():
             train(run, desk, checkpoint)
         record["training"] = read_object(checkpoint / TRAINING)
-        record["evaluations"] = {
-            asked.name: before["evaluations"].get(asked.name) or ask(run, asked, desk, checkpoint)
-            for asked in evaluations(run, study.settings)
-        }
+        for asked in evaluations(run, study.settings):
+            if asked.name not in record["evaluations"]:
+                record["evaluations"][asked.name] = ask(run, asked, desk, checkpoint)
         if is_scored(run, study.settings):
             record["motion"] = correlate_with_motion(run, desk, checkpoint)
     except Exception as error:

@@ -175,6 +175,16 @@ def test_answers_to_other_rows_are_refused(run, rows):
     assert "rows was {" in run("--max-new-tokens", "1", rows=other)[2]
 
 
+def test_answers_about_other_clips_are_refused_where_the_rows_are_the_same(run, rows, tmp_path):
+    for name, snow in (("snow", True), ("calm", False)):
+        shutil.copytree(rows.parent, tmp_path / name)
+        (tmp_path / name / "dataset.json").write_text(json.dumps({"snow": snow}))
+    assert run("--max-new-tokens", "1", rows=tmp_path / "snow" / "rows.jsonl")[0] == 0
+    status, _, err, _ = run("--max-new-tokens", "1", rows=tmp_path / "calm" / "rows.jsonl")
+    assert status == 2
+    assert "holds answers of other settings: rows was {" in err
+
+
 def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -40,13 +40,13 @@ def test_means_and_differences(tmp_path, capsys):
     other = answers(tmp_path, "0.jsonl", "010010")
     main([str(rows), "--answers", *map(str, first), "--against", str(other)])
     found = cells(capsys.readouterr().out)
-    assert list(found) == ["motion", "long", "image", "average", "all"]
+    assert list(found) == ["motion", "long", "image", "**average**", "**all**"]
     assert [found[name][0] for name in found] == ["3", "1", "1", "4", "6"]
     means = {name: [float(cell.split(" ")[0]) for cell in cells[1:]] for name, cells in found.items()}
     assert means["motion"] == [83.3, 33.3, 50.0]
     assert means["long"] == [100, 0, 100]
-    assert means["average"] == [91.7, 16.7, 75.0]  # images are none of it
-    assert means["all"] == [75.0, 33.3, 41.7]
+    assert means["**average**"] == [91.7, 16.7, 75.0]  # images are none of it
+    assert means["**all**"] == [75.0, 33.3, 41.7]
     assert found["image"][1:] == ["100.0 [100.0, 100.0]", "100.0 [100.0, 100.0]", "+0.0 [+0.0, +0.0]"]
 
 
@@ -54,7 +54,7 @@ def test_questions_about_a_clip_are_drawn_together():
     """Twenty clips of fifty questions: answers that hang on the clip are as good as twenty, not a thousand."""
     rows = [{"id": str(n), "videos": [f"{n // 50}.mp4"]} for n in range(1000)]
     right = 100.0 * (np.arange(1000) // 50 % 2)
-    mean, low, high = map(float, re.findall(r"[\d.]+", cells(compare(rows, right[None]))["all"][1]))
+    mean, low, high = map(float, re.findall(r"[\d.]+", cells(compare(rows, right[None]))["**all**"][1]))
     assert mean == 50
     assert high - low > 35  # of questions by themselves it would be 6
 
@@ -90,12 +90,19 @@ def test_answers_to_other_rows_are_refused(tmp_path, right, names, message):
         (["--answers", "1.jsonl", "--against", "1.jsonl", "1.jsonl"], "--against names 2 files beside 1 of --answers"),
         (["--answers", "nowhere.jsonl"], "No such file .*nowhere.jsonl"),
         (["--answers", "torn.jsonl"], "torn.jsonl:1 is not JSON"),
+        (["--answers", "others.jsonl"], "others.jsonl:1 has no id and right"),
+        (["--answers", "1.jsonl", "--against", "open.jsonl"], "the answers are to other questions"),
     ],
 )
 def test_a_mistake_is_one_clear_line(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, ROWS, "rows.jsonl")
     answers(tmp_path, "1.jsonl", "111111")
+    answers(tmp_path, "open.jsonl", "111111")
+    for name, openly in (("1", None), ("open", True)):
+        settings = {"settings": {"rows": {"digest": "1"}, "without_options": openly}}
+        (tmp_path / f"{name}.summary.json").write_text(json.dumps(settings))
+    (tmp_path / "others.jsonl").write_text('{"id": "a", "answer": "x"}\n')
     (tmp_path / "torn.jsonl").write_text('{"id": \n{}\n')
     with pytest.raises(SystemExit) as error:
         main(["rows.jsonl", *options])

@@ -4,6 +4,8 @@ import dataclasses
 import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from stts_hf.checkpoints.files import read_json
 from stts_hf.cli.main import main
 from stts_hf.evaluation import study_data, study_runs
 from stts_hf.evaluation.methods import METHODS
-from stts_hf.evaluation.study import open_study, plan
+from stts_hf.evaluation.study import open_study, plan, read_records, read_settings
 from stts_hf.evaluation.study_data import EncodedRows, encode_conversations
 from stts_hf.evaluation.study_runs import run_study
 from tests.stts_hf.evaluation.small_study import study_command, write_base, write_dataset
@@ -44,7 +46,7 @@ def done(parts, tmp_path_factory) -> Path:
 
 
 def records(folder: Path) -> dict[str, dict]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted((folder / "records").glob("*.json"))}
+    return read_records(folder, read_settings(folder))
 
 
 def outcomes(folder: Path) -> dict[str, tuple]:
@@ -80,6 +82,8 @@ def test_a_copy_of_the_report_goes_on_as_the_study(done, parts, tmp_path, capsys
     assert main(["study", str(done), "--report-only", "--output", str(tmp_path)]) == 0
     assert not (tmp_path / "records").exists()
     capsys.readouterr()
+    assert main(study_command(tmp_path, *parts, "--only", "images", "--plan")) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"done   {name}" for name in RUNS]
     assert main(study_command(tmp_path, *parts, "--only", "images", "--seeds", "2")) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if "right," in line] == [
         "none-0-layer2-seed2",
@@ -174,6 +178,62 @@ def test_a_failed_run_is_recorded_and_the_rest_goes_on(parts, tmp_path, monkeypa
     assert main(command) == 0
     assert trained == [RUNS[2]]
     assert "failed" not in (tmp_path / "README.md").read_text()
+
+
+def test_a_run_that_fails_when_it_is_asked_more_keeps_what_it_was_asked(parts, tmp_path, monkeypatch, trained):
+    command = study_command(tmp_path, *parts, "--only", "images", "--seeds", "0")
+    assert main(command) == 0
+    before, ask, asked = records(tmp_path)[RUNS[0]]["evaluations"], study_runs.ask, []
+    page = (tmp_path / "README.md").read_text()
+
+    def broken(run, what, *arguments):
+        asked.append(what.pruning_ratio)
+        if len(asked) == 2:
+            raise RuntimeError("the answers caught fire")
+        return ask(run, what, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study_runs, "ask", broken)
+        assert main([*command, "--ratios", "0.7"]) == 1
+    found = records(tmp_path)[RUNS[0]]
+    assert found["failed"] == "RuntimeError: the answers caught fire"
+    assert asked == [0.7, 0.7]
+    assert found["evaluations"].keys() - before.keys() == {f"{name}-70" for name in ["random-inference"]}
+    assert {name: found["evaluations"][name] for name in before} == before
+    row = next(line for line in page.splitlines() if line.startswith("| No pruning |"))
+    assert row in (tmp_path / "README.md").read_text()
+    assert main(command) == 0
+    assert records(tmp_path)[RUNS[0]]["evaluations"].keys() > found["evaluations"].keys()
+    assert "failed" not in records(tmp_path)[RUNS[0]]
+    assert trained.count(RUNS[0]) == 1
+
+
+def test_a_report_of_another_study_is_not_overwritten(done, tmp_path, capsys):
+    report = tmp_path / "report"
+    command = ["study", "--report-only", "--output", str(report)]
+    assert main([*command, str(done)]) == 0
+    held = (report / "records.jsonl").read_bytes()
+    fewer = shutil.copytree(done, tmp_path / "fewer")
+    (fewer / "records" / f"{RUNS[2]}.json").unlink()
+    assert main([*command, str(fewer)]) == 2
+    assert f"has 1 runs that this study has not ({RUNS[2]}, ...)" in capsys.readouterr().err
+    settings = json.loads((report / "study.json").read_text())
+    (report / "study.json").write_text(json.dumps({**settings, "steps": 7}))
+    assert main([*command, str(done)]) == 2
+    assert "holds the report of another study: name another folder" in capsys.readouterr().err
+    assert (report / "records.jsonl").read_bytes() == held
+
+
+def test_a_damaged_copy_is_refused_before_anything_is_written(done, parts, tmp_path, capsys):
+    assert main(["study", str(done), "--report-only", "--output", str(tmp_path)]) == 0
+    held = (tmp_path / "study.json").read_bytes()
+    path = tmp_path / "records.jsonl"
+    whole = path.read_bytes()
+    for damaged in (whole[:-40], whole[:-40] + b"\xff\n"):
+        path.write_bytes(damaged)
+        assert main(study_command(tmp_path, *parts, "--ratios", "0.9")) == 2
+        assert re.search(r"records\.jsonl:\d+ is no record .*or delete that line", capsys.readouterr().err)
+    assert (tmp_path / "study.json").read_bytes() == held
 
 
 def test_a_full_disk_ends_the_study_and_loses_nothing(parts, tmp_path, monkeypatch, capsys, trained):

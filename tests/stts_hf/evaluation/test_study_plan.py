@@ -212,6 +212,7 @@ def test_records_of_another_format_are_refused(tmp_path):
 def test_the_committed_studies_can_be_read_and_the_newest_gone_on_with(name):
     folder = REPOSITORY / "docs" / "study" / name
     settings = read_settings(folder)
-    assert read_records(folder, settings).keys() <= {run.name for run in plan(settings)}
+    missing = {run.name for run in plan(settings)} - read_records(folder, settings).keys()
+    assert len(missing) == (8 if name == "snow" else 0)
     if not name:
         assert fingerprint_base(folder / "base") == settings.base
