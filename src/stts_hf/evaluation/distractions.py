@@ -14,27 +14,39 @@ import numpy as np
 
 from stts_hf.evaluation.make_dataset import compose_split
 from stts_hf.evaluation.study import UNPRUNED
+from stts_hf.evaluation.study_data import StudyError
 from stts_hf.evaluation.study_results import Results, is_right
 from stts_hf.evaluation.tables import interval, table
 from stts_hf.shares import percent
 
 
 def snow_of(results: Results, seed: int) -> np.ndarray:
-    """(Q,) regions of snow in the clip of each test question; -1 for pictures. seed: of the data set."""
+    """
+    (Q,) regions of snow in the clip of each test question; -1 for pictures. seed: of the data set. Raises `StudyError`
+    where clips of that seed could not have been asked so.
+    """
     clips = {name: split["clips"] for name, split in results.about["splits"].items()}
-    composed = compose_split(clips, "test", seed, results.about.get("snow", True))
-    counts = {clip: -1 if kind == "image" else len(scene.snow) for clip, kind, _, scene, _ in composed}
+    counts, asked = {}, {}
+    for clip, kind, _, scene, questions in compose_split(clips, "test", seed, results.about.get("snow", True)):
+        counts[clip] = -1 if kind == "image" else len(scene.snow)
+        asked[clip] = {question.kind for question in questions}
+    if not all(kind in asked[clip] for clip, kind in zip(results.clips, results.types.tolist(), strict=True)):
+        raise StudyError(
+            f"--seed {seed} is not the data set's, whose questions are others: name that of the data set"
+        )
     return np.array([counts[clip] for clip in results.clips])
 
 
 def snow_table(results: Results, snow: np.ndarray) -> str:
-    """A row for each ratio and method beside STTS."""
+    """A row for each ratio and method beside STTS that were run."""
     numbers = sorted(set(snow.tolist()) - {-1})
     rows = []
     for ratio in sorted(results.settings.ratios):
         for label, name in (("no pruning", UNPRUNED), ("random", "random"), ("heuristic", "cosine"), ("ToMe", "tome")):
             first, second = results.find("stts", ratio), results.find(name, ratio)
             seeds = sorted(first.keys() & second.keys())
+            if not seeds:
+                continue
             values = np.stack([100 * (is_right(first[seed]) - is_right(second[seed])) for seed in seeds])
             found = (interval(results.bootstrap.mean(values, [snow == number]), signed=True) for number in numbers)
             rows.append([f"{percent(ratio)}, over {label}", *found])
@@ -46,8 +58,12 @@ def main() -> None:
     parser.add_argument("study", type=Path, help="its folder, or that of its report")
     parser.add_argument("--seed", type=int, default=0, help="of the data set (default: 0)")
     arguments = parser.parse_args()
-    results = Results(arguments.study)
-    print(snow_table(results, snow_of(results, arguments.seed)))
+    try:
+        results = Results(arguments.study)
+        snow = snow_of(results, arguments.seed)
+    except StudyError as error:
+        parser.error(str(error))
+    print(snow_table(results, snow))
 
 
 if __name__ == "__main__":

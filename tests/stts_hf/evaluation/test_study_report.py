@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stts_hf.evaluation.distractions import snow_table
+from stts_hf.evaluation.distractions import snow_of, snow_table
 from stts_hf.evaluation.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
 from stts_hf.evaluation.study_data import StudyError
 from stts_hf.evaluation.study_report import claims_table, write_report
 from stts_hf.evaluation.study_results import Results
+from tests.conftest import REPOSITORY
 
 PER_GROUP = 40
 GROUPS = ("motion", "detail", "long", "image")
@@ -144,6 +145,16 @@ def test_what_snow_costs_is_by_its_regions(tmp_path):
     assert found["50%, over no pruning"] == ["+0.0", "+0.0"]
     assert found["50%, over random"] == ["+0.0", "+60.0"]  # 36 and 30 of 40 are right, from the first on
     assert found["80%, over heuristic"] == ["+0.0", "+20.0"]  # 33 and 31
+
+
+def test_snow_of_another_seed_or_of_half_a_study(tmp_path):
+    results = Results(REPOSITORY / "docs" / "study" / "snow")
+    snow = snow_of(results, 0)
+    assert [int((snow == number).sum()) for number in range(4)] == [874, 1844, 1661, 1285]  # as docs/study.md says
+    with pytest.raises(StudyError, match="--seed 1 is not the data set's"):
+        snow_of(results, 1)
+    half = Results(write_study(tmp_path, [run for run in plan(STUDY, ["methods"]) if run.method != "tome"]))
+    assert "over ToMe" not in snow_table(half, np.zeros(len(half.types)))
 
 
 def test_one_ratio_has_no_claim_about_more(tmp_path):
