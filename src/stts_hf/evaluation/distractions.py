@@ -31,9 +31,7 @@ def snow_of(results: Results, seed: int) -> np.ndarray:
         counts[clip] = -1 if kind == "image" else len(scene.snow)
         asked[clip] = {question.kind for question in questions}
     if not all(kind in asked[clip] for clip, kind in zip(results.clips, results.types.tolist(), strict=True)):
-        raise StudyError(
-            f"--seed {seed} is not the data set's, whose questions are others: name that of the data set"
-        )
+        raise StudyError(f"--seed {seed} is not the data set's, whose questions are others: name that of the data set")
     return np.array([counts[clip] for clip in results.clips])
 
 
