@@ -46,8 +46,7 @@ def read_right(path: Path, ids: Sequence[str]) -> np.ndarray:
 
 def asked(path: Path) -> dict[str, Any]:
     """What was asked in an answers file: its rows, and how; empty where no summary lies beside it."""
-    beside = summary_path(path)
-    settings = read_json(beside).get("settings", {}) if beside.exists() else {}
+    settings = read_json(summary_path(path)).get("settings", {})
     return {name: settings.get(name) for name in ("rows", "without_options")} if settings else {}
 
 

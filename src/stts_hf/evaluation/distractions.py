@@ -15,7 +15,7 @@ import numpy as np
 from stts_hf.evaluation.make_dataset import compose_split
 from stts_hf.evaluation.study import UNPRUNED
 from stts_hf.evaluation.study_data import StudyError
-from stts_hf.evaluation.study_results import Results, is_right
+from stts_hf.evaluation.study_results import Results
 from stts_hf.evaluation.tables import interval, table
 from stts_hf.shares import percent
 
@@ -42,12 +42,10 @@ def snow_table(results: Results, snow: np.ndarray) -> str:
     for ratio in sorted(results.settings.ratios):
         for label, name in (("no pruning", UNPRUNED), ("random", "random"), ("heuristic", "cosine"), ("ToMe", "tome")):
             first, second = results.find("stts", ratio), results.find(name, ratio)
-            seeds = sorted(first.keys() & second.keys())
-            if not seeds:
-                continue
-            values = np.stack([100 * (is_right(first[seed]) - is_right(second[seed])) for seed in seeds])
-            found = (interval(results.bootstrap.mean(values, [snow == number]), signed=True) for number in numbers)
-            rows.append([f"{percent(ratio)}, over {label}", *found])
+            if first.keys() & second.keys():
+                terms = ((1, first), (-1, second))
+                found = (interval(results.combine_over(terms, [snow == number]), signed=True) for number in numbers)
+                rows.append([f"{percent(ratio)}, over {label}", *found])
     return table(["", *map(str, numbers)], rows)
 
 

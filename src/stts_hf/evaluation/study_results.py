@@ -1,7 +1,7 @@
 """What the runs of a study found, by what was asked: accuracies, differences and correlations, with their intervals."""
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,12 @@ class Results:
 
     def combine(self, terms: Iterable[tuple[int, Answers]], column: str) -> Interval | None:
         """A sum of accuracies times factors, over the seeds that all have, taken question by question."""
+        return self.combine_over(terms, self.subsets(column))
+
+    def combine_over(self, terms: Iterable[tuple[int, Answers]], subsets: Sequence[np.ndarray]) -> Interval | None:
+        """The same of other questions: `subsets` (Q,) bool each, which weigh alike."""
         terms = list(terms)
         seeds = sorted(set.intersection(*(set(answers) for _, answers in terms)))
-        subsets = self.subsets(column)
         if not seeds or not subsets:
             return None
         values = [sum(100 * factor * is_right(answers[seed]) for factor, answers in terms) for seed in seeds]

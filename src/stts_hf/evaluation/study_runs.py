@@ -178,7 +178,7 @@ def carry_out(run: Run, desk: Desk, keep_checkpoints: bool = False) -> str:
         for asked in evaluations(run, study.settings):
             if asked.name not in record["evaluations"]:
                 record["evaluations"][asked.name] = ask(run, asked, desk, checkpoint)
-        if is_scored(run, study.settings):
+        if is_scored(run, study.settings) and "motion" not in record:
             record["motion"] = correlate_with_motion(run, desk, checkpoint)
     except Exception as error:
         if is_disk_full(error):

@@ -71,7 +71,7 @@ def test_an_open_question_has_no_options_to_miss(says):
 @pytest.mark.parametrize("answer", ["up", "B", 1])
 def test_a_choice_can_be_asked_openly(says, answer):
     rows = ask_openly([{**CHOICE, "answer": answer}, OPEN])
-    assert rows == [{**{name: value for name, value in CHOICE.items() if name != "options"}}, OPEN]
+    assert rows == [{name: value for name, value in CHOICE.items() if name != "options"}, OPEN]
     [right, _], [prompt, _] = says(rows, "Up.", "red")
     assert (right["right"], right["no_option"]) == (True, False)
     assert prompt.tail == "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
