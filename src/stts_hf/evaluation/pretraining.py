@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf import STTSForConditionalGeneration
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
 from stts_hf.modeling.plan_stts import PruningPlan, VideoFeatures
 from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, module_of, parts_of
@@ -35,6 +35,7 @@ from stts_hf.training.build import renew_scorer
 from .fitting import fit, start_scorer
 from .pretraining_data import FIRST_SEED, KINDS, LEVELS, SceneConversations, SceneFrames
 from .scenes import COLOURS
+from .study_data import load_processor
 from .tiny_model import build_config, build_model, build_processor, save_into
 
 TEXT_RATE, TOWER_RATE, BOTH_RATE = 1e-3, 2e-3, 5e-4
@@ -231,7 +232,7 @@ def make_tiny(base: Path, folder: Path, *, scorer_steps: int, steps: int, batch_
     Trains a scorer for the base checkpoint, then all of it on with pruning, and saves it into `folder`, whose card and
     code links stay.
     """
-    processor, model = STTSProcessor.from_pretrained(base), STTSForConditionalGeneration.from_pretrained(base)
+    processor, model = load_processor(base), STTSForConditionalGeneration.from_pretrained(base)
     rows, _ = model.config.vision_config.block_grid
     scenes = SceneConversations(processor, scorer_steps, batch_size, 3, rows, True, 10 * FIRST_SEED, busy=True)
     renew_scorer(model, 0)

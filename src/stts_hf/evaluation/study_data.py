@@ -19,6 +19,7 @@ from stts_hf.data.loading import load_rows
 from stts_hf.data.rows import check_files, read_row
 from stts_hf.evaluation.evaluate import ask_openly
 from stts_hf.evaluation.make_dataset import levels, read_about
+from stts_hf.modeling.processing_stts import STTSProcessor
 
 TRAIN, TRAIN_QUESTIONS, TEST, MOTION = "train_conversations.jsonl", "train.jsonl", "test.jsonl", "motion/test.npz"
 ENCODED, CONVERSATIONS = "encoded", "conversations.pt"
@@ -87,6 +88,11 @@ def encode_conversations(dataset: Path, processor: Any, folder: Path) -> None:
             rows.append(vars(encode(processor, sample)))
         with atomic_folder(folder / ENCODED) as new:
             torch.save(rows, new / CONVERSATIONS)
+
+
+def load_processor(base: Path) -> STTSProcessor:
+    """The processor of a checkpoint. Raises `ValueError` where that would run code of the checkpoint."""
+    return STTSProcessor.from_pretrained(base, trust_remote_code=False)
 
 
 def load_motion(dataset: Path) -> dict[str, np.ndarray]:

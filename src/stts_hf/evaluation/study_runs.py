@@ -40,11 +40,11 @@ from stts_hf.evaluation.study_data import (
     StudyError,
     encode_conversations,
     load_motion,
+    load_processor,
     read_object,
     read_questions,
     write_json,
 )
-from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.parts import SCORER, VISION_TOWER, module_of
 from stts_hf.shortages import is_disk_full
 from stts_hf.training.arguments import STTSTrainingArguments
@@ -75,7 +75,7 @@ def run_study(
     if all(map(study.is_over, runs)):
         return []
     register_auto_classes()
-    encode_conversations(study.dataset, STTSProcessor.from_pretrained(study.base), study.folder)
+    encode_conversations(study.dataset, load_processor(study.base), study.folder)
     if workers == 1:
         work(study, runs, say, keep_checkpoints)
     else:
@@ -156,7 +156,7 @@ class Desk:
         questions = read_questions(study.dataset, study.settings.without_options)
         self.questions = [{**row, "media_root": str(study.dataset)} for row in questions]
         self.motion = load_motion(study.dataset)
-        self.processor = STTSProcessor.from_pretrained(study.base)
+        self.processor = load_processor(study.base)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -1,5 +1,6 @@
 """A study in miniature: a base checkpoint of a few thousand weights, and a data set of a few clips."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ def write_base(folder: Path) -> Path:
     randomise(model)
     model.save_pretrained(folder)
     return folder
+
+
+def add_code(base: Path, ran: Path) -> None:
+    """Makes the tokenizer of `base` a class of its own, whose import creates the file `ran`."""
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": ["foreign.Foreign", None]}}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "foreign.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Foreign: ...\n")
 
 
 def write_dataset(folder: Path, seed: int = 0) -> Path:

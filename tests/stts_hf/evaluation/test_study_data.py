@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from stts_hf.evaluation import study_data
-from stts_hf.evaluation.study import Run, Settings, Study
+from stts_hf.evaluation.pretraining import make_tiny
+from stts_hf.evaluation.study import Run, Settings, Study, open_study, plan
 from stts_hf.evaluation.study_data import StudyError, check_dataset, describe_questions, read_questions
-from tests.stts_hf.evaluation.small_study import write_dataset
+from stts_hf.evaluation.study_runs import run_study
+from tests.stts_hf.evaluation.small_study import add_code, write_base, write_dataset
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +87,22 @@ def test_a_failure_that_another_process_deletes_is_no_outcome(tmp_path, monkeypa
     study = Study(tmp_path, Settings(dataset="d", base="b", base_layer=3), tmp_path, tmp_path)
     run = Run("stts", 0.5, 3, 0)
     assert (study.is_over(run), study.has_failed(run)) == (False, False)
+
+
+def start_study(base: Path, dataset: Path, folder: Path) -> None:
+    study = open_study(folder / "study", dataset, base, {})
+    run_study(study, plan(study.settings), print)
+
+
+def start_tiny(base: Path, dataset: Path, folder: Path) -> None:
+    make_tiny(base, folder, scorer_steps=1, steps=1)
+
+
+@pytest.mark.parametrize("start", [start_study, start_tiny])
+def test_code_of_a_base_does_not_run_even_where_the_user_would_say_yes(whole, tmp_path, monkeypatch, start):
+    base, ran = write_base(tmp_path / "base"), tmp_path / "ran"
+    add_code(base, ran)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        start(base, whole, tmp_path)
+    assert not ran.exists()
