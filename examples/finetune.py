@@ -14,7 +14,7 @@ RATES = {"language_model": 1e-5, "vision_tower": 5e-6, "connector": 5e-6, "score
 checkpoint, data, output = sys.argv[1:4]
 family = family_of_checkpoint(checkpoint)  # its classes, for STTS or a stock model of a backbone
 model = family.model.from_pretrained(checkpoint)
-processor = family.processor.from_pretrained(checkpoint)
+processor = family.processor.from_pretrained(checkpoint, trust_remote_code=False)
 groups: dict[str, list] = {part: [] for part in RATES}
 parts = parts_of(model)
 for name, parameter in model.named_parameters():

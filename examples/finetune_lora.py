@@ -11,7 +11,7 @@ from stts_hf.checkpoints.families import family_of_checkpoint
 
 checkpoint, data, output = sys.argv[1:4]
 family = family_of_checkpoint(checkpoint)  # its classes, for STTS or a stock model of a backbone
-processor = family.processor.from_pretrained(checkpoint)
+processor = family.processor.from_pretrained(checkpoint, trust_remote_code=False)
 model = get_peft_model(
     family.model.from_pretrained(checkpoint),
     LoraConfig(

@@ -13,7 +13,7 @@ from stts_hf.training.sft import STTSSFTConfig, STTSSFTTrainer  # a trl.SFTTrain
 checkpoint, data, output = sys.argv[1:4]
 family = family_of_checkpoint(checkpoint)  # its classes, for STTS or a stock model of a backbone
 model = family.model.from_pretrained(checkpoint)
-processor = family.processor.from_pretrained(checkpoint)
+processor = family.processor.from_pretrained(checkpoint, trust_remote_code=False)
 
 trainer = STTSSFTTrainer(
     model,

@@ -1,12 +1,13 @@
 """`stts-hf train config.yaml`: fine-tunes as a configuration file says; also under `accelerate launch`."""
 
 import argparse
+import signal
 import sys
 
+from stts_hf import _check_versions
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.progress import keep_bars_out_of_logs
 from stts_hf.shortages import is_disk_full, is_forbidden
-from stts_hf.versions import check_versions
 
 HELP = "fine-tune as a YAML file says; for several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
 
@@ -49,8 +50,8 @@ def _take_own_options(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def execute(arguments: argparse.Namespace) -> None:
-    """Runs the command; raises `CommandError` for what is wrong in the configuration or the rows."""
+def execute(arguments: argparse.Namespace) -> int:
+    """Returns the exit status; raises `CommandError` for what is wrong in the configuration or the rows."""
     overrides = _take_own_options(arguments)
     if arguments.config is None:
         if isinstance(arguments.resume, str):
@@ -60,14 +61,17 @@ def execute(arguments: argparse.Namespace) -> None:
             )
         raise CommandError("CONFIG is missing: a YAML file, such as those in examples/configs")
     try:
-        check_versions("train")
+        _check_versions("train")
     except ImportError as error:
         needs = f"{' '.join(str(error).split())} Training needs more packages: pip install 'stts-hf[train]'"
         raise CommandError(needs) from error
+    from accelerate import PartialState
+
     from stts_hf.checkpoints.push import PushRefused
     from stts_hf.data.rows import RowError
     from stts_hf.training.config import ConfigError, load_config
     from stts_hf.training.run import dry_run, train
+    from stts_hf.training.termination import TrainingTerminated
 
     keep_bars_out_of_logs()
     output = ""
@@ -76,8 +80,12 @@ def execute(arguments: argparse.Namespace) -> None:
         output = str(config.training.output_dir)
         if arguments.dry_run:
             print(dry_run(config))
-            return
+            return 0
         trainer = train(config, arguments.resume)
+    except TrainingTerminated as error:
+        print(error, file=sys.stderr)
+        PartialState().destroy_process_group()  # threads of gloo may abort a process that ends after another
+        return 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
     except RowError as error:  # out of a data loader's worker, with its traceback in front
         text = str(error)
         raise CommandError(text.rpartition("RowError: ")[2] if "Original Traceback" in text else text) from error
@@ -98,3 +106,4 @@ def execute(arguments: argparse.Namespace) -> None:
         ) from error
     if trainer.is_world_process_zero():
         print(f"Saved to {output}", file=sys.stderr)
+    return 0

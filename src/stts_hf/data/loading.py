@@ -143,7 +143,7 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
     Not `load_dataset("json")`, which takes the text "12" for a number where a column's values are of several kinds.
     Raises `ValueError` that names file and line.
     """
-    text = path.read_text(encoding="utf-8-sig")
+    text = _read_text(path)
     if path.suffix == ".json" and text.lstrip().startswith("["):
         numbered: Iterable[tuple[int, Any]] = enumerate(_parse(text, str(path)), 1)
     else:
@@ -160,6 +160,15 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) if name in _TEXTS else _dump(row.get(name)) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, features=_json_features({}, names))
+
+
+def _read_text(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8.") from error
 
 
 def _parse(text: str, place: str) -> Any:

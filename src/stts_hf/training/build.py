@@ -13,9 +13,10 @@ from huggingface_hub.utils import httpx
 from transformers import set_seed
 from transformers.utils import logging
 
-from stts_hf.auto_classes import register_auto_classes
+from stts_hf import register_auto_classes
 from stts_hf.checkpoints.convert import new_scorer_weights
 from stts_hf.checkpoints.families import OWN, family_of_checkpoint
+from stts_hf.checkpoints.files import fingerprint
 from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import explain
 from stts_hf.data import frames
@@ -110,9 +111,14 @@ def load_processor(config: TrainConfig, model_config: PruningConfig) -> Any:
     """The checkpoint's processor with the run's frames. Raises `ConfigError`."""
     model, processor_class = config.model, OWN[model_config.model_type].processor
     try:
-        processor = processor_class.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+        processor = processor_class.from_pretrained(  # refused, or transformers asks whether to run foreign code
+            model.model_name_or_path, revision=model.model_revision, trust_remote_code=False
+        )
     except (ValueError, OSError, TypeError) as error:
-        problem = f"{model.model_name_or_path!r} has no usable processor: {error}"
+        why = str(error)
+        if "trust_remote_code" in why:  # transformers' advice, which no command can follow
+            why = "a class of its tokenizer or processor is code in the checkpoint, which is never run"
+        problem = f"{model.model_name_or_path!r} has no usable processor: {why}"
         raise config.error("model_name_or_path", problem) from error
     video_processor = processor.video_processor
     frames.set_frames(video_processor, num_frames=config.data.num_frames, max_fps=config.data.max_fps)
@@ -329,8 +335,9 @@ def answer_unlabelled(run: TrainingSetup, trainer: STTSTrainer) -> TrainingSetup
     rows = {name: table_of(table) for name, table in tables.items() if table is not None}
     if not any(ANSWER in table.column_names for table in rows.values()):
         return run
-    settings = config.model
-    identity = f"{settings.model_name_or_path} {settings.model_revision} {settings.dtype} {arguments.bf16}"
+    settings, folder = config.model, Path(config.model.model_name_or_path)
+    checkpoint = fingerprint(folder) if folder.is_dir() else f"{folder} {settings.model_revision}"
+    identity = f"{checkpoint} {settings.dtype} {arguments.bf16}"
     device, half = arguments.device, torch.bfloat16 if arguments.bf16 else torch.float16
     model = trainer.model.to(device).eval()
     with torch.autocast(device.type, half, enabled=arguments.bf16 or arguments.fp16):

@@ -7,12 +7,14 @@ device and force no host-device sync, until a log reads the sums, once, over all
 """
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 
 from stts_hf.modeling.sequence_stts import find_samples, token_order
@@ -127,6 +129,57 @@ class PruningMetrics:
             frames = accelerator.gather(frames).sum(0)
         values = dict(zip(SUMS, sums.tolist(), strict=True)) | {"seconds": seconds.item()}
         return values, [kept / max(seen, 1) for kept, seen in frames.tolist()]
+
+
+class LossHistory:
+    """
+    The losses of all micro-batches since the last `check`, on the device. `check` reads them with one host-device sync,
+    so a run logs and saves no step whose loss is not finite.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all losses."""
+        self._losses: list[torch.Tensor] = []
+        self._batches: list[tuple[int, tuple[str, ...], Sequence[str] | None]] = []
+
+    def add(self, step: int, losses: Mapping[str, torch.Tensor], ids: Sequence[str] | None) -> None:
+        """losses: float32 scalars by name. ids: of the batch's rows, None where the collator adds none."""
+        self._losses.append(torch.stack([loss.to(self.accelerator.device) for loss in losses.values()]))
+        self._batches.append((step, tuple(losses), ids))
+
+    def check(self) -> None:
+        """Raises `FloatingPointError` on every process if a loss on any is not finite; names the first such batch."""
+        losses, batches = self._losses, self._batches
+        self.reset()
+        bad = torch.zeros((), device=self.accelerator.device)
+        if losses:
+            bad += (~torch.stack(losses).isfinite()).any()
+        if self.accelerator.num_processes > 1:
+            bad = self.accelerator.reduce(bad, reduction="sum")
+        if not bad.item():
+            return
+        process = self.accelerator.process_index
+        values = torch.stack(losses).tolist() if losses else []
+        found = [
+            (
+                step,
+                process,
+                ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in zip(names, row, strict=True)),
+                ids,
+            )
+            for (step, names, ids), row in zip(batches, values, strict=True)
+            if not all(map(math.isfinite, row))
+        ]
+        step, process, parts, ids = min(gather_object(found[:1]), key=lambda batch: batch[:2])
+        rows = "unknown (the collator adds no `sample_ids`)" if ids is None else ", ".join(map(str, ids))
+        raise FloatingPointError(
+            f"The loss of step {step} is not finite on process {process}: {parts}. Rows of the batch: {rows}. Resume "
+            "from the last checkpoint: the optimizer has taken the step."
+        )
 
 
 def describe(sums: Mapping[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ import datasets
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from PIL import Image
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -29,6 +30,7 @@ from stts_hf.data.prefetch import prefetch
 from stts_hf.data.preparing import LENGTH, with_column
 from stts_hf.data.rows import ANSWER, PROMPT, RowError, Sample, is_unanswered, read_row, row_errors
 from stts_hf.inference.answering import inputs_for
+from stts_hf.modeling.video_sources_stts import is_url
 
 logger = logging.get_logger(__name__)
 
@@ -93,10 +95,10 @@ def answer_rows(
         assert sample.prompt is not None  # `prepare_rows` made it
         text, spans = sample.prompt
         prompt = text[: spans[-1][0]]  # up to the stand-in
-        media = [_digest(source) for source in (*sample.videos, *sample.images)]
-        key = _digest(json.dumps([settings, sample.room, prompt, media]))
         try:
             with row_errors(sample.id):
+                media = [digest_media(source) for source in (*sample.videos, *sample.images)]
+                key = hashlib.sha256(json.dumps([settings, sample.room, prompt, media]).encode()).hexdigest()
                 return index, sample, key, None if key in known else process(processor, sample, prompt)
         except RowError as error:
             return error
@@ -138,8 +140,16 @@ def _generate(model: Any, processor: Any, inputs: Any, max_new_tokens: int) -> s
     return processor.decode(sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
-def _digest(source: Any) -> str:
-    return hashlib.sha256(source if isinstance(source, bytes) else str(source).encode()).hexdigest()
+def digest_media(source: Any) -> str:
+    """The SHA-256 of a video's or image's content, wherever it lies; of a URL, that of the address."""
+    if isinstance(source, Image.Image):
+        source = f"{source.mode} {source.size}".encode() + source.tobytes()
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).hexdigest()
+    if is_url(source):
+        return hashlib.sha256(source.encode()).hexdigest()
+    with open(source, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_answers(folder: Path | None) -> dict[str, str]:

@@ -77,7 +77,7 @@ def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
         scorer = module_of(model, SCORER).parameters()
         nothing = sum((0 * parameter.float().sum() for parameter in scorer), torch.zeros(()))
         return ScoringOutput(task_loss=torch.zeros_like(nothing), temporal_loss=nothing)
-    videos = {name: batch[name] for name in backbone.video_inputs}
+    videos = {name: batch[name] for name in backbone.video_inputs if batch.get(name) is not None}
     # At `k = 1` nothing is encoded past the scorer.
     found = backbone.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True)
     loss = found.temporal_loss

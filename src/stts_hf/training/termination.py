@@ -1,4 +1,4 @@
-"""SIGTERM, as schedulers send it before they kill: finish the step, save, end with exit code 143.
+"""SIGTERM, as schedulers send it before they kill: finish the step, save, stop training.
 
 transformers' own `enable_jit_checkpoint` waits three seconds, saves in the middle of a step, after its random numbers
 were drawn, and asks no other process; a run resumed from there is another run.
@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-EXIT_CODE = 128 + signal.SIGTERM  # 143, what a shell reports for a process that SIGTERM ended
+
+class TrainingTerminated(Exception):
+    """SIGTERM stopped the training, and a checkpoint is saved."""
 
 
 class Termination(TrainerCallback):
@@ -29,6 +32,7 @@ class Termination(TrainerCallback):
 
     def __init__(self) -> None:
         self.requested = self.agreed = False
+        self._anywhere: tuple[torch.Tensor, torch.Event | None] | None = None
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -47,9 +51,24 @@ class Termination(TrainerCallback):
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         self.requested = True  # no logging: the signal may have come in the middle of a write
 
+    def agree(self, requests: torch.Tensor) -> None:
+        """
+        Takes the number of processes that SIGTERM has reached, a scalar equal on all of them, at the start of a step.
+        The end of the step reads it, by when the copy to the host has long been made.
+        """
+        copy = requests.to("cpu", non_blocking=True)
+        on_host = requests.device.type == "cpu"
+        event = None if on_host else torch.accelerator.current_stream(requests.device).record_event()
+        self._anywhere = copy, event
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
+        if self._anywhere is not None:
+            requests, event = self._anywhere
+            if event is not None:
+                event.synchronize()
+            self.agreed = self.agreed or bool(requests)
         if self.agreed or (args.world_size == 1 and self.requested):
             self.agreed = True
             logger.warning(f"SIGTERM: saving at step {state.global_step} and ending.")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch.distributed.fsdp import StateDictType
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -21,9 +20,9 @@ from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, requ
 from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
 from stts_hf.training.distillation import Teaching
 from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
-from stts_hf.training.losses import LOSSES, PruningMetrics, count, describe, normalised_losses
+from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe, normalised_losses
 from stts_hf.training.scorer_alone import ScoringOutput, check_scorer_alone, redirected, score_videos
-from stts_hf.training.termination import EXIT_CODE, Termination, keep_workers_alive
+from stts_hf.training.termination import Termination, TrainingTerminated, keep_workers_alive
 
 logger = logging.get_logger(__name__)
 
@@ -36,8 +35,8 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
 
     Batches may hold two lists of str that the model does not get: `sample_ids` to name rows in errors, `skipped_ids`
-    to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids where a loss is not
-    finite, and `SystemExit(143)` when it has saved after SIGTERM.
+    to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids if a loss is not
+    finite, at the latest when it would log or save, and `TrainingTerminated` once it has saved after SIGTERM.
 
     Args:
         model: any model of STTS.
@@ -83,9 +82,9 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
             self._prepare_model(self.model)
         self.add_callback(self.termination)
         self.statistics = PruningMetrics(self.args.device)
+        self.loss_history = LossHistory(self.accelerator)
         self._eval_statistics: PruningMetrics | None = None
         self._step_counts: torch.Tensor | None = None  # (2,) of `count`, over the step
-        self._stop: torch.Tensor | None = None
         self._parts_of_loss: dict[str, torch.Tensor] = {}
         self._gradient_norm: Any = None
 
@@ -125,8 +124,8 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        As in `Trainer`; `resume_from_checkpoint=True` takes the last checkpoint that is whole. After SIGTERM, raises
-        `SystemExit(143)` once the checkpoint is saved.
+        As in `Trainer`; `resume_from_checkpoint=True` takes the last checkpoint that is whole. After SIGTERM, saves a
+        checkpoint and raises `TrainingTerminated`.
         """
         output_dir = str(self.args.output_dir)
         if self.args.should_save:
@@ -134,13 +133,17 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         self.accelerator.wait_for_everyone()
         checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
         self.statistics.reset()
+        self.loss_history.reset()
         with self.termination.heard():
             result = super().train(checkpoint, *args, **kwargs)
         self._step_counts = None
+        self.loss_history.check()
         if self.termination.agreed:
             self.accelerator.wait_for_everyone()
-            PartialState().destroy_process_group()  # else threads of gloo may abort a process that ends after another
-            raise SystemExit(EXIT_CODE)
+            raise TrainingTerminated(
+                f"SIGTERM ended the training: step {self.state.global_step} is saved in {output_dir!r}. Resume it with "
+                "`resume_from_checkpoint=True`."
+            )
         return result
 
     def get_train_dataloader(self) -> DataLoader:
@@ -171,27 +174,18 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         if self.args.world_size > 1:
             stop = torch.tensor([float(self.termination.requested)], device=device)
             everywhere: Any = self.accelerator.reduce(torch.cat([counts, stop]), reduction="sum")
-            self._stop = everywhere[2]
+            self.termination.agree(everywhere[2])
             counts = everywhere[:2] if self.args.average_tokens_across_devices else counts
         self._step_counts = counts.clamp_min(1)
         self.statistics.steps += 1
         return batches, self._step_counts[0]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in `Trainer`. Forces no host-device sync: logs, saves and the end of the run check the losses."""
         ids, skipped = (inputs.pop(key, None) for key in NON_MODEL_KEYS)
         self.statistics.add("skipped_rows", len(skipped or ()))
         loss = super().training_step(model, inputs, *args, **kwargs)
-        finite = loss.isfinite().all()
-        # One host-device sync a micro-batch, where `logging_nan_inf_filter` would force two.
-        flags = [finite.item()] if self._stop is None else torch.stack([finite.float(), self._stop]).tolist()
-        if not flags[0]:
-            parts = ", ".join(f"{name.replace('_', ' ')} {part.item():g}" for name, part in self._parts_of_loss.items())
-            rows = ", ".join(map(str, ids)) if ids is not None else "unknown (the collator adds no `sample_ids`)"
-            raise FloatingPointError(
-                f"The loss of step {self.state.global_step + 1} is not finite on process {self.args.process_index}: "
-                f"{parts}. Rows of the batch: {rows}. The optimizer has not taken the step."
-            )
-        self.termination.agreed = self.termination.agreed or any(flags[1:])
+        self.loss_history.add(self.state.global_step + 1, self._parts_of_loss, ids)
         return loss
 
     def compute_loss(
@@ -269,6 +263,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the statistics of the steps since the last log in logs of the training loss."""
         if self.is_in_train and "loss" in logs:
+            self.loss_history.check()
             sums, kept_shares = self.statistics.read(self.accelerator)
             each = max(self.statistics.steps * self.args.world_size, 1)
             logs |= {name: sums[name] / each for name in self._logged_losses}
@@ -344,6 +339,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
             plugin.state_dict_type = of_checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.loss_history.check()
         norm, self._gradient_norm = self._gradient_norm, None
         scaled = getattr(self.accelerator, "scaler", None) is not None  # then the optimizer left the step out
         if norm is not None and not scaled and not torch.as_tensor(float(norm)).isfinite():

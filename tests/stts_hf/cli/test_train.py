@@ -23,6 +23,7 @@ from stts_hf.training.build import load_model
 from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.config import check_unchanged, load_config
+from stts_hf.training.termination import Termination
 from tests.checkpoints import BLOCKS, TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
 from tests.training_files import row, train, write_config, write_rows
@@ -167,6 +168,16 @@ def uploads(monkeypatch) -> list[dict[str, str]]:
 
     monkeypatch.setattr(Trainer, "init_hf_repo", name)
     return found
+
+
+def test_a_terminated_run_exits_with_143(data, tmp_path, capsys, monkeypatch):
+    def told(self, args, state, control, **kwargs) -> None:
+        self.requested = True
+
+    monkeypatch.setattr(Termination, "on_step_begin", told)
+    assert train(write_config(tmp_path, data, tmp_path / "out")) == 143
+    assert last_checkpoint(tmp_path / "out") is not None
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_logs_hold_no_bars(data, tmp_path, capsys):

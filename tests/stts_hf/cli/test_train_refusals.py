@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from stts_hf.cli.main import main
-from tests.checkpoints import TINY, weights_of
+from tests.checkpoints import TINIES, TINY, weights_of
+from tests.stts_hf.checkpoints.test_loading import with_trap
 from tests.training_files import row, train, write_config, write_rows
 
 pytest.importorskip("accelerate")
@@ -182,6 +184,31 @@ def test_another_models_checkpoint_is_refused(data, tmp_path, capsys):
     error = capsys.readouterr().err
     assert f"run.yaml: `model_name_or_path` '{tmp_path / 'llama'}' cannot be trained" in error
     assert "'llama'" in error
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "image_processor"])
+@pytest.mark.parametrize("backbone", TINIES)
+def test_no_code_of_a_checkpoint_runs_and_nobody_is_asked(backbone, kind, data, tmp_path, capsys, monkeypatch):
+    """A class that transformers does not know, in a terminal where the user answers "y" to every question."""
+    questions: list[object] = []
+
+    def agree(*question: object) -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
+    folder = with_trap(TINIES[backbone], tmp_path / "model")
+    file = folder / ("tokenizer_config.json" if kind == "tokenizer" else "processor_config.json")
+    settings = json.loads(file.read_text())
+    if kind == "tokenizer":
+        settings["tokenizer_class"] = "Trap"
+    else:
+        settings["image_processor"] |= {"image_processor_type": "Trap", "auto_map": {"AutoImageProcessor": "trap.Trap"}}
+    file.write_text(json.dumps(settings))
+    assert train(write_config(tmp_path, data, tmp_path / "out", model=folder), "--dry-run") == 2
+    assert "trust_remote_code" not in capsys.readouterr().err
+    assert questions == []
+    assert not list(tmp_path.rglob("ran"))
 
 
 def test_checkpoint_with_missing_weights_is_refused(data, tmp_path, without_weights, capsys):

@@ -109,13 +109,14 @@ def test_a_repository_of_data_files(tmp_path, media):
         ("rows.jsonl", '{"id": ' + "[" * 100_000, "rows.jsonl:1 is nested too deeply"),
         ("rows.jsonl", '{"id": ' + "9" * 5000 + "}", "rows.jsonl:1 is not JSON"),
         ("rows.json", "[" * 100_000, "rows.json is nested too deeply"),
+        ("rows.jsonl", b'{"id": 1}\n\n{"id": "\xe9"}', "rows.jsonl:3 is not UTF-8"),
         ("rows.csv", "a,b", "neither JSONL nor Parquet"),
         ("rows.json", '{\n "data": []\n}', r"rows.json:1 is not JSON: .* in .json a list of rows"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, said):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=said):
         load_rows(tmp_path / name)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import TrainerCallback
 
+from stts_hf.training.termination import TrainingTerminated
 from tests.stts_hf.training.runs import Rows, trainer
 from tests.tiny import Part, Video
 
@@ -39,7 +41,11 @@ def main(folder: str, steps: str, workers: str, seconds: str = "0") -> None:
     run._save_rng_state = slow_save
     os.setpgid(0, 0)
     print("ready", flush=True)
-    run.train()
+    try:
+        run.train()
+    except TrainingTerminated:
+        PartialState().destroy_process_group()
+        sys.exit(143)
     print("complete", flush=True)
 
 

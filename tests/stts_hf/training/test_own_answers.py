@@ -1,6 +1,8 @@
 """Clips without answers, which the unpruned model writes itself: `stts-hf train` with `distillation_weight`."""
 
+import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,24 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     assert (list(again["stts_answer"]), written) == (list(first["stts_answer"]), [])
     answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b", progress=False)
     assert len(written) == 2
+
+
+def test_answers_follow_the_content_of_a_video_not_its_path(data, processor, tmp_path, monkeypatch):
+    clip, other = (data.parent / f"clip_{number}.mp4" for number in (0, 1))
+    shutil.copy(clip, tmp_path / "a.mp4")
+    numbers = itertools.count(1)
+    monkeypatch.setattr(own_answers, "_generate", lambda *_: f"answer {next(numbers)}")
+
+    def answer(name: str) -> str:
+        table = prepare_rows(marked(write_rows(tmp_path, [{"videos": [name]}])), processor, progress=False)
+        [mark] = answer_rows(table, load_tiny(), processor, folder=tmp_path, progress=False)["stts_answer"]
+        return json.loads(mark)["answer"]
+
+    assert answer("a.mp4") == "answer 1"
+    (tmp_path / "a.mp4").rename(tmp_path / "moved.mp4")
+    assert answer("moved.mp4") == "answer 1"
+    shutil.copy(other, tmp_path / "moved.mp4")
+    assert answer("moved.mp4") == "answer 2"
 
 
 def test_answers_with_unusual_line_breaks_are_taken_up(data, processor, tmp_path, monkeypatch):

@@ -66,6 +66,16 @@ def test_nothing_runs_but_the_tower_up_to_its_layer(backbone):
     assert layers == set(range(model.config.vision_config.pruning_layer + 1))
 
 
+def test_qwen2_5_vl_needs_no_seconds():
+    """`second_per_grid_ts` is optional in the native model, and the temporal loss does not depend on it."""
+    [backbone] = [backbone for backbone in BACKBONES if backbone.name == "qwen2_5_vl"]
+    model, inputs = backbone.model(pruning_ratio=0.5), backbone.batch([[3, Clip(3), 4]], "left")
+    expected = score_videos(model, inputs).temporal_loss
+    without = {name: value for name, value in inputs.items() if name != "second_per_grid_ts"}
+    assert score_videos(model, without).temporal_loss == expected
+    assert score_videos(model, without | {"second_per_grid_ts": None}).temporal_loss == expected
+
+
 @pytest.mark.parametrize(("batch_size", "accumulated"), [(4, 1), (1, 4)], ids=["at_once", "accumulated"])
 def test_the_trainers_gradients_are_those_of_the_whole_model(tmp_path, batch_size, accumulated):
     """Of four rows, one of them text alone, and of different numbers of blocks."""

@@ -1,4 +1,4 @@
-"""SIGTERM: the step ends, a checkpoint is saved, the process exits with 143, and the run can be resumed."""
+"""SIGTERM: the step ends, a checkpoint is saved, `train` raises, and the run can be resumed."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stts_hf.training.checkpointing import STAGE, last_checkpoint
+from stts_hf.training.termination import TrainingTerminated
 from tests.stts_hf.training.runs import KeepGradients, Rows, logged, trainer
 
 ROOT = Path(__file__).parents[3]
@@ -122,9 +123,8 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
     whole.train()
     stopped = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
     stopped.add_callback(SignalAt(2))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(TrainingTerminated):
         stopped.train()
-    assert ended.value.code == 143
     assert stopped.state.global_step == 2
     resumed = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
     resumed.train(resume_from_checkpoint=True)
@@ -135,15 +135,15 @@ def test_no_evaluation_delays_the_end(tmp_path):
     options: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8}
     run = trainer(tmp_path, eval_dataset=Rows(), **options)
     run.add_callback(SignalAt(2))
-    with pytest.raises(SystemExit):
+    with pytest.raises(TrainingTerminated):
         run.train()
     assert not logged(run, "eval_loss")
 
 
-def test_a_sigterm_in_the_last_step_ends_with_143_too(tmp_path):
+def test_a_sigterm_in_the_last_step_is_raised_too(tmp_path):
     run = trainer(tmp_path, max_steps=2)
     run.add_callback(SignalAt(2))
-    with pytest.raises(SystemExit):
+    with pytest.raises(TrainingTerminated):
         run.train()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
 

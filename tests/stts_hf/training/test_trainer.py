@@ -1,5 +1,7 @@
 """STTSTrainer and plain Trainer on the model: bad losses, checkpointed gradients, mixed precision, what is saved."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.trainer import STTSTrainer
 from tests.checkpoints import TINY
 from tests.modeling.reference import assert_gradients_equal
@@ -29,15 +32,15 @@ def test_plain_trainer_trains(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["task loss", "temporal loss"])
-def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path, broken):
+@pytest.mark.parametrize("logging_steps", [1, 100], ids=["log", "save"])
+def test_a_loss_that_is_not_finite_is_neither_logged_nor_saved(tmp_path, broken, logging_steps):
     model = tiny_model(tiny_config(pruning_ratio=0.0))  # no bias, through which a bad score would spoil the task loss
     weight = model.model.vision_tower.scorer.score_layer if broken == "temporal loss" else model.lm_head
-    run = trainer(tmp_path, model=model, gradient_accumulation_steps=2, save_strategy="steps", save_steps=1, **IN_ORDER)
-    steps: list[int] = []
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "logging_steps": logging_steps}
+    run = trainer(tmp_path, model=model, gradient_accumulation_steps=2, **saving, **IN_ORDER)
 
     class Break(KeepGradients):
         def on_optimizer_step(self, args, state, control, **kwargs):
-            steps.append(state.global_step)
             with torch.no_grad():
                 weight.weight.fill_(torch.nan)
 
@@ -49,7 +52,50 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path, broken):
     assert ("temporal loss nan" in message) == (broken == "temporal loss")
     assert ("task loss nan" in message) == (broken == "task loss")
     assert "row-2" in message if broken == "task loss" else "row-3" in message  # row 2 has no video
-    assert steps == [0]
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert len(logged(run, "loss")) == (logging_steps == 1)
+
+
+class Reads(torch.overrides.TorchFunctionMode):
+    """
+    Names of the calls in stts_hf.training that read a tensor's value, which would force a host-device sync on CUDA. On
+    the CPU the model reads values that it would not read there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        ours = Path(sys._getframe(1).f_code.co_filename).parent.name == "training"
+        if ours and name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__format__"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["both_losses", "temporal_loss_only"])
+def test_a_micro_batch_is_not_read_back(tmp_path, monkeypatch, alone):
+    """Reads of values on the CPU stand in for host-device syncs."""
+    frozen: dict[str, Any] = {"freeze": ["language_model", "vision_tower", "connector"], "temporal_loss_only": True}
+    options = frozen if alone else {}
+    run = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=4, logging_steps=4, **options)
+    reads, checks = Reads(), Reads()
+    step, check = run.training_step, run.loss_history.check
+
+    def counted_step(*args, **kwargs):
+        with reads:
+            return step(*args, **kwargs)
+
+    def counted_check():
+        with checks:
+            check()
+
+    monkeypatch.setattr(run, "training_step", counted_step)
+    monkeypatch.setattr(run.loss_history, "check", counted_check)
+    run.train()
+    assert reads.names == []
+    assert checks.names == ["item"] * 2  # of the only log, and at the end
 
 
 def test_rows_without_ids_are_said_to_be_unknown(tmp_path):
