@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from transformers.dynamic_module_utils import get_relative_imports
 
 import stts_hf
+from stts_hf.versions import check_versions
 from tests.conftest import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -42,9 +43,9 @@ def pretend(monkeypatch, package: str, version: str) -> None:
 def declared(monkeypatch):
     """The requirements of this checkout, whatever was installed, in a package that has not looked at them yet."""
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: PROJECT["dependencies"])
-    stts_hf._check_versions.cache_clear()
+    check_versions.cache_clear()
     yield
-    stts_hf._check_versions.cache_clear()
+    check_versions.cache_clear()
 
 
 @pytest.mark.parametrize("file", ENTRY_FILES)
@@ -102,7 +103,7 @@ def test_a_need_with_extras_is_looked_for_by_its_name(monkeypatch, declared, lea
     """As `ray[data]>=2.60` of the extra `ray`."""
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: [f'pytest[dev]>={least}; extra == "some"'])
     with pytest.raises(ImportError, match=r"^pytest>=999 is required") if fails else contextlib.nullcontext():
-        stts_hf._check_versions("some")
+        check_versions("some")
 
 
 def test_a_checkout_that_is_not_installed_imports(monkeypatch):
@@ -110,7 +111,7 @@ def test_a_checkout_that_is_not_installed_imports(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    stts_hf._check_versions.cache_clear()
+    check_versions.cache_clear()
     assert stts_hf.STTSConfig.model_type == "stts"
 
 

@@ -7,11 +7,13 @@ configuration, model or processor also registers transformers' Auto classes for 
 `import stts_hf` alone registers nothing.
 """
 
-import functools as _functools
 import importlib as _importlib
 import typing as _typing
 
+from stts_hf.versions import __version__ as __version__
+
 if _typing.TYPE_CHECKING:
+    from stts_hf.auto_classes import register_auto_classes as register_auto_classes
     from stts_hf.checkpoints.convert import convert_checkpoint as convert_checkpoint
     from stts_hf.checkpoints.push import push_checkpoint as push_checkpoint
     from stts_hf.data.collator import STTSDataCollator as STTSDataCollator
@@ -54,6 +56,7 @@ if _typing.TYPE_CHECKING:
     from stts_hf.visualize.contact_sheet import contact_sheet as contact_sheet
 
 _NAMES = {
+    "auto_classes": ("register_auto_classes",),
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.push": ("push_checkpoint",),
     "data.collator": ("STTSDataCollator",),
@@ -84,69 +87,15 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-__version__ = "0.1.0"
-__all__ = [*_MODULES, "register_auto_classes"]
-
-
-def _backbones() -> dict[_typing.Any, _typing.Any]:
-    """The model class of each configuration class."""
-    from stts_hf.modeling.configuration_stts import STTSConfig
-    from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
-    from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
-    from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-    from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration
-    from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
-
-    return {
-        STTSConfig: STTSForConditionalGeneration,
-        STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration,
-        STTSQwen2_5_VLConfig: STTSQwen2_5_VLForConditionalGeneration,
-    }
-
-
-def register_auto_classes() -> None:
-    """Registers config, model, processor and video processor with transformers' Auto classes; may be repeated."""
-    import transformers
-
-    from stts_hf.modeling.configuration_stts import STTSConfig
-    from stts_hf.modeling.processing_stts import STTSProcessor
-    from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
-
-    for config, model in _backbones().items():
-        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-        for auto_model in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
-            getattr(transformers, auto_model).register(config, model, exist_ok=True)
-    transformers.AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
-    transformers.AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
-
-
-@_functools.cache
-def _check_versions(extra: str = "") -> None:
-    """
-    Raises `ImportError` naming the version that is needed, by the package or by an `extra` of it, before an import
-    fails over what another one lacks.
-    """
-    import re
-    from importlib.metadata import PackageNotFoundError, requires
-
-    from transformers.utils.versions import require_version
-
-    try:
-        requirements = requires("stts-hf") or []
-    except PackageNotFoundError:  # imported from a checkout that is not installed
-        return
-    for requirement in requirements:
-        needed, _, marker = requirement.partition(";")
-        if not marker or f'extra == "{extra}"' in marker:
-            require_version(re.sub(r"\[.*?\]", "", needed).strip())  # which knows no extras, as of ray[data]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _check_versions()
+    _importlib.import_module(f"{__name__}.versions").check_versions()
     if _MODULES[name].startswith("modeling."):
-        register_auto_classes()
+        _importlib.import_module(f"{__name__}.auto_classes").register_auto_classes()
     return getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

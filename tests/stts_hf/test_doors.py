@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ def test_nothing_else_is_offered_and_nothing_is_imported_before_its_use():
     printed = subprocess.run([sys.executable, "-c", NAMES], check=True, capture_output=True, text=True).stdout
     imported, names = printed.splitlines()
     assert imported == ""
-    assert names == "register_auto_classes"
+    assert names == "versions"
     assert dir(stts_hf) == sorted([*stts_hf.__all__, "__version__"])
 
 
@@ -39,16 +38,8 @@ def test_another_name_is_an_error_of_python():
 
 def test_first_use_of_a_class_registers_the_auto_classes(monkeypatch):
     registered: list[bool] = []
-    monkeypatch.setattr(stts_hf, "register_auto_classes", lambda: registered.append(True))
+    monkeypatch.setattr("stts_hf.auto_classes.register_auto_classes", lambda: registered.append(True))
     importlib.import_module("stts_hf.modeling.configuration_stts")
     assert not registered
     assert stts_hf.STTSConfig.model_type == "stts"
     assert registered
-
-
-def test_only_the_command_line_imports_the_command_line():
-    package = Path(stts_hf.__file__).parent
-    imports = {
-        path.relative_to(package).parts[0] for path in package.rglob("*.py") if "stts_hf.cli" in path.read_text()
-    }
-    assert imports == {"cli"}

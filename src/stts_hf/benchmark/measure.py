@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from stts_hf import __version__
 from stts_hf.benchmark import meters
 from stts_hf.benchmark.asking import measure_questions
 from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
@@ -37,6 +36,7 @@ from stts_hf.benchmark.report import SCHEMA
 from stts_hf.evaluation.after_tower import AFTER_TOWER, prune_after_tower
 from stts_hf.evaluation.motion import correlate, draw_clips, share_kept
 from stts_hf.shortages import is_out_of_memory
+from stts_hf.versions import __version__
 
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
 CLIPS, CLIP_FRAMES = 8, 16  # on which it is looked at what a selector keeps
@@ -166,7 +166,7 @@ class Runner:
             return self._train(model, call, clock, self.optimiser)
         with torch.no_grad():
             if self.workload.mode == "tower":
-                videos = {name: self.inputs[name] for name in self.model.model.video_inputs}
+                videos = {name: self.inputs[name] for name in self.model.model.video_inputs if name in self.inputs}
                 with StageRecorder(model, clock) as recorder:
                     model.model.get_video_features(**videos, **call)
                 return recorder.stages()
@@ -183,7 +183,7 @@ class Runner:
         with self._pruning():
             for clip in draw_clips(number, CLIP_FRAMES, side, cells):
                 inputs = geometry.read_clip(clip.frames, config)
-                videos = {name: inputs[name].to(self.model.device) for name in model.video_inputs}
+                videos = {name: inputs[name].to(self.model.device) for name in model.video_inputs if name in inputs}
                 scores = model.get_video_features(**videos).token_scores[0].float().cpu()
                 moving = clip.moving.reshape(len(scores), -1, cells, cells).mean(1)  # of the video frames in each frame
                 found.append((scores, moving.reshape(len(scores), -1)))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from stts_hf import register_auto_classes
+from stts_hf.auto_classes import register_auto_classes
 from stts_hf.benchmark.geometries import geometry_config
 from stts_hf.benchmark.presets import Workload
 from stts_hf.evaluation.after_tower import AFTER_TOWER

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from stts_hf import _backbones
+from stts_hf.auto_classes import MODEL_CLASSES
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
@@ -57,7 +57,7 @@ class Family:
     @property
     def model(self) -> Any:
         """The class with the head."""
-        return _backbones()[self.config]
+        return MODEL_CLASSES[self.config]
 
     @property
     def tags(self) -> list[str]:

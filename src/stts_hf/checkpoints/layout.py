@@ -17,7 +17,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from stts_hf import _backbones
+from stts_hf.auto_classes import MODEL_CLASSES
 from stts_hf.modeling.settings_stts import PruningConfig
 
 from .tensors import StoredTensor, write_safetensors
@@ -53,7 +53,7 @@ class Group:
 def empty_model(config: PruningConfig) -> Any:
     """Returns the model without memory for its weights (on the meta device), for names and shapes."""
     with torch.device("meta"):
-        return _backbones()[type(config)](config)
+        return MODEL_CLASSES[type(config)](config)
 
 
 def saved_layout(model: Any) -> list[Group]:

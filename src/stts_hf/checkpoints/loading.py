@@ -53,7 +53,7 @@ def load_config_and_processor(
     """
     from transformers import PreTrainedConfig
 
-    from stts_hf import register_auto_classes
+    from stts_hf.auto_classes import register_auto_classes
     from stts_hf.modeling.settings_stts import SELECTORS
 
     from .families import OWN, STOCK
@@ -87,14 +87,14 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
     Returns the model for use on `device`; None leaves it where it was loaded. options: of `from_pretrained`. Raises
     `ValueError` where the weights cannot be loaded, or are no safetensors.
     """
-    from stts_hf import _backbones
+    from stts_hf.auto_classes import MODEL_CLASSES
 
     from .tensors import check_headers
 
     options |= {"config": config, "revision": revision or "main", "use_safetensors": True}
     with _loading(checkpoint):
         check_headers(_folder_of_weights(checkpoint, options))  # transformers would list every name
-        model: Any = _backbones()[type(config)].from_pretrained(checkpoint, **options)
+        model: Any = MODEL_CLASSES[type(config)].from_pretrained(checkpoint, **options)
     return (model if device is None else model.to(device)).eval()
 
 

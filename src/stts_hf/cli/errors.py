@@ -4,8 +4,8 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 
-from stts_hf import _check_versions
 from stts_hf.shortages import is_disk_full, is_forbidden, is_out_of_memory
+from stts_hf.versions import check_versions
 
 
 class CommandError(Exception):
@@ -38,7 +38,7 @@ def need_extras(what: str, *extras: str, module: str | None = None) -> None:
     """
     try:
         for extra in extras:
-            _check_versions(extra)
+            check_versions(extra)
         if module is not None and importlib.util.find_spec(module) is None:
             raise ImportError(f"{module} is not installed.")
     except ImportError as error:

@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from stts_hf import __version__, _check_versions
 from stts_hf.cli import bench, convert, demo, doctor, eval, make_dataset, predict, push, run, study, train, visualize
 from stts_hf.cli.errors import CommandError, shortage
+from stts_hf.versions import __version__, check_versions
 
 COMMANDS = {
     "run": run,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     try:
-        _check_versions()
+        check_versions()
     except ImportError as error:
         print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
         return 2

@@ -4,10 +4,10 @@ import argparse
 import signal
 import sys
 
-from stts_hf import _check_versions
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.progress import keep_bars_out_of_logs
 from stts_hf.shortages import is_disk_full, is_forbidden
+from stts_hf.versions import check_versions
 
 HELP = "fine-tune as a YAML file says; for several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
 
@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
             )
         raise CommandError("CONFIG is missing: a YAML file, such as those in examples/configs")
     try:
-        _check_versions("train")
+        check_versions("train")
     except ImportError as error:
         needs = f"{' '.join(str(error).split())} Training needs more packages: pip install 'stts-hf[train]'"
         raise CommandError(needs) from error

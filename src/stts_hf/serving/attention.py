@@ -15,6 +15,8 @@ from torch import nn
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from stts_hf.serving.digits import from_digits, to_digits
+
 _QUERIES_AT_ONCE = 1024  # a mask has a row for each, as long as the sequence
 
 
@@ -111,12 +113,11 @@ def cached_keys_and_values(
 def cache_order(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Where in a block's memory the kernels for `isa` put the elements of keys and of values, (block size * head size,)
-    each: found by writing numbers through them, in two digits that every dtype holds exactly.
+    each: found by writing numbers through them, in digits that every dtype holds exactly.
     """
-    size, base = block_size * head_size, 256
-    numbers = torch.arange(size)
+    size = block_size * head_size
     found = []
-    for digit in (numbers // base, numbers % base):
+    for digit in to_digits(torch.arange(size)).unbind(-1):
         block = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
         keys, values = block.chunk(2, dim=2)
         written = digit.to(dtype).view(block_size, 1, head_size)
@@ -124,6 +125,6 @@ def cache_order(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -
         ops.cpu_attn_reshape_and_cache(
             written, written, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
-        found.append(block.view(2, size).long())
-    keys_at, values_at = found[0] * base + found[1]
+        found.append(block.view(2, size))
+    keys_at, values_at = from_digits(torch.stack(found, dim=-1))
     return torch.argsort(keys_at), torch.argsort(values_at)

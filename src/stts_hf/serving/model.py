@@ -19,9 +19,8 @@ from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsMultiMo
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+from stts_hf.serving.digits import NUM_DIGITS, from_digits, to_digits
 from stts_hf.serving.processing import MODALITIES, MOST_POSITIONS, ProcessingInfo
-
-_BASE = 256  # of the digits of a position: bfloat16 holds every whole number up to here
 
 
 class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
@@ -121,15 +120,15 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         return embedded
 
     def lay_out(self, modality: str, item: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Embeddings of an item's tokens with its features, and notes: positions in two digits, and the subclass's."""
+        """Embeddings of an item's tokens with its features, and notes: digits of positions, and the subclass's."""
         features, keep_mask = self.encode(modality, item)
         is_block = self.info.find_blocks(self.config, modality, item["ids"])
         kept = ~is_block
         kept[is_block] = keep_mask
         embeds = self.model.embed_input_ids(item["ids"][kept])
         embeds, notes = self.merge(embeds, is_block[kept], features.to(embeds), item["types"][kept])
-        places = self.place(modality, item)[:, kept].T
-        return torch.cat([embeds, (places // _BASE).to(embeds), (places % _BASE).to(embeds), notes.to(embeds)], dim=-1)
+        places = to_digits(self.place(modality, item)[:, kept].T).flatten(1)  # (L', num_axes * NUM_DIGITS)
+        return torch.cat([embeds, places.to(embeds), notes.to(embeds)], dim=-1)
 
     def embed_input_ids(
         self,
@@ -163,10 +162,9 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         notes, self.notes = self.notes, None  # a step without `embed_input_ids` has no vision tokens
         if notes is not None:
             notes = nn.functional.pad(notes, (0, 0, 0, positions.shape[-1] - len(notes)))  # vLLM may fill up a step
-            digits, notes = notes.tensor_split([2 * self.num_axes], dim=-1)
+            places, notes = notes.tensor_split([self.num_axes * NUM_DIGITS], dim=-1)
             if positions.dim() == 2:
-                high, low = digits.long().T.chunk(2)
-                positions = positions + (high * _BASE + low)
+                positions = positions + from_digits(places.unflatten(-1, (self.num_axes, NUM_DIGITS))).T
         return self.run(positions, inputs_embeds, notes, input_ids=input_ids, intermediate_tensors=intermediate_tensors)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from huggingface_hub.utils import httpx
 from transformers import set_seed
 from transformers.utils import logging
 
-from stts_hf import register_auto_classes
+from stts_hf.auto_classes import register_auto_classes
 from stts_hf.checkpoints.convert import new_scorer_weights
 from stts_hf.checkpoints.families import OWN, family_of_checkpoint
 from stts_hf.checkpoints.files import fingerprint

@@ -19,9 +19,9 @@ import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
-from stts_hf import __version__
 from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS, SELECTORS
 from stts_hf.training.arguments import ADAPTER, LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments
+from stts_hf.versions import __version__
 
 logger = logging.get_logger(__name__)
 

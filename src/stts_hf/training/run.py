@@ -9,7 +9,6 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from stts_hf import __version__
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.files import check_links
@@ -35,6 +34,7 @@ from stts_hf.training.checkpointing import checkpoints_in, find_checkpoint
 from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check_unchanged, write_config
 from stts_hf.training.losses import LOSSES
 from stts_hf.training.trainer import STTSTrainer
+from stts_hf.versions import __version__
 
 MERGED = "merged"
 _SHOWN = [f"{prefix}{name}" for prefix in ("", "eval_") for name in ("loss", *LOSSES)]

@@ -17,6 +17,7 @@ from stts_hf.benchmark.measure import Runner, measure, measure_workloads
 from stts_hf.benchmark.meters import Clock, FlopClock, limited_to_free_memory, peak_memory, proc_bytes
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
+from tests.backbones import BACKBONES, Clip
 
 CPU = torch.device("cpu")
 TOWER = Workload("tower", "tiny", 2, (0.0, 0.5))
@@ -67,6 +68,14 @@ def test_a_training_pass_leaves_no_gradients_and_moves_no_weights(models):
         assert set(runner.run(ratio, Clock(CPU))) == {"forward", "backward", "optimiser_step", "total"}
         assert all(parameter.grad is None for model in models for parameter in model.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in models[0].named_parameters())
+
+
+def test_a_tower_runs_without_the_inputs_that_may_be_left_out():
+    """Qwen2.5-VL's `second_per_grid_ts`, which its tower does not read."""
+    qwen = next(backbone for backbone in BACKBONES if backbone.name == "qwen2_5_vl")
+    model, inputs = qwen.model().eval(), qwen.alone([[Clip(3)]])[0]
+    del inputs["second_per_grid_ts"]
+    assert Runner(TOWER, (model, model), inputs).run(0.5, Clock(CPU))["total"] > 0
 
 
 def test_gradients_of_both_models_lie_in_one_place(models):

@@ -329,7 +329,7 @@ def test_parquet_without_its_packages_is_refused_before_anything_is_answered(run
         raise ImportError(f"pyarrow of {extra} is required.")
 
     monkeypatch.setattr("stts_hf.inference.predicting.load_model", None)
-    monkeypatch.setattr("stts_hf.cli.errors._check_versions", lacks)
+    monkeypatch.setattr("stts_hf.cli.errors.check_versions", lacks)
     status, _, err = run("clips", *PROMPT, "--output", "out.parquet")
     assert status == 2
     assert "Writing Parquet needs more packages: pip install 'stts-hf[train]'" in err

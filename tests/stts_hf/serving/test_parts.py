@@ -1,7 +1,7 @@
 """The plugin's parts without an engine: versions, settings, masks, the paged cache, and where steps end."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm`")
 import torch
 import vllm
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from torch import nn
 from transformers import AutoConfig, AutoProcessor
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -21,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from stts_hf import STTSConfig, STTSQwen3VLConfig, STTSQwen3VLForConditionalGeneration
 from stts_hf.serving import processing
 from stts_hf.serving.attention import cached_keys_and_values, vision_mask
-from stts_hf.serving.model import make_room
+from stts_hf.serving.model import ServingModel, make_room
 from stts_hf.serving.plugin import register
 from stts_hf.serving.processing import MultiModalProcessor, encoded_video
 from stts_hf.serving.qwen3_vl import Qwen3VLInfo
@@ -188,6 +189,36 @@ def test_plain_models_are_left_alone():
         patch.setattr(Scheduler, "_try_schedule_encoder_inputs", lambda *arguments: answer)
         scheduler = WholeVisionScheduler.__new__(WholeVisionScheduler)
         assert scheduler._try_schedule_encoder_inputs(SimpleNamespace(mm_features=[]), 0, 7, 9) == answer
+
+
+class FarAway(ServingModel):
+    """A video of three tokens, whose positions on three axes two bytes do not hold."""
+
+    info: ClassVar[Any] = SimpleNamespace(find_blocks=lambda config, modality, ids: ids == 1)
+    num_axes = 3
+    positions = 65_790 + torch.arange(9).view(3, 3)
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.config, self.model = None, SimpleNamespace(embed_input_ids=lambda ids: torch.ones(len(ids), 8))
+
+    def encode(self, modality, item):
+        return torch.zeros(0, 8), torch.zeros(0, dtype=torch.bool)
+
+    def place(self, modality, item):
+        return self.positions
+
+    def merge(self, embeds, is_block, features, types):
+        return embeds.bfloat16(), embeds[:, :0]
+
+    def run(self, positions, inputs_embeds, notes, **inputs):
+        return positions
+
+
+def test_positions_survive_bfloat16():
+    model = FarAway()
+    model.notes = model.lay_out("video", {"ids": torch.zeros(3, dtype=torch.long), "types": torch.zeros(3)})[:, 8:]
+    assert torch.equal(model.forward(None, torch.zeros(3, 3, dtype=torch.long)), model.positions)
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""Every backbone's classes, and their registration with transformers' Auto classes."""
+
+from typing import Any
+
+import transformers
+
+from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
+from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration
+from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
+from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+
+MODEL_CLASSES: dict[Any, Any] = {  # of each configuration class
+    STTSConfig: STTSForConditionalGeneration,
+    STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration,
+    STTSQwen2_5_VLConfig: STTSQwen2_5_VLForConditionalGeneration,
+}
+
+
+def register_auto_classes() -> None:
+    """Registers config, model, processor and video processor with transformers' Auto classes; may be repeated."""
+    for config, model in MODEL_CLASSES.items():
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        for auto_model in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+            getattr(transformers, auto_model).register(config, model, exist_ok=True)
+    transformers.AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
+    transformers.AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
