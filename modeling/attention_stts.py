@@ -4,14 +4,12 @@ Pure tensors and plain numbers. Queries, keys and values are flat, `(P, heads, h
 `cu_seqlens`; no frame sees another. A "frame" is any stretch of the sequence whose patches attend to each other.
 """
 
-import contextlib
 import functools
 import inspect
 import math
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
@@ -20,7 +18,7 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None  # type: ignore[assignment]
-# Its first versions take no scale, and their own is another once a bias is folded in.
+# Its first versions take neither a scale, and their own is another once a bias is folded in, nor a window.
 if varlen_attn is not None and "scale" not in inspect.signature(varlen_attn).parameters:
     varlen_attn = None  # type: ignore[assignment]
 
@@ -77,8 +75,10 @@ def packed_attention(
     elif backend == "torch_varlen":
         if missing := -query.shape[-1] % 8:
             query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
-        with contextlib.nullcontext() if cudnn_takes_empty_frames() else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            output = varlen_attn(query, key, value, *bounds, scale=scaling)
+        # cuDNN, which PyTorch prefers on Hopper and Blackwell, takes no window. So where it cannot be used, a window that
+        # is wider than any frame, and therefore hides nothing, chooses flash attention for this call alone.
+        window = (-1, -1) if cudnn_takes_empty_frames() else (max_seqlen_q + max_seqlen_k,) * 2
+        output = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=window)
     else:
         attend = frame_by_frame if backend == "frame_by_frame" else padded_frames
         output = attend(query, key, value, *bounds, scaling, dropout, eager=implementation == "eager")
@@ -120,8 +120,8 @@ def has_flash(device_index: int) -> bool:
 @functools.lru_cache
 @torch.compiler.assume_constant_result
 def cudnn_takes_empty_frames() -> bool:
-    """PyTorch prefers cuDNN on Hopper and Blackwell, which before 9.25 returns NaN for empty sequences."""
-    return (torch.backends.cudnn.version() or 0) >= 92500
+    """Whether cuDNN, where it is used at all, takes empty frames: before 9.25 it returns NaN for them."""
+    return torch.version.hip is not None or (torch.backends.cudnn.version() or 0) >= 92500
 
 
 @torch.compiler.assume_constant_result

@@ -2,7 +2,9 @@
 
 import math
 import re
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from stts_hf.modeling.attention_stts import (
     choose_backend,
     cudnn_takes_empty_frames,
     fold_bias_into_keys,
+    frame_by_frame,
     has_flash,
     packed_attention,
 )
@@ -297,10 +300,65 @@ def test_cudnn_takes_empty_frames_from_9_25_on(monkeypatch, version, expected):
     assert cudnn_takes_empty_frames.__wrapped__() == expected
 
 
+def varlen_stand_in(query, key, value, *bounds, scale, window_size=(-1, -1)):
+    """Torch 2.14's choice on Hopper: cuDNN for calls without a window, whose versions before 9.25 fail on no patches."""
+    left, right = window_size
+    assert left == right == -1 or min(left, right) >= max(bounds[2:])  # hides nothing
+    output = frame_by_frame(query, key, value, *bounds, scale)
+    is_cudnn = left < 0 and not attention_stts.cudnn_takes_empty_frames()
+    return output * torch.nan if is_cudnn and any((side.diff() == 0).any() for side in bounds[:2]) else output
+
+
+def on_hopper(monkeypatch) -> None:
+    monkeypatch.setattr(attention_stts, "varlen_attn", varlen_stand_in)
+    monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "torch_varlen")
+
+
+@pytest.mark.parametrize("version", [92200, 92500])
+def test_empty_frames_get_a_kernel_that_takes_them(monkeypatch, lengths, version):
+    """A stand-in for CUDA: no kernel of variable length runs on a CPU."""
+    on_hopper(monkeypatch)
+    monkeypatch.setattr(attention_stts, "cudnn_takes_empty_frames", lambda: version >= 92500)
+    inputs = make_inputs(lengths)
+    output, expected = attend(inputs, lengths), naive_attention(inputs, lengths)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
+
+
+def test_calls_that_overlap_in_threads_leave_the_flags_of_the_process(monkeypatch):
+    """A stand-in for CUDA, as above. The first call ends while the second one runs."""
+    on_hopper(monkeypatch)
+    monkeypatch.setattr(attention_stts, "cudnn_takes_empty_frames", lambda: False)
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def kernel(query, *arguments, **options):
+        if len(query) == 3:
+            first_is_in.set()
+            assert second_is_in.wait(10)
+        else:
+            second_is_in.set()
+            assert first_is_out.wait(10)
+        return query
+
+    def call(length: int) -> None:
+        attend({name: tensor.detach() for name, tensor in make_inputs(([length], [length])).items()}, ([length],) * 2)
+
+    monkeypatch.setattr(attention_stts, "varlen_attn", kernel)
+    flags = ("flash", "mem_efficient", "math", "cudnn")
+    before = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in flags]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(call, 3)
+        assert first_is_in.wait(10)
+        second = pool.submit(call, 4)
+        first.result(10)
+        first_is_out.set()
+        second.result(10)
+    assert [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in flags] == before
+
+
 def test_nothing_is_copied_that_kernels_take_as_it_is(monkeypatch):
     seen = []
 
-    def kernel(query, key, value, *bounds, scale):
+    def kernel(query, key, value, *bounds, scale, window_size):
         seen.append((query, key, value))
         return query
 

@@ -68,7 +68,7 @@ def stand_in(monkeypatch) -> None:
     monkeypatch.setattr(attention_stts, "has_flash", lambda index: True)
 
 
-def kernel_stand_in(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale):
+def kernel_stand_in(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_size):
     """
     `varlen_attn` asks the driver what the device can do, which a fake one cannot answer. Plain products are the only
     attention that takes a mask on a fake device, whatever kernels the caller allows.
