@@ -173,10 +173,12 @@ class FlatTower(RankingTower):
         """Learned positions (N of all, D) of what `place_patches` returned, or None."""
         return None
 
-    def cut_windows(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    def cut_windows(
+        self, grids: list[tuple[int, int, int]], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         """
-        On the host: blocks (G,) window by window, where each window starts and ends among the patches, (windows + 1,)
-        int32, and the longest's patches; None for a tower without windows. A frame's windows follow each other.
+        Blocks (G,) window by window, where each window starts and ends among the patches, (windows + 1,) int32, and the
+        longest's patches; None for a tower without windows. A frame's windows follow each other.
         """
         return None
 
@@ -214,11 +216,11 @@ class FlatTower(RankingTower):
         """Frames, and windows where the tower has some, with the order (G,) in which blocks then lie."""
         lengths = [self.spatial_merge_unit * rows * cols for frames, rows, cols in grids for _ in range(frames)]
         frames = Stretches(frame_bounds(lengths, device), max(lengths))
-        cut = self.cut_windows(grids)
+        cut = self.cut_windows(grids, device)
         if cut is None:
             return [frames], None
         order, bounds, longest = cut
-        return [frames, Stretches(bounds.to(device), longest)], order.to(device)
+        return [frames, Stretches(bounds, longest)], order
 
     def drop(
         self, scores: torch.Tensor, pruning: PruningPlan, kinds: list[Stretches], place: torch.Tensor | None

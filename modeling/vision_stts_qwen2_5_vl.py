@@ -5,16 +5,16 @@ window alone; blocks lie window by window all through the tower. After the drop 
 blocks are scored and dropped is in `mrope_tower_stts`.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen2_5_VLVisionAttention,
     Qwen2_5_VLVisionBlock,
     apply_rotary_pos_emb_vision,
 )
-from transformers.vision_utils import get_vision_window_index
 
 from .configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig
 from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock
@@ -39,13 +39,31 @@ class STTSQwen2_5_VLVisionModel(FlatTower, Qwen2_5_VisionTransformerPretrainedMo
     block = STTSQwen2_5_VLVisionBlock
     _no_split_modules: ClassVar[list[str]] = ["STTSQwen2_5_VLVisionBlock", "TokenScorer"]  # type: ignore[misc]
 
-    def cut_windows(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """As in `FlatTower`, by the native rule: windows begin at a frame's corner and end at its border."""
-        side = self.spatial_merge_size
-        patches = torch.tensor([[frames, side * rows, side * cols] for frames, rows, cols in grids])
-        patch_size: Any = self.patch_size  # a number, which the native config's type leaves open
-        order, bounds = get_vision_window_index(patches, side, self.window_size, patch_size)
-        return order, bounds, int(bounds.diff().max())
+    def cut_windows(
+        self, grids: list[tuple[int, int, int]], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """
+        As in `FlatTower`, by the native rule: windows begin at a frame's corner and end at its border. Native code reads
+        tensors for it; here every size follows from the grids, so that a graph holds it and no device is waited for.
+        """
+        side = self.window_size // self.spatial_merge_size // int(self.patch_size)  # in blocks
+        orders, lengths, start = [], [], 0
+        for frames, rows, cols in grids:
+            row, col = torch.arange(rows, device=device) // side, torch.arange(cols, device=device) // side
+            num_windows = (-(-rows // side), -(-cols // side))
+            window = row[:, None] * num_windows[1] + col  # of each block of a frame
+            within = torch.sort(window.flatten(), stable=True).indices
+            frame_starts = start + rows * cols * torch.arange(frames, device=device)
+            orders.append((frame_starts[:, None] + within).flatten())
+            heights, widths = (
+                (extent - side * torch.arange(count, device=device)).clamp_max(side)
+                for extent, count in zip((rows, cols), num_windows, strict=True)
+            )
+            lengths.append((heights[:, None] * widths).flatten().repeat(frames))
+            start += frames * rows * cols
+        bounds = self.spatial_merge_unit * F.pad(torch.cat(lengths).cumsum(0), (1, 0))
+        longest = max(min(rows, side) * min(cols, side) for _, rows, cols in grids)
+        return torch.cat(orders), bounds.to(torch.int32), self.spatial_merge_unit * longest
 
     def sees_window(self, layer: int) -> bool:
         return layer not in self.fullatt_block_indexes

@@ -175,9 +175,34 @@ def test_the_whole_model_compiles_for_a_padded_batch(padding_side):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("image_size", [[18, 18], [14, 20]], ids=["", "borders"])
-def test_the_tower_with_a_fixed_plan_is_exported(image_size):
-    config = tiny_config(image_size=image_size)
+@pytest.mark.parametrize("way", ["export", "compile"])
+def test_the_tower_of_every_backbone_is_one_graph(backbone, way):
+    model, inputs = backbone.model(), prompt(backbone.batch([[3, Clip(4), 5], [2, Clip(3), 9]], "left"))
+    vision = {name: inputs[name] for name in model.model.video_inputs if name in inputs}
+    plan, pixels = model.model.plan_videos(vision, 0.5), inputs["pixel_values_videos"]
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model.model
+
+        def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            output = self.model.encode_videos(pixel_values, plan)
+            return *output.pooler_output, *output.keep_mask
+
+    encoder = Encoder().eval()
+    if way == "export":
+        graph = torch.export.export(encoder, (pixels,), strict=False).module()
+    else:
+        graph = torch.compile(encoder, fullgraph=True, dynamic=False, backend="eager")
+    for seed in range(2):  # other pixels keep other blocks
+        pixels = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(graph(pixels), encoder(pixels), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_tower_with_borders_is_exported():
+    config = tiny_config(image_size=[14, 20])
     tower = tiny_model(config).model.vision_tower
     inputs = video_inputs(config, [4, 2])
     grids = [(frames, rows, cols) for frames, rows, cols in inputs["video_grids"].tolist()]

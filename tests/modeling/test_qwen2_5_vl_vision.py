@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.vision_utils import get_vision_window_index
 
 from stts_hf.modeling import mrope_tower_stts
 from stts_hf.modeling.layout_stts import sequence_kept_blocks
@@ -15,7 +16,7 @@ from tests.modeling.towers import assert_features_close, largest_difference, wei
 from tests.naive import naive_temporal_loss
 from tests.naive_qwen2_5_vl import naive_video
 from tests.tiny_qwen2_5_vl import tiny_config, tiny_model
-from tests.tiny_qwen3_vl import Video
+from tests.tiny_qwen3_vl import SIDE, Video
 
 # Windows of 2 x 2 blocks: whole ones, narrow ones at either border, and videos of a single one.
 MIXED = [Video(4, 3, 3), Video(3, 2, 5), Video(3, 1, 2), Video(2, 5, 2)]
@@ -68,6 +69,18 @@ def test_scores_are_in_the_callers_order_of_blocks():
     inputs["pixel_values_videos"] = pixels.flatten(0, 2)
     with torch.no_grad():
         assert encode(model, inputs, 0.5).token_scores[0][1].argmax() == 5
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
+def test_windows_are_the_native_ones(side):
+    tower = tiny_model(tiny_config(window_size=4 * SIDE * side)).model.visual
+    grids = [(2, 3, 7), (1, 1, 2), (3, 4, 4)]
+    order, bounds, longest = tower.cut_windows(grids, torch.device("cpu"))
+    patches = torch.tensor([[frames, 2 * rows, 2 * cols] for frames, rows, cols in grids])
+    expected_order, expected_bounds = get_vision_window_index(patches, 2, tower.window_size, tower.patch_size)
+    assert torch.equal(order, expected_order)
+    assert torch.equal(bounds, expected_bounds)
+    assert longest == expected_bounds.diff().max()
 
 
 def test_windows_that_lost_everything():
