@@ -75,8 +75,8 @@ def packed_attention(
     elif backend == "torch_varlen":
         if missing := -query.shape[-1] % 8:
             query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
-        # cuDNN, which PyTorch prefers on Hopper and Blackwell, takes no window. So where it cannot be used, a window that
-        # is wider than any frame, and therefore hides nothing, chooses flash attention for this call alone.
+        # PyTorch prefers cuDNN on Hopper and Blackwell, but cuDNN takes no window. A window wider than any frame hides
+        # nothing and selects flash attention for this call alone.
         window = (-1, -1) if cudnn_takes_empty_frames() else (max_seqlen_q + max_seqlen_k,) * 2
         output = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=window)
     else:

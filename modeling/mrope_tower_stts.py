@@ -8,7 +8,7 @@ Scores, masks and features are always in the caller's order of blocks. Images ta
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +161,15 @@ class FlatTower(RankingTower):
         self.blocks = nn.ModuleList([self.block(config) for _ in range(config.depth)])
         self.add_scorer(config.hidden_size, config.intermediate_size, config.num_heads)
         self.post_init()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """As in PyTorch, but `model.to(dtype)` does not round RoPE's frequencies: other blocks would rank lowest."""
+        exact = dict(self.rotary_pos_emb.named_buffers())
+        super()._apply(fn, recurse)
+        for name, moved in list(self.rotary_pos_emb.named_buffers()):
+            if moved.dtype != exact[name].dtype:
+                setattr(self.rotary_pos_emb, name, exact[name].to(moved.device))
+        return self
 
     def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
         """

@@ -5,7 +5,7 @@ window alone; blocks lie window by window all through the tower. After the drop 
 blocks are scored and dropped is in `mrope_tower_stts`.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +43,11 @@ class STTSQwen2_5_VLVisionModel(FlatTower, Qwen2_5_VisionTransformerPretrainedMo
         self, grids: list[tuple[int, int, int]], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """
-        As in `FlatTower`, by the native rule: windows begin at a frame's corner and end at its border. Native code reads
-        tensors for it; here every size follows from the grids, so that a graph holds it and no device is waited for.
+        As in `FlatTower`, by the native rule: windows begin at a frame's corner and end at its border. Native code
+        reads tensors for it, which no graph can hold; here every size follows from the grids.
         """
-        side = self.window_size // self.spatial_merge_size // int(self.patch_size)  # in blocks
+        patch_size: Any = self.patch_size  # a number, which the native config's type leaves open
+        side = self.window_size // self.spatial_merge_size // patch_size  # in blocks
         orders, lengths, start = [], [], 0
         for frames, rows, cols in grids:
             row, col = torch.arange(rows, device=device) // side, torch.arange(cols, device=device) // side

@@ -301,10 +301,11 @@ def test_cudnn_takes_empty_frames_from_9_25_on(monkeypatch, version, expected):
 
 
 def varlen_stand_in(query, key, value, *bounds, scale, window_size=(-1, -1)):
-    """Torch 2.14's choice on Hopper: cuDNN for calls without a window, whose versions before 9.25 fail on no patches."""
+    """Torch 2.14's choice on Hopper: cuDNN for calls without a window, which before 9.25 fails on empty frames."""
     left, right = window_size
     assert left == right == -1 or min(left, right) >= max(bounds[2:])  # hides nothing
-    output = frame_by_frame(query, key, value, *bounds, scale)
+    arguments: list[Any] = [query, key, value, *bounds, scale]
+    output = frame_by_frame(*arguments)
     is_cudnn = left < 0 and not attention_stts.cudnn_takes_empty_frames()
     return output * torch.nan if is_cudnn and any((side.diff() == 0).any() for side in bounds[:2]) else output
 

@@ -4,6 +4,8 @@ Graphs are counted, not generated: the backend runs what the compiler captured. 
 error.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -192,7 +194,7 @@ def test_the_tower_of_every_backbone_is_one_graph(backbone, way):
 
     encoder = Encoder().eval()
     if way == "export":
-        graph = torch.export.export(encoder, (pixels,), strict=False).module()
+        graph: Any = torch.export.export(encoder, (pixels,), strict=False).module()
     else:
         graph = torch.compile(encoder, fullgraph=True, dynamic=False, backend="eager")
     for seed in range(2):  # other pixels keep other blocks

@@ -150,15 +150,13 @@ ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), Clip(2), 9]]
 
 def with_real_host(tower, monkeypatch) -> None:
     """What is made of host numbers on a CPU forces no sync there, but a fake CPU cannot make it."""
-    for name in ("place_patches", "cut_windows"):
-        real: Any = getattr(tower, name, None)
-        if real is not None:
+    if real := getattr(tower, "place_patches", None):
 
-            def place(grids, real=real):
-                with unset_fake_temporarily():
-                    return real(grids)
+        def place(grids):
+            with unset_fake_temporarily():
+                return real(grids)
 
-            monkeypatch.setattr(tower, name, place)
+        monkeypatch.setattr(tower, "place_patches", place)
 
 
 def vision_of(model, inputs: Inputs) -> Inputs:

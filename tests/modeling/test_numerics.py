@@ -127,6 +127,17 @@ def test_scores_in_half_precision_are_float32s_and_keep_the_same_blocks(backbone
     assert torch.cat(decided).float().mean() > 0.5
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+@torch.no_grad()
+def test_a_model_cast_in_place_ranks_as_one_that_was_loaded_so(backbone, dtype):
+    """Loading leaves RoPE's frequencies in float32. `model.to` rounds the text's, which rank nothing."""
+    model, low = backbone.model(), cast(prompt(backbone.batch(ROWS, "left")), dtype)
+    loaded, in_place = rounded(model, dtype)[0], copy.deepcopy(model).to(dtype)
+    found, expected = (each(**low, pruning_ratio=0.5) for each in (in_place, loaded))
+    assert all(map(torch.equal, found.token_scores, expected.token_scores))
+    assert all(map(torch.equal, found.keep_mask, expected.keep_mask))
+
+
 class Dictation(LogitsProcessor):
     """Keeps the logits of each step of `generate`, which then says the words given."""
 

@@ -33,9 +33,12 @@ from stts_hf.modeling.video_reading_stts import VideoFile
 
 # A call's settings, each under the names that video processors have for it; the first that one has is meant.
 SETTINGS = {"num_frames": ("max_frames", "num_frames"), "max_fps": ("max_fps", "fps")}
+# Limits of a download, which native processors do not have.
+LIMITS = {"max_download_bytes": 2**31, "max_download_seconds": 600.0}
 # What a call may say of its videos beside `videos_kwargs`.
 OF_VIDEOS = {
     *SETTINGS,
+    *LIMITS,
     *("fps", "min_frames", "max_frames", "size", "do_resize", "cap_pixels_per_frame", "max_video_tokens"),
     *("test_time_scaling", "pruning_ratio", "do_sample_frames", "video_metadata", "return_metadata"),
 }
@@ -52,8 +55,8 @@ def process(
     videos: in the forms that `STTSVideoProcessor` takes; of native processors, no torchcodec decoders. options: of the
     processor's call; also `num_frames` and `max_fps`, the most frames and frames per second, and `test_time_scaling`
     with `pruning_ratio`, which raise what caps a video's tokens until pruning leaves as many as there were without.
-    Those of videos may stand in `videos_kwargs`. Raises `ValueError` where a video cannot be read or a setting is out
-    of range or given twice.
+    `max_download_bytes` and `max_download_seconds` limit downloads. Those of videos may stand in `videos_kwargs`.
+    Raises `ValueError` where a video cannot be read or a setting is out of range or given twice.
     """
     if isinstance(videos, list | tuple) and not videos:
         videos = None
@@ -102,7 +105,7 @@ def changed(video_processor: Any, options: dict[str, Any]) -> Any:
     """A copy with the settings among `options`, which are taken out; native processors take few of them in a call."""
     video_processor = copy.copy(video_processor)
     scales, ratio = options.pop("test_time_scaling", False), options.pop("pruning_ratio", None)
-    known = SETTINGS.keys() | video_processor.valid_kwargs.__annotations__.keys()
+    known = SETTINGS.keys() | LIMITS.keys() | video_processor.valid_kwargs.__annotations__.keys()
     if ratio is not None and not scales:
         raise ValueError(
             f"pruning_ratio={ratio!r} has no effect on a processor without test_time_scaling. Pass it to the model's "
@@ -122,13 +125,13 @@ def set_frames(video_processor: Any, **settings: Any) -> None:
     `ValueError` for numbers of frames, or of frames per second, that are none.
     """
     for name, value in settings.items():
-        names = SETTINGS.get(name, (name,))
-        known = [name for name in names if name in video_processor.valid_kwargs.__annotations__]
         if value is None:
             continue
+        names = SETTINGS.get(name, (name,))
+        known = [name for name in names if name in LIMITS or name in video_processor.valid_kwargs.__annotations__]
         if name in ("num_frames", "min_frames", "max_frames"):
             check_count(name, value)
-        if name in ("max_fps", "fps"):
+        if name in ("max_fps", "fps", *LIMITS):
             check_amount(name, value)
         setattr(video_processor, known[0], value)
 
@@ -161,6 +164,7 @@ class FrameReader:
             # Qwen2.5-VL's class has this off, since its callers chose frames before: no checkpoint means it.
             samples = video_processor.do_sample_frames or not type(video_processor).do_sample_frames
         self.video_processor, self.samples = video_processor, samples
+        self.limits: Any = [getattr(video_processor, name, default) for name, default in LIMITS.items()]
 
     def choose(self, metadata: VideoMetadata) -> list[int]:
         """Indices of the frames to show, by the processor's own rule; all where there are too few for one tubelet."""
@@ -174,7 +178,7 @@ class FrameReader:
     def read(self, video: Any, metadata: Any, index: int) -> tuple[torch.Tensor, STTSVideoMetadata]:
         """The frames to show `(T, 3, height, width)`, in their final size, and what is shown."""
         if isinstance(video, str):
-            with VideoFile(getattr(video, "source", video)) as file:
+            with VideoFile(getattr(video, "source", video), *self.limits) as file:
                 chosen = self.choose(file.describe())
                 size = self.size(len(chosen), *picture_size(file, chosen))
                 frames, shown = file.read(chosen, size, self.resize)
@@ -182,7 +186,10 @@ class FrameReader:
         if isinstance(video, Image.Image):
             video = [video]
         if isinstance(video, list | tuple):  # of frames, pictures or paths of pictures
-            video = stacked(video, index) if all(hasattr(frame, "shape") for frame in video) else load_pictures(video)
+            if all(hasattr(frame, "shape") for frame in video):
+                video = stacked(video, index)
+            else:
+                video = load_pictures(video, *self.limits)
         frames = frames_tensor(video, index, None)
         shown = checked_metadata(metadata, len(frames), index, self.samples)
         if shown.fps is None:
@@ -262,7 +269,7 @@ def probe(processor: Any, video: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
         shown = settings.probe(video)
         return torch.tensor([len(shown.frames_indices), *settings.block_grid]), shown
     reader = FrameReader(settings)
-    with VideoFile(video) as file:
+    with VideoFile(video, *reader.limits) as file:
         chosen = reader.choose(file.describe())
         grid = _native_grid(settings, len(chosen), *picture_size(file, chosen))
         return grid, file.describe(chosen)
@@ -270,8 +277,8 @@ def probe(processor: Any, video: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
 
 def download_limits(processor: Any) -> tuple[int, float]:
     """Most bytes and seconds of a download."""
-    settings = processor.video_processor
-    return getattr(settings, "max_download_bytes", 2**31), getattr(settings, "max_download_seconds", 600)
+    max_bytes, max_seconds = (getattr(processor.video_processor, name, default) for name, default in LIMITS.items())
+    return int(max_bytes), max_seconds
 
 
 def grid_name(processor: Any) -> str:

@@ -15,6 +15,7 @@ from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.checkpoints import TINIES
 from tests.clips import frame_number, write_clip
+from tests.modeling.test_video_sources import send, serving
 
 TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 
@@ -258,6 +259,19 @@ def test_a_frame_is_the_one_that_its_index_says(native, clips):
 def test_bad_input_is_refused(native, clips, options, said):
     with pytest.raises(ValueError, match=said):
         process(native, **({"text": [TEXT], "videos": [clips["two"]], "return_tensors": "pt"} | options))
+
+
+@pytest.mark.parametrize("video", [lambda url: url, lambda url: [url, url]], ids=["video", "pictures"])
+@pytest.mark.parametrize("way", ["of the processor", "of a call", "probe"])
+def test_a_download_ends_at_its_limit(native, way, video):
+    processor = copy.copy(native)
+    processor.video_processor = copy.copy(native.video_processor)
+    options: dict[str, Any] = {"max_download_bytes": 1000} if way == "of a call" else {}
+    if way != "of a call":
+        processor.video_processor.max_download_bytes = 1000
+    answer, said = (lambda handler: send(handler, bytes(2000))), "max_download_bytes=1000"
+    with serving(answer) as url, pytest.raises(ValueError, match=said):
+        probe(processor, url) if way == "probe" else process(processor, text=[TEXT], videos=[video(url)], **options)
 
 
 @pytest.mark.parametrize("backbone", ["qwen3_vl", "qwen2_5_vl"])
