@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ def run_example(monkeypatch, checkpoint, data, tmp_path):
         return runpy.run_path(str(EXAMPLES / name), run_name="__main__"), output
 
     return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["finetune.py", "finetune_lora.py", "finetune_trl.py"])
+def test_an_example_runs_in_a_process_of_its_own(name, checkpoint, data, tmp_path):
+    """In this process the Auto classes are registered already, so that transformers would not ask for them."""
+    command = [sys.executable, str(EXAMPLES / name), str(checkpoint), str(data), str(tmp_path / "out"), "1"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "custom code" not in done.stdout + done.stderr
 
 
 def losses(names: dict[str, Any]) -> list[float]:

@@ -19,9 +19,16 @@ from stts_hf.shortages import is_disk_full, is_forbidden
 
 from .atomic_folder import atomic_folder, check_destination
 from .card import inherited_metadata, write_model_card
-from .doctor import check_processor, check_sizes, check_vocabulary, check_weights
+from .doctor import (
+    check_chat_template,
+    check_generation_config,
+    check_processor,
+    check_sizes,
+    check_vocabulary,
+    check_weights,
+)
 from .families import OWN, family_of
-from .files import Finding, dangling_links, raise_findings, read_json
+from .files import Finding, check_links, raise_findings, read_json, usable
 from .layout import byte_size, empty_model, saved_layout, write_weights
 from .original_weights import is_original, open_original
 from .settings import (
@@ -30,7 +37,6 @@ from .settings import (
     generation_config_of,
     load_processor,
     override,
-    usable,
 )
 from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, same_contents
 
@@ -101,9 +107,7 @@ def convert_checkpoint(
     place = source_folder / "config.json"
     family = OWN[STTSConfig.model_type] if original else family_of(read_json(place).get("model_type"), place)
     processor = load_processor(base_folder, family)
-    if processor.chat_template is None:
-        stock = family.config.family
-        raise ValueError(f"{base_folder} has no chat template: pass --base with a {stock} folder that has one.")
+    raise_findings(f"{base_folder} cannot be used", check_chat_template(processor))
     read_config, open_tensors = (
         (config_of_original, open_original) if original else (config_of_hugging_face, open_safetensors)
     )
@@ -116,6 +120,8 @@ def convert_checkpoint(
     unfit = [*check_vocabulary(vocabulary, config, family), *check_processor(processor, config, family)]
     raise_findings(f"Tokenizer or processor of {base_folder} do not fit {source_folder}", unfit)
 
+    generation_config = read_json(base_folder / "generation_config.json")
+    raise_findings(f"{base_folder} cannot be used", check_generation_config(generation_config, config))
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     source_dtype = main_dtype(tensors)
     target_dtype = source_dtype if dtype is None else DTYPES[dtype]
@@ -192,7 +198,7 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
     """Returns a local folder, or that of a downloaded Hub repository. Raises `ValueError` where there is neither."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        raise_findings(f"`{what}` {name} is not whole", dangling_links(folder))
+        raise_findings(f"`{what}` {name} cannot be read", check_links(folder))
         return folder.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.exists():
         raise ValueError(f"`{what}` {name} is no folder: pass one, or a repository as user/name.")

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from stts_hf.modeling.settings_stts import PruningConfig
 
 from .atomic_folder import stale_weights
 from .families import OWN, STOCK, Family
-from .files import INSTALLED_CODE, Finding, check_links, read_json, read_section
+from .files import INSTALLED_CODE, Finding, check_links, check_texts, read_json, read_section, usable
 from .layout import Group, empty_model, saved_layout
-from .settings import load_processor, usable
+from .settings import load_processor
 from .tensors import StoredTensor, main_dtype, open_safetensors, weight_files
 
 SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
@@ -34,19 +33,60 @@ _REQUIRED: dict[str, Collection[str]] = {  # entries of `auto_map` beside those 
 }
 
 
-def check_sizes(config: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[Finding]:
-    """Compares the sizes in a model's config with those of tensors, before a model of such sizes is built."""
-    largest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
+def check_sizes(config: Any, tensors: Mapping[str, StoredTensor] | None = None) -> Iterator[Finding]:
+    """Compares the sizes in a model's config with 0 and those of tensors, before a model of such sizes is built."""
+    largest = max((side for tensor in (tensors or {}).values() for side in tensor.shape), default=math.inf)
     for section in config.sub_configs:
         for name, value in getattr(config, section).to_dict().items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            is_depth = name in ("num_hidden_layers", "depth")
             is_side = name.endswith(("_size", "_heads", "head_dim", "num_position_embeddings"))
-            limit = len(tensors) if name in ("num_hidden_layers", "depth") else 4 * largest if is_side else math.inf
-            if isinstance(value, int) and value > limit:
+            limit = len(tensors) if is_depth and tensors else 4 * largest if is_side else math.inf
+            if value > limit:
                 yield Finding(
-                    f"`{section}.{name}` is {value}, which is far more than the weights have ({len(tensors)} tensors, "
-                    f"{largest} rows at most)",
+                    f"`{section}.{name}` is {value}, which is far more than the weights have ({len(tensors or ())} "
+                    f"tensors, {largest} rows at most)",
                     "correct it in the configuration, or copy that again",
                 )
+            elif value < (name != "additional_vocab_size") and (is_side or is_depth):
+                yield Finding(f"`{section}.{name}` is {value}", "set it to the model's, at least 1")
+
+
+_WHOLE = ("num_beams", "num_return_sequences", "max_length", "max_new_tokens")
+_FROM_0 = ("top_k", "min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
+_NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+_FLAGS = ("do_sample", "use_cache", "early_stopping", "renormalize_logits", "remove_invalid_values")
+
+
+def check_generation_config(settings: dict[str, Any], config: Any) -> Iterator[Finding]:
+    """Compares the settings that every answer depends on with what they may be, and token ids with the model's."""
+    where = "in generation_config.json"
+    text = config.text_config
+    total = text.vocab_size + (getattr(text, "additional_vocab_size", 0) or 0)
+
+    def is_whole(value: object, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    for name, value in settings.items():
+        needed = None
+        if value is None:
+            continue
+        if name.endswith("_token_id"):
+            ids = value if isinstance(value, list) and value else [value]
+            if not all(is_whole(one, 0) and one < total for one in ids):
+                needed = f"a token id from 0 to {total - 1}"
+        elif name in _WHOLE + _FROM_0 and not is_whole(value, int(name in _WHOLE)):
+            needed = f"a whole number of at least {int(name in _WHOLE)}"
+        elif name in _NUMBERS and (not isinstance(value, int | float) or isinstance(value, bool)):
+            needed = "a number"
+        elif name in _FLAGS and not isinstance(value, bool) and value != "never":
+            needed = "true or false"
+        if needed:
+            yield Finding(f"`{name}` {where} is {value!r}", f"it must be {needed}")
+            return
+    with usable(f"the settings {where} do not fit each other", "correct or delete them"):
+        GenerationConfig.from_dict(settings).validate()
 
 
 def check_weights(
@@ -128,6 +168,16 @@ def check_processor(processor: Any, config: Any, family: Family) -> Iterator[Fin
                 )
 
 
+def check_chat_template(processor: Any) -> Iterator[Finding]:
+    """Makes a prompt about a video."""
+    if not processor.chat_template:
+        yield Finding("chat_template.jinja is missing, and prompts cannot be made", "copy that of the base model")
+        return
+    content = [{"type": "video"}, {"type": "text", "text": "?"}]
+    with usable("the chat template makes no prompt about a video", "copy that of the base model"):
+        processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
 def find_family(folder: Path) -> Family | None:
     """What the checkpoint is made of, ours or a stock one; None where it is neither (`configuration` says so)."""
     with contextlib.suppress(ValueError):
@@ -156,7 +206,9 @@ def configuration(folder: Path) -> Iterator[Finding]:
     with usable("config.json has a setting that cannot be", "correct it in config.json"):
         family.config.from_dict(raw)
     card = folder / "README.md"
-    if not card.is_file() or not card.read_text(encoding="utf-8").startswith("---\n"):
+    with usable("README.md is no text", SAVE_AGAIN):
+        has_metadata = card.is_file() and card.read_text(encoding="utf-8").startswith("---\n")
+    if not has_metadata:
         state = "has no metadata" if card.is_file() else "is missing"
         yield Finding(f"README.md {state}, so that the Hub cannot tell what this is", SAVE_AGAIN, fatal=False)
 
@@ -192,13 +244,11 @@ def code(folder: Path) -> Iterator[Finding]:
 def _modules(folder: Path, auto_map: Mapping[str, str]) -> Iterator[Finding]:
     """Checks the modules that hold the classes of an `auto_map`, and whatever they import."""
     references = sorted({tuple(reference.split(".")) for reference in auto_map.values()})
-    needed_by = dict.fromkeys((home for home, _ in references), "an `auto_map`")
-    queue = list(needed_by)
-    for module in queue:  # grows on the way
+    for module, needed_by in needed_modules(folder, auto_map).items():
         path = folder / f"{module}.py"
         if not path.is_file():
             if not path.is_symlink():  # `check_links` has said so
-                yield Finding(f"{path.name} is missing, and {needed_by[module]} needs it", SAVE_AGAIN)
+                yield Finding(f"{path.name} is missing, and {needed_by} needs it", SAVE_AGAIN)
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -209,9 +259,19 @@ def _modules(folder: Path, auto_map: Mapping[str, str]) -> Iterator[Finding]:
         for home, name in references:
             if home == module and name not in classes:
                 yield Finding(f"{path.name} defines no class {name}, which an `auto_map` names", SAVE_AGAIN)
-        new = [sibling for sibling in get_relative_imports(path) if sibling not in needed_by]
-        needed_by |= dict.fromkeys(new, path.name)
-        queue += new
+
+
+def needed_modules(folder: Path, auto_map: Mapping[str, str]) -> dict[str, str]:
+    """The modules of an `auto_map`'s classes and those that they import, there or not, and what needs each."""
+    needed_by = dict.fromkeys(sorted({reference.split(".")[0] for reference in auto_map.values()}), "an `auto_map`")
+    queue = list(needed_by)
+    for module in queue:  # grows on the way
+        path = folder / f"{module}.py"
+        with contextlib.suppress(ValueError):  # no text
+            new = [name for name in get_relative_imports(path) if name not in needed_by] if path.is_file() else []
+            needed_by |= dict.fromkeys(new, path.name)
+            queue += new
+    return needed_by
 
 
 def weights(folder: Path) -> Iterator[Finding]:
@@ -256,7 +316,8 @@ def weights(folder: Path) -> Iterator[Finding]:
     if wrong:
         yield from wrong
         return
-    model = empty_model(config)
+    with usable("config.json describes a model that cannot be built", "correct it in config.json"):
+        model = empty_model(config)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in model.all_tied_weights_keys}
     yield from check_weights(tensors, saved_layout(model))
 
@@ -265,11 +326,13 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
     """Tokenizer, processor and chat template: all that makes a prompt."""
     if (family := find_family(folder)) is None:
         return
+    check_texts(folder)
     processor = load_processor(folder, family)
     vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()  # without what loading adds
     if (config := read_config(folder)) is not None:
         yield from check_vocabulary(vocabulary, config, family)
         yield from check_processor(processor, config, family)
+        yield from check_generation_config(read_json(folder / "generation_config.json"), config)
     eos = read_json(folder / "generation_config.json").get("eos_token_id")
     expected = processor.tokenizer.eos_token_id
     if expected is not None and expected not in (eos if isinstance(eos, list) else [eos]):
@@ -279,12 +342,7 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
             f"set it to {expected}",
             fatal=eos is not None,
         )
-    templates = processor.chat_template
-    if not templates:
-        yield Finding("chat_template.jinja is missing, and prompts cannot be made", "copy that of the base model")
-    with usable("the chat template is not valid", "copy that of the base model"):
-        for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
-            render_jinja_template([], chat_template=text)  # compiles it, and has nothing to fill it in with
+    yield from check_chat_template(processor)
     kind = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     remedy = 'copy tokenizer_config.json of the base model, or set `tokenizer_class` in it to "TokenizersBackend"'
     verbosity = logging.get_verbosity()

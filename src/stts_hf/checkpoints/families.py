@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from stts_hf.auto_classes import MODEL_CLASSES
+from stts_hf.auto_classes import MODEL_CLASSES, register_auto_classes
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
@@ -23,6 +23,7 @@ from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.settings_stts import PruningConfig
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
+from .files import read_json
 from .original import SPECIAL_TOKENS
 
 
@@ -112,9 +113,22 @@ def family_of(model_type: object, subject: object) -> Family:
     return found
 
 
-def family_of_checkpoint(checkpoint: str | Path, revision: str | None = None) -> Family:
-    """Of a checkpoint's folder or Hub repository. Raises `OSError` where it holds no config, `ValueError` as above."""
-    config, _ = PreTrainedConfig.get_config_dict(checkpoint, revision=revision)
+def model_type_of(checkpoint: str | Path, revision: str | None = None) -> object:
+    """What `config.json` of a folder or Hub repository says. Raises `OSError` where there is none."""
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir():
+        config = read_json(folder / "config.json")
+    else:
+        config, _ = PreTrainedConfig.get_config_dict(checkpoint, revision=revision)
     if not config:
         raise OSError(f"{checkpoint} holds no config.json. Pass a checkpoint's folder or Hub id.")
-    return family_of(config.get("model_type"), checkpoint)
+    return config.get("model_type")
+
+
+def family_of_checkpoint(checkpoint: str | Path, revision: str | None = None) -> Family:
+    """
+    Of a checkpoint's folder or Hub repository. Registers the Auto classes, so that what its classes load is this
+    package's code too. Raises `OSError` where it holds no config, `ValueError` as above.
+    """
+    register_auto_classes()
+    return family_of(model_type_of(checkpoint, revision), checkpoint)

@@ -1,25 +1,33 @@
 """What lies in a checkpoint folder: its JSON files, which files belong to it, and where its links may lead."""
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from stts_hf.shortages import is_disk_full, is_out_of_memory
+
 INSTALLED_CODE = Path(__file__).resolve().parents[1] / "modeling"
-# Of no use to whoever loads a checkpoint, and never pushed; a pickle can carry code.
-LEFT_OUT = ("_*", ".*", "checkpoint-*", "__pycache__", "*.pt", "*.pth", "*.bin", "*.pkl", "*.pyc")
 # Whatever decides what a checkpoint answers, but for its code.
 DECIDING = (
-    r"((generation_|.*processor_)?config|tokenizer.*|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
-    r"|chat_template\..*|.*\.safetensors(\.index\.json)?"
+    r"((generation_|[^/]*processor_)?config|tokenizer[^/]*|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"|chat_template\.[^/]*|[^/]*\.safetensors(\.index\.json)?"
 )
+# The files of a checkpoint, by their path in its folder: whatever else lies there is somebody's own.
+_BELONGING = re.compile(
+    rf"(?![._])({DECIDING}|tokenizer\.model|vocab\.txt|additional_chat_templates/[^/]+\.jinja|README\.md"
+    r"|(LICENSE|NOTICE)[^/]*|[^/]+\.(py|png|jpe?g|gif|webp|svg))"
+)
+SECTIONS = ("image_processor", "video_processor", "text_config", "vision_config", "adapter_config")
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 1
+MAX_REASON = 400  # characters of a library's own message
 MAX_DEPTH = 100  # copying settings goes down level by level, and Python's stack ends at 1000 calls
 
 
@@ -42,16 +50,35 @@ def raise_findings(subject: str, findings: Iterable[Finding]) -> None:
         raise ValueError(f"{subject}: {'; '.join(map(str, listed))}.")
 
 
+@contextlib.contextmanager
+def usable(subject: str, remedy: str) -> Iterator[None]:
+    """
+    Turns whatever a library raises over a broken file into one `ValueError` of one sentence; a shortage of memory or
+    disk passes.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or is_disk_full(error):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        if not reason or isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | RecursionError):
+            reason = f"{type(error).__name__}: {reason}"
+        reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
+        raise ValueError(f"{subject} ({reason}): {remedy}.") from error
+
+
 def fingerprint(checkpoint: Path) -> str:
     """Of a checkpoint folder's weights, configuration, tokenizer, chat template and processor."""
-    return digest_files(sorted(path for path in checkpoint.iterdir() if re.fullmatch(DECIDING, path.name)))
+    named = (path for path in checkpoint.iterdir() if re.fullmatch(DECIDING, path.name))
+    return digest_files(sorted(path for path in named if path.is_file()))  # a pipe or a device never ends
 
 
 def digest_files(paths: Iterable[Path]) -> str:
     """Of names, sizes and contents."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(os.fsencode(f"{path.name} {path.stat().st_size}\n"))
         with path.open("rb") as file:
             while part := file.read(1 << 20):
                 digest.update(part)
@@ -83,6 +110,21 @@ def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str,
     return section or {}
 
 
+def check_texts(folder: Path) -> None:
+    """
+    Raises `ValueError` for a JSON file of a checkpoint, or a section of one, that is no object, and for a template that
+    is no text; libraries fail over those in many ways.
+    """
+    for path in sorted(folder.glob("*.json")):
+        if re.fullmatch(DECIDING, path.name):
+            settings = read_json(path)
+            for section in SECTIONS:
+                read_section(settings, section, path)
+    for path in filter(Path.is_file, folder.glob("*.jinja")):
+        with usable(f"{path} is no text", "copy it again"):
+            path.read_text(encoding="utf-8")
+
+
 def _is_deep(content: Any) -> bool:
     level = [content]
     for _ in range(MAX_DEPTH):
@@ -91,44 +133,45 @@ def _is_deep(content: Any) -> bool:
     return bool(level)
 
 
-def checkpoint_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Returns the files and links that belong to a checkpoint, by their path in it, and the names of what does not."""
-    files: dict[str, Path] = {}
-    left_out = []
+def every_file(folder: Path) -> dict[str, Path]:
+    """Whatever lies in a folder and the folders in it, by its path there; links are not followed."""
+    found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
-        if any(fnmatch(entry.name, pattern) for pattern in LEFT_OUT):
-            left_out.append(entry.name)
-        elif entry.is_dir() and not entry.is_symlink():
-            below, skipped = checkpoint_files(entry)
-            files |= {f"{entry.name}/{name}": path for name, path in below.items()}
-            left_out += [f"{entry.name}/{name}" for name in skipped]
+        if entry.is_dir() and not entry.is_symlink():
+            found |= {f"{entry.name}/{name}": path for name, path in every_file(entry).items()}
         else:
-            files[entry.name] = entry
-    return files, left_out
+            found[entry.name] = entry
+    return found
 
 
-def dangling_links(folder: Path) -> Iterator[Finding]:
-    """Names the links in a folder that lead nowhere."""
-    dangling = [name for name, path in checkpoint_files(folder)[0].items() if not path.exists()]
-    if dangling:
+def checkpoint_files(folder: Path) -> dict[str, Path]:
+    """The files and links of a checkpoint, by their path in its folder."""
+    templates = folder / "additional_chat_templates"
+    entries = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    named = {path.relative_to(folder).as_posix(): path for path in sorted(entries)}
+    is_folder = {name for name, path in named.items() if path.is_dir() and not path.is_symlink()}
+    return {name: path for name, path in named.items() if _BELONGING.fullmatch(name) and name not in is_folder}
+
+
+def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterator[Finding]:
+    """
+    Of a checkpoint's files, or of `files`: each must be a file, or a link to one in the folder that is not hidden, in
+    the Hub cache that the folder is part of, or that equals a code file of this package, as in a preset folder.
+    """
+    files = checkpoint_files(folder) if files is None else files
+    if dangling := [name for name, path in files.items() if not path.exists()]:
         yield Finding(
             f"{len(dangling)} links lead nowhere ({', '.join(dangling[:4])}{', ...' if len(dangling) > 4 else ''})",
             "copy the folder again with cp -rL, which copies what links lead to",
         )
-
-
-def check_links(folder: Path) -> Iterator[Finding]:
-    """
-    Links must lead to files: in the folder, in the Hub cache that the folder is part of, or to what equals a code file
-    of this package, as in a preset folder.
-    """
-    yield from dangling_links(folder)
-    for name, path in checkpoint_files(folder)[0].items():
+    for name, path in files.items():
         if path.is_symlink() and path.exists() and not _may_lead_to(folder.resolve(), path.resolve()):
             yield Finding(
                 f"{name} is a link to {path.resolve()}, which is no file of this folder",
                 "delete it, or put the file itself there if it belongs to the checkpoint",
             )
+        elif path.exists() and not path.is_file():
+            yield Finding(f"{name} is not a regular file", "put the file itself there, or delete it")
 
 
 def _may_lead_to(folder: Path, target: Path) -> bool:
@@ -137,5 +180,6 @@ def _may_lead_to(folder: Path, target: Path) -> bool:
     snapshots = [parent for parent in folder.parents if parent.name == "snapshots"][:1]
     own = INSTALLED_CODE / target.name
     is_own_code = target.suffix == ".py" and own.is_file() and own.read_bytes() == target.read_bytes()
-    allowed = [folder, *(parent.with_name("blobs") for parent in snapshots)]
-    return is_own_code or any(target.is_relative_to(place) for place in allowed)
+    if target.is_relative_to(folder):
+        return not any(part.startswith(".") for part in target.relative_to(folder).parts)
+    return is_own_code or any(target.is_relative_to(parent.with_name("blobs")) for parent in snapshots)

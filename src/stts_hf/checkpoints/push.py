@@ -2,7 +2,7 @@
 
 import fnmatch
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,16 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import httpx
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stts_hf.shortages import is_disk_full
 
 from .atomic_folder import stale_weights
 from .card import checkpoint_card
-from .doctor import examine
-from .families import OWN
-from .files import checkpoint_files, read_json
+from .doctor import examine, needed_modules
+from .families import OWN, family_of
+from .files import check_links, checkpoint_files, every_file, read_json
+from .tensors import weight_files
 
 
 class PushRefused(ValueError):
@@ -26,7 +28,10 @@ class PushRefused(ValueError):
 
 @dataclass(frozen=True)
 class Pushed:
-    """url and oid: of the commit. files: paths in the repository. left_out: names in the folder that stayed there."""
+    """
+    url and oid: of the commit, empty where nothing was pushed. files: paths in the repository. left_out: names in the
+    folder that stayed there.
+    """
 
     url: str
     oid: str
@@ -43,6 +48,8 @@ def push_checkpoint(
     message: str = "Upload STTS checkpoint",
     token: str | None = None,
     overwrite: bool = False,
+    include: Sequence[str] = (),
+    dry_run: bool = False,
     endpoint: str | None = None,
 ) -> Pushed:
     """
@@ -60,6 +67,8 @@ def push_checkpoint(
         message: of the commit.
         token: in place of the one from `hf auth login` or `HF_TOKEN`.
         overwrite: also into a repository that holds some other model.
+        include: patterns of paths in the folder, such as "data/*", that go beside the checkpoint's own files.
+        dry_run: check the folder and say what would go; no connection is opened.
         endpoint: in place of `HF_ENDPOINT`.
 
     Raises:
@@ -67,7 +76,9 @@ def push_checkpoint(
     """
     folder = Path(folder)
     check_folder(folder)
-    files, left_out = checkpoint_files(folder)
+    files, left_out = files_to_push(folder, include)
+    if dry_run:
+        return Pushed("", "", sorted({*files, "README.md"}), left_out)
     api = HfApi(endpoint=endpoint, token=token)
     with refusals(api, repo_id):
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
@@ -89,6 +100,45 @@ def push_checkpoint(
         operations += [CommitOperationDelete(name) for name in stale_weights(present, list(files))]
         commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision)
     return Pushed(commit.commit_url, commit.oid, sorted(contents), left_out)
+
+
+def files_to_push(folder: str | Path, include: Sequence[str] = ()) -> tuple[dict[str, Path], list[str]]:
+    """
+    Returns the files that go, by their path in the repository, and the names in `folder` of which nothing goes. Those
+    are the weights that are read, settings, tokenizer, templates, code that `auto_map` names and what that imports,
+    card, licence and pictures; and what `include` matches. Raises `PushRefused` for a pattern without a match, and for
+    what cannot be uploaded.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
+    try:
+        code = needed_modules(
+            folder, family_of(read_json(folder / "config.json").get("model_type"), folder).config.auto_classes
+        )
+        weights = {path.name for path in weight_files(folder)}
+    except ValueError as error:
+        raise PushRefused(str(error)) from error
+    weights |= {SAFE_WEIGHTS_INDEX_NAME} if SAFE_WEIGHTS_NAME not in weights else set()
+
+    def goes(path: Path) -> bool:
+        of_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        return path.name in weights if of_weights else path.suffix != ".py" or path.stem in code
+
+    everything = every_file(folder)
+    files = {name: path for name, path in checkpoint_files(folder).items() if goes(path)}
+    for pattern in include:
+        matching = fnmatch.filter(everything, pattern)
+        if not matching:
+            raise PushRefused(f"--include {pattern} matches no file in {folder}; give a path in it, such as 'data/*'")
+        files |= {name: everything[name] for name in matching}
+    for name in files:
+        if name.encode("utf-8", "replace").decode() != name:
+            raise PushRefused(f"{name!a} is a name in no UTF-8, which the Hub does not take; rename it")
+    if astray := next(check_links(folder, files), None):
+        raise PushRefused(f"{folder} is not pushed: {astray}")
+    tops = {name.split("/")[0] for name in files}
+    return files, sorted({name.split("/")[0] for name in everything} - tops)
 
 
 def check_folder(folder: Path) -> None:

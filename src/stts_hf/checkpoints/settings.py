@@ -1,31 +1,17 @@
 """Configuration and processor of a converted checkpoint: the source's settings, in STTS's terms."""
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from stts_hf.modeling.settings_stts import PruningConfig
 
 from .families import Family
-from .files import read_json, read_section
+from .files import check_texts, read_json, read_section, usable
 from .original import convert_original_config, load_original_config
-
-
-@contextlib.contextmanager
-def usable(subject: str, remedy: str) -> Iterator[None]:
-    """Turns whatever reading settings raises, which has errors of many kinds, into one `ValueError`."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        if not isinstance(error, OSError | ValueError | StrictDataclassError):
-            reason = f"{type(error).__name__}: {reason}"
-        raise ValueError(f"{subject} ({reason}): {remedy}.") from error
 
 
 def load_processor(folder: Path, family: Family) -> Any:
@@ -47,7 +33,7 @@ def load_processor(folder: Path, family: Family) -> Any:
                 f"`processor_class` in {path} is {made_for!r}, but the model is a {stock} one, whose processor is a "
                 f"{family.processor.__name__}: pass --base with a {stock} folder or repository."
             )
-    read_json(folder / "tokenizer.json")
+    check_texts(folder)
     remedy = f"copy its files again, or pass --base with another {stock} folder"
     with usable(f"The tokenizer or processor in {folder} cannot be used", remedy):
         settings = family.processor.get_processor_dict(str(folder))[0]

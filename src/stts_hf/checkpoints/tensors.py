@@ -69,7 +69,7 @@ def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
             )
         counts[tensor.dtype] += math.prod(tensor.shape)
     if not counts:
-        raise ValueError("`source` holds no tensors: name the folder of a whole checkpoint.")
+        raise ValueError("the checkpoint's files hold no tensors: copy them again.")
     return counts.most_common(1)[0][0]
 
 

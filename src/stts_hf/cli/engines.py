@@ -75,7 +75,7 @@ def start_engine(
 ) -> Iterator[tuple[str, _Predict]]:
     """Where rows are answered, in words, and by what. Raises `CommandError`, where rows are answered too."""
     if arguments.engine == "local":
-        with stage(f"Loading {options['checkpoint']}"):
+        with of_option(), stage(f"Loading {options['checkpoint']}"):
             model = predictor.model
         yield str(model.device), predictor.predict
         return

@@ -17,17 +17,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", default="Upload STTS checkpoint", help="message of the commit")
     parser.add_argument("--token", help="access token; default: HF_TOKEN, or the one of `hf auth login`")
     parser.add_argument("--overwrite", action="store_true", help="also into a repository that holds another model")
+    parser.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="files of the folder to push beside the checkpoint's own, such as 'data/*'; may be given again",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check the folder, print what would go, and end")
 
 
 def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` when folder, token, rights, repository or network do not allow it."""
-    from stts_hf.checkpoints.push import PushRefused, push_checkpoint
+    from tqdm import tqdm
 
-    print(f"Pushing {arguments.folder} to {arguments.repo_id}", file=sys.stderr, flush=True)
+    from stts_hf.checkpoints.push import PushRefused, files_to_push, push_checkpoint
+
     try:
+        files, left_out = files_to_push(arguments.folder, arguments.include)
+        print(f"Pushing {len(files)} files of {arguments.folder} to {arguments.repo_id}:", file=sys.stderr)
+        for name, path in files.items():
+            print(f"  {tqdm.format_sizeof(path.stat().st_size, 'B'):>8}  {name}", file=sys.stderr)
+        if left_out:
+            shown = ", ".join(name.encode("utf-8", "backslashreplace").decode() for name in left_out)
+            print(f"Staying here: {shown}", file=sys.stderr, flush=True)
         pushed = push_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
     except PushRefused as refused:
         raise CommandError(str(refused)) from refused
-    if pushed.left_out:
-        print(f"Left out: {', '.join(pushed.left_out)}", file=sys.stderr)
-    print(f"{len(pushed.files)} files: {pushed.url}")
+    print(f"{len(pushed.files)} files: {pushed.url or 'nothing pushed (--dry-run)'}")

@@ -14,8 +14,9 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from stts_hf.auto_classes import register_auto_classes
+from stts_hf.checkpoints import loading
 from stts_hf.checkpoints.convert import new_scorer_weights
-from stts_hf.checkpoints.families import OWN, family_of_checkpoint
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.checkpoints.files import fingerprint
 from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import explain
@@ -109,17 +110,11 @@ def load_model_config(config: TrainConfig) -> PruningConfig:
 
 def load_processor(config: TrainConfig, model_config: PruningConfig) -> Any:
     """The checkpoint's processor with the run's frames. Raises `ConfigError`."""
-    model, processor_class = config.model, OWN[model_config.model_type].processor
+    model = config.model
     try:
-        processor = processor_class.from_pretrained(  # refused, or transformers asks whether to run foreign code
-            model.model_name_or_path, revision=model.model_revision, trust_remote_code=False
-        )
-    except (ValueError, OSError, TypeError) as error:
-        why = str(error)
-        if "trust_remote_code" in why:  # transformers' advice, which no command can follow
-            why = "a class of its tokenizer or processor is code in the checkpoint, which is never run"
-        problem = f"{model.model_name_or_path!r} has no usable processor: {why}"
-        raise config.error("model_name_or_path", problem) from error
+        processor = loading.load_processor(model.model_name_or_path, revision=model.model_revision)
+    except ValueError as error:
+        raise config.error("model_name_or_path", f"has no usable processor: {error}") from error
     video_processor = processor.video_processor
     frames.set_frames(video_processor, num_frames=config.data.num_frames, max_fps=config.data.max_fps)
     ratio = model_config.vision_config.pruning_ratio
@@ -235,23 +230,15 @@ def load_weights(run: TrainingSetup) -> Any:
     set_seed(run.arguments.seed)  # an adapter, and a scorer that the checkpoint lacks, are drawn from here on
     model = run.config.model
     try:
-        pair: Any = OWN[run.model_config.model_type].model.from_pretrained(
+        loaded, _ = loading.load_weights(
             model.model_name_or_path,
-            config=run.model_config,
+            run.model_config,
             revision=model.model_revision,
             dtype="auto" if model.dtype == "auto" else getattr(torch, model.dtype),
-            output_loading_info=True,
-            use_safetensors=True,
             **model.given(["attn_implementation"]),
         )
-    except (ValueError, OSError, ImportError) as error:
+    except ValueError as error:
         raise run.config.error("model_name_or_path", f"cannot be loaded: {error}") from error
-    loaded, found = pair
-    missing = sorted(name for name in found["missing_keys"] if ".scorer." not in name)
-    wrong = missing or sorted(map(str, found["mismatched_keys"]))
-    if wrong:
-        problem = f"lacks weights or holds some of other shapes: {', '.join(wrong[:3])}, ..."
-        raise run.config.error("model_name_or_path", f"{model.model_name_or_path!r} {problem}")
     if model.new_scorer:
         renew_scorer(loaded, run.arguments.seed)
     return loaded

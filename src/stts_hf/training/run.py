@@ -11,7 +11,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
-from stts_hf.checkpoints.files import check_links
+from stts_hf.checkpoints.files import check_links, every_file
 from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data import frames
 from stts_hf.data.rows import ANSWER
@@ -238,7 +238,7 @@ def push(trainer: STTSTrainer, output: Path) -> None:
     trainer._finish_current_push()
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     api, repo_id = HfApi(), str(trainer.hub_model_id)
-    if astray := next(check_links(output), None):
+    if astray := next(check_links(output, every_file(output)), None):
         raise PushRefused(f"{output} is not pushed: {astray}")
     with refusals(api, repo_id):
         api.upload_folder(

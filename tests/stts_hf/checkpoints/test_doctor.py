@@ -140,7 +140,7 @@ FATAL: list[tuple[str, Damage, str]] = [
         "AutoVideoProcessor",
     ),
     ("tokenizer", remove("chat_template.jinja"), "missing"),
-    ("tokenizer", write("chat_template.jinja", "{% for %}"), "not valid"),
+    ("tokenizer", write("chat_template.jinja", "{% for %}"), "chat template"),
 ]
 WARNINGS: list[tuple[str, Damage, str]] = [
     ("code", lambda folder: append(folder / "scoring_stts.py", "# changed\n"), "scoring_stts.py"),
@@ -380,14 +380,12 @@ def test_nothing_but_the_findings_is_said(hub_configs):
 
 def test_links_out_of_the_folder_are_found(sound, tmp_path):
     folder = copy(sound, tmp_path / "checkpoint")
-    (tmp_path / "secrets").mkdir()
-    (tmp_path / "secrets" / "key").write_text("secret")
-    (folder / "assets").symlink_to(tmp_path / "secrets")
-    (folder / "notes").mkdir()
-    (folder / "notes" / "key.txt").symlink_to(tmp_path / "secrets" / "key")
-    (folder / "notes" / "config.txt").symlink_to("../config.json")
+    (tmp_path / "key").write_text("secret")
+    (folder / "LICENSE").symlink_to(tmp_path / "key")
+    (folder / "NOTICE").symlink_to("config.json")
+    (folder / "notes").symlink_to(tmp_path)  # no part of the checkpoint
     found = [finding for name, finding in listed(folder) if name == "code" and finding.fatal]
-    assert [finding.what.split(" is a link ")[0] for finding in found] == ["assets", "notes/key.txt"]
+    assert [finding.what.split(" is a link ")[0] for finding in found] == ["LICENSE"]
 
 
 def test_links_of_a_hub_cache_into_its_own_files_are_sound(sound, tmp_path):
@@ -398,8 +396,8 @@ def test_links_of_a_hub_cache_into_its_own_files_are_sound(sound, tmp_path):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     assert listed(snapshot) == []
-    (snapshot / "other.txt").symlink_to(sound / "config.json")
-    assert [finding.what.split(" is a link ")[0] for _, finding in listed(snapshot)] == ["other.txt"]
+    (snapshot / "LICENSE").symlink_to(sound / "config.json")
+    assert [finding.what.split(" is a link ")[0] for _, finding in listed(snapshot)] == ["LICENSE"]
 
 
 def test_a_preset_copied_with_its_links_alone_is_sent_to_cp_with_links_followed(hub_configs, tmp_path):

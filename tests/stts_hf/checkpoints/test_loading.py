@@ -1,15 +1,24 @@
 """A checkpoint is loaded by the package's code, whatever code lies in it."""
 
+import ast
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from stts_hf import load
+from stts_hf.checkpoints.files import fingerprint
 from stts_hf.checkpoints.loading import load_config_and_processor, load_model
-from tests.checkpoints import TINIES, TINY
+from tests.checkpoints import TINIES, TINY, weights_of
+from tests.conftest import REPOSITORY
+
+MODELING = REPOSITORY / "src" / "stts_hf" / "modeling"
 
 TRAP = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nraise SystemExit('the code ran')\n"
 EVERY_CLASS = ("AutoConfig", "AutoModel", "AutoModelForMultimodalLM", "AutoProcessor", "AutoVideoProcessor")
@@ -42,3 +51,53 @@ def test_a_pickle_is_not_opened(tmp_path):
     config, _ = load_config_and_processor(str(folder))
     with pytest.raises(ValueError, match=r"cannot be loaded: .*model\.safetensors"):
         load_model(str(folder), config, torch.device("cpu"))
+
+
+def without(folder: Path, part: str) -> Path:
+    """A copy of stts-tiny that lacks the weights with this in their names."""
+    shutil.copytree(TINY, folder)
+    weights = {name: weight for name, weight in weights_of(TINY).items() if part not in name}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_scorer_that_is_missing_is_fine_for_selectors_that_do_not_use_it(tmp_path):
+    folder = str(without(tmp_path / "checkpoint", ".scorer."))
+    for selector in ("cosine", "random"):
+        assert load(folder, selector=selector).model.config.vision_config.selector == selector
+    with pytest.raises(ValueError, match=r"lacks the weights of the scorer .*--selector cosine"):
+        load(folder)
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
+    folder = without(tmp_path / "checkpoint", "ln_f")
+    with pytest.raises(ValueError, match=r"lacks weights that the model needs \(model\.language_model\.norm\.weight\)"):
+        load(str(folder))
+    weights = weights_of(TINY) | {"lm_head.weight": torch.zeros(3, 4)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"of other shapes than the model's \(lm_head\.weight \[3, 4\] instead of "):
+        load(str(folder))
+
+
+def test_a_fingerprint_reads_files_alone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    expected = fingerprint(tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
+    assert fingerprint(tmp_path) == expected
+
+
+def processors_loaded(path: Path) -> list[str]:
+    """The lines that load a processor or a tokenizer and do not refuse the code of the checkpoint."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [
+        f"{path}:{call.lineno}"
+        for call in calls
+        if re.search(r"(rocessor|AutoTokenizer)\.from_pretrained$", ast.unparse(call.func))
+        and "trust_remote_code=False" not in ast.unparse(call)
+    ]
+
+
+def test_nothing_loads_a_processor_that_could_ask_to_run_code():
+    files = [*(REPOSITORY / "src").rglob("*.py"), *(REPOSITORY / "examples").glob("*.py")]
+    assert [line for path in files if not path.is_relative_to(MODELING) for line in processors_loaded(path)] == []
