@@ -6,12 +6,15 @@ through the tower twice. So every batch gets a video (`always_video` of the coll
 the model's root, once a step whatever the batch holds.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import IterableDataset
 
@@ -106,6 +109,20 @@ def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.devi
                     f"{count:g} of {trainer.args.world_size} processes have a {kind} in their batch at step "
                     f"{trainer.state.global_step + 1}, and the others would wait for them forever. {REMEDIES[kind]}"
                 )
+
+
+@contextlib.contextmanager
+def whole_state_dict(accelerator: Accelerator) -> Iterator[None]:
+    """Has FSDP save the model whole, also if it saves checkpoints in shards."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        yield
+        return
+    of_checkpoints, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = of_checkpoints
 
 
 def name_after_own_code(model_class: type) -> None:

@@ -6,10 +6,9 @@ matching of the unpruned model, of blocks in frames `t >= 1` for the temporal lo
 device and force no host-device sync, until a log reads the sums, once, over all processes.
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,15 +82,17 @@ class PruningMetrics:
         self.frames = torch.zeros(0, 2, device=self.device)  # (T, 2) blocks kept at each frame position, and all
         self.steps = 0
         self.started = time.perf_counter()
+        self.paused: float | None = None
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stops the clock: for evaluations and saves, which are no part of the tokens per second."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.started += time.perf_counter() - begun
+    def pause(self) -> None:
+        """Stops the clock until `resume`: evaluations and saves do not count in the tokens per second."""
+        if self.paused is None:
+            self.paused = time.perf_counter()
+
+    def resume(self) -> None:
+        if self.paused is not None:
+            self.started += time.perf_counter() - self.paused
+            self.paused = None
 
     def add(self, name: str, value: torch.Tensor | float) -> None:
         value = value.detach().float().to(self.device) if isinstance(value, torch.Tensor) else value
@@ -119,7 +120,7 @@ class PruningMetrics:
 
     def read(self, accelerator: Accelerator) -> tuple[dict[str, float], list[float]]:
         """The sums over all processes, with `seconds` as their mean; and the share kept at each frame position."""
-        seconds = torch.tensor(time.perf_counter() - self.started, device=self.device)
+        seconds = torch.tensor((self.paused or time.perf_counter()) - self.started, device=self.device)
         sums = torch.stack([torch.as_tensor(self.sums[name], device=self.device) for name in SUMS])
         frames = self.frames
         if accelerator.num_processes > 1:

@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
@@ -30,7 +32,7 @@ from stts_hf.training.build import (
     prepare,
     table_of,
 )
-from stts_hf.training.checkpointing import checkpoints_in, find_checkpoint
+from stts_hf.training.checkpointing import find_checkpoint
 from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check_unchanged, write_config
 from stts_hf.training.losses import LOSSES
 from stts_hf.training.trainer import STTSTrainer
@@ -69,8 +71,7 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
         print(describe_run(run, model), flush=True)
         output.mkdir(parents=True, exist_ok=True)
         write_config(config, output)
-    # The last one is looked up again, once what a kill left is put back.
-    trainer.train(resume_from_checkpoint=True if resume is True else checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     if run.eval_rows is not None:
         trainer.evaluate()
     save(run, trainer, output)
@@ -94,13 +95,13 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
         raise config.error("output_dir", f"{str(output)!r} holds an adapter, which would be loaded too. Name another.")
     if config.model.merge_adapter and is_deepspeed_zero3_enabled():
         raise config.error("merge_adapter", "is true, which ZeRO-3 cannot do. Merge with PEFT's `merge_and_unload`.")
-    earlier = checkpoints_in(output)
+    earlier = sorted(output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"), key=os.path.getmtime)
     if checkpoint is not None:
         check_unchanged(config, Path(checkpoint).absolute().parent / CONFIG_COPY)
     elif earlier:
         raise config.error(
             "output_dir",
-            f"{str(output)!r} holds {earlier[-1].name} of an earlier run. Pass --resume to continue it, or name "
+            f"{str(output)!r} holds {earlier[-1].parent.name} of an earlier run. Pass --resume to continue it, or name "
             "another folder.",
         )
     return checkpoint

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import StateDictType
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from stts_hf.checkpoints.families import OWN
@@ -17,9 +18,14 @@ from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
 from stts_hf.parts import find_backbone
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
-from stts_hf.training.checkpointing import AtomicCheckpointMixin, clear_leftovers, find_checkpoint
+from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
 from stts_hf.training.distillation import Teaching
-from stts_hf.training.distributed import check_batches_agree, name_after_own_code, prepare_for_processes
+from stts_hf.training.distributed import (
+    check_batches_agree,
+    name_after_own_code,
+    prepare_for_processes,
+    whole_state_dict,
+)
 from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe, normalised_losses
 from stts_hf.training.scorer_alone import ScoringOutput, check_scorer_alone, redirected, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, keep_workers_alive
@@ -29,7 +35,7 @@ logger = logging.get_logger(__name__)
 NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # what a collator may add for the trainer
 
 
-class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
+class STTSTrainer(ModelCardTrainerMixin, Trainer):
     """
     `Trainer` for an STTS model of any backbone, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
     an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
@@ -86,7 +92,6 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         self._eval_statistics: PruningMetrics | None = None
         self._step_counts: torch.Tensor | None = None  # (2,) of `count`, over the step
         self._parts_of_loss: dict[str, torch.Tensor] = {}
-        self._gradient_norm: Any = None
 
     def _prepare_model(self, model: Any) -> None:
         model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -106,6 +111,8 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             # It gives no gradient where no input needs one: with LoRA, or with frozen parts.
             require_grads_in_tower(model)
+        if isinstance(model, PreTrainedModel):  # a `PeftModel` loads its adapter by itself
+            accept_saved_names(model)
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
@@ -128,9 +135,6 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         checkpoint and raises `TrainingTerminated`.
         """
         output_dir = str(self.args.output_dir)
-        if self.args.should_save:
-            clear_leftovers(Path(output_dir))
-        self.accelerator.wait_for_everyone()
         checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
         self.statistics.reset()
         self.loss_history.reset()
@@ -168,6 +172,7 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The step's micro-batches, and its label tokens over all processes."""
+        self.statistics.resume()
         batches = list(itertools.islice(epoch_iterator, num_batches))
         check_batches_agree(self, batches, device)
         counts = sum((self._count(batch).to(device) for batch in batches), torch.zeros(2, device=device))
@@ -306,9 +311,9 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
         """As in `Trainer`; `eval_loss` is over all label tokens and blocks, whatever the batches."""
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         self._eval_statistics = statistics = PruningMetrics(self.args.device)
+        self.statistics.pause()
         try:
-            with self.statistics.paused():
-                output: Any = super().evaluation_loop(*args, **kwargs)
+            output: Any = super().evaluation_loop(*args, **kwargs)
         finally:
             self._eval_statistics = None
         sums, _ = statistics.read(self.accelerator)
@@ -321,31 +326,33 @@ class STTSTrainer(ModelCardTrainerMixin, AtomicCheckpointMixin, Trainer):
             output.metrics[f"{prefix}_skipped_rows"] = sums["skipped_rows"]
         return output
 
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        self._gradient_norm = super()._get_grad_norm(*args, **kwargs)
-        return self._gradient_norm
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; outside a checkpoint the whole model, also where FSDP saves checkpoints in shards."""
+        """
+        As in `Trainer`. Outside a checkpoint the whole model, also if FSDP saves checkpoints in shards; it replaces an
+        earlier model in the folder when it is whole. Raises `FloatingPointError` in place of a checkpoint whose losses
+        or weights are not finite.
+        """
         name_after_own_code(type(self.accelerator.unwrap_model(self.model)))
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is None or self._stage is not None:
-            super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir or str(self.args.output_dir))
+        if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
+            self.statistics.pause()
+            self.loss_history.check()
+            self._check_weights()
+            if self.args.should_save:  # of an earlier save at this step: the last file of a checkpoint makes it whole
+                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            super().save_model(str(folder), _internal_call)
             return
-        of_checkpoints, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            plugin.state_dict_type = of_checkpoints
+        with whole_state_dict(self.accelerator), staged(folder, self.args.should_save) as stage:
+            super().save_model(str(stage), _internal_call=True)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.loss_history.check()
-        norm, self._gradient_norm = self._gradient_norm, None
-        scaled = getattr(self.accelerator, "scaler", None) is not None  # then the optimizer left the step out
-        if norm is not None and not scaled and not torch.as_tensor(float(norm)).isfinite():
+    def _check_weights(self) -> None:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        shards: list[Any] = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trained]
+        bad = torch.stack([~shard.detach().isfinite().all() for shard in shards]).any().float()
+        if self.accelerator.reduce(bad, reduction="sum").item():
             raise FloatingPointError(
-                f"The gradient norm of step {self.state.global_step} is not finite, though its loss is, and has spoilt "
-                "the weights: they are not saved. Resume from the last checkpoint."
+                f"The weights after step {self.state.global_step} are not finite, though the losses are: a gradient "
+                "spoilt them, and they are not saved. Resume from the last checkpoint."
             )
-        with self.statistics.paused():
-            super()._save_checkpoint(model, trial)

@@ -152,7 +152,7 @@ def test_predict_where_a_row_does_not_fit_into_memory(here):
     assert [row["error"] for row in lines(here).values()] == [None, None]
 
 
-SAVE = "stts_hf.training.checkpointing.AtomicCheckpointMixin._save_checkpoint"
+SAVE = "transformers.Trainer._save_checkpoint"
 LATER = "continue from the last whole checkpoint with --resume"
 TRAIN = [
     ("kill", "transformers.Trainer._save_optimizer_and_scheduler", 2, ""),
@@ -185,7 +185,7 @@ def test_train(here, training, kind, at, call, words):
     folder = here / "out" if kind == "forbidden" else here
     check_end(start(command, here, fault_of(kind, folder, room=1_000_000), at, call), "train", kind, words)
     whole = [f"checkpoint-{step}" for step in range(1, 2 if call == 2 else 3)]
-    assert sorted(path.name for path in (here / "out").glob("checkpoint-*")) == whole
+    assert sorted(path.parent.name for path in (here / "out").glob("checkpoint-*/trainer_state.json")) == whole
     assert not (here / "out" / "config.json").exists()
     faults.mend(here)
     check_done(start([*command, "--resume"], here))

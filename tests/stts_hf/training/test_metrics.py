@@ -9,10 +9,9 @@ import torch
 from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainingArguments
 
 from stts_hf.training.losses import PruningMetrics, count, normalised_losses
-from tests.stts_hf.training.runs import Rows, collate, logged, trainer, without_ids
+from tests.stts_hf.training.runs import Rows, collate, logged, trainer
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
 IN_ORDER: dict[str, Any] = {"train_sampling_strategy": "sequential"}
@@ -134,29 +133,14 @@ def test_counting_reads_nothing_from_the_device():
     assert readings.count  # so the count can tell
 
 
-def readings_of_a_run(run) -> int:
-    with Readings() as readings:
-        run.train()
-    return readings.count
-
-
-def test_a_run_waits_for_the_device_no_more_than_plain_trainer(tmp_path):
-    """Between two logs: `Trainer` looks twice at each micro-batch's loss, this once, and at nothing else."""
-    rows = Rows([[3, Video(4), 5]], length=12)
-    options: dict[str, Any] = {"max_steps": 6, "logging_steps": 100, "gradient_accumulation_steps": 2}
-    run = trainer(tmp_path, data=rows, **options)
-    settings = {**options, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    settings |= {"output_dir": str(tmp_path), "remove_unused_columns": False, "per_device_train_batch_size": 1}
-    plain = Trainer(tiny_model(), TrainingArguments(**settings), without_ids, rows)
-    assert readings_of_a_run(run) == readings_of_a_run(plain) - 12
-
-
-def test_the_clock_stands_while_paused():
+def test_the_clock_stands_while_paused(monkeypatch):
+    times = iter([0.0, 10.0, 13.0, 20.0])
+    monkeypatch.setattr("stts_hf.training.losses.time.perf_counter", lambda: next(times))
     statistics = PruningMetrics(torch.device("cpu"))
-    before = statistics.started
-    with statistics.paused():
-        torch.zeros(10).sum()
-    assert statistics.started > before
+    statistics.pause()
+    statistics.pause()
+    statistics.resume()
+    assert statistics.read(Accelerator(cpu=True))[0]["seconds"] == 17
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])

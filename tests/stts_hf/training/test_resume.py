@@ -1,5 +1,6 @@
 """A resumed run goes on as if it had never stopped, bit for bit on the CPU."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
+from stts_hf import STTSForConditionalGeneration
+from stts_hf.training.checkpointing import accept_saved_names
 from tests.stts_hf.training.runs import Rows, logged, trainer, without_ids
 from tests.tiny import tiny_config, tiny_model
 
@@ -31,6 +34,12 @@ def history(run) -> list[dict[str, float]]:
     return [{k: v for k, v in step.items() if not k.endswith(NOT_REPEATED)} for step in logs]
 
 
+def without_own_loading(model_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of saved files are the trainer's job."""
+    if "load_state_dict" in vars(model_class):
+        monkeypatch.delattr(model_class, "load_state_dict")
+
+
 def noisy_model(seed: int) -> Any:
     """A model that draws random numbers in every step: a random selector, and dropout."""
     text = {"attention_dropout": 0.1}
@@ -47,7 +56,8 @@ def uninterrupted(request, tmp_path_factory) -> tuple[Any, Path, dict[str, Any]]
 
 
 @pytest.mark.parametrize("step", [3, 4], ids=["within_an_epoch", "between_epochs"])
-def test_a_resumed_run_repeats_the_uninterrupted(uninterrupted, step):
+def test_a_resumed_run_repeats_the_uninterrupted(uninterrupted, step, monkeypatch):
+    without_own_loading(STTSForConditionalGeneration, monkeypatch)
     whole, folder, options = uninterrupted
     torch.manual_seed(99)
     run = trainer(folder, model=noisy_model(1), data=Rows(length=14), **options)
@@ -67,21 +77,22 @@ def test_these_runs_do_draw_random_numbers(uninterrupted):
     assert [logs["loss"] for logs in history(run)] != [logs["loss"] for logs in history(whole)]
 
 
-def test_plain_trainer_resumes_with_the_weights_it_saved(tmp_path):
-    """The files hold Molmo2's own names, which `Trainer` hands to `load_state_dict` as they are, not strictly."""
-    settings: dict[str, Any] = {"use_cpu": True, "logging_steps": 1, "report_to": "none", "max_steps": 4}
-    settings |= {"remove_unused_columns": False, "learning_rate": 1e-2, "save_steps": 2, "disable_tqdm": True}
-    runs = []
-    for seed, resume in ((0, None), (1, str(tmp_path / "checkpoint-2"))):
-        args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=2, **settings)
-        runs.append(Trainer(tiny_model(seed=seed), args, without_ids, Rows(length=8)))
-        runs[-1].train(resume_from_checkpoint=resume)
-    assert logged(runs[1], "loss") == logged(runs[0], "loss")
+@pytest.fixture
+def model_of_files(monkeypatch) -> Callable[[int], Any]:
+    without_own_loading(STTSForConditionalGeneration, monkeypatch)
+
+    def make(seed: int) -> Any:
+        model = tiny_model(seed=seed)
+        accept_saved_names(model)
+        return model
+
+    return make
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_state_dicts_of_saved_files_load(tmp_path, strict):
-    saved, model = tiny_model(seed=0), tiny_model(seed=1)
+def test_names_of_saved_files_are_accepted(model_of_files, tmp_path, strict):
+    """Molmo2's files have other names than its modules, and fuse several weights in one."""
+    saved, model = model_of_files(0), model_of_files(1)
     saved.save_pretrained(tmp_path)
     parameters = list(model.parameters())
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict)
@@ -90,11 +101,25 @@ def test_state_dicts_of_saved_files_load(tmp_path, strict):
         assert found is before  # what an optimizer holds
 
 
-def test_a_state_dict_that_lacks_a_weight_is_refused_as_ever(tmp_path):
-    saved = tiny_model()
+def test_a_file_that_lacks_a_weight_is_refused_as_ever(model_of_files, tmp_path):
+    saved = model_of_files(0)
     saved.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
-        tiny_model().load_state_dict(tensors)
-    assert tiny_model().load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
+        model_of_files(1).load_state_dict(tensors)
+    assert model_of_files(1).load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
+
+
+def test_plain_trainer_resumes_with_the_weights_it_saved(tmp_path, monkeypatch):
+    without_own_loading(STTSForConditionalGeneration, monkeypatch)
+    settings: dict[str, Any] = {"use_cpu": True, "logging_steps": 1, "report_to": "none", "max_steps": 4}
+    settings |= {"remove_unused_columns": False, "learning_rate": 1e-2, "save_steps": 2, "disable_tqdm": True}
+    runs = []
+    for seed, resume in ((0, None), (1, str(tmp_path / "checkpoint-2"))):
+        args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=2, **settings)
+        model = tiny_model(seed=seed)
+        accept_saved_names(model)
+        runs.append(Trainer(model, args, without_ids, Rows(length=8)))
+        runs[-1].train(resume_from_checkpoint=resume)
+    assert logged(runs[1], "loss") == logged(runs[0], "loss")
