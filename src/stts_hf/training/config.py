@@ -5,6 +5,7 @@
 import argparse
 import dataclasses
 import difflib
+import json
 import math
 import re
 import sys
@@ -213,51 +214,73 @@ _Loader.add_implicit_resolver(
 )
 
 
+EMPTY = "[]"  # argparse takes no list without a word
+
+
 class _Parser(HfArgumentParser):
-    """Arguments of all `KINDS`, without defaults: what was not given is not in the result."""
-
-    def __init__(self) -> None:
-        prog = "stts-hf train CONFIG"
-        super().__init__(KINDS, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
-        hints = {name: str(hint) for kind in KINDS for name, hint in typing.get_type_hints(kind).items()}
-        self.types = {item.name: hints[item.name] for kind in KINDS for item in dataclasses.fields(kind) if item.init}
-        self.set_defaults(**dict.fromkeys(self.types, dataclasses.MISSING))
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
-    def read_words(self, words: Sequence[str]) -> dict[str, Any]:
-        """Settings from words of a command line."""
-        found, unknown = self.parse_known_args(list(words))
-        if unknown:
-            self.check_name(re.sub(r"^--|=.*", "", unknown[0]).replace("-", "_"))
-            raise ConfigError(f"{' '.join(unknown)!r} belongs to no setting. Write --NAME VALUE.")
-        given = {name: value for name, value in vars(found).items() if value is not dataclasses.MISSING}
-        for name, value in given.items():
-            self.check_name(name)
-            if isinstance(value, str) and value.startswith("{") and "dict" in self.types[name]:
-                given[name] = yaml.load(value, _Loader)  # JSON too
-        return given
 
-    def read_node(self, name: str, node: Any, loader: Any) -> Any:
-        """A setting from YAML; a plain value means what it would mean on the command line."""
-        if isinstance(node, yaml.ScalarNode):
-            return self.read_words([f"--{name}={node.value}"])[name]
-        if isinstance(node, yaml.MappingNode) and "dict" in self.types[name]:
-            return loader.construct_object(node, deep=True)
-        if isinstance(node, yaml.SequenceNode) and "list[" in self.types[name]:
-            values = [self.read_node(name, item, loader) for item in node.value]
-            return [item for value in values for item in (value if isinstance(value, list) else [value])]
-        raise ConfigError(f"`{name}` must be a single value, not a list or keys and values: settings are not nested.")
+def read_words(words: Sequence[str]) -> dict[str, Any]:
+    """The settings that words of a command line give. Raises `ConfigError`."""
+    prog = "stts-hf train CONFIG"
+    parser = _Parser(KINDS, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+    hints = {name: str(hint) for kind in KINDS for name, hint in typing.get_type_hints(kind).items()}
+    parser.set_defaults(**dict.fromkeys(hints, dataclasses.MISSING))
+    found, unknown = parser.parse_known_args(list(words))
+    given = {name: [] if v == [EMPTY] else v for name, v in vars(found).items() if v is not dataclasses.MISSING}
+    for name in [*given, *(re.sub(r"^--|=.*", "", word).replace("-", "_") for word in unknown[:1])]:
+        if name in REFUSED or name not in hints:
+            close = difflib.get_close_matches(name, hints.keys() - REFUSED, n=1, cutoff=0.6)
+            advice = f"Did you mean {close[0]!r}?" if close else "docs/training.md lists them all."
+            raise ConfigError(f"unknown setting `{name}`. {REFUSED.get(name, advice)}")
+    for name, value in given.items():
+        if isinstance(value, str) and value.startswith("{") and "dict" in hints[name]:
+            given[name] = yaml.load(value, _Loader)  # JSON too
+    return given
 
-    def check_name(self, name: str) -> None:
-        """Raises `ConfigError` for an unknown setting."""
-        known = self.types.keys() - REFUSED
-        if name in known:
-            return
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        advice = REFUSED.get(name) or (f"Did you mean {close[0]!r}?" if close else "docs/training.md lists them all.")
-        raise ConfigError(f"`{name}` is no setting. {advice}")
+
+def words_of(file: Path) -> list[str]:
+    """The words of a command line that say what a flat YAML file says. Raises `ConfigError`."""
+    words: list[str] = []
+    try:
+        loader = _Loader(file.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{file} must hold settings, such as `model_name_or_path: ...`.")
+    names = [key.value for key, _ in root.value]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{file}: `{twice[0]}` is given twice.")
+    for name, (_, node) in zip(names, root.value, strict=True):
+        if isinstance(node, yaml.MappingNode):
+            words.append(f"--{name}={json.dumps(loader.construct_object(node, deep=True))}")
+        elif isinstance(node, yaml.SequenceNode):
+            words += [f"--{name}", *(str(item.value) for item in node.value)]
+            words += [] if node.value else [EMPTY]
+        elif node.tag != "tag:yaml.org,2002:null":
+            words.append(f"--{name}={node.value}")
+    return words
+
+
+def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings of the file and, in their place, `overrides`, words of a command line. Raises `ConfigError`."""
+    settings: list[dict[str, Any]] = []
+    for source, words in ((file, words_of(Path(file))), ("command line", overrides)):
+        try:
+            settings.append(read_words(words))
+        except (ConfigError, yaml.YAMLError) as error:
+            raise ConfigError(f"{source}: {error}") from None
+    given, replaced = settings
+    for name, value in replaced.items():
+        earlier = given.pop(name, None)
+        if value not in ("null", ["null"]):  # as if it were not in the file
+            given[name] = earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
+    return given
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bool = True) -> TrainConfig:
@@ -281,41 +304,6 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bo
         return TrainConfig(model, data, card, training, given, str(file))
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"{file}: {error}") from error
-
-
-def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What the file and `overrides` say, converted to the settings' types. Raises `ConfigError`."""
-    parser = _Parser()
-    given: dict[str, Any] = {}
-    try:
-        loader = _Loader(Path(file).read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{file} must hold settings, such as `model_name_or_path: ...`.")
-    for key, node in root.value:
-        try:
-            parser.check_name(str(key.value))
-            if key.value in given:
-                raise ConfigError(f"`{key.value}` is given twice.")
-            if node.tag != "tag:yaml.org,2002:null":
-                given[key.value] = parser.read_node(key.value, node, loader)
-        except ConfigError as error:
-            raise ConfigError(f"{file}:{key.start_mark.line + 1}: {error}") from None
-    try:
-        replaced = parser.read_words(overrides)
-    except (ConfigError, yaml.YAMLError) as error:
-        raise ConfigError(f"command line: {error}") from None
-    for name, value in replaced.items():
-        if value in ("null", ["null"]):  # as if it were not in the file
-            given.pop(name, None)
-            continue
-        earlier = given.get(name)
-        given[name] = earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
-    return given
 
 
 def check_unchanged(config: TrainConfig, earlier: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import sort_checkpoints
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
@@ -95,13 +95,13 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
         raise config.error("output_dir", f"{str(output)!r} holds an adapter, which would be loaded too. Name another.")
     if config.model.merge_adapter and is_deepspeed_zero3_enabled():
         raise config.error("merge_adapter", "is true, which ZeRO-3 cannot do. Merge with PEFT's `merge_and_unload`.")
-    earlier = sorted(output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"), key=os.path.getmtime)
+    earlier = [folder for folder in map(Path, sort_checkpoints(str(output))) if (folder / TRAINER_STATE_NAME).is_file()]
     if checkpoint is not None:
         check_unchanged(config, Path(checkpoint).absolute().parent / CONFIG_COPY)
     elif earlier:
         raise config.error(
             "output_dir",
-            f"{str(output)!r} holds {earlier[-1].parent.name} of an earlier run. Pass --resume to continue it, or name "
+            f"{str(output)!r} holds {earlier[-1].name} of an earlier run. Pass --resume to continue it, or name "
             "another folder.",
         )
     return checkpoint

@@ -96,6 +96,7 @@ def test_output_that_cannot_be_written_is_refused(data, tmp_path, without_weight
 def test_the_last_checkpoint_of_an_earlier_run_is_named(data, tmp_path, capsys):
     for step in (9, 90, 100):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").touch()
     assert train(write_config(tmp_path, data, tmp_path / "out")) == 2
     assert "holds checkpoint-100 of an earlier run" in capsys.readouterr().err
 
