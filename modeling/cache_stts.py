@@ -24,16 +24,16 @@ class CachedPrompt:
     positions: (B, columns) RoPE position after which a token behind each column counts on: its own, or that of what was
         dropped behind it. -1 for columns that a mask hides.
     token_ids: (B, seen) those tokens, where known.
-    answered: how many of them, at the end, are an answer; each took a position, also those after a row's end.
     unusable: why no prompt fits the cache, or "".
+    skips_hidden: whether hidden columns took no positions, as in `generate`; then the mask says all positions.
     """
 
     kept_indices: torch.Tensor
     seen: int
     positions: torch.Tensor
     token_ids: torch.Tensor | None = None
-    answered: int = 0
     unusable: str = ""
+    skips_hidden: bool = False
 
     @property
     def next_position(self) -> torch.Tensor:
@@ -57,10 +57,16 @@ class CachedPrompt:
         return note if note.unusable else note.crop(min(columns, note.kept_indices.shape[1]))
 
     @classmethod
-    def untouched(cls, columns: int, batch_size: int, device: torch.device) -> "CachedPrompt":
+    def untouched(cls, columns: int, batch_size: int, device: torch.device, cache: Cache | None) -> "CachedPrompt":
         """Of a cache that lost nothing: its columns are the caller's tokens."""
         sequence = KeptSequence.whole(batch_size, columns, device)
-        return cls(sequence.kept_indices, columns, sequence.kept_indices)
+        by_mask = getattr(cache, "positions_skip_padding", False)
+        return cls(sequence.kept_indices, columns, sequence.kept_indices, skips_hidden=by_mask)
+
+    def hide(self, mask: torch.Tensor) -> "CachedPrompt":
+        """This note where a mask (B, columns) hides columns, such as those of an answer after its row's end."""
+        positions = mask.cumsum(-1) - 1 if self.skips_hidden else self.positions
+        return replace(self, positions=positions.masked_fill(mask == 0, -1))
 
     def attach(self, cache: Cache) -> None:
         cache.pruned_prompt = self  # type: ignore[attr-defined]  # a place of our own on transformers' object
@@ -87,12 +93,11 @@ class CachedPrompt:
     def positions_of_new(self, num_tokens: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """
         Positions (B, L) of the next `L = num_tokens`. attention_mask: (B, seen + L) or None; tokens that it hides take
-        no position, neither of the answer nor of the new ones. With nothing seen yet they do, as in transformers.
+        no position. With nothing seen yet they do, as in transformers.
         """
         if attention_mask is None or not self.seen:
             return self.next_position + torch.arange(num_tokens, device=self.next_position.device)
-        shown = attention_mask[:, self.seen - self.answered :].bool().cumsum(-1)  # (B, answered + L)
-        return self.next_position - self.answered + shown[:, self.answered :] - 1
+        return self.next_position + attention_mask[:, self.seen :].bool().cumsum(-1) - 1
 
     def check_usable(self) -> None:
         """Raises `ValueError` for a cache that no prompt fits."""
@@ -132,7 +137,6 @@ class CachedPrompt:
             seen=self.seen - gone,
             positions=self.positions[:, :columns],
             token_ids=None if self.token_ids is None else self.token_ids[:, :-gone],
-            answered=max(self.answered - gone, 0),
         )
 
     def reorder(self, rows: torch.Tensor) -> "CachedPrompt":
@@ -163,8 +167,32 @@ class CachedPrompt:
             seen=self.seen + num_tokens,
             positions=torch.cat([self.positions, self.next_position + steps], dim=-1),
             token_ids=known,
-            answered=self.answered + num_tokens,
         )
+
+
+def mark_cache(cache: Any, vision: bool = False, skips_padding: bool = False) -> None:
+    """
+    Says on a cache, if it is one, that a call filled it with vision tokens, and that positions skip what a mask hides,
+    as in `generate`. It is said of caches without a note too.
+    """
+    if isinstance(cache, Cache):
+        for name, value in (("holds_vision_tokens", vision), ("positions_skip_padding", skips_padding)):
+            if value:
+                setattr(cache, name, True)
+
+
+def needs_note(cache: Cache | None, tokens: Tokens) -> bool:
+    """Whether new tokens after a cache get their positions from us: its columns do not say them."""
+    by_mask = tokens.position_ids is None and tokens.padding_mask is not None
+    return CachedPrompt.of(cache) is not None or (by_mask and getattr(cache, "positions_skip_padding", False))
+
+
+def forget_marks(cache: Any, num_tokens: int) -> None:
+    """Takes the marks off a cache that was reset; a step of decoding does not look, since that may force a sync."""
+    names = [name for name in ("holds_vision_tokens", "positions_skip_padding") if hasattr(cache, name)]
+    if names and num_tokens > 1 and int(cache.get_seq_length()) == 0:
+        for name in names:
+            delattr(cache, name)
 
 
 def take_up(
@@ -173,15 +201,15 @@ def take_up(
     """What a cache with that note holds of the caller's sequence; raises `ValueError` where nothing can follow it."""
     batch_size, _ = tokens.shape
     columns = int(cache.get_seq_length()) if cache is not None else 0
-    if note is not None and vision:
+    if vision and columns and getattr(cache, "holds_vision_tokens", False):
         raise ValueError(
             f"`{next(name for name in vision if name.startswith('pixel_values'))}` came with `past_key_values` that "
-            "hold a video already. Vision tokens attend to each other in both directions, so the cached ones would not "
-            "be the same any more. Leave out what the cache has seen; for anything new, pass the whole conversation "
-            "with all its videos and images again, without `past_key_values`."
+            "hold a video or image already. Vision tokens attend to each other in both directions, so the cached ones "
+            "would not be the same any more. Leave out what the cache has seen; for anything new, pass the whole "
+            "conversation with all its videos and images again, without `past_key_values`."
         )
     if note is None:
-        cached = CachedPrompt.untouched(columns, batch_size, tokens.device)
+        cached = CachedPrompt.untouched(columns, batch_size, tokens.device, cache)
     else:
         cached = note.fitted(columns, batch_size)
     if pruned_length is not None and cached.seen:

@@ -2,17 +2,22 @@
 remedy.
 """
 
+import difflib
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import TransformersKwargs
 
 from .sequence_stts import Tokens, any_row_is_packed
-from .settings_stts import check_pruning_ratio
+from .settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, check_pruning_ratio
 
 MASKED_TEXT_ATTENTION = ("eager", "sdpa", "flex_attention")
+CALL_ARGUMENTS = ("pruning_ratio", "pruned_length", "packed_rows")
+NATIVE_ARGUMENTS = {*TransformersKwargs.__annotations__, "use_cache", "return_dict", "mm_encoder_outputs"}
 
 
 def check_settings(pruning_ratio: Any, pruned_length: Any = None) -> None:
@@ -25,6 +30,24 @@ def check_settings(pruning_ratio: Any, pruned_length: Any = None) -> None:
         raise ValueError(
             f"`pruned_length` is {pruned_length!r}, but must be a positive int: tokens of a row after dropping."
         )
+
+
+def check_names(kwargs: dict[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    """
+    The arguments of a call. Raises `ValueError` for a field of our configs and for what is nearly an argument of ours,
+    which native code would skip, and `TypeError` for one that is `given` already, by its place.
+    """
+    if twice := kwargs.keys() & given:
+        raise TypeError(f"`{min(twice)}` is given by its place and by its name; pass it once.")
+    for name in kwargs.keys() - NATIVE_ARGUMENTS - set(CALL_ARGUMENTS):
+        if name in (*PRUNING_FIELDS, *TRAINING_FIELDS):
+            raise ValueError(
+                f"`{name}` is a field of the config and no argument of a call: set it there, or in `from_pretrained`."
+            )
+        near = difflib.get_close_matches(name, (*CALL_ARGUMENTS, *PRUNING_FIELDS, *TRAINING_FIELDS), 1, 0.8)
+        if near:
+            raise ValueError(f"`{name}` is no argument of a call; did you mean `{near[0]}`?")
+    return kwargs
 
 
 def holds_packed_rows(tokens: Tokens, cache: Cache | None, text_config: PreTrainedConfig, has_vision: bool) -> bool:

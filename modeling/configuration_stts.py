@@ -103,6 +103,17 @@ class STTSConfig(PruningConfig, TrainingSettings, Molmo2Config):
         "vision_config": SubConfigSpec(config_class=STTSVisionConfig),
     }
 
+    def validate_vision_config(self) -> None:
+        """Raises `ValueError` also where the connector reads no layer after `pruning_layer`: no score would train."""
+        super().validate_vision_config()
+        num_layers, layers = self.vision_config.num_hidden_layers, self.adapter_config.vision_feature_layer or ()
+        last = max((layer % num_layers for layer in layers if -num_layers <= layer < num_layers), default=num_layers)
+        if self.vision_config.pruning_layer >= last:
+            raise ValueError(
+                f"`pruning_layer` is {self.vision_config.pruning_layer}, but must be below {last}, the last layer that "
+                f"the connector reads (`vision_feature_layer` is {list(layers)}): otherwise nothing trains the scorer."
+            )
+
     if TYPE_CHECKING:  # dicts and None become these
         vision_config: STTSVisionConfig
         adapter_config: Molmo2AdapterConfig

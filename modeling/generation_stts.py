@@ -1,6 +1,7 @@
 """`generate` for a prompt that loses tokens: prune first, generate natively, give the whole prompt back."""
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -9,8 +10,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
-from .cache_stts import CachedPrompt
-from .checks_stts import check_exclusive
+from .cache_stts import CachedPrompt, mark_cache
+from .checks_stts import check_exclusive, check_names
 from .plan_stts import VideoFeatures
 from .pruning_stts import PrunedInputs, PruningBackbone
 from .sequence_stts import KeptSequence, Tokens, any_row_is_packed, token_order
@@ -66,10 +67,11 @@ class STTSGeneration(GenerativeModel):
         return native.generate_batch(inputs, *args, **kwargs)
 
     @torch.no_grad()
-    def generate(  # type: ignore[override]  # one name more than transformers' own
+    def generate(
         self,
         inputs: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
+        *args: Any,
         pruning_ratio: float | None = None,
         **kwargs: Any,
     ) -> GenerateOutput | torch.LongTensor:
@@ -83,6 +85,8 @@ class STTSGeneration(GenerativeModel):
         """
 
         native: Any = super()
+        placed = name_arguments(args)
+        kwargs = placed | check_names(kwargs, placed)
 
         def setting(name: str) -> Any:
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
@@ -102,6 +106,7 @@ class STTSGeneration(GenerativeModel):
             prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             prompt = next((prompt for prompt in prompts if prompt is not None), None)
             output = native.generate(inputs, generation_config, **kwargs)
+            mark_cache(cache if isinstance(output, torch.Tensor) else output.get("past_key_values"), skips_padding=True)
             if prompt is None:
                 return with_what_was_kept(output, None)
             whole_prompt = KeptSequence.whole(prompt.shape[0], prompt.shape[1], prompt.device)
@@ -124,7 +129,9 @@ class STTSGeneration(GenerativeModel):
         prompt = whole.input_ids
         vision = model.take_vision_inputs(kwargs)
         check_exclusive(kwargs, not vision.keys().isdisjoint(model.pixels))
-        pruned = model.prune(new, vision, cache, ratio)
+        mask = new.attention_mask
+        pads_left = isinstance(mask, torch.Tensor) and not bool(mask[:, -1].all())  # the answer follows the last column
+        pruned = model.prune(new, vision, cache, ratio, pads_left=pads_left)
         kwargs.update(native_inputs(model, pruned, whole_ids))
         length = (kwargs["input_ids"] if prompt is not None else pruned.kept_indices).shape[1]
         limits = shorten_limits(self.generation_config, generation_config, kwargs, whole.shape[1] - length)
@@ -142,6 +149,7 @@ class STTSGeneration(GenerativeModel):
             copies = sequences.shape[0] // prompt.shape[0]
             sequences = torch.cat([prompt.repeat_interleave(copies, 0).to(answer.device), answer], dim=-1)
         held = cache if isinstance(output, torch.Tensor) else output.get("past_key_values")
+        mark_cache(held, bool(pruned.features), skips_padding=True)
         if pruned.cached_after is not None and held is not None:
             beams = (setting("num_beams") or 1) > 1
             note_answer(pruned.cached_after, held, answer, beams).attach(held)
@@ -149,6 +157,12 @@ class STTSGeneration(GenerativeModel):
             return cast(torch.LongTensor, sequences)
         output.sequences = sequences
         return with_what_was_kept(output, pruned.kept_indices, pruned.video)
+
+
+def name_arguments(args: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments of `generate` behind `inputs` and `generation_config`, by their names."""
+    found = inspect.signature(GenerationMixin.generate).bind_partial(None, None, None, *args).arguments
+    return dict(list(found.items())[3:])
 
 
 def with_what_was_kept(output: Any, kept_indices: torch.Tensor | None, video: VideoFeatures | None = None) -> Any:

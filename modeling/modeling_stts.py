@@ -28,8 +28,8 @@ from transformers.models.molmo2.modeling_molmo2 import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from .cache_stts import CachedPrompt
-from .checks_stts import check_exclusive, check_settings, check_tensors, holds_packed_rows
+from .cache_stts import forget_marks, mark_cache, needs_note
+from .checks_stts import check_exclusive, check_names, check_settings, check_tensors, holds_packed_rows
 from .configuration_stts import STTSConfig
 from .generation_stts import STTSGeneration
 from .outputs_stts import PruningHead, PruningOutput, TaskOutput, check_targets
@@ -116,6 +116,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         (G, S) patches of each block, -1 for padding, video_grids (V, 3) = (T, rows, cols). Raises `ValueError` where
         they do not fit each other.
         """
+        self.config.validate_vision_config()
         grids = check_video_inputs(vision, self.config.vision_config)
         num_layers = self.config.vision_config.num_hidden_layers
         return STTSVisionPlan(
@@ -174,8 +175,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
     def get_video_features(
         self,
         pixel_values_videos: torch.Tensor,
-        video_token_pooling: torch.Tensor,
-        video_grids: torch.Tensor,
+        video_token_pooling: torch.Tensor | None = None,
+        video_grids: torch.Tensor | None = None,
+        *,
         pruning_ratio: float | None = None,
         with_temporal_loss: bool = False,
         **kwargs: Any,
@@ -194,6 +196,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         mm_token_type_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        *,
         pruning_ratio: float | None = None,
         pruned_length: int | None = None,
         packed_rows: bool | None = None,
@@ -207,12 +210,14 @@ class STTSModel(PruningBackbone, Molmo2Model):
         continues it, in the caller's positions.
         """
         vision = self.take_vision_inputs(kwargs)
+        check_names(kwargs)
         check_settings(pruning_ratio, pruned_length)
         if vision or mm_encoder_outputs:
             check_text_attention(self.config.text_config)
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         tokens.check_one_source()
-        shortens = self.video_inputs[0] in vision or CachedPrompt.of(past_key_values) is not None
+        forget_marks(past_key_values, tokens.shape[1])
+        shortens = self.video_inputs[0] in vision or needs_note(past_key_values, tokens)
         is_packed = packed_rows
         if packed_rows is None:
             is_packed = not shortens and holds_packed_rows(
@@ -236,6 +241,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
                 **vision,
                 **kwargs,
             )
+            mark_cache(outputs.past_key_values, vision=bool(vision or mm_encoder_outputs))
             return STTSModelOutputWithPast(**outputs)
         check_exclusive(kwargs | {"mm_encoder_outputs": mm_encoder_outputs})
         pruned = self.prune(
@@ -253,6 +259,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         )
         if pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
             pruned.cached_after.attach(outputs.past_key_values)
+        mark_cache(outputs.past_key_values, vision=bool(pruned.features))
         result = STTSModelOutputWithPast(**outputs, **pruned.report)
         if pruned.features:
             result.image_hidden_states = pruned.features[0][1]  # the videos', where there are any
@@ -325,6 +332,7 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        *,
         pruning_ratio: float | None = None,
         pruned_length: int | None = None,
         packed_rows: bool | None = None,

@@ -33,6 +33,7 @@ class MropeGeneration(PruningHead, STTSGeneration):
         mm_token_type_ids: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, Any] | None = None,
+        *,
         pruning_ratio: float | None = None,
         pruned_length: int | None = None,
         packed_rows: bool | None = None,

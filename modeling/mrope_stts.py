@@ -17,11 +17,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested
 
-from .cache_stts import CachedPrompt
+from .cache_stts import CachedPrompt, forget_marks, needs_note
 from .checks_stts import (
     check_exclusive,
     check_finite,
     check_grids,
+    check_names,
     check_runs,
     check_settings,
     check_tensors,
@@ -212,6 +213,7 @@ class MropeBackbone(PruningBackbone):
         self,
         pixel_values_videos: torch.Tensor,
         video_grid_thw: torch.Tensor | None = None,
+        *,
         pruning_ratio: float | None = None,
         with_temporal_loss: bool = False,
         **kwargs: Any,
@@ -229,6 +231,7 @@ class MropeBackbone(PruningBackbone):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
+        *,
         pruning_ratio: float | None = None,
         pruned_length: int | None = None,
         packed_rows: bool | None = None,
@@ -242,13 +245,15 @@ class MropeBackbone(PruningBackbone):
         position_ids: (3, B, L) or (4, B, L); beside videos and images, (B, L) may only count the tokens of each sample.
         """
         vision = self.take_vision_inputs(kwargs)
+        check_names(kwargs)
         check_settings(pruning_ratio, pruned_length)
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         tokens.check_one_source()
         if packed_rows is None:
             ordered = replace(tokens, position_ids=token_order(position_ids, self.num_axes))
             packed_rows = holds_packed_rows(ordered, past_key_values, self.config.text_config, bool(vision))
-        pruned, noted = None, CachedPrompt.of(past_key_values) is not None
+        forget_marks(past_key_values, tokens.shape[1])
+        pruned, noted = None, needs_note(past_key_values, tokens)
         has_length = pruned_length not in (None, tokens.shape[1])
         if vision or noted or packed_rows or has_length:
             check_exclusive(kwargs, packed_rows or has_length or not vision.keys().isdisjoint(self.pixels))

@@ -79,18 +79,23 @@ class RowPlan:
 
     @classmethod
     def read(
-        cls, of_videos: torch.Tensor, mask: torch.Tensor | None, num_blocks: list[int], gets_length: bool
+        cls,
+        of_videos: torch.Tensor,
+        mask: torch.Tensor | None,
+        num_blocks: list[int],
+        gets_length: bool,
+        pads_left: bool = False,
     ) -> "RowPlan":
         """
         of_videos: (B, L) placeholders. mask: (B, L) or None. num_blocks: of each video. gets_length: whether rows get
-        one. Then, and for one row, which may keep its padding, nothing forces a host-device sync, and what would be an
-        error becomes an assertion on the device.
+        one; then nothing forces a host-device sync, and off the CPU an error becomes an assertion on the device.
+        pads_left: whether padding moves to the left; otherwise one row without a length keeps its padding.
         """
         batch_size = of_videos.shape[0]
-        padded_right = False if mask is None else ~mask[:, -1].bool().all()
-        drops_padding = mask is not None and (gets_length or batch_size > 1)
+        padded_right = False if mask is None or pads_left else ~mask[:, -1].bool().all()
+        drops_padding = mask is not None and (gets_length or pads_left or batch_size > 1)
         hidden = None if mask is None else of_videos & ~mask.bool()
-        if of_videos.device.type != "cpu" and (gets_length or batch_size == 1):
+        if of_videos.device.type != "cpu" and gets_length:
             torch._assert_async(of_videos.sum() == sum(num_blocks))
             if hidden is not None:
                 torch._assert_async(~hidden.any())

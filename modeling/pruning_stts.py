@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .cache_stts import CachedPrompt, note_after, take_up
-from .checks_stts import check_settings
+from .checks_stts import check_names, check_settings
 from .plan_stts import PruningPlan, RowPlan, VideoFeatures
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, gather_columns, keep_tokens, token_order
 
@@ -162,6 +162,7 @@ class PruningBackbone(NativeModel):
         **kwargs: Any,
     ) -> VideoFeatures:
         """What `get_video_features` returns: features of the kept blocks of each video of a call."""
+        check_names(kwargs)
         check_settings(pruning_ratio)
         plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
         return self.encode_videos(vision[self.video_inputs[0]], plan, **kwargs)
@@ -175,18 +176,20 @@ class PruningBackbone(NativeModel):
         pruned_length: int | None = None,
         packed_rows: bool | None = None,
         with_temporal_loss: bool = False,
+        pads_left: bool = False,
     ) -> PrunedInputs:
         """
         Encodes the videos and images of a call and drops the placeholders of dropped blocks.
 
         vision: the call's `video_inputs` and `image_inputs`. cache: of an earlier call, which this one continues.
-        pruned_length: `L'`. Without videos nothing is dropped, but rows get their length. Raises `ValueError` where
-        text, videos, images and cache do not fit each other.
+        pruned_length: `L'`. Without videos nothing is dropped, but rows get their length. pads_left: whether padding
+        moves to the left. Raises `ValueError` where text, videos, images and cache do not fit each other.
         """
         batch_size, length = tokens.shape
         note, order = CachedPrompt.of(cache), token_order(tokens.position_ids, self.num_axes)
         cached = take_up(note, cache, tokens, {} if self.vision_is_causal else vision, pruned_length)
         past_mask, whole_mask, tokens = split_off(tokens, cached, self.num_axes)
+        cached = cached.hide(past_mask)
         if order is not None and cached.seen == 0 and packed_rows is not False:
             order = check_shape("position_ids", order, batch_size, length)
             tokens.sample_ids = find_samples(order, tokens.padding_mask)
@@ -195,20 +198,20 @@ class PruningBackbone(NativeModel):
         if self.video_inputs[0] in vision:
             plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
         num_blocks, num_kept, num_dropped = ([], [], []) if plan is None else plan.counts
-        drops = any(num_dropped) or pruned_length not in (None, length)
+        drops = any(num_dropped) or pads_left or pruned_length not in (None, length)
         found, rows = None, RowPlan(None)
         if drops or vision:
             found = self.find_placeholders(
                 tokens, *(not vision.keys().isdisjoint(names) for names in (self.video_inputs, self.image_inputs))
             )
             if plan is not None or drops:
-                rows = RowPlan.read(found[0], tokens.padding_mask, num_blocks, pruned_length is not None)
+                rows = RowPlan.read(found[0], tokens.padding_mask, num_blocks, pruned_length is not None, pads_left)
         images: Any = None
         of_images = torch.empty(0)
         if found is not None and self.image_inputs[0] in vision:
             images = self.encode_images(vision)
             of_images = torch.cat(list(images.pooler_output))
-            check_image_placeholders(found[1], len(of_images))
+            check_image_placeholders(found[1], len(of_images), pruned_length is None)
         # Before the videos' tower runs: what is read back from the device is there at once.
         tokens.position_ids = self.position_tokens(tokens, cached, whole_mask, vision, found)
         video = None if plan is None else self.encode_videos(vision[self.video_inputs[0]], plan)
@@ -228,7 +231,7 @@ class PruningBackbone(NativeModel):
         if images is not None and found is not None:
             placeholders = sequence.take(found[1], False)
             if rows.drops_padding:
-                check_image_placeholders(placeholders, len(of_images))
+                check_image_placeholders(placeholders, len(of_images), pruned_length is None)
             pruned.features.append((placeholders, of_images))
         return pruned
 
@@ -319,9 +322,9 @@ def what_is_left(
     )
 
 
-def check_image_placeholders(placeholders: torch.Tensor, num_features: int) -> None:
-    """Raises `ValueError` where placeholders (B, L) and features differ in number; off the CPU it asserts there."""
-    if placeholders.device.type != "cpu":
+def check_image_placeholders(placeholders: torch.Tensor, num_features: int, may_sync: bool) -> None:
+    """Raises `ValueError` where placeholders (B, L) and features differ in number; without a sync, on the device."""
+    if placeholders.device.type != "cpu" and not may_sync:
         torch._assert_async(placeholders.sum() == num_features)
     elif int(placeholders.sum()) != num_features:
         raise ValueError(

@@ -245,13 +245,13 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
 
 def check_count(name: str, value: Any) -> None:
     """Raises `ValueError` for a number of frames that is none."""
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
 def check_amount(name: str, value: Any) -> None:
     """Raises `ValueError` for a rate, or an amount of bytes or seconds, that is none."""
-    if not (isinstance(value, int | float) and 0 < value < math.inf):
+    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < math.inf):
         raise ValueError(f"{name} must be a number above 0, got {value!r}.")
 
 

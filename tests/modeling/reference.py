@@ -102,7 +102,7 @@ def naive_forward(
     features, keep = [], []
     if "pixel_values_videos" in row:
         video = model.model.get_video_features(
-            row["pixel_values_videos"], row["video_token_pooling"], row["video_grids"], pruning_ratio
+            row["pixel_values_videos"], row["video_token_pooling"], row["video_grids"], pruning_ratio=pruning_ratio
         )
         features = list(torch.cat(video.pooler_output))
         keep = torch.cat([mask.flatten() for mask in video.keep_mask]).tolist()

@@ -66,6 +66,19 @@ def test_what_a_field_cannot_have_is_refused_whenever_it_is_set(field, value, re
     assert getattr(config, field) == before
 
 
+@pytest.mark.parametrize("layers", [[2, 0], [1], [-4, -5]], ids=str)
+def test_a_pruning_layer_behind_all_that_the_connector_reads(layers):
+    """The scorer would get no gradient of the task."""
+    with pytest.raises(StrictDataclassClassValidationError, match=r"`pruning_layer` is 2, but must be below [12]"):
+        tiny_config(feature_layers=layers)
+    model = tiny_model()
+    model.config.vision_config.pruning_layer = 4  # the last that fits
+    assert model(**build_inputs([[2, Video(2), 3]])).logits is not None
+    model.config.adapter_config.vision_feature_layer = [4, 1]
+    with pytest.raises(ValueError, match="`pruning_layer` is 4, but must be below 4"):
+        model(**build_inputs([[2, Video(2), 3]]))
+
+
 @pytest.mark.parametrize(("field", "value", "remedy"), UNFIT_VALUES)
 def test_what_does_not_fit_the_other_fields_is_refused_at_construction(field, value, remedy):
     with pytest.raises(StrictDataclassClassValidationError) as error:

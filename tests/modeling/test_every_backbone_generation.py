@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from tests.backbones import Clip, Picture, Rows, longer, prompt
 from tests.version_marks import since_transformers_5_23
@@ -23,8 +23,9 @@ def one(backbone):
 
 @pytest.mark.parametrize("way", [{}, {"use_cache": False}, {"num_beams": 2}], ids=["greedy", "without-cache", "beams"])
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_generate_continues_each_row_as_it_would_alone(backbone, any_model, ratio, way):
-    inputs = prompt(backbone.batch(MIXED, "left"))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_generate_continues_each_row_as_it_would_alone(backbone, any_model, side, ratio, way):
+    inputs = prompt(backbone.batch(MIXED, side))
     together = any_model.generate(**inputs, **GREEDY, **way, pruning_ratio=ratio)
     assert torch.equal(together[:, :-4], inputs["input_ids"])
     for answer, row in zip(together[:, -4:], backbone.alone(MIXED), strict=True):
@@ -122,3 +123,49 @@ def test_an_assistant_gives_the_tokens_of_greedy_decoding(one, any_model, backbo
     expected = any_model.generate(**one, **GREEDY)
     assistant = backbone.model(trained_scorer=False)
     assert torch.equal(any_model.generate(**one, **GREEDY, assistant_model=assistant), expected)
+
+
+def test_a_right_padded_prompt_goes_on_over_its_cache(backbone, any_model):
+    inputs = prompt(backbone.batch(MIXED, "right"))
+    first = any_model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    turn = longer(inputs, first.sequences)
+    over_the_cache = {"attention_mask": turn["attention_mask"], "past_key_values": first.past_key_values}
+    expected = any_model.generate(**turn, **GREEDY)
+    assert torch.equal(any_model.generate(turn["input_ids"], **over_the_cache, **GREEDY), expected)
+
+
+def test_options_of_generate_by_their_place(one, any_model):
+    """As in transformers: `generate(inputs, generation_config, logits_processor)`."""
+    calls = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape)
+        return scores
+
+    rest = {name: value for name, value in one.items() if name != "input_ids"}
+    config, processors = GenerationConfig(**GREEDY), LogitsProcessorList([processor])
+    found = any_model.generate(one["input_ids"], config, processors, **rest, pruning_ratio=0.3)
+    assert len(calls) == NEW_TOKENS
+    assert torch.equal(found, any_model.generate(**one, **GREEDY, pruning_ratio=0.3))
+    with pytest.raises(TypeError, match="`logits_processor`"):
+        any_model.generate(one["input_ids"], config, processors, logits_processor=processors, **rest)
+
+
+@pytest.mark.parametrize("way", ["forward", "head", "generate", "get_video_features"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("prunning_ratio", "pruning_ratio"), ("pruned_lenght", "pruned_length"), ("selector", "config")],
+)
+def test_near_misses_of_our_arguments(one, any_model, way, name, meant):
+    calls = {"forward": any_model.model, "head": any_model, "generate": any_model.generate}
+    inputs = one
+    if way == "get_video_features":
+        inputs = {given: one[given] for given in any_model.model.video_inputs if given in one}
+    call = calls.get(way, any_model.model.get_video_features)
+    with pytest.raises(ValueError, match=rf"`{name}` .*{meant}"):
+        call(**inputs, **{name: 0.9})
+
+
+def test_arguments_of_ours_have_no_place(one, any_model):
+    with pytest.raises(TypeError):
+        any_model.model.get_video_features(*[one.get(name) for name in any_model.model.video_inputs], 0.5, False)

@@ -125,3 +125,74 @@ def test_text_over_a_cache_of_text_whatever_was_called_in_between(backbone, any_
         else:
             rest = any_model(input_ids=inputs["input_ids"][:, 6:], past_key_values=cache)
             torch.testing.assert_close(rest.logits, expected.logits[:, 6:], **CLOSE)
+
+
+FIRST: dict[str, Rows] = {"text": [[9], [9]], "padded-text": [[9], [5]], "video": [[5, Clip(2), 3], [7]]}
+NEXT: dict[str, Rows] = {"text": [[6], [6]], "video": [[3, Clip(3), 4], [3, Clip(3), 4]]}
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("then", NEXT)
+@pytest.mark.parametrize("way", ["forward", "generate"])
+def test_a_turn_behind_a_row_that_ended_early(backbone, any_model, way, then, first, ratio):
+    """Tokens of an answer after its row's end take no position, whatever follows them."""
+    inputs, more = prompt(backbone.batch(FIRST[first], "left")), prompt(backbone.batch(NEXT[then], "left"))
+    if first == then == "video" and not any_model.model.vision_is_causal:
+        pytest.skip("refused")
+    settings = GREEDY | {"return_dict_in_generate": True, "output_logits": True, "pruning_ratio": ratio}
+    said = any_model.generate(**inputs, **settings)
+    cache = said.past_key_values
+    new = said.sequences.shape[1] - inputs["input_ids"].shape[1]  # its last token is not in the cache yet
+    mask, types = torch.nn.functional.pad(inputs["attention_mask"], (0, new), value=1), inputs["mm_token_type_ids"]
+    mask[1, -3:] = 0
+    whole = {
+        "input_ids": torch.cat([said.sequences, more["input_ids"]], dim=-1),
+        "attention_mask": torch.cat([mask, more["attention_mask"]], dim=-1),
+        "mm_token_type_ids": torch.cat([torch.nn.functional.pad(types, (0, new)), more["mm_token_type_ids"]], dim=-1),
+    }
+    vision = {name: value for name, value in more.items() if name not in whole}
+    everything = {
+        name: torch.cat([torch.as_tensor(some[name]) for some in (inputs, more) if name in some])
+        for name in {**inputs, **more}.keys() - whole.keys()
+    }
+    settings["max_new_tokens"] = 1
+    expected = any_model.generate(**whole, **everything, **settings).logits[0]
+    if way == "generate":
+        found = any_model.generate(**whole, **vision, **settings, past_key_values=cache).logits[0]
+    else:
+        rest = {n: value[:, inputs["input_ids"].shape[1] + new - 1 :] for n, value in whole.items()}
+        rest["attention_mask"] = whole["attention_mask"]
+        with torch.no_grad():
+            found = any_model(**rest, **vision, past_key_values=cache, pruning_ratio=ratio).logits[:, -1]
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("first", [[[5, Picture(), 3]], [[5, Clip(2), 3]]], ids=["image", "video"])
+@pytest.mark.parametrize("filled_by", ["forward", "generate"])
+def test_a_new_video_behind_cached_vision_tokens(backbone, any_model, filled_by, first, ratio):
+    """Right where vision tokens are causal, else refused: the cached ones would have to see the new ones."""
+    inputs, more = prompt(backbone.batch(first, "left")), prompt(backbone.batch([[3, Clip(3), 4]], "left"))
+    cache = DynamicCache()
+    if filled_by == "generate":
+        any_model.generate(**inputs, **(GREEDY | {"max_new_tokens": 1}), past_key_values=cache, pruning_ratio=ratio)
+    else:
+        any_model(**inputs, past_key_values=cache, pruning_ratio=ratio)
+    more["attention_mask"] = torch.ones(1, inputs["input_ids"].shape[1] + more["input_ids"].shape[1]).long()
+    if not any_model.model.vision_is_causal:
+        with pytest.raises(ValueError, match=r"`pixel_values_videos` came with `past_key_values` .* video or image"):
+            any_model(**more, past_key_values=cache, pruning_ratio=ratio)
+        cache.reset()  # then it holds nothing
+        more["attention_mask"] = torch.ones_like(more["input_ids"])
+        if cache.get_seq_length() == 0:
+            any_model(**more, past_key_values=cache, pruning_ratio=ratio)
+        return
+    whole = {n: torch.cat([inputs[n], more[n]], dim=-1) for n in ("input_ids", "mm_token_type_ids")}
+    whole |= {name: value for name, value in more.items() if name not in whole}
+    for name in inputs.keys() - ("input_ids", "mm_token_type_ids", "attention_mask"):
+        whole[name] = torch.cat([torch.as_tensor(some[name]) for some in (inputs, more) if name in some])
+    with torch.no_grad():
+        expected = any_model(**whole, pruning_ratio=ratio).logits[:, -4:]
+        found = any_model(**more, past_key_values=cache, pruning_ratio=ratio).logits[:, -4:]
+    torch.testing.assert_close(found, expected, **CLOSE)

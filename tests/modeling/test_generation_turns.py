@@ -220,7 +220,7 @@ def test_vision_inputs_beside_a_cache_that_holds_a_video_are_refused(model, turn
         inputs["input_ids"] = inputs["input_ids"][:, seen:]
         call = model
     name = "pixel_values" if what == "an_image" else "pixel_values_videos"
-    with pytest.raises(ValueError, match=rf"`{name}` came with `past_key_values` that hold a video already"):
+    with pytest.raises(ValueError, match=rf"`{name}` came with `past_key_values` that hold a video or image already"):
         call(**inputs, past_key_values=cache)
 
 

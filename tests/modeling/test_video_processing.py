@@ -331,3 +331,9 @@ def test_device_is_passed_on(processor, clip):
     on_cpu = processor(str(clip), return_tensors="pt")["pixel_values_videos"]
     # Both round to whole pixel values, so they differ by at most one of 255 steps where a half was rounded.
     assert (outputs["pixel_values_videos"].cpu() - on_cpu).abs().max() <= 2 / 255 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["num_frames", "max_fps", "fps"])
+def test_true_is_no_number(name, clip):
+    with pytest.raises(ValueError, match=f"{name} .*True"):
+        STTSVideoProcessor(size=SIZE)(videos=[str(clip)], **{name: True})

@@ -47,7 +47,6 @@ CASES = [
     case("ratio-80-bins", ratio=0.8, packing=FFD),
     case("ratio-99", ratio=0.99),
     case("single-frame", [1]),
-    case("features-before-only", feature_layers=[2, 0]),
     case("features-at-and-before", feature_layers=[0, 2, 5]),
     case("features-right-after", feature_layers=[3]),
     case("features-right-after-bins", feature_layers=[3], packing=FFD),
@@ -346,13 +345,3 @@ def test_attention_weights_of_videos_are_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="`output_attentions` is True, but attention within the frames"):
         model.model.get_video_features(**video_inputs(model.config, [3]), output_attentions=True)
-
-
-@pytest.mark.parametrize("packing", ["varlen", FFD])
-def test_the_last_state_is_the_survivors_where_the_connector_takes_none_after_the_drop(packing):
-    model = tiny_model(tiny_config(feature_layers=[2, 0], packing=packing))
-    inputs = video_inputs(model.config, [4, 2])
-    output = model.model.get_video_features(**inputs, pruning_ratio=0.5, output_hidden_states=True)
-    kept = torch.cat([mask.flatten() for mask in output.keep_mask])
-    dense = output.hidden_states[1 + 2].flatten(0, 1)  # behind the embeddings
-    assert torch.equal(output.last_hidden_state, dense[inputs["video_token_pooling"][kept].flatten()])

@@ -56,6 +56,19 @@ def test_loss_and_gradients_are_those_of_the_whole_model(backbone):
 
 
 @pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+def test_an_argument_of_videos_that_is_left_out(backbone):
+    """Seconds of tubelets have a default; without grids one line says so."""
+    model, inputs = backbone.model().train(), backbone.batch([[3, Clip(3), 4]], "left")
+    expected = score_videos(model, inputs).temporal_loss
+    inputs.pop("second_per_grid_ts", None)
+    torch.testing.assert_close(score_videos(model, inputs).temporal_loss, expected, rtol=0, atol=0)
+    name = model.model.video_inputs[-1]
+    del inputs[name]
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        score_videos(model, inputs)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
 def test_nothing_runs_but_the_tower_up_to_its_layer(backbone):
     model = backbone.model(pruning_ratio=0.5).train()
     called = modules_that_give(model)
