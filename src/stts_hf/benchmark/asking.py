@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from stts_hf.benchmark.geometries import GEOMETRIES, START, workload_inputs
+from stts_hf.benchmark.geometries import START, random_words, workload_inputs
 from stts_hf.benchmark.meters import TOTAL, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
+from stts_hf.benchmark.turns import take_turns
 from stts_hf.inference.heads import ReadHeads, read_heads
 
 QUESTIONS = 10
@@ -40,9 +40,8 @@ class Questions:
         configure((model, model), workload, workload.backend)
         inputs = workload_inputs(dataclasses.replace(workload, text_tokens=START + 1), model.config, device)
         head = {name: value[:, :-1] if name in _PER_TOKEN else value for name, value in inputs.items()}
-        words, generator = GEOMETRIES[workload.geometry].num_words(model.config), torch.Generator(device).manual_seed(1)
-        shape = (QUESTIONS, workload.text_tokens)
-        ids = torch.randint(1, words, shape, generator=generator, device=device)
+        generator = torch.Generator(device).manual_seed(1)
+        ids = random_words(model.config, (QUESTIONS, workload.text_tokens), generator)
         return cls(model, head, ids, pruning_ratio, workload.decode_tokens)
 
     @property
@@ -92,24 +91,22 @@ def measure_questions(workload: Workload, pruning_ratio: float, device: torch.de
         TOGETHER: questions.ask_together,
     }
     about = f"{QUESTIONS} questions of {workload.text_tokens} tokens, answers of {workload.decode_tokens}"
-    title, names = f"{about}, k = {pruning_ratio:g}, {workload.title}", list(ways)
-    variants: dict[str, dict[str, Any]] = {}
-    order = []
-    with tqdm(total=len(ways) * (1 + repeats), desc=title, unit="pass", leave=False, disable=None) as bar:
-        for name in names:
-            tokens, peak = peak_memory(ways[name], device)
-            if name == CALLS:
-                expected = tokens
-            variants[name] = {"name": name, "status": "ok", "peak_memory": peak}
-            variants[name] |= {"same_tokens": torch.equal(tokens, expected)}
-            variants[name] |= {"stages": {TOTAL: {"flops": None, "seconds": []}}}
-            bar.update()
-        for repeat in range(repeats):
-            order.append(names[repeat % len(names) :] + names[: repeat % len(names)])
-            for name in order[-1]:
-                started = time.perf_counter()
-                tokens = ways[name]().cpu()  # waits for the device
-                variants[name]["stages"][TOTAL]["seconds"].append(time.perf_counter() - started)
-                variants[name]["same_tokens"] &= torch.equal(tokens, expected.cpu())
-                bar.update()
-    return {"title": title, "status": "ok", "order": order, "variants": list(variants.values())}
+    title = f"{about}, k = {pruning_ratio:g}, {workload.title}"
+    variants: list[dict[str, Any]] = [
+        {"name": name, "status": "ok", "stages": {TOTAL: {"flops": None, "seconds": []}}} for name in ways
+    ]
+    expected = []
+
+    def warm_up(variant: dict[str, Any]) -> None:
+        tokens, variant["peak_memory"] = peak_memory(ways[variant["name"]], device)
+        expected.append(tokens)
+        variant["same_tokens"] = torch.equal(tokens, expected[0])
+
+    def run(variant: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        tokens = ways[variant["name"]]().cpu()  # waits for the device
+        variant["stages"][TOTAL]["seconds"].append(time.perf_counter() - started)
+        variant["same_tokens"] &= torch.equal(tokens, expected[0].cpu())
+
+    order = take_turns(title, variants, repeats, warm_up, run)
+    return {"title": title, "status": "ok", "order": order, "variants": variants}

@@ -12,7 +12,6 @@ import os
 import platform
 import subprocess
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,8 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.optim import Optimizer
-from tqdm import tqdm
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from stts_hf.benchmark import meters
@@ -33,6 +30,7 @@ from stts_hf.benchmark.models import Models, build_models, configure, pruning_se
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.reading import measure_clip
 from stts_hf.benchmark.report import SCHEMA
+from stts_hf.benchmark.turns import take_turns
 from stts_hf.evaluation.after_tower import AFTER_TOWER, prune_after_tower
 from stts_hf.evaluation.motion import correlate, draw_clips, share_kept
 from stts_hf.shortages import is_out_of_memory
@@ -85,11 +83,8 @@ def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[d
     }
     of_models = measure_workloads(preset.workloads, device, preset.repeats)
     of_readers = (measure_clip(clip, preset.repeats) for clip in preset.clips)
-    of_questions = (
-        measure_questions(workload, ratio, device, preset.repeats)
-        for workload in preset.asked
-        for ratio in workload.ratios
-    )
+    asked = ((workload, ratio) for workload in preset.asked for ratio in workload.ratios)
+    of_questions = (measure_questions(workload, ratio, device, preset.repeats) for workload, ratio in asked)
     for cell in itertools.chain(of_models, of_readers, of_questions):
         result["cells"].append(cell)
         result["seconds"] = time.perf_counter() - clock
@@ -137,10 +132,8 @@ class Runner:
     """Runs passes of one workload, by the stock model or by STTS. inputs: from `workload_inputs`."""
 
     def __init__(self, workload: Workload, models: Models, inputs: dict[str, Any]) -> None:
-        self.workload = workload
+        self.workload, self.inputs = workload, inputs
         self.model, self.stock = models
-        self.inputs = inputs
-        self.optimiser: Optimizer | None = None
         if workload.mode == "training":
             # Trainer's own choice. A step of size zero costs what any step costs, and keeps the weights.
             self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
@@ -162,29 +155,30 @@ class Runner:
         return prune_after_tower(self.model.model) if after else contextlib.nullcontext()
 
     def _pass(self, model: Any, call: dict[str, float], clock: Clock) -> dict[str, float]:
-        if self.optimiser is not None:
-            return self._train(model, call, clock, self.optimiser)
-        with torch.no_grad():
+        if self.workload.mode == "training":
+            return self._train(model, call, clock)
+        with torch.no_grad(), StageRecorder(model, clock) as recorder:
             if self.workload.mode == "tower":
-                videos = {name: self.inputs[name] for name in self.model.model.video_inputs if name in self.inputs}
-                with StageRecorder(model, clock) as recorder:
-                    model.model.get_video_features(**videos, **call)
-                return recorder.stages()
-            with StageRecorder(model, clock) as recorder:
-                outputs = model(**self.inputs, **call, logits_to_keep=1, use_cache=True)
-            return recorder.stages() | self._decode(model, outputs.past_key_values, clock)
+                model.model.get_video_features(**self._videos(self.inputs), **call)
+                cache = None
+            else:
+                cache = model(**self.inputs, **call, logits_to_keep=1, use_cache=True).past_key_values
+        return recorder.stages() | (self._decode(model, cache, clock) if cache else {})
+
+    def _videos(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Of a call's inputs, what the tower takes."""
+        return {name: inputs[name] for name in self.model.model.video_inputs if name in inputs}
 
     @torch.no_grad()
     def look_at_clips(self, number: int) -> list[tuple[torch.Tensor, np.ndarray]]:
         """Of some drawn clips, what ranks their blocks, (T, n), and how much of each block moves, (T, n)."""
-        found, geometry = [], GEOMETRIES[self.workload.geometry]
-        model, config = self.model.model, self.model.config
+        found, geometry, config = [], GEOMETRIES[self.workload.geometry], self.model.config
         side, cells = geometry.clip_size(config)
         with self._pruning():
             for clip in draw_clips(number, CLIP_FRAMES, side, cells):
-                inputs = geometry.read_clip(clip.frames, config)
-                videos = {name: inputs[name].to(self.model.device) for name in model.video_inputs if name in inputs}
-                scores = model.get_video_features(**videos).token_scores[0].float().cpu()
+                videos = self._videos(geometry.read_clip(clip.frames, config))
+                videos = {name: tensor.to(self.model.device) for name, tensor in videos.items()}
+                scores = self.model.model.get_video_features(**videos).token_scores[0].float().cpu()
                 moving = clip.moving.reshape(len(scores), -1, cells, cells).mean(1)  # of the video frames in each frame
                 found.append((scores, moving.reshape(len(scores), -1)))
         return found
@@ -195,6 +189,7 @@ class Runner:
         others = self.inputs["input_ids"].shape[1] - plan.num_blocks[0]
         return plan.num_kept[0] + (0 if self.workload.mode == "tower" else others)
 
+    @torch.no_grad()
     def _decode(self, model: Any, cache: Any, clock: Clock) -> dict[str, float]:
         """Without a mask: no row is padded, and stock Qwen3-VL takes a mask's length for that of the new tokens."""
         count, tokens = self.workload.decode_tokens, self.inputs["input_ids"][:, -1:]
@@ -205,7 +200,7 @@ class Runner:
         clock.synchronize()
         return {meters.DECODE_TOKEN: clock.between(start, end) / count}
 
-    def _train(self, model: Any, call: dict[str, float], clock: Clock, optimiser: Optimizer) -> dict[str, float]:
+    def _train(self, model: Any, call: dict[str, float], clock: Clock) -> dict[str, float]:
         clock.synchronize()
         readings = [clock.read()]
         try:
@@ -213,14 +208,14 @@ class Runner:
             readings.append(clock.read())
             loss.backward()
             readings.append(clock.read())
-            optimiser.step()
+            self.optimiser.step()
             readings.append(clock.read())
             clock.synchronize()
         finally:
-            optimiser.zero_grad(set_to_none=True)
-        forward, backward, step = map(clock.between, readings, readings[1:])
-        total = clock.between(readings[0], readings[-1])
-        return {meters.FORWARD: forward, meters.BACKWARD: backward, meters.OPTIMISER: step, meters.TOTAL: total}
+            self.optimiser.zero_grad(set_to_none=True)
+        parts = map(clock.between, readings, readings[1:])
+        stages = dict(zip((meters.FORWARD, meters.BACKWARD, meters.OPTIMISER), parts, strict=True))
+        return stages | {meters.TOTAL: clock.between(readings[0], readings[-1])}
 
 
 def measure_workloads(workloads: Sequence[Workload], device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
@@ -251,44 +246,34 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
     `seconds` of every round and `flops`), `peak_memory` in bytes, and `tokens`, how many a row has: of the video in
     mode "tower", else in the language model; and `motion` where nothing trained ranks the blocks (see `look_at_clips`):
     of each clip, the correlation of ranking and motion, and the share of what moves that is kept.
-
-    `order` is the order in which variants ran in each timed round: stock and each ratio take turns, and every round
-    begins with another of them, so that drift of the machine affects all alike.
     """
     configure(models, workload, workload.backend)
-    config = models[0].config
-    runner = Runner(workload, models, workload_inputs(workload, config, device))
-    variants: dict[float | None, dict[str, Any]] = {}
-    order: list[list[str]] = []
-    passes = (1 + len(workload.ratios)) * (1 + repeats)
-    with tqdm(total=passes, desc=workload.title, unit="pass", leave=False, disable=None) as bar:
-        for ratio in (None, *workload.ratios):
-            name = "stock" if ratio is None else f"{ratio:g}"
-            tokens = runner.count_tokens(ratio or 0.0)
-            variants[ratio] = {"name": name, "pruning_ratio": ratio, "status": "ok", "tokens": tokens}
-            with _noting_failure(variants[ratio], device):
-                variants[ratio] |= _warm_up(runner, ratio, device)
-            bar.update()
-        for number in range(repeats):
-            turn = deque(ratio for ratio, variant in variants.items() if variant["status"] == "ok")
-            turn.rotate(-number)
-            for ratio in turn:
-                _clear_away(device)
-                with _noting_failure(variants[ratio], device):
-                    for stage, taken in runner.run(ratio, Clock(device)).items():
-                        variants[ratio]["stages"][stage]["seconds"].append(taken)
-                bar.update()
-            if turn:
-                order.append([variants[ratio]["name"] for ratio in turn])
+    runner = Runner(workload, models, workload_inputs(workload, models[0].config, device))
+    variants: list[dict[str, Any]] = []
+    for ratio in (None, *workload.ratios):
+        name, tokens = "stock" if ratio is None else f"{ratio:g}", runner.count_tokens(ratio or 0.0)
+        variants.append({"name": name, "pruning_ratio": ratio, "status": "ok", "tokens": tokens})
+
+    def warm_up(variant: dict[str, Any]) -> None:
+        with _noting_failure(variant, device):
+            variant |= _warm_up(runner, variant["pruning_ratio"], device)
+
+    def run(variant: dict[str, Any]) -> None:
+        _clear_away(device)
+        with _noting_failure(variant, device):
+            for stage, taken in runner.run(variant["pruning_ratio"], Clock(device)).items():
+                variant["stages"][stage]["seconds"].append(taken)
+
+    order = take_turns(workload.title, variants, repeats, warm_up, run)
     if workload.selector != "scorer" and workload.mode != "training":
         clips = runner.look_at_clips(CLIPS)
-        for ratio, variant in variants.items():
-            if ratio and variant["status"] == "ok":
+        for variant in variants:
+            if variant["pruning_ratio"] and variant["status"] == "ok":
                 variant["motion"] = {
                     "correlation": [correlate(scores, moving) for scores, moving in clips],
-                    "kept": [share_kept(scores, moving, ratio) for scores, moving in clips],
+                    "kept": [share_kept(scores, moving, variant["pruning_ratio"]) for scores, moving in clips],
                 }
-    return {"status": "ok", "order": order, "variants": list(variants.values())}
+    return {"status": "ok", "order": order, "variants": variants}
 
 
 def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[str, Any]:
@@ -305,9 +290,7 @@ def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[
         _clear_away(device)
         _, peak = meters.peak_memory(lambda: runner.run(ratio, Clock(device)), device)
     names = ", ".join(sorted(uncounted.names))
-    stages: dict[str, Any] = {
-        stage: {"flops": None if names else count, "seconds": []} for stage, count in flops.items()
-    }
+    stages = {stage: {"flops": None if names else count, "seconds": []} for stage, count in flops.items()}
     reason = {"not_counted": f"this PyTorch has no formula for {names}"} if names else {}
     return {"stages": stages, "peak_memory": peak, **reason}
 

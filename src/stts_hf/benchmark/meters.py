@@ -21,13 +21,22 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER
+from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, PARTS, VISION_TOWER
 
-SCORE, SELECT_AND_PACK, SEQUENCE, DECODE_TOKEN = "score", "select_and_pack", "sequence", "decode_per_token"
+SEQUENCE, DECODE_TOKEN = "sequence", "decode_per_token"
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser_step"
 TOTAL = "total"
-ENCODING = (VISION_TOWER, SCORE, SELECT_AND_PACK, CONNECTOR)
-STAGES = (*ENCODING, SEQUENCE, LANGUAGE_MODEL, FORWARD, BACKWARD, OPTIMISER, TOTAL, DECODE_TOKEN)  # as in tables
+STAGES = (
+    VISION_TOWER,
+    CONNECTOR,
+    SEQUENCE,
+    LANGUAGE_MODEL,
+    FORWARD,
+    BACKWARD,
+    OPTIMISER,
+    TOTAL,
+    DECODE_TOKEN,
+)  # as in tables
 
 Result = TypeVar("Result")
 
@@ -56,7 +65,7 @@ class Clock:
         return start.elapsed_time(end) / 1000 if self.on_cuda else end - start
 
 
-def attention_formula(operator: Any) -> Callable[..., int]:
+def attention_flops(operator: Any) -> Callable[..., int]:
     """
     FLOPs of one of PyTorch's attention kernels, by its schema's names; query: (B, heads, L, d), key and value: (B,
     heads or fewer, S, d). Two products forward, logits and output; five backward, logits once more and two gradients of
@@ -73,10 +82,10 @@ def attention_formula(operator: Any) -> Callable[..., int]:
     return count
 
 
-# PyTorch's counter has no formula for the kernels of a CPU before 2.15, and counts causal attention as if every query
-# saw every key, which no kernel computes.
+# torch 2.14's counter has no formula for a CPU's kernel, and every version's counts causal attention as if each query
+# saw each key, which no kernel computes.
 ATTENTION = {
-    operator: attention_formula(operator)
+    operator: attention_flops(operator)
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for operator in (
         getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"),
@@ -86,7 +95,7 @@ ATTENTION = {
 
 
 class FlopClock(Clock):
-    """Reads FLOPs, while its `counter` is entered."""
+    """Reads FLOPs instead of seconds, while its `counter` is entered."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -104,8 +113,7 @@ class UncountedAttention(TorchDispatchMode):
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket)
-        known = func.overloadpacket in flop_registry or func.overloadpacket in ATTENTION
+        name, known = str(func.overloadpacket), func.overloadpacket in {**flop_registry, **ATTENTION}
         if ("attn" in name or "attention" in name) and not known:
             self.names.add(name)
         return func(*args, **(kwargs or {}))
@@ -114,69 +122,32 @@ class UncountedAttention(TorchDispatchMode):
 class StageRecorder:
     """
     Reads `clock` wherever a pass of `model` (stock or STTS, with head) in its `with` block crosses the border of a
-    stage, by hooks on modules, which the backbone's `parts` name. No other class hooks the model. Gradient
+    stage, by hooks on the modules that the backbone's `parts` name. No other class hooks the model. Gradient
     checkpointing runs hooks a second time, so this is for inference only.
 
-        start | ... | tower: layers 0..l | score, select, pack | layers l + 1.. | connector | ... | LLM and head | end
+        start | ... | tower | connector | ... | LLM and head | end
 
-    The stock model and STTS have the same borders. "sequence" is what the dots stand for: embedding, dropping
-    placeholders, merging features, positions, the mask. "select and pack" includes the gathers of survivors inside
-    layer `l + 1`, before and after its attention, and the packing after it; where queries are gathered within the
-    attention, that is the attention's. A connector within the tower is counted as the connector's.
+    "sequence" is what the dots stand for: embedding, dropping placeholders, merging features, positions, the mask. A
+    connector within the tower is counted as the connector's.
     """
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
         self.clock = clock
-        self.readings: dict[str, Any] = {}
-        self._pooling: list[list[Any]] = []  # readings before and after each call of a connector within the tower
-        self._gathers: list[tuple[str, str]] = []  # parts of layer l + 1, and after it, that select and pack
+        self.readings: dict[str, list[Any]] = {}  # of each border, by its calls
         self._hooks: list[Any] = []
         backbone: Any = model.get_submodule("model")
-        of_part: dict[str, dict[str, nn.Module]] = {}
-        for name, part in backbone.parts.items():
-            if part != SCORER:  # which the stock model lacks
-                of_part.setdefault(part, {})[name] = backbone.get_submodule(name)
-        ((place, tower),) = of_part[VISION_TOWER].items()
-        modules = {"tower": tower, **of_part[LANGUAGE_MODEL]}
-        for name, connector in of_part[CONNECTOR].items():
-            if name.startswith(f"{place}."):
-                for module in connector if isinstance(connector, nn.ModuleList) else [connector]:
-                    self._hooks.append(module.register_forward_pre_hook(self._begin))
-                    self._hooks.append(module.register_forward_hook(self._end))
-            else:
-                modules["connector"] = connector
-        pruning_layer = getattr(tower.config, "pruning_layer", None)
-        if pruning_layer is not None:  # not the stock model
-            modules |= self._parts_of_layers(tower, pruning_layer)
-        for name, module in modules.items():
-            self._hooks.append(module.register_forward_pre_hook(functools.partial(self._read, f"{name}_in")))
-            self._hooks.append(module.register_forward_hook(functools.partial(self._read, f"{name}_out")))
-
-    def _parts_of_layers(self, tower: Any, pruning_layer: int) -> dict[str, nn.Module]:
-        """What is hooked of layer `l`, layer `l + 1` and the scorer."""
-        depth = tower.config.num_hidden_layers
-        layers = next(it for it in tower.children() if isinstance(it, nn.ModuleList) and len(it) == depth)
-        dense, pruned, *later = list(layers)[pruning_layer : pruning_layer + 3]
-        children = dict(pruned.named_children())
-        first_norm, second_norm = (module for name, module in children.items() if "norm" in name)
-        attention = next(module for name, module in children.items() if "attn" in name)
-        # The queries' gather, and the residual's, which cannot be told apart from its addition.
-        self._gathers += [("first_norm_out", "attention_in"), ("attention_out", "second_norm_in")]
-        found = {"dense": dense, "pruned": pruned, "scorer": tower.scorer, "attention": attention}
-        found |= {"first_norm": first_norm, "second_norm": second_norm}
-        if later:
-            found["after_pruned"] = later[0]
-            self._gathers.append(("pruned_out", "after_pruned_in"))
-        return found
+        names = {part: [name for name, of in backbone.parts.items() if of == part] for part in PARTS}
+        (tower,), (language_model, *_) = names[VISION_TOWER], names[LANGUAGE_MODEL]
+        hooked = [("tower", tower), ("language_model", language_model)]
+        hooked += [("inner" if it.startswith(f"{tower}.") else "connector", it) for it in names[CONNECTOR]]
+        for name, path in hooked:
+            part = backbone.get_submodule(path)
+            for module in part if isinstance(part, nn.ModuleList) else [part]:
+                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._read, f"{name}_in")))
+                self._hooks.append(module.register_forward_hook(functools.partial(self._read, f"{name}_out")))
 
     def _read(self, name: str, *_: Any) -> None:
-        self.readings.setdefault(name, self.clock.read())
-
-    def _begin(self, *_: Any) -> None:
-        self._pooling.append([self.clock.read()])
-
-    def _end(self, *_: Any) -> None:
-        self._pooling[-1].append(self.clock.read())
+        self.readings.setdefault(name, []).append(self.clock.read())
 
     def __enter__(self) -> "StageRecorder":
         self.clock.synchronize()
@@ -191,26 +162,21 @@ class StageRecorder:
     def stages(self) -> dict[str, float]:
         """What the clock says of each stage, after the block; without a language model's stages where none ran."""
         self.clock.synchronize()
-        within = sum(self.clock.between(*readings) for readings in self._pooling)
+        calls = zip(*(self.readings.get(name, []) for name in ("inner_in", "inner_out")), strict=True)
+        within = sum(self.clock.between(*readings) for readings in calls)
         encoded = "connector_out" if "connector_out" in self.readings else "tower_out"
         stages = {
             VISION_TOWER: self._between("tower_in", "tower_out") - within,
             CONNECTOR: self._between("tower_out", encoded) + within,
             TOTAL: self._between("start", "end"),
         }
-        if "pruned_in" in self.readings:  # not at k = 1, where no later layer need run
-            stages[SELECT_AND_PACK] = self._between("dense_out", "pruned_in")
-            stages[SELECT_AND_PACK] += sum(self._between(*gather) for gather in self._gathers)
-            if "scorer_out" in self.readings:  # untrained selectors have none
-                stages[SCORE] = self._between("scorer_in", "scorer_out")
-                stages[SELECT_AND_PACK] -= stages[SCORE]
         if "language_model_in" in self.readings:
             stages[SEQUENCE] = self._between("start", "tower_in") + self._between(encoded, "language_model_in")
             stages[LANGUAGE_MODEL] = self._between("language_model_in", "end")
         return stages
 
     def _between(self, start: str, end: str) -> float:
-        return self.clock.between(self.readings[start], self.readings[end])
+        return self.clock.between(self.readings[start][0], self.readings[end][0])
 
 
 def peak_memory(run: Callable[[], Result], device: torch.device) -> tuple[Result, int]:

@@ -1,12 +1,12 @@
-"""What is measured: workloads, presets of them, each one command, and how to vary them."""
+"""What is measured: workloads, the table of presets, each one command, and how to vary them."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
-ALL = (0.0, 0.3, 0.4, 0.5)
-PRUNED = (0.3, 0.4, 0.5)
+ALL, PRUNED = (0.0, 0.3, 0.4, 0.5), (0.3, 0.4, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Workload:
     mode: str
     geometry: str
     frames: int
-    ratios: tuple[float, ...] = (0.0, 0.3, 0.4, 0.5)
+    ratios: tuple[float, ...] = ALL
     batch: int = 1
     layout: Literal["varlen", "first_fit_descending"] = "varlen"
     backend: str = "sdpa"
@@ -38,13 +38,14 @@ class Workload:
     @property
     def title(self) -> str:
         rows = f"{self.batch} x " if self.batch > 1 else ""
-        extra = ", gradient checkpointing" if self.checkpointing and self.mode == "training" else ""
-        how = f"{self.geometry}, {self.layout}, {self.backend}, {self.dtype}{extra}"
+        words = [self.mode, f"{rows}{self.frames} frames", self.geometry, self.layout, self.backend, self.dtype]
+        if self.checkpointing and self.mode == "training":
+            words.append("gradient checkpointing")
         if self.selector != "scorer":
-            how += f", {self.selector}"
+            words.append(self.selector)
         if self.pruning_layer is not None:
-            how += f", l = {self.pruning_layer}"
-        return f"{self.mode}, {rows}{self.frames} frames, {how}"
+            words.append(f"l = {self.pruning_layer}")
+        return ", ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,6 @@ class Preset:
     needs_gpu: why this is not for a CPU, or None.
     """
 
-    name: str
     help: str
     takes: str
     workloads: tuple[Workload, ...] = ()
@@ -63,14 +63,18 @@ class Preset:
     clips: tuple[float, ...] = ()
     asked: tuple[Workload, ...] = ()
     needs_gpu: str | None = None
+    name: str = ""
 
 
-QWEN_RATIOS = (0.3, 0.5, 0.7)
+def prompt_and_training(workload: Workload) -> tuple[Workload, Workload]:
+    return workload, replace(workload, mode="training")
+
 
 _TINY = Workload("tower", "tiny", 4, (0.0, 0.5), text_tokens=16, timestamp_tokens=2, decode_tokens=2)
 # As many tokens beside each video token, and as many of attention beside each linear FLOP, as in 4B at as many frames.
-_SMALL = Workload("inference", "molmo2-small", 64, ALL, text_tokens=858, timestamp_tokens=3)
+_SMALL = Workload("inference", "molmo2-small", 64, text_tokens=858, timestamp_tokens=3)
 _LONG = Workload("inference", "molmo2-small-long", 256, PRUNED, text_tokens=750, timestamp_tokens=3, checkpointing=True)
+_QWEN_SMALL = Workload("inference", "qwen3-vl-small", 64, (0.3, 0.5, 0.7), timestamp_tokens=1)
 # The smallest that are still mostly matrix products: a call each for ten questions takes ten times a prompt's seconds.
 _ASKED = Workload("inference", "molmo2-small-long", 64, (0.5,), text_tokens=16, timestamp_tokens=3, decode_tokens=8)
 _PAPER = tuple(
@@ -81,110 +85,86 @@ _PAPER = tuple(
     # Which of them is the fastest is not known before, on either side.
     for backend, ratios in (("sdpa", ALL), ("flex_attention", PRUNED))
 )
-# As for Molmo2: as many tokens beside each video token, and as many of attention beside each linear FLOP, as in 4B.
-_QWEN_SMALL = Workload("inference", "qwen3-vl-small", 64, QWEN_RATIOS, text_tokens=64, timestamp_tokens=1)
+_LARGE = {"dtype": "bfloat16", "text_tokens": 128, "timestamp_tokens": 6, "checkpointing": True}
 # What is left of 720p under the processor's pixel budget is 11,648 tokens, of 64 frames and of 256.
 _QWEN = tuple(
-    Workload(
-        mode,
-        geometry,
-        frames,
-        QWEN_RATIOS,
-        dtype="bfloat16",
-        text_tokens=128,
-        timestamp_tokens=6,
-        checkpointing=True,
-    )
+    replace(_QWEN_SMALL, mode=mode, geometry=geometry, frames=frames, **_LARGE)
     for mode in ("inference", "training")
     for geometry, frames in (("qwen3-vl-4b", 64), ("qwen3-vl-4b-low", 256), ("qwen3-vl-4b", 256))
 )
-_PRESETS = (
-    Preset(
-        "tiny",
+_PRESETS = {
+    "tiny": Preset(
         "every stage once on a toy model, to see that it runs; its figures mean nothing",
         "10 s, 1 GB",
         (
             _TINY,
-            dataclasses.replace(_TINY, layout="first_fit_descending"),
-            dataclasses.replace(_TINY, mode="inference", batch=2),
-            dataclasses.replace(_TINY, mode="training", batch=2),
-            dataclasses.replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8),
-            dataclasses.replace(_TINY, geometry="qwen3-vl-tiny", mode="training", frames=8, batch=2),
+            replace(_TINY, layout="first_fit_descending"),
+            *prompt_and_training(replace(_TINY, mode="inference", batch=2)),
+            *prompt_and_training(replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8)),
         ),
     ),
-    Preset(
-        "tower",
+    "tower": Preset(
         "vision tower and connector of Molmo2 (SigLIP2 So400M/14, 25 layers)",
         "11 min, 5 GB on 2 CPU cores",
-        (Workload("tower", "so400m", 8, ALL), Workload("tower", "so400m", 16, (0.5,))),
+        (Workload("tower", "so400m", 8), Workload("tower", "so400m", 16, (0.5,))),
     ),
-    Preset(
-        "paper",
+    "paper": Preset(
         "Molmo2-4B with random weights at the sizes of the paper's two tables, beside the paper's speed-ups",
         "12 to 17 min worked out from FLOPs, not measured; 110 GB of GPU memory for stock Molmo2 in training",
         _PAPER,
         needs_gpu="4.9 billion weights and 33 PFLOP a round take hours on a CPU; use --preset paper-small there",
     ),
-    Preset(
-        "paper-small",
+    "paper-small": Preset(
         "Molmo2-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
         "13 min, 14 GB on 2 CPU cores",
-        (_SMALL, dataclasses.replace(_SMALL, mode="training")),
+        prompt_and_training(_SMALL),
         repeats=4,
     ),
-    Preset(
-        "paper-small-256",
+    "paper-small-256": Preset(
         "the same at 256 frames: smaller still, with attention's share as in 4B at 256 frames",
         "8 min, 10 GB on 2 CPU cores",
-        (_LONG, dataclasses.replace(_LONG, mode="training")),
+        prompt_and_training(_LONG),
     ),
-    Preset(
-        "qwen",
+    "qwen": Preset(
         "Qwen3-VL-4B with random weights: 64 and 256 frames of 720p, and 256 frames with four times the pixel budget",
         "not measured; 46,592 video tokens in training need more memory than one GPU of 80 GB has",
         _QWEN,
         needs_gpu="4.4 billion weights and 19 PFLOP a round take hours on a CPU; use --preset qwen-small there",
     ),
-    Preset(
-        "qwen-small",
+    "qwen-small": Preset(
         "Qwen3-VL-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
         "11 min, 12 GB on 2 CPU cores",
-        (_QWEN_SMALL, dataclasses.replace(_QWEN_SMALL, mode="training")),
+        prompt_and_training(_QWEN_SMALL),
     ),
-    Preset(
-        "training-free",
+    "training-free": Preset(
         "the same prompt, pruned without training: cosine in the ViT, EVS after it, random",
         "7 min, 4 GB on 2 CPU cores",
-        tuple(dataclasses.replace(_QWEN_SMALL, selector=selector) for selector in ("cosine", "evs", "random")),
+        tuple(replace(_QWEN_SMALL, selector=selector) for selector in ("cosine", "evs", "random")),
     ),
-    Preset(
-        "scaling",
+    "scaling": Preset(
         "cost per frame from 1 to 1024 frames: the narrow tower on a CPU, So400M on a GPU",
         "13 min, 14 GB on 2 CPU cores",
         tuple(Workload("tower", "narrow-tower", 2**power, (0.5,)) for power in range(11)),
     ),
-    Preset(
-        "ask",
+    "ask": Preset(
         "ten questions about 64 frames, a call each or the video read once; Molmo2-4B and Qwen3-VL-4B scaled down",
         "5 min worked out, not measured on a quiet machine; 2 GB on 2 CPU cores",
-        asked=(_ASKED, dataclasses.replace(_ASKED, geometry="qwen3-vl-small-long", timestamp_tokens=1)),
+        asked=(_ASKED, replace(_ASKED, geometry="qwen3-vl-small-long", timestamp_tokens=1)),
     ),
-    Preset(
-        "decode",
+    "decode": Preset(
         "64 frames of a one-hour 480p file, and of 32 seconds, beside transformers' PyAV reader",
         "20 min, 1 GB on 2 CPU cores",
         clips=(3600.0, 32.0),
     ),
-)
-PRESETS = {preset.name: preset for preset in _PRESETS}
+}
+PRESETS = {name: replace(preset, name=name) for name, preset in _PRESETS.items()}
 
 
 def find_preset(name: str, on_gpu: bool = False) -> Preset:
     """The preset `name`, a key of `PRESETS`, as it is on this kind of device."""
     preset = PRESETS[name]
     if on_gpu and name in ("tower", "scaling"):
-        full_size = [dataclasses.replace(it, geometry="so400m", dtype="bfloat16") for it in preset.workloads]
-        preset = dataclasses.replace(preset, workloads=tuple(full_size))
+        return replace(preset, workloads=vary(preset, geometry=["so400m"], dtype=["bfloat16"]).workloads)
     return preset
 
 
@@ -206,6 +186,6 @@ def vary(
         )
     varied: dict[Workload, Workload] = {}  # of workloads that differ in ratios alone, the first
     for workload, values in itertools.product(workloads, itertools.product(*chosen.values())):
-        new = dataclasses.replace(workload, **dict(zip(chosen, values, strict=True)))
-        varied.setdefault(dataclasses.replace(new, ratios=()), new)
-    return dataclasses.replace(preset, workloads=tuple(varied.values()), repeats=repeats or preset.repeats)
+        new = replace(workload, **dict(zip(chosen, values, strict=True)))
+        varied.setdefault(replace(new, ratios=()), new)
+    return replace(preset, workloads=tuple(varied.values()), repeats=repeats or preset.repeats)

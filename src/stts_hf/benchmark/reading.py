@@ -15,11 +15,11 @@ from typing import Any
 
 import av
 import numpy as np
-from tqdm import tqdm
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import read_video_pyav
 
 from stts_hf.benchmark.meters import TOTAL, proc_bytes
+from stts_hf.benchmark.turns import take_turns
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.visualize.sample_clip import write_sample_clip
@@ -41,34 +41,27 @@ def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int
     which frames to read.
     """
     title = f"{frames} frames of {seconds:g} s of {size[1]}x{size[0]} H.264 at {FPS} frames per second"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tqdm(total=1 + repeats * len(READERS), desc=title, unit="read", leave=False, disable=None) as bar,
-    ):
+    variants: list[dict[str, Any]] = [
+        {"name": reader, "status": "ok", "peak_memory": 0, "stages": {TOTAL: {"flops": None, "seconds": []}}}
+        for reader in READERS
+    ]
+    with tempfile.TemporaryDirectory() as folder:
         path, piece = f"{folder}/video.mp4", f"{folder}/piece.mp4"
         drawn = min(seconds, DRAWN_SECONDS)
         write_sample_clip(piece, seconds=drawn, fps=FPS, size=size)
         repeat_clip(piece, path, math.ceil(seconds / drawn))
         chosen = _read_in_new_process(OURS, path, frames, [])
-        bar.update()
-        runs: dict[str, list[dict[str, Any]]] = {reader: [] for reader in READERS}
-        order = []
-        for repeat in range(repeats):
-            first = repeat % len(READERS)
-            order.append(list(READERS[first:] + READERS[:first]))
-            for reader in order[-1]:
-                runs[reader].append(_read_in_new_process(reader, path, frames, chosen["indices"]))
-                bar.update()
-    variants = [
-        {
-            "name": reader,
-            "status": "ok",
-            "peak_memory": max(run["peak_memory"] for run in done),
-            "same_frames": None if reader == PREPROCESSED else all(run["hash"] == chosen["hash"] for run in done),
-            "stages": {TOTAL: {"flops": None, "seconds": [run["seconds"] for run in done]}},
-        }
-        for reader, done in runs.items()
-    ]
+
+        def run(variant: dict[str, Any]) -> None:
+            reader = variant["name"]
+            done = _read_in_new_process(reader, path, frames, chosen["indices"])
+            same = (
+                None if reader == PREPROCESSED else variant.get("same_frames", True) and done["hash"] == chosen["hash"]
+            )
+            variant |= {"peak_memory": max(variant["peak_memory"], done["peak_memory"]), "same_frames": same}
+            variant["stages"][TOTAL]["seconds"].append(done["seconds"])
+
+        order = take_turns(title, variants, repeats, lambda variant: None, run)
     return {"title": title, "status": "ok", "order": order, "variants": variants}
 
 

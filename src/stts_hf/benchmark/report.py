@@ -1,7 +1,5 @@
-"""A result's folder: `result.json` with the raw samples, and one table and one plot that are worked out from them."""
+"""A result's folder: `result.json` with the raw samples, and a page with one table that is worked out from them."""
 
-import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -16,7 +14,7 @@ from stts_hf.benchmark.meters import STAGES, TOTAL
 from stts_hf.checkpoints.atomic_folder import atomic_file
 
 SCHEMA = 2
-RESULT, UNFINISHED, PAGE, PLOT = "result.json", "unfinished.json", "README.md", "plot.png"
+RESULT, UNFINISHED, PAGE = "result.json", "unfinished.json", "README.md"
 
 # Supplement, "Detailed Throughput Tables", Molmo2-4B, 8 H100: (mode, frames in a batch) to speed-ups over
 # the paper's own system without pruning. The batches per second printed beside the 1.88x in training make it 1.78x.
@@ -27,6 +25,10 @@ PAPER_SPEED_UPS = {
     ("inference", 256): {0.3: 1.45, 0.4: 1.71, 0.5: 2.22},
 }
 
+# Of the table, in their order.
+ROWS = [*STAGES, "memory, MiB", "GFLOP", "frames/s", "tokens of a row", "correlation with motion", "kept of what moves"]
+ROWS += ["same_frames", "same_tokens", "speed-up in the paper"]
+
 LEGEND = """\
 Times are medians ± interquartile range of the timed passes, in ms; behind them the speed-up over the first column (the
 ratio of medians), and "of" its FLOP ideal: the first column's FLOPs over this one's, by `torch.utils.flop_counter`
@@ -36,37 +38,29 @@ its process holds after its imports. [Benchmarks](../README.md) says what the st
 
 
 def check_folder(folder: Path) -> None:
-    """
-    Raises `ValueError` without matplotlib, or where a result in `folder` would replace files that no benchmark of this
-    version wrote.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("writing a result draws a plot, which needs matplotlib: pip install 'stts-hf[bench]'")
-    if any(os.path.lexists(folder / name) for name in (RESULT, UNFINISHED, PAGE, PLOT)):
+    """Raises `ValueError` where a result in `folder` would replace files that no benchmark of this version wrote."""
+    if any(os.path.lexists(folder / name) for name in (RESULT, UNFINISHED, PAGE)):
         try:
             read_result(folder)
         except ValueError as error:
             raise ValueError(f"--output {folder} holds files that would be replaced; name another: {error}") from error
 
 
-def write_samples(result: Mapping[str, Any], folder: Path) -> None:
-    """Writes `result.json`, or `unfinished.json` beside any result of an earlier run, whole or not at all."""
-    with atomic_file(folder / (RESULT if result["finished"] else UNFINISHED)) as new:
-        new.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def write_result(result: Mapping[str, Any], folder: Path) -> None:
     """
-    Writes JSON, page and picture into `folder`, each whole or not at all; with a finished result, what an unfinished
-    run left goes. Other files stay. Raises `ImportError` without matplotlib.
+    Writes samples and page of a finished result into `folder`, each whole or not at all, in place of what an unfinished
+    run left. Of one that goes on, writes `unfinished.json` alone, beside any result of an earlier run.
     """
-    with atomic_file(folder / PLOT) as new:
-        draw(result, new)
-    with atomic_file(folder / PAGE) as new:
-        new.write_text(page(result))
-    write_samples(result, folder)
+    with atomic_file(folder / (RESULT if result["finished"] else UNFINISHED)) as new:
+        new.write_text(json.dumps(result, indent=1) + "\n")
     if result["finished"]:
+        write_page(result, folder)
         (folder / UNFINISHED).unlink(missing_ok=True)
+
+
+def write_page(result: Mapping[str, Any], folder: Path) -> None:
+    with atomic_file(folder / PAGE) as new:
+        new.write_text(markdown(result))
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -82,48 +76,6 @@ def read_result(folder: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or result.get("schema") != SCHEMA:
         raise ValueError(f"{path} has another schema than {SCHEMA}; measure again")
     return result
-
-
-def page(result: Mapping[str, Any]) -> str:
-    """The page as it stands in a folder, with the picture."""
-    return markdown(result) + f"\n![plot]({PLOT})\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Median and interquartile range in seconds. None is what cannot be said: of the baseline, or without FLOPs."""
-
-    median: float
-    iqr: float
-    speed_up: float | None
-    ideal: float | None
-
-    @property
-    def share(self) -> float | None:
-        """Speed-up over its ideal."""
-        return self.speed_up / self.ideal if self.speed_up and self.ideal else None
-
-
-def summarise(cell: Mapping[str, Any]) -> dict[str, dict[str, Summary]]:
-    """Each stage of each variant that was measured, compared with the cell's first variant."""
-    baseline: dict[str, tuple[float, float | None]] = {}
-    summary: dict[str, dict[str, Summary]] = {}
-    for number, variant in enumerate(cell["variants"]):
-        if variant["status"] != "ok":
-            continue
-        summary[variant["name"]] = {}
-        for stage, found in variant["stages"].items():
-            measured = Measurement(1, found["seconds"], TaskSpec(stmt=stage, setup=""))
-            seconds, flops = baseline.get(stage, (None, None))
-            if number == 0:
-                baseline[stage] = (measured.median, found["flops"])
-            summary[variant["name"]][stage] = Summary(
-                measured.median,
-                measured.iqr,
-                seconds / measured.median if seconds else None,
-                flops / found["flops"] if flops and found["flops"] else None,
-            )
-    return summary
 
 
 def nothing_measured(result: Mapping[str, Any]) -> str | None:
@@ -160,28 +112,52 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(variant["name"] for cell in cells for variant in cell["variants"]))
     lines = [["", *map(_label, names)], ["---", *["---:"] * len(names)]]
     for cell in cells:
-        summary, variants = summarise(cell), {variant["name"]: variant for variant in cell["variants"]}
-        rounds = f", {len(cell['order'])} rounds" if "order" in cell else ""
+        variants = {variant["name"]: variant for variant in cell["variants"]}
         states = [variants[name]["status"] if name in variants else "" for name in names]
+        rounds = f", {len(cell['order'])} rounds" if "order" in cell else ""
         lines.append([f"**{cell['title']}**{rounds}", *("" if state == "ok" else state for state in states)])
-        for stage in STAGES:
-            texts = [_time(summary.get(name, {}).get(stage)) for name in names]
-            if any(texts):
-                lines.append([stage.replace("_", " "), *texts])
-        figures = [_figures(cell, variants[name], summary[name]) if name in summary else {} for name in names]
-        for row in dict.fromkeys(row for found in figures for row in found):
-            lines.append([row, *(str(found.get(row, "")) for found in figures)])
+        figures = [
+            _figures(cell, variants[name]) if state == "ok" else {} for name, state in zip(names, states, strict=True)
+        ]
+        for row in sorted({row for found in figures for row in found}, key=ROWS.index):
+            lines.append([row.replace("_", " "), *(str(found.get(row, "")) for found in figures)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _time(found: Summary | None) -> str:
-    if found is None:
-        return ""
-    text = f"{_milliseconds(found.median)} ± {_milliseconds(found.iqr)}"
-    if found.speed_up is None:
+def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
+    """What the table says of a variant, by names of `ROWS`."""
+    first, total = cell["variants"][0], variant["stages"][TOTAL]
+    stock = first["stages"] if first is not variant and first["status"] == "ok" else {}
+    figures = {stage: _time(found, stock.get(stage)) for stage, found in variant["stages"].items() if stage in STAGES}
+    figures["memory, MiB"] = f"{variant['peak_memory'] / 2**20:.4g}"
+    if total["flops"]:
+        figures["GFLOP"] = f"{total['flops'] / 1e9:.4g}"
+    if workload := cell.get("workload"):
+        frames = workload["frames"] * workload["batch"]
+        figures["frames/s"] = f"{frames / statistics.median(total['seconds']):.3g}"
+        figures["tokens of a row"] = variant["tokens"]
+        if workload["geometry"] == "molmo2-4b":
+            paper = PAPER_SPEED_UPS.get((workload["mode"], frames), {}).get(variant["pruning_ratio"])
+            figures |= {"speed-up in the paper": paper} if paper else {}
+    if motion := variant.get("motion"):
+        figures["correlation with motion"] = _median(motion["correlation"])
+        figures["kept of what moves"] = _median(motion["kept"], ".0%")
+    for same in {"same_frames", "same_tokens"} & variant.keys():
+        figures[same] = {True: "yes", False: "**no**", None: ""}[variant[same]]
+    return figures
+
+
+def _time(found: Mapping[str, Any], stock: Mapping[str, Any] | None) -> str:
+    """Median and spread of a stage; beside those of the stock model, speed-up, FLOP ideal and the share reached."""
+    measured = Measurement(1, found["seconds"], TaskSpec(stmt="", setup=""))
+    text = f"{_milliseconds(measured.median)} ± {_milliseconds(measured.iqr)}"
+    if stock is None:
         return text
-    ideal = f" of {found.ideal:.3f} ({found.share:.1%})" if found.ideal and found.share else ""
-    return f"{text}, {found.speed_up:.3f}x{ideal}"
+    speed_up = statistics.median(stock["seconds"]) / measured.median
+    if not (stock["flops"] and found["flops"]):
+        return f"{text}, {speed_up:.3f}x"
+    ideal = stock["flops"] / found["flops"]
+    return f"{text}, {speed_up:.3f}x of {ideal:.3f} ({speed_up / ideal:.1%})"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -189,38 +165,11 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any], stages: Mapping[str, Summary]) -> dict[str, Any]:
-    """What is known of a variant besides its times."""
-    figures: dict[str, Any] = {"memory, MiB": f"{variant['peak_memory'] / 2**20:.4g}"}
-    if flops := variant["stages"][TOTAL]["flops"]:
-        figures["GFLOP"] = f"{flops / 1e9:.4g}"
-    if workload := cell.get("workload"):
-        figures["frames/s"] = f"{workload['frames'] * workload['batch'] / stages[TOTAL].median:.3g}"
-        figures["tokens of a row"] = variant["tokens"]
-    if motion := variant.get("motion"):
-        figures["correlation with motion"] = _median(motion["correlation"])
-        figures["kept of what moves"] = _median(motion["kept"], ".0%")
-    for same in ("same_frames", "same_tokens"):
-        if same in variant:
-            figures[same.replace("_", " ")] = {True: "yes", False: "**no**", None: ""}[variant[same]]
-    if paper := _paper_speed_up(cell, variant):
-        figures["speed-up in the paper"] = paper
-    return figures
-
-
 def _median(values: Sequence[float], form: str = ".2f") -> str:
     """Median and extremes of what is a number."""
     known = sorted(value for value in values if not math.isnan(value))
     low, middle, high = (format(value, form) for value in (known[0], statistics.median(known), known[-1]))
     return f"{middle} ({low} to {high}, {len(known)} clips)"
-
-
-def _paper_speed_up(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> float | None:
-    workload = cell.get("workload")
-    if not workload or workload["geometry"] != "molmo2-4b":
-        return None
-    of_paper = PAPER_SPEED_UPS.get((workload["mode"], workload["frames"] * workload["batch"]), {})
-    return of_paper.get(variant["pruning_ratio"])
 
 
 def _failures(cells: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -238,38 +187,3 @@ def _failures(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _label(name: str) -> str:
     return f"k = {name}" if name.replace(".", "").isdigit() else name
-
-
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Writes a PNG: a bar for the total speed-up of each variant, with marks at its FLOP ideal and in the paper."""
-    from matplotlib.figure import Figure
-
-    labels, speed_ups, ideals, papers = [], [], [], []
-    words = [cell["title"].split(", ") for cell in result["cells"]]
-    shared = set.intersection(*map(set, words))
-    for cell, own in zip(result["cells"], words, strict=True):
-        summary = summarise(cell)
-        for variant in cell["variants"][1:]:
-            total = summary.get(variant["name"], {}).get(TOTAL)
-            if total is not None and total.speed_up:
-                labels.append(", ".join([word for word in own if word not in shared] + [_label(variant["name"])]))
-                speed_ups.append(total.speed_up)
-                ideals.append(total.ideal)
-                papers.append(_paper_speed_up(cell, variant))
-    figure = Figure(figsize=(9, 1.5 + 0.3 * len(labels)), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(range(len(labels)), speed_ups, color="#3b6ea5")
-    axes.bar_label(bars, fmt="%.2f", label_type="center", color="white", fontsize=8)
-    for marks, sign, name in ((ideals, "|", "FLOP ideal"), (papers, "x", "paper")):
-        places = [(value, place) for place, value in enumerate(marks) if value]
-        if places:
-            axes.plot(*zip(*places, strict=True), sign, color="black", markersize=12, label=name)
-            axes.legend(fontsize=8)
-    axes.axvline(1, color="#999999", linewidth=0.8)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="speed-up of the total")
-    figure.suptitle(f"{result['preset']} ({result['machine'].get('gpu', 'CPU')})")
-    if shared:  # what all bars are of stands once, above them
-        axes.set_title(", ".join(word for word in words[0] if word in shared), fontsize=8, loc="left")
-    figure.savefig(path, dpi=110, format="png", bbox_inches="tight")

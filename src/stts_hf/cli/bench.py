@@ -46,11 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="write result.json, README.md and plot.png there (default: outputs/bench/PRESET; tiny only prints)",
+        help="write result.json and README.md there (default: outputs/bench/PRESET; tiny only prints)",
     )
-    parser.add_argument(
-        "--render", action="store_true", help="measure nothing; redo page and plot of --output's result"
-    )
+    parser.add_argument("--render", action="store_true", help="measure nothing; redo the page of --output's result")
     axes = parser.add_argument_group("other values than the preset's; every combination of them is measured")
     for name, (_, argument) in AXES.items():
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", **argument)
@@ -81,15 +79,14 @@ def list_presets() -> None:
 
 
 def render(folder: Path | None) -> None:
-    """Writes page and plot anew from the samples in `folder`."""
-    from stts_hf.benchmark.report import check_folder, read_result, write_result
+    """Writes the page anew from the samples in `folder`."""
+    from stts_hf.benchmark.report import read_result, write_page
 
     if folder is None:
         raise CommandError("--render needs --output, the folder of the result")
     check_writable("--output", folder)
     try:
-        check_folder(folder)
-        write_result(read_result(folder), folder)
+        write_page(read_result(folder), folder)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
@@ -97,7 +94,7 @@ def render(folder: Path | None) -> None:
 def measure(arguments: argparse.Namespace) -> int:
     """Checks all that can be before measuring, then measures, writes and prints. Returns the exit status."""
     from stts_hf.benchmark.measure import check_runnable, run_preset
-    from stts_hf.benchmark.report import check_folder, markdown, nothing_measured, write_result, write_samples
+    from stts_hf.benchmark.report import check_folder, markdown, nothing_measured, write_result
 
     device = choose_device(arguments.device or "auto")
     axes = {field: getattr(arguments, name) for name, (field, _) in AXES.items()}
@@ -119,7 +116,7 @@ def measure(arguments: argparse.Namespace) -> int:
     try:
         for result in run_preset(preset, device, command_line()):
             if folder is not None:
-                (write_result if result["finished"] else write_samples)(result, folder)
+                write_result(result, folder)
     finally:
         signal.signal(signal.SIGTERM, before)
     print(markdown(result), end="")

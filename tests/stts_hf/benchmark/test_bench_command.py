@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from PIL import Image
 
 from stts_hf.benchmark.measure import check_runnable
 from stts_hf.benchmark.meters import STAGES
@@ -34,14 +33,9 @@ def refused(capsys, *arguments: str) -> str:
     return printed.err
 
 
-def test_it_writes_samples_page_and_picture(tiny):
-    assert sorted(path.name for path in tiny.iterdir()) == ["README.md", "plot.png", "result.json"]
-    page = (tiny / "README.md").read_text()
-    assert page.startswith("# stts-hf bench: tiny")
-    assert page.endswith("![plot](plot.png)\n")
-    with Image.open(tiny / "plot.png") as image:
-        image.load()
-        assert image.width > 800
+def test_it_writes_samples_and_page(tiny):
+    assert sorted(path.name for path in tiny.iterdir()) == ["README.md", "result.json"]
+    assert (tiny / "README.md").read_text().startswith("# stts-hf bench: tiny")
 
 
 def test_the_result_holds_every_raw_sample(tiny):
@@ -63,16 +57,6 @@ def test_the_result_holds_every_raw_sample(tiny):
                 assert len(measured["seconds"]) == 2
                 assert all(seconds > 0 for seconds in measured["seconds"])
     assert seen == set(STAGES)
-
-
-def test_every_mode_and_layout_is_in_the_tiny_run(tiny):
-    cells = json.loads((tiny / "result.json").read_text())["cells"]
-    assert {(cell["workload"]["mode"], cell["workload"]["layout"]) for cell in cells} == {
-        ("tower", "varlen"),
-        ("tower", "first_fit_descending"),
-        ("inference", "varlen"),
-        ("training", "varlen"),
-    }
 
 
 def test_stages_add_up_to_no_more_than_the_total(tiny):
@@ -108,6 +92,7 @@ def test_the_list_names_every_preset_and_what_it_takes(capsys):
         (["--backends", "flex_attention"], "'flex_attention' needs a GPU"),
         (["--pruning-layers", "1", "5"], "`pruning_layer` is 5"),
         (["--preset", "qwen"], "preset 'qwen' is for a GPU"),
+        (["--preset", "paper"], "'paper' is for a GPU"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
         (["--device", "meta"], "--device meta cannot be used here"),
         (["--render"], "--render measures nothing, so --device would have no effect"),
@@ -143,17 +128,6 @@ def test_values_that_cannot_be_are_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_device_without_a_clock_is_refused():
-    with pytest.raises(ValueError, match="--device mps cannot be timed; cpu and cuda can"):
-        check_runnable(find_preset("tiny"), torch.device("mps"))
-
-
-def test_the_papers_sizes_are_refused_on_a_cpu_with_the_reason(capsys):
-    message = refused(capsys, "--preset", "paper", "--device", "cpu")
-    assert "'paper' is for a GPU" in message
-    assert "hours on a CPU; use --preset paper-small" in message
-
-
 @pytest.mark.parametrize(
     ("installed", "device", "dtype", "layout"),
     [
@@ -170,26 +144,11 @@ def test_flash_attention_is_refused_where_it_cannot_run(monkeypatch, installed, 
         check_runnable(preset, torch.device(device))
 
 
-def test_flash_attention_runs_where_it_can(monkeypatch):
-    monkeypatch.setattr("stts_hf.benchmark.measure.FLASH_BACKENDS", {"flash_attention_2": lambda: True})
-    preset = vary(find_preset("tiny"), backend=["flash_attention_2"], dtype=["bfloat16"], layout=["varlen"])
-    check_runnable(preset, torch.device("cuda:0"))
-
-
 def test_an_output_that_cannot_be_is_refused_before_measuring(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert "must be a folder that can be written" in refused(capsys, "--output", str(tmp_path / "file"))
     message = refused(capsys, "--output", str(tmp_path / "file" / "sub"))
     assert message.endswith(f"must be a folder that can be written, but {tmp_path / 'file'} is not\n")
-
-
-def test_rendering_needs_a_folder(capsys):
-    assert "--render needs --output" in refused(capsys, "--render")
-
-
-def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'stts-hf[bench]'" in refused(capsys, "--output", str(tmp_path))
 
 
 def test_axes_replace_the_presets_values_in_every_combination():
@@ -201,12 +160,6 @@ def test_axes_replace_the_presets_values_in_every_combination():
         (2, "first_fit_descending"),
     ]
     assert {w.ratios for w in varied.workloads} == {(0.1, 0.5)}
-
-
-def test_modes_choose_among_a_presets_workloads():
-    varied = vary(find_preset("paper-small"), modes=["training"], repeats=5)
-    assert [w.mode for w in varied.workloads] == ["training"]
-    assert varied.repeats == 5
 
 
 def test_on_a_gpu_the_tower_presets_are_full_size_in_half_precision():

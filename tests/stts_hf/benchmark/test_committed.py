@@ -16,6 +16,6 @@ def test_there_are_committed_results():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_committed_page_is_what_its_samples_say(folder):
-    expected = report.page(report.read_result(folder))
+    expected = report.markdown(report.read_result(folder))
     command = f"stts-hf bench --render --output docs/benchmarks/{folder.name}"
     assert (folder / report.PAGE).read_text() == expected, f"not what the code renders; run: {command}"

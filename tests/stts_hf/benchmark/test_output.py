@@ -13,7 +13,7 @@ from stts_hf.cli.main import main
 from tests.stts_hf.benchmark.made_up import pruned_twice, result
 
 TOWER = ("bench", "--preset", "tower", "--device", "cpu")
-WRITTEN = ["README.md", "plot.png", "result.json"]
+WRITTEN = ["README.md", "result.json"]
 
 
 def names(folder) -> list[str]:
@@ -62,28 +62,7 @@ def test_the_page_of_a_run_that_died_can_be_drawn(tmp_path, measured):
     assert names(tmp_path) == ["unfinished.json"]
     assert main(["bench", "--render", "--output", str(tmp_path)]) == 0
     assert "**Unfinished**" in (tmp_path / "README.md").read_text()
-    assert names(tmp_path) == ["README.md", "plot.png", "unfinished.json"]
-
-
-def test_a_finished_run_takes_the_place_of_an_unfinished_one(tmp_path):
-    report.write_samples(result([pruned_twice()], finished=False), tmp_path)
-    report.write_result(result([pruned_twice()]), tmp_path)
-    assert names(tmp_path) == WRITTEN
-    assert report.read_result(tmp_path)["finished"] is True
-
-
-def test_what_is_half_written_replaces_nothing(tmp_path, monkeypatch):
-    report.write_result(result([pruned_twice()]), tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def fail(result, path):
-        path.write_bytes(b"half a picture")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report, "draw", fail)
-    with pytest.raises(KeyboardInterrupt):
-        report.write_result(result([pruned_twice()], seconds=1.0), tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert names(tmp_path) == ["README.md", "unfinished.json"]
 
 
 def test_sigterm_takes_temporary_files_along(tmp_path, monkeypatch):
@@ -146,12 +125,6 @@ def test_files_that_no_benchmark_wrote_are_not_replaced(capsys, tmp_path, name):
     assert main([*TOWER, "--output", str(tmp_path)]) == 2
     assert "holds files that would be replaced; name another: " in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "{}"
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_folder_of_a_result_may_be_written_again(tmp_path, finished):
-    report.write_result(result([pruned_twice()], finished=finished), tmp_path)
-    report.check_folder(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}'], ids=["empty", "list", "other schema"])

@@ -109,21 +109,6 @@ def test_stock_and_unpruned_agree(runner):
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)  # float32 through six layers and three
 
 
-def test_decoding_goes_on_where_the_prompt_ended(runner):
-    """Both models take the new token for the one that follows, and see all before it."""
-    run = runner()
-    token = run.inputs["input_ids"][:, -1:]
-    with torch.no_grad():
-        whole = {"input_ids": torch.cat([run.inputs["input_ids"], token], dim=-1)}
-        for name in ("attention_mask", "mm_token_type_ids"):
-            whole[name] = torch.nn.functional.pad(run.inputs[name], (0, 1), value=int(name == "attention_mask"))
-        for model, call in ((run.model, {"pruning_ratio": 0.5}), (run.stock, {})):
-            cache = model(**run.inputs, **call, use_cache=True).past_key_values
-            found = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
-            expected = model(**(run.inputs | whole), **call).logits[:, -1]
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_the_scaled_down_model_has_the_proportions_of_4b():
     def shares(preset: str) -> tuple[float, float]:
         """FLOPs of the LLM over those of the tower, and what dropping half allows."""

@@ -1,6 +1,5 @@
 """The files that readers are measured on, and what a run of a reader reports."""
 
-import av
 import numpy as np
 import pytest
 
@@ -27,13 +26,6 @@ def test_a_repeated_clip_shows_the_same_frames_again(clip, tmp_path):
     assert len(frames) == 150
     assert all(np.array_equal(frame, once[place % 50]) for place, frame in enumerate(frames))
     assert not np.array_equal(once[0], once[25])
-
-
-def test_the_container_says_how_many_frames_there_are(clip, tmp_path):
-    # transformers' reader relies on it.
-    repeat_clip(clip, tmp_path / "long.mp4", 3)
-    with av.open(str(tmp_path / "long.mp4")) as container:
-        assert container.streams.video[0].frames == 150
 
 
 def test_a_clip_is_at_least_as_long_as_asked(monkeypatch):
@@ -64,24 +56,3 @@ def test_both_readers_give_the_same_frames_and_preprocessing_the_same_moments(cl
     )
     assert ours["hash"] == theirs["hash"] != preprocessed["hash"]
     assert ours["indices"] == preprocessed["indices"] == [0, 16, 33, 49]
-
-
-def test_readers_take_turns_and_are_compared_frame_by_frame(monkeypatch):
-    order = []
-
-    def run(reader, path, frames, indices):
-        order.append(reader)
-        other = reader == PYAV and order.count(PYAV) == 1
-        return {"seconds": 1.0, "peak_memory": len(order), "indices": [0], "hash": "other" if other else "same"}
-
-    monkeypatch.setattr(reading, "_read_in_new_process", run)
-    cell = measure_clip(1.0, 2, frames=1, size=SMALL)
-    assert order == [OURS, PYAV, OURS, PREPROCESSED, OURS, PREPROCESSED, PYAV]  # the first tells the indices
-    assert [variant["name"] for variant in cell["variants"]] == [PYAV, OURS, PREPROCESSED]
-    assert [variant["same_frames"] for variant in cell["variants"]] == [False, True, None]  # once of two runs
-    assert [variant["peak_memory"] for variant in cell["variants"]] == [7, 5, 6]
-
-
-def test_what_a_reader_raises_is_passed_on(tmp_path):
-    with pytest.raises(ValueError, match="none"):
-        read_once(OURS, str(tmp_path / "none.mp4"), 4, [])
