@@ -290,7 +290,9 @@ def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[
         _clear_away(device)
         _, peak = meters.peak_memory(lambda: runner.run(ratio, Clock(device)), device)
     names = ", ".join(sorted(uncounted.names))
-    stages = {stage: {"flops": None if names else count, "seconds": []} for stage, count in flops.items()}
+    stages: dict[str, Any] = {
+        stage: {"flops": None if names else count, "seconds": []} for stage, count in flops.items()
+    }
     reason = {"not_counted": f"this PyTorch has no formula for {names}"} if names else {}
     return {"stages": stages, "peak_memory": peak, **reason}
 

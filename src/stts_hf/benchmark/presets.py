@@ -85,7 +85,7 @@ _PAPER = tuple(
     # Which of them is the fastest is not known before, on either side.
     for backend, ratios in (("sdpa", ALL), ("flex_attention", PRUNED))
 )
-_LARGE = {"dtype": "bfloat16", "text_tokens": 128, "timestamp_tokens": 6, "checkpointing": True}
+_LARGE: dict[str, Any] = {"dtype": "bfloat16", "text_tokens": 128, "timestamp_tokens": 6, "checkpointing": True}
 # What is left of 720p under the processor's pixel budget is 11,648 tokens, of 64 frames and of 256.
 _QWEN = tuple(
     replace(_QWEN_SMALL, mode=mode, geometry=geometry, frames=frames, **_LARGE)

@@ -128,7 +128,9 @@ def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, A
     """What the table says of a variant, by names of `ROWS`."""
     first, total = cell["variants"][0], variant["stages"][TOTAL]
     stock = first["stages"] if first is not variant and first["status"] == "ok" else {}
-    figures = {stage: _time(found, stock.get(stage)) for stage, found in variant["stages"].items() if stage in STAGES}
+    figures: dict[str, Any] = {
+        stage: _time(found, stock.get(stage)) for stage, found in variant["stages"].items() if stage in STAGES
+    }
     figures["memory, MiB"] = f"{variant['peak_memory'] / 2**20:.4g}"
     if total["flops"]:
         figures["GFLOP"] = f"{total['flops'] / 1e9:.4g}"
