@@ -96,7 +96,7 @@ test-transformers: $(VENV)/.installed-dev
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.
 stts-tiny: $(VENV)/.installed-dev
-	$(BIN)/python -m stts_hf.evaluation.pretraining $(OUT)/base --tiny hub_configs/stts-tiny
+	$(BIN)/python -m examples.study.pretraining $(OUT)/base --tiny hub_configs/stts-tiny
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -24,9 +24,9 @@ from transformers import (
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from examples.study import tiny_model
+from examples.study.tiny_model import VOCAB_SIZE, save_into, texts
 from stts_hf import STTSQwen2_5_VLConfig, STTSQwen2_5_VLForConditionalGeneration
-from stts_hf.evaluation import tiny_model
-from stts_hf.evaluation.tiny_model import VOCAB_SIZE, save_into, texts
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.study import __main__ as study
 from stts_hf.cli.main import build_parser
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.conftest import REPOSITORY
@@ -63,6 +64,8 @@ def test_commands_are_taken_by_the_parser(page):
             if "stts-hf" in words:
                 arguments = words[words.index("stts-hf") + 1 :]
                 assert build_parser().parse_args(arguments).command == arguments[0], line
+            if "examples.study" in words:
+                study.build_parser().parse_args(words[words.index("examples.study") + 1 :])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -11,11 +11,12 @@ from transformers import AutoProcessor, AutoTokenizer
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import logging
 
+from examples.study import tiny_model
+from examples.study.questions import compose_short
+from examples.study.scenes import Scene, Thing
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.evaluation import tiny_model
-from stts_hf.evaluation.questions import compose_short
 from stts_hf.inference.answering import answer_videos
-from stts_hf.visualize.sample_clip import sample_scene, write_sample_clip
+from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.conftest import REPOSITORY
 
 
@@ -170,7 +171,8 @@ def test_what_moves_in_the_sample_clip_is_kept(tiny, sample_clip):
     """As the picture in README.md says: of the blocks in which the ring moves, twice the share of those at rest."""
     model, processor = tiny
     found: Any = next(answer_videos(model, processor, [sample_clip], DEMO, pruning_ratio=0.7, max_new_tokens=1))
-    share = sample_scene(found.duration).motion(list(found.timestamps), 12).reshape(16, 4, 3, 4, 3).mean((2, 4))
+    ring = Scene(0, found.duration, (Thing("ring", "red", 0.11, (0.16, 0.5), (0.68 / found.duration, 0.0)),))
+    share = ring.motion(list(found.timestamps), 12).reshape(16, 4, 3, 4, 3).mean((2, 4))
     share, kept = share.reshape(16, 16)[1:], found.keep_mask[1:].float().numpy()
     assert kept[share > 0.3].mean() > 2 * kept[share == 0].mean()
 

@@ -21,8 +21,8 @@ FLOORS = [
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # What is not as it should be yet. Take out what you mended; add nothing.
-IMPORTS_PACKAGE = {"evaluation/pretraining.py", "evaluation/study.py", "evaluation/study_runs.py"}
-ROOM_CIRCLES = {"benchmark", "evaluation", "visualize"}
+IMPORTS_PACKAGE: set[str] = set()
+ROOM_CIRCLES: set[str] = set()
 FILE_CIRCLES = {"inference/asking.py", "inference/decoding.py"}
 # Those of modeling/ are for the type checker alone: `save_pretrained` copies both files.
 FILE_CIRCLES |= {"modeling/modeling_stts.py", "modeling/processing_stts.py"}

@@ -24,15 +24,15 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from stts_hf.benchmark import meters
 from stts_hf.benchmark.asking import measure_questions
+from stts_hf.benchmark.evs import AFTER_TOWER, prune_after_tower
 from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
 from stts_hf.benchmark.meters import Clock, StageRecorder
 from stts_hf.benchmark.models import Models, build_models, configure, pruning_settings
+from stts_hf.benchmark.moving_clips import correlate, draw_clips, share_kept
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.reading import measure_clip
 from stts_hf.benchmark.report import SCHEMA
 from stts_hf.benchmark.turns import take_turns
-from stts_hf.evaluation.after_tower import AFTER_TOWER, prune_after_tower
-from stts_hf.evaluation.motion import correlate, draw_clips, share_kept
 from stts_hf.shortages import is_out_of_memory
 from stts_hf.versions import __version__
 

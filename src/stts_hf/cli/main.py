@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from stts_hf.cli import bench, convert, demo, doctor, eval, make_dataset, predict, push, run, study, train, visualize
+from stts_hf.cli import bench, convert, demo, doctor, eval, predict, push, run, train, visualize
 from stts_hf.cli.errors import CommandError, shortage
 from stts_hf.versions import __version__, check_versions
 
@@ -19,8 +19,6 @@ COMMANDS = {
     "bench": bench,
     "train": train,
     "eval": eval,
-    "make-dataset": make_dataset,
-    "study": study,
 }
 # What takes less memory, where that is not merely another machine.
 _SMALLER = "fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"
@@ -51,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `predict` or `eval`
-    could not answer some rows, where `bench` could measure nothing and where runs of `study` failed, 2 for a mistake of
+    could not answer some rows and where `bench` could measure nothing, 2 for a mistake of
     the user's and where disk, rights or memory do not suffice (one line on stderr), 130 when interrupted; `train` exits
     with 143 when SIGTERM ended it and it has saved. Everything else is a bug and keeps its traceback.
     """

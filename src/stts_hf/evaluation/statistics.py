@@ -1,4 +1,4 @@
-"""Accuracies with intervals: a bootstrap over clips and seeds that is paired by question, and rank correlation.
+"""Accuracies with intervals: a bootstrap over clips and seeds that is paired by question.
 
 Questions about one clip stand or fall together, and so do the answers of one training run. So clips and seeds are what
 is drawn anew, not single answers; and methods are compared on the same draws, question by question and seed by seed,
@@ -73,20 +73,3 @@ class Bootstrap:
 
     def _per_clip(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
         return np.bincount(self.clip_of[chosen], weights=values, minlength=self.num_clips)
-
-
-def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """
-    Spearman's rank correlation of two arrays of as many values, equal values sharing their mean rank; NaN where one of
-    them has no two values that differ.
-    """
-    ranks = np.stack([_ranks(np.asarray(values).ravel()) for values in (first, second)])
-    ranks -= ranks.mean(1, keepdims=True)
-    spread = np.sqrt((ranks**2).sum(1).prod())
-    return float((ranks[0] * ranks[1]).sum() / spread) if spread else float("nan")
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    return (last - (counts - 1) / 2)[inverse]

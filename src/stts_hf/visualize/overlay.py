@@ -10,9 +10,9 @@ import av
 import numpy as np
 from PIL import Image
 
-from stts_hf.evaluation.clip_files import video_writer
 from stts_hf.modeling.video_reading_stts import VideoFile
 
+from .clip_files import video_writer
 from .dimming import Array, as_array, check_mask, check_outputs, dim_dropped_blocks, fit, frame_at
 from .frames import VideoStream
 

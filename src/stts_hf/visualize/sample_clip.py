@@ -2,9 +2,19 @@
 
 import os
 import sys
+from collections.abc import Iterable, Iterator
 
-from stts_hf.evaluation.clip_files import write_video
-from stts_hf.evaluation.scenes import Scene, Thing
+import numpy as np
+
+from .clip_files import write_video
+from .drawing import COLOURS, draw_background, draw_shape
+
+# When (shares of the clip's length), what, in which colour, how large and where.
+FLASHES = (
+    (0.2, 0.32, "H", "white", 0.11, (0.18, 0.16)),
+    (0.4, 0.48, "diamond", "green", 0.06, (0.5, 0.84)),
+    (0.7, 0.78, "diamond", "pink", 0.06, (0.16, 0.84)),
+)
 
 
 def write_sample_clip(
@@ -32,22 +42,26 @@ def write_sample_clip(
         raise ValueError(f"seconds and fps must give at least one frame, got seconds={seconds} and fps={fps}.")
     times = (number / fps for number in range(num_frames))
     bit_rate = str(8 * height * width)
-    write_video(path, sample_scene(seconds).frames(times, height, width), fps, b=bit_rate)
+    write_video(path, sample_frames(times, seconds, height, width), fps, b=bit_rate)
 
 
-def sample_scene(seconds: float) -> Scene:
-    """What happens in the sample clip, over as many seconds."""
-    return Scene(
-        seed=0,
-        duration=seconds,
-        things=(
-            Thing("square", "blue", 0.09, (0.82, 0.18), changes_at=0.5 * seconds, later="yellow"),
-            Thing("ring", "red", 0.11, (0.16, 0.5), (0.68 / seconds, 0.0)),
-            Thing("H", "white", 0.11, (0.18, 0.16), shown=((0.2 * seconds, 0.32 * seconds),)),
-            Thing("diamond", "green", 0.06, (0.5, 0.84), shown=((0.4 * seconds, 0.48 * seconds),)),
-            Thing("diamond", "pink", 0.06, (0.16, 0.84), shown=((0.7 * seconds, 0.78 * seconds),)),
-        ),
-    )
+def sample_frames(times: Iterable[float], seconds: float, height: int, width: int) -> Iterator[np.ndarray]:
+    """The sample clip's frames, uint8 (height, width, 3), at `times` of a clip of so many seconds."""
+    generator = np.random.default_rng(0)
+    background = draw_background(generator, height + 2, width + 2)[1:-1, 1:-1]
+    noise = generator.normal(0, 1.5, (2 * height, 2 * width, 1)).astype(np.float32)
+    for time in times:
+        frame = background.copy()
+        done = time / seconds
+        draw_shape(frame, "square", COLOURS["blue" if done < 0.5 else "yellow"], 0.09, (0.82, 0.18))
+        draw_shape(frame, "ring", COLOURS["red"], 0.11, (0.16 + 0.68 * done, 0.5))
+        for start, end, shape, colour, radius, place in FLASHES:
+            if start <= done < end:
+                draw_shape(frame, shape, COLOURS[colour], radius, place)
+        chance = np.random.default_rng((0, round(time * 1000)))
+        top, left = chance.integers(0, (height, width))
+        frame += noise[top : top + height, left : left + width] + chance.uniform(-3, 3)
+        yield frame.clip(0, 255).astype(np.uint8)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner, measure
 from stts_hf.benchmark.meters import CONNECTOR, LANGUAGE_MODEL, SEQUENCE, TOTAL, VISION_TOWER, FlopClock
 from stts_hf.benchmark.models import build_models, configure
+from stts_hf.benchmark.moving_clips import correlate
 from stts_hf.benchmark.presets import PRESETS, Workload
 from stts_hf.benchmark.report import table
-from stts_hf.evaluation.motion import correlate
 from tests.stts_hf.benchmark import ideals_qwen3_vl as ideals
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from examples.study.tiny_model import VISION_TOKENS
 from stts_hf.checkpoints.families import STOCK
-from stts_hf.evaluation.tiny_model import VISION_TOKENS
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS
 from tests.checkpoints import TINIES
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config

@@ -1,11 +1,11 @@
-"""Intervals against closed forms and simulated studies; rank correlation against ranks worked out by hand."""
+"""Intervals against closed forms and simulated studies."""
 
 import math
 
 import numpy as np
 import pytest
 
-from stts_hf.evaluation.statistics import Bootstrap, rank_correlation
+from stts_hf.evaluation.statistics import Bootstrap
 
 
 def everything(values):
@@ -74,12 +74,3 @@ def test_intervals_hold_the_truth_as_often_as_they_say(seeds, among_seeds, least
 def test_no_question_is_refused():
     with pytest.raises(ValueError, match="no question"):
         Bootstrap([])
-
-
-def test_ranks_that_tie_share_their_mean():
-    # Ranks 1, 2.5, 2.5, 4 and 1, 3, 2, 4.
-    assert rank_correlation(np.array([1, 2, 2, 3]), np.array([10, 30, 20, 40])) == pytest.approx(4.5 / math.sqrt(22.5))
-
-
-def test_a_constant_has_no_rank_correlation():
-    assert math.isnan(rank_correlation(np.ones(4), np.arange(4)))

@@ -51,7 +51,7 @@ def test_same_pictures_every_time(clip, tmp_path):
 
 
 def test_without_h264_it_is_mpeg4(tmp_path, monkeypatch):
-    monkeypatch.setattr("stts_hf.evaluation.clip_files.av.codecs_available", {"mpeg4"})
+    monkeypatch.setattr("stts_hf.visualize.clip_files.av.codecs_available", {"mpeg4"})
     write_sample_clip(tmp_path / "old.mp4", seconds=0.4, fps=25, size=(96, 128))
     assert len(decode_everything(tmp_path / "old.mp4")[1]) == 10
 

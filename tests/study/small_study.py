@@ -4,10 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from examples.study.make_dataset import make_dataset
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
-from stts_hf.evaluation.make_dataset import make_dataset
 from tests.checkpoints import TINY
 from tests.tiny import randomise
+
+SETTINGS = {
+    "steps": 2,
+    "batch_size": 2,
+    "warmup_steps": 0,
+    "scorer_steps": 3,
+    "seeds": (0, 1),
+    "ratios": (0.5,),
+}
 
 
 def write_base(folder: Path) -> Path:
@@ -46,23 +55,8 @@ def write_dataset(folder: Path, seed: int = 0) -> Path:
 
 
 def study_command(folder: Path, dataset: Path, base: Path, *options: str) -> list[str]:
-    """`stts-hf study` of two methods and seeds, of one step each."""
-    return [
-        *("study", str(folder), "--dataset", str(dataset), "--base", str(base)),
-        *(
-            "--steps",
-            "2",
-            "--batch-size",
-            "2",
-            "--warmup-steps",
-            "0",
-            "--scorer-steps",
-            "3",
-            "--seeds",
-            "0",
-            "1",
-            "--ratios",
-            "0.5",
-        ),
-        *options,
-    ]
+    """`run` of two seeds, of `SETTINGS`."""
+    command = ["run", str(folder), "--dataset", str(dataset), "--base", str(base)]
+    for name, value in SETTINGS.items():
+        command += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
+    return [*command, *options]

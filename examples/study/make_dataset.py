@@ -21,8 +21,8 @@ from PIL import Image
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.data.prompts import choice_messages
 from stts_hf.modeling.video_processing_stts import sample_indices
+from stts_hf.visualize.clip_files import write_video
 
-from .clip_files import write_video
 from .questions import (
     ANSWERS,
     FPS,
@@ -129,14 +129,12 @@ def read_about(folder: str | os.PathLike) -> dict[str, Any]:
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{folder} is no data set of `stts-hf make-dataset`: {file} cannot be read ({error})."
-        ) from error
+        raise ValueError(f"{folder} is no data set of make-dataset: {file} cannot be read ({error}).") from error
     found = about.get("format") if isinstance(about, dict) else None
     if found != FORMAT:
         raise ValueError(
             f"{folder} is a data set of format {found!r}, but this version reads format {FORMAT}. Make it anew with "
-            "`stts-hf make-dataset`."
+            "make-dataset."
         )
     return about
 

@@ -6,15 +6,14 @@ import shutil
 
 import pytest
 
-from stts_hf.cli.main import build_parser, main
-from stts_hf.cli.study import settings_of
-from stts_hf.evaluation.methods import METHODS
-from stts_hf.evaluation.study import (
+from examples.study.__main__ import build_parser, main, settings_of
+from examples.study.data import StudyError, fingerprint_dataset
+from examples.study.methods import METHODS
+from examples.study.study import (
     FORMAT,
     Evaluation,
     Run,
     Settings,
-    Study,
     evaluations,
     fingerprint_base,
     open_study,
@@ -22,10 +21,9 @@ from stts_hf.evaluation.study import (
     read_records,
     read_settings,
 )
-from stts_hf.evaluation.study_data import StudyError, fingerprint_dataset
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
 from tests.conftest import REPOSITORY
-from tests.stts_hf.evaluation.small_study import write_base, write_dataset
+from tests.study.small_study import write_base, write_dataset
 
 SETTINGS = Settings(dataset="d", base="b", base_layer=3)
 
@@ -91,7 +89,7 @@ def test_settings_stay_and_lists_grow(tmp_path, base, dataset):
 def test_layers_that_the_base_lacks_are_refused_and_nothing_is_written(tmp_path, base, dataset):
     study = tmp_path / "study"  # the base has layers 0 to 4, and the last takes the score bias of l = 3
     for layer in (-1, 4):
-        with pytest.raises(StudyError, match=rf"--layers holds {layer}, .* from 0 to 3"):
+        with pytest.raises(StudyError, match=rf"--layers holds {layer}, .* 0 to 3"):
             open_study(study, dataset, base, {"layers": (2, layer)})
     assert not study.exists()
 
@@ -99,51 +97,42 @@ def test_layers_that_the_base_lacks_are_refused_and_nothing_is_written(tmp_path,
 def test_lists_that_grew_by_a_mistake_stay_as_they_were(tmp_path, base, dataset):
     open_study(tmp_path, dataset, base, {"layers": (2,)})
     before = (tmp_path / "study.json").read_text()
-    for wrong in ({"layers": (20,)}, {"seeds": (-1,)}, {"ratios": (5.0,)}):
-        with pytest.raises(StudyError, match=r"^--"):
-            open_study(tmp_path, dataset, base, wrong)
+    with pytest.raises(StudyError, match="--layers holds 20"):
+        open_study(tmp_path, dataset, base, {"layers": (20,)})
     assert (tmp_path / "study.json").read_text() == before
 
 
 def test_a_plan_writes_nothing(tmp_path, base, dataset, capsys):
     options = ["--dataset", str(dataset), "--base", str(base), "--seeds", "7", "--plan"]
-    assert main(["study", str(tmp_path / "study"), *options]) == 0
+    assert main(["run", str(tmp_path / "study"), *options]) == 0
     assert "none-0-layer2-seed7" in capsys.readouterr().out
     assert not (tmp_path / "study").exists()
 
 
-def test_settings_are_read_from_the_command(tmp_path):
+def test_settings_are_read_from_the_command():
     options = ["--learning-rates", "scorer=2e-3", "--model-settings", "packing=varlen", "a=true"]
-    given = settings_of(build_parser().parse_args(["study", str(tmp_path), *options]))
+    given = settings_of(build_parser().parse_args(["run", "study", "--dataset", "d", "--base", "b", *options]))
     assert given["model_settings"] == {"packing": "varlen", "a": True}
     assert given["learning_rates"] == PAPER_LEARNING_RATES | {"scorer": 2e-3}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--base", "base"], "--dataset is needed; only --report-only goes without"),
-        (["--report-only", "--workers", "2"], "--report-only runs nothing, so --workers would have no effect"),
-        (
-            ["--dataset", "d", "--base", "b", "--learning-rates", "scorer"],
-            "--learning-rates 'scorer' must be like",
-        ),
-    ],
+    "options", [["--learning-rates", "scorer"], ["--learning-rates", "scorer=fast"], ["--model-settings", "a"]]
 )
-def test_mistakes_in_the_command_are_one_line(tmp_path, capsys, options, message):
-    assert main(["study", str(tmp_path / "study"), *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "study").exists()
+def test_a_mistake_in_the_command_names_the_option(capsys, options):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "study", "--dataset", "d", "--base", "b", *options])
+    assert f"argument {options[0]}: " in capsys.readouterr().err
 
 
 def test_another_data_set_or_base_is_refused(tmp_path, base, dataset):
     study = tmp_path / "study"
     open_study(study, dataset, base, {})
-    with pytest.raises(StudyError, match="--dataset is another data set"):
+    with pytest.raises(StudyError, match=r"--dataset is .* was begun with"):
         open_study(study, write_dataset(tmp_path / "other", seed=1), base, {})
     changed = shutil.copytree(base, tmp_path / "base")
     (changed / "config.json").write_text((base / "config.json").read_text() + "\n")
-    with pytest.raises(StudyError, match="--base is another base checkpoint"):
+    with pytest.raises(StudyError, match=r"--base is .* was begun with"):
         open_study(study, dataset, changed, {})
 
 
@@ -151,7 +140,7 @@ def test_a_data_set_of_another_version_is_refused(tmp_path, base, dataset):
     other = shutil.copytree(dataset, tmp_path / "other")
     about = json.loads((other / "dataset.json").read_text())
     (other / "dataset.json").write_text(json.dumps(about | {"format": 99}))
-    with pytest.raises(StudyError, match=r"format 99.*make-dataset"):
+    with pytest.raises(StudyError, match="format 99"):
         open_study(tmp_path / "study", other, base, {})
     assert not (tmp_path / "study").exists()
 
@@ -165,15 +154,9 @@ def test_a_base_without_weights_is_refused(tmp_path, dataset):
     ("given", "problem"),
     [
         ({"warmup_steps": 200}, "--warmup-steps is 200"),
-        ({"scorer_steps": -1}, "--scorer-steps is -1"),
-        ({"learning_rates": {"tower": 1.0}}, "'tower'; the parts are"),
-        ({"learning_rates": {"scorer": "fast"}}, "'scorer' the rate 'fast'"),
-        ({"model_settings": {"pruning_layer": 1}}, "names 'pruning_layer'; it may name temporal_loss_weight"),
+        ({"learning_rates": {"tower": 1.0}}, "--learning-rates names 'tower'"),
+        ({"model_settings": {"pruning_layer": 1}}, "--model-settings names 'pruning_layer'"),
         ({"ratios": (0.7,)}, "--ratios must hold 0.5"),
-        ({"ratios": (0.5, 1.0)}, "--ratios holds 1.0"),
-        ({"ratios": (0.5, float("nan"))}, "--ratios holds nan"),
-        ({"layer_ratios": (0.0,)}, "--layer-ratios holds 0.0"),
-        ({"seeds": (0, -1)}, "--seeds holds -1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, problem):
@@ -185,7 +168,7 @@ def test_settings_that_cannot_be_are_refused(given, problem):
 def test_a_damaged_record_is_named(tmp_path, text):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "bad.json").write_text(text)
-    with pytest.raises(StudyError, match=r"bad\.json is no record.*delete it"):
+    with pytest.raises(StudyError, match=r"bad\.json is no record"):
         read_records(tmp_path, SETTINGS)
 
 
@@ -202,10 +185,8 @@ def test_records_of_another_format_are_refused(tmp_path):
     run = Run("random", 0.5, 3, 0)
     record = {"format": 1, "study": SETTINGS.fingerprint, "run": dataclasses.asdict(run), "evaluations": {}}
     (tmp_path / "records" / f"{run.name}.json").write_text(json.dumps(record))
-    with pytest.raises(StudyError, match=r"seed0\.json is of format 1, .* begin a study in another folder"):
+    with pytest.raises(StudyError, match=r"seed0\.json is of format 1"):
         read_records(tmp_path, SETTINGS)
-    with pytest.raises(StudyError, match="is of format 1"):
-        Study(tmp_path, SETTINGS, tmp_path, tmp_path).is_over(run)
 
 
 @pytest.mark.parametrize("name", ["", "snow", "snow-scorer-1e-3"])

@@ -2,7 +2,7 @@
 
 import torch
 
-from stts_hf.evaluation.fitting import start_scorer
+from examples.study.fitting import start_scorer
 from tests.stts_hf.training.runs import Rows, collate
 from tests.tiny import Video, tiny_model
 

@@ -13,14 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-COLOURS = {
-    "red": (214, 40, 40),
-    "green": (30, 160, 60),
-    "blue": (40, 70, 220),
-    "yellow": (240, 210, 40),
-    "pink": (240, 110, 190),
-    "white": (245, 245, 245),
-}
+from stts_hf.visualize import drawing
+from stts_hf.visualize.drawing import COLOURS as COLOURS
+from stts_hf.visualize.drawing import pixel_range
+
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 PLACES = {
@@ -28,18 +24,7 @@ PLACES = {
     for row, y in (("top", 0.16), ("", 0.5), ("bottom", 0.84))
     for col, x in (("left", 0.16), ("", 0.5), ("right", 0.84))
 }
-# Five columns by seven rows, the bits of a row from left to right.
-_LETTERS = {
-    "A": (14, 17, 17, 31, 17, 17, 17),
-    "C": (14, 17, 16, 16, 16, 17, 14),
-    "E": (31, 16, 16, 30, 16, 16, 31),
-    "H": (17, 17, 17, 31, 17, 17, 17),
-    "L": (16, 16, 16, 16, 16, 16, 31),
-    "T": (31, 4, 4, 4, 4, 4, 4),
-    "X": (17, 17, 10, 4, 10, 17, 17),
-    "Z": (31, 1, 2, 4, 8, 16, 31),
-}
-LETTERS = tuple(_LETTERS)
+LETTERS = tuple(drawing.LETTERS)
 SHOWN_FOR = 0.3  # seconds that a mark flashes up: one or two frames at 4 per second
 GREY = 128.0
 SNOW, FLAKES = 60.0, 48  # strength, of 255; along the frame's side
@@ -94,7 +79,7 @@ class Scene:
         """As `draw`, frame by frame, each (height, width, 3)."""
         generator = np.random.default_rng(self.seed)
         margin = int(np.ceil(max(map(abs, self.drift)) * max(height, width))) + 1
-        canvas = _background(generator, height + 2 * margin, width + 2 * margin)
+        canvas = drawing.draw_background(generator, height + 2 * margin, width + 2 * margin)
         noise = generator.normal(0, 1.5, (2 * height, 2 * width, 1)).astype(np.float32)
         for time in times:
             # Noise, flicker and snow go by the time, so that a frame is the same in whatever company it is drawn.
@@ -103,13 +88,13 @@ class Scene:
             right, down = round(shift[0] * width), round(shift[1] * height)
             frame = canvas[margin + down :, margin + right :][:height, :width].copy()
             for x, y, region_width, region_height in self.flicker:
-                rows = _pixels(y - down / height, region_height, height)
-                cols = _pixels(x - right / width, region_width, width)
+                rows = pixel_range(y - down / height, region_height, height)
+                cols = pixel_range(x - right / width, region_width, width)
                 frame[rows, cols] += chance.uniform(-45, 45)
             snowing = np.random.default_rng((self.seed, round(time * 1000), 1))
             for x, y, region_width, region_height in self.snow:
-                rows = _pixels(y - down / height, region_height, height)
-                cols = _pixels(x - right / width, region_width, width)
+                rows = pixel_range(y - down / height, region_height, height)
+                cols = pixel_range(x - right / width, region_width, width)
                 flakes = frame[rows, cols].shape[:2]
                 coarse = snowing.normal(0, SNOW, [-(-size * FLAKES // height) for size in flakes])
                 side = -(-height // FLAKES)
@@ -137,7 +122,6 @@ class Scene:
         return changed
 
     def _draw_things(self, frame: np.ndarray, time: float, shift: tuple[float, float]) -> None:
-        height, width = frame.shape[:2]
         for thing in self.things:
             if not thing.is_shown(time):
                 continue
@@ -145,52 +129,4 @@ class Scene:
                 place + speed * time + offset
                 for place, speed, offset in zip(thing.start, thing.velocity, shift, strict=True)
             )
-            radius = thing.radius * height  # pixels, both ways
-            rows = _pixels(y - (radius + 1) / height, 2 * (radius + 1) / height, height)
-            cols = _pixels(x - (radius + 1) / width, 2 * (radius + 1) / width, width)
-            down = (np.arange(rows.start, rows.stop) + 0.5 - y * height)[:, None] / radius
-            right = (np.arange(cols.start, cols.stop) + 0.5 - x * width)[None, :] / radius
-            inside = (0.5 - _distance(thing.shape, right, down) * radius).clip(0, 1)[..., None]
-            colour = np.array(COLOURS[thing.colour_at(time)], np.float32)
-            frame[rows, cols] += inside * (colour - frame[rows, cols])
-
-
-def _pixels(start: float, length: float, size: int) -> slice:
-    first = min(max(int(np.floor(start * size)), 0), size)
-    return slice(first, min(max(int(np.ceil((start + length) * size)), first), size))
-
-
-def _background(generator: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """A muted gradient with stripes and grain that stand still, float32 (height, width, 3)."""
-    rows, cols = np.mgrid[:height, :width].astype(np.float32) / np.array((height, width)).reshape(2, 1, 1)
-    corners = generator.uniform(60, 150, (4, 3)) + generator.uniform(-15, 15)
-    weights = np.stack([(1 - rows) * (1 - cols), (1 - rows) * cols, rows * (1 - cols), rows * cols], axis=-1)
-    angle, waves, phase = generator.uniform(0, np.pi), generator.uniform(4, 14), generator.uniform(0, 6)
-    stripes = np.sin(2 * np.pi * waves * (np.cos(angle) * rows + np.sin(angle) * cols) + phase)
-    cells = int(generator.integers(12, 40))
-    grain = generator.normal(0, generator.uniform(4, 12), (cells, cells))
-    grain = grain.repeat(-(-height // cells), 0)[:height].repeat(-(-width // cells), 1)[:, :width]
-    return (weights @ corners + (generator.uniform(3, 14) * stripes + grain)[..., None]).astype(np.float32)
-
-
-def _distance(shape: str, right: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """How far outside a shape of radius 1 a place lies, below 0 inside."""
-    if shape == "circle":
-        return np.hypot(right, down) - 1
-    if shape == "ring":
-        return np.abs(np.hypot(right, down) - 0.72) - 0.28
-    if shape == "square":
-        return np.maximum(np.abs(right), np.abs(down)) - 0.88
-    if shape == "diamond":
-        return (np.abs(right) + np.abs(down) - 1) / np.sqrt(2)
-    if shape == "bar":
-        return np.maximum(np.abs(right) - 1, np.abs(down) - 0.55)
-    if shape == "triangle":
-        return np.maximum(down - 0.75, (2 * np.abs(right) - down - 0.95) / np.sqrt(5))
-    if shape == "cross":
-        long, short = np.maximum(np.abs(right), np.abs(down)), np.minimum(np.abs(right), np.abs(down))
-        return np.maximum(long - 1, short - 0.3)
-    cells = np.array([[row >> bit & 1 for bit in range(4, -1, -1)] for row in _LETTERS[shape]], bool)
-    row, col = np.floor((down + 1) * 3.5).astype(int), np.floor((right + 0.72) * 5 / 1.44).astype(int)
-    within = (row >= 0) & (row < 7) & (col >= 0) & (col < 5)
-    return np.where(within & cells[row.clip(0, 6), col.clip(0, 4)], -1.0, 1.0)
+            drawing.draw_shape(frame, thing.shape, COLOURS[thing.colour_at(time)], thing.radius, (x, y))

@@ -1,19 +1,15 @@
-"""What several processes do in one study's folder at once."""
+"""What a study reads: a data set that is whole, its questions, and a base whose code never runs."""
 
 import shutil
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
-from stts_hf.evaluation import study_data
-from stts_hf.evaluation.pretraining import make_tiny
-from stts_hf.evaluation.study import Run, Settings, Study, open_study, plan
-from stts_hf.evaluation.study_data import StudyError, check_dataset, describe_questions, read_questions
-from stts_hf.evaluation.study_runs import run_study
-from tests.stts_hf.evaluation.small_study import add_code, write_base, write_dataset
+from examples.study.data import StudyError, check_dataset, describe_questions, read_questions
+from examples.study.pretraining import make_tiny
+from examples.study.runs import do_runs
+from examples.study.study import open_study, plan
+from tests.study.small_study import add_code, write_base, write_dataset
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +37,7 @@ def test_a_data_set_that_is_not_whole_is_refused(whole, tmp_path, name, damage, 
     dataset = shutil.copytree(whole, tmp_path / "data")
     assert check_dataset(dataset)["splits"]["train"]["clips"] == 4
     damage(dataset / name)
-    with pytest.raises(StudyError, match=rf"--dataset .*{message}.*make it again with stts-hf make-dataset"):
+    with pytest.raises(StudyError, match=rf"--dataset .*{message}.*make it again with make-dataset"):
         check_dataset(dataset)
 
 
@@ -64,34 +60,9 @@ def test_a_report_knows_whether_clips_have_snow(whole, about):
     assert describe_questions(whole, about, False)["snow"] is about.get("snow", True)
 
 
-def test_two_shells_at_a_start_decode_once(tmp_path, monkeypatch):
-    decoded = []
-
-    def load_slowly(path):
-        decoded.append(path)
-        time.sleep(0.3)  # enough for the other to find that nothing is there
-        return []
-
-    monkeypatch.setattr(study_data, "load_rows", load_slowly)
-    with ThreadPoolExecutor(2) as shells:
-        starts = [shells.submit(study_data.encode_conversations, tmp_path, None, tmp_path) for _ in range(2)]
-    assert [start.result() for start in starts] == [None, None]
-    assert len(decoded) == 1
-    assert torch.load(tmp_path / "encoded" / "conversations.pt") == []
-
-
-def test_a_failure_that_another_process_deletes_is_no_outcome(tmp_path, monkeypatch):
-    """It was there for the look, and is gone for the reading."""
-    monkeypatch.setattr(Path, "exists", lambda path: True)
-    monkeypatch.setattr(Path, "is_file", lambda path: True)
-    study = Study(tmp_path, Settings(dataset="d", base="b", base_layer=3), tmp_path, tmp_path)
-    run = Run("stts", 0.5, 3, 0)
-    assert (study.is_over(run), study.has_failed(run)) == (False, False)
-
-
 def start_study(base: Path, dataset: Path, folder: Path) -> None:
     study = open_study(folder / "study", dataset, base, {})
-    run_study(study, plan(study.settings), print)
+    do_runs(study, plan(study.settings), print)
 
 
 def start_tiny(base: Path, dataset: Path, folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.evaluation.methods import METHODS, load_method
+from examples.study.methods import METHODS, load_method
 from tests.stts_hf.training.runs import Rows, trainer
 from tests.tiny import Part, Video, build_inputs, tiny_model
 

@@ -1,23 +1,18 @@
 """
-What a study lost to regions of snow, which change all the time and which nothing is asked about.
-
-    python -m stts_hf.evaluation.distractions docs/study/snow
-
-Prints, for each ratio, by how many points STTS is above others, by the number of regions of snow in a clip. What the
-clips show is composed anew from the data set's seed, so neither videos nor weights are needed.
+What a study lost to regions of snow, which change all the time and which nothing is asked about: for each ratio, by how
+many points STTS is above others, by the number of regions of snow in a clip. What the clips show is composed anew from
+the data set's seed, so neither videos nor weights are needed.
 """
-
-import argparse
-from pathlib import Path
 
 import numpy as np
 
-from stts_hf.evaluation.make_dataset import compose_split
-from stts_hf.evaluation.study import UNPRUNED
-from stts_hf.evaluation.study_data import StudyError
-from stts_hf.evaluation.study_results import Results
 from stts_hf.evaluation.tables import interval, table
 from stts_hf.shares import percent
+
+from .data import StudyError
+from .make_dataset import compose_split
+from .methods import UNPRUNED
+from .results import Results
 
 
 def snow_of(results: Results, seed: int) -> np.ndarray:
@@ -47,20 +42,3 @@ def snow_table(results: Results, snow: np.ndarray) -> str:
                 found = (interval(results.combine_over(terms, [snow == number]), signed=True) for number in numbers)
                 rows.append([f"{percent(ratio)}, over {label}", *found])
     return table(["", *map(str, numbers)], rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What a study lost to snow.")
-    parser.add_argument("study", type=Path, help="its folder, or that of its report")
-    parser.add_argument("--seed", type=int, default=0, help="of the data set (default: 0)")
-    arguments = parser.parse_args()
-    try:
-        results = Results(arguments.study)
-        snow = snow_of(results, arguments.seed)
-    except StudyError as error:
-        parser.error(str(error))
-    print(snow_table(results, snow))
-
-
-if __name__ == "__main__":
-    main()

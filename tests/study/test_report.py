@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stts_hf.evaluation.distractions import snow_of, snow_table
-from stts_hf.evaluation.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
-from stts_hf.evaluation.study_data import StudyError
-from stts_hf.evaluation.study_report import claims_table, write_report
-from stts_hf.evaluation.study_results import Results
+from examples.study.data import StudyError
+from examples.study.report import claims_table, write_report
+from examples.study.results import Results
+from examples.study.snow import snow_of, snow_table
+from examples.study.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
 from tests.conftest import REPOSITORY
 
 PER_GROUP = 40
@@ -232,4 +232,4 @@ def test_the_page_says_that_options_were_left_out(tmp_path):
 
 
 def test_the_command_gives_what_is_not_by_default(page):
-    assert "Made by `stts-hf study FOLDER --dataset DATA --base CHECKPOINT --layer-ratios 0.5 0.8`" in page
+    assert "run FOLDER --dataset DATA --base CHECKPOINT --layer-ratios 0.5 0.8`" in page

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from stts_hf.evaluation.methods import METHODS
 from stts_hf.evaluation.statistics import Bootstrap, Interval
-from stts_hf.evaluation.study import MAIN_RATIO, QUESTIONS, Run, read_records, read_settings
-from stts_hf.evaluation.study_data import read_object
-from stts_hf.evaluation.study_runs import RIGHT
+
+from .data import read_object
+from .methods import METHODS
+from .runs import RIGHT
+from .study import MAIN_RATIO, QUESTIONS, Run, read_records, read_settings
 
 VIDEO_GROUPS = ("motion", "detail", "long")
 AVERAGE = "average"  # of the groups about videos, each of which weighs the same
@@ -25,7 +26,6 @@ class Results:
         self.settings = read_settings(folder)
         self.about = read_object(folder / QUESTIONS)
         self.records = read_records(folder, self.settings)
-        self.done = {name: record for name, record in self.records.items() if "failed" not in record}
         questions = self.about["questions"]
         self.types = np.array([question["type"] for question in questions])
         self.groups = np.array([question["group"] for question in questions])
@@ -34,17 +34,16 @@ class Results:
         self._answers: dict[tuple[Any, ...], dict[int, Any]] = {}
         for record in self.records.values():
             run = record["run"]
-            for asked in record.get("evaluations", {}).values():  # of a run that failed, what it was asked before
+            for asked in record["evaluations"].values():
                 key = (asked["method"], asked["pruning_ratio"], run["pruning_layer"], asked["scaling"])
                 self._answers.setdefault(key, {})[run["seed"]] = asked
 
     def _place(self, method: str, ratio: float, layer: int | None) -> tuple[str, float, int]:
-        fixed = METHODS[method].settings.get("pruning_ratio", ratio)
-        return method, fixed, self.settings.base_layer if layer is None else layer
+        return method, METHODS[method].ratio(ratio), self.settings.base_layer if layer is None else layer
 
     def _of_seeds(self, method: str, ratio: float, layer: int | None) -> list[dict[str, Any]]:
         names = (Run(*self._place(method, ratio, layer), seed).name for seed in self.settings.seeds)
-        return [self.records[name] for name in names if "training" in self.records.get(name, {})]
+        return [self.records[name] for name in names if name in self.records]
 
     def find(self, method: str, ratio: float = MAIN_RATIO, layer: int | None = None, scaling: float = 0.0) -> Answers:
         """What was answered; empty where it was not run. ratio: of no effect for methods that have their own."""

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
+from stts_hf import register_auto_classes
+from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import digest_files, read_json
 from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.loading import load_rows
 from stts_hf.data.rows import check_files, read_row
 from stts_hf.evaluation.evaluate import ask_openly
-from stts_hf.evaluation.make_dataset import levels, read_about
 from stts_hf.modeling.processing_stts import STTSProcessor
+
+from .make_dataset import levels, read_about
 
 TRAIN, TRAIN_QUESTIONS, TEST, MOTION = "train_conversations.jsonl", "train.jsonl", "test.jsonl", "motion/test.npz"
 ENCODED, CONVERSATIONS = "encoded", "conversations.pt"
@@ -39,7 +40,7 @@ def check_dataset(dataset: Path) -> dict[str, Any]:
         load_motion(dataset)
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise StudyError(
-            f"--dataset {dataset} is not whole or of another version ({error}): make it again with stts-hf make-dataset"
+            f"--dataset {dataset} is not whole or of another version ({error}): make it again with make-dataset"
         ) from error
     return about
 
@@ -75,23 +76,24 @@ class EncodedRows(Dataset):
 
 def encode_conversations(dataset: Path, processor: Any, folder: Path) -> None:
     """
-    Decodes and tokenizes the training conversations of a data set, once for all runs of the study in `folder`, unless
-    that is done; where another process is at it, waits for that one. Raises `RowError` for one that cannot be.
+    Decodes and tokenizes the training conversations of a data set, once for all runs of the study in `folder`. Raises
+    `RowError` for one that cannot be.
     """
-    with filelock.FileLock(folder / f"{ENCODED}.lock"):
-        if (folder / ENCODED).exists():
-            return
-        rows = []
-        for row in tqdm(load_rows(dataset / TRAIN), desc="Decoding the training clips", disable=None):
-            sample = read_row(row)
-            check_files(sample)
-            rows.append(vars(encode(processor, sample)))
-        with atomic_folder(folder / ENCODED) as new:
-            torch.save(rows, new / CONVERSATIONS)
+    path = folder / ENCODED / CONVERSATIONS
+    if path.exists():
+        return
+    rows = []
+    for row in tqdm(load_rows(dataset / TRAIN), desc="Decoding the training clips", disable=None):
+        sample = read_row(row)
+        check_files(sample)
+        rows.append(vars(encode(processor, sample)))
+    with atomic_file(path) as new:
+        torch.save(rows, new)
 
 
 def load_processor(base: Path) -> STTSProcessor:
     """The processor of a checkpoint. Raises `ValueError` where that would run code of the checkpoint."""
+    register_auto_classes()  # so that the video processor is the package's
     return STTSProcessor.from_pretrained(base, trust_remote_code=False)
 
 

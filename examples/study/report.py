@@ -13,45 +13,28 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
-from stts_hf.evaluation.methods import METHODS
 from stts_hf.evaluation.statistics import RESAMPLES, Interval
-from stts_hf.evaluation.study import (
+from stts_hf.evaluation.tables import EMPTY, interval, number, table
+from stts_hf.shares import percent
+
+from .data import StudyError
+from .methods import METHODS, UNPRUNED, methods_of
+from .results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
+from .study import (
     ALL_RECORDS,
-    DEGRADING,
-    IMAGES,
     MAIN_RATIO,
     QUESTIONS,
-    SCALED,
-    SCORED,
     SETTINGS,
-    UNPRUNED,
     command_of,
     plan,
     read_records,
     read_settings,
 )
-from stts_hf.evaluation.study_data import StudyError
-from stts_hf.evaluation.study_results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
-from stts_hf.evaluation.tables import EMPTY, interval, number, table
-from stts_hf.shares import percent
 
 TITLE = "# Study: which video tokens can go"
 PAGE, DEGRADATION_PLOT, LAYERS_PLOT = "README.md", "degradation.png", "layers.png"
 COLUMNS = (*VIDEO_GROUPS, AVERAGE)
 TEXT_ONLY = "text-only"
-# At 50 %, the points that are lost against no pruning (63.0), of the mean of the averages over short and over long
-# benchmarks: "Scorer Pruning vs. Heuristic Pruning" and "Comparison with ViT-Only Pruning Baselines".
-PAPER = {
-    UNPRUNED: 0.0,
-    "random": -1.6,
-    "cosine": -1.0,
-    "cosine-inference": -3.9,
-    "stts-no-temporal": -3.0,
-    "stts": -0.7,
-    "tome": -1.9,
-    "tome-inference": -3.8,
-    TEXT_ONLY: -18.4,
-}
 LEVELS = {"always the commonest answer": "text_only", "chance": "chance"}  # of `dataset.json`
 
 
@@ -70,7 +53,7 @@ def write_report(folder: Path, output: Path) -> None:
     """
     check_output(output)
     results = Results(folder)
-    if not results.done:
+    if not results.records:
         raise StudyError(f"{folder} holds no run that is done, so there is nothing to report")
     if (output / SETTINGS).exists() and output.resolve() != folder.resolve():
         _check_other(output, results)
@@ -94,7 +77,7 @@ def _check_other(output: Path, results: Results) -> None:
     if read_settings(output).fingerprint != results.settings.fingerprint:
         raise StudyError(f"{output} holds the report of another study: name another folder with --output")
     there = read_records(output, results.settings)
-    if lost := [name for name, it in there.items() if "failed" not in it and name not in results.done]:
+    if lost := [name for name in there if name not in results.records]:
         raise StudyError(
             f"{output} has {len(lost)} runs that this study has not ({lost[0]}, ...), and would lose them: name "
             "another folder with --output"
@@ -132,19 +115,16 @@ def page(results: Results) -> str:
 
 def header(results: Results) -> Iterator[str]:
     """What was run, on what and where, and what is missing."""
-    settings, about, done = results.settings, results.about, list(results.done.values())
+    settings, about, done = results.settings, results.about, list(results.records.values())
     yield (
-        f"Made by `{command_of(settings)}`; the page alone, from the records in this folder, by `stts-hf study FOLDER "
-        "--report-only`."
+        f"Made by `{command_of(settings)}`; the page alone, from the records in this folder, by `python -m "
+        "examples.study report FOLDER`."
     )
     runs = plan(settings)
-    if missing := [run.name for run in runs if run.name not in results.done]:
+    if missing := [run.name for run in runs if run.name not in results.records]:
         names = f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
         text = f"**Unfinished**: {len(missing)} of {len(runs)} runs are missing ({names})."
         yield f"{text} Their cells are empty, or of fewer seeds."
-    for name, record in results.records.items():
-        if "failed" in record:
-            yield f"Run {name} failed: {record['failed']}."
     rates = ", ".join(f"{part} {rate:g}" for part, rate in settings.learning_rates.items())
     if settings.model_settings:
         changes = ", ".join(f"`{name}` {value}" for name, value in settings.model_settings.items())
@@ -177,7 +157,7 @@ def methods_table(results: Results) -> str:
                 *(interval(results.accuracy(answers, column)) for column in COLUMNS),
                 over(results, answers, unpruned),
                 over(results, answers, random),
-                f"{PAPER[name]:+.1f}" if name in PAPER else EMPTY,
+                EMPTY if method.paper is None else f"{method.paper:+.1f}",
                 number(mean_tokens(answers), 0),
                 number(results.step_seconds(name) if method.trained else None, 2),
                 str(len(answers)),
@@ -239,7 +219,8 @@ def degradation_table(results: Results, column: str) -> str:
     ratios = sorted(results.settings.ratios)
     untrained = (name for name, method in METHODS.items() if not method.trained)
     rows = []
-    for name in (UNPRUNED, *DEGRADING, *untrained, TEXT_ONLY):
+    degrading = (method.name for method in methods_of("ratios"))
+    for name in (UNPRUNED, *degrading, *untrained, TEXT_ONLY):
         accuracies = (results.accuracy(results.find(name, ratio), column) for ratio in ratios)
         rows.append([METHODS[name].label, *map(interval, accuracies)])
     return table(["", *map(percent, ratios)], rows)
@@ -259,7 +240,7 @@ def layers_table(results: Results) -> str:
 
 def scaling_table(results: Results) -> str:
     unpruned, rows = results.find(UNPRUNED), []
-    for name in SCALED:
+    for name in (method.name for method in methods_of("scaling")):
         for scaling in (0.0, MAIN_RATIO):
             answers = results.find(name, scaling=scaling)
             frames = (
@@ -274,7 +255,7 @@ def scaling_table(results: Results) -> str:
 
 def images_table(results: Results) -> str:
     unpruned, rows = results.find(UNPRUNED), []
-    for name in IMAGES:
+    for name in (method.name for method in methods_of("images")):
         answers = results.find(name)
         accuracy = interval(results.accuracy(answers, "image"))
         rows.append([METHODS[name].label, accuracy, over(results, answers, unpruned, "image")])
@@ -282,7 +263,7 @@ def images_table(results: Results) -> str:
 
 
 def motion_table(results: Results) -> str:
-    rows = [[METHODS[name].label, interval(results.motion(name), digits=3)] for name in SCORED]
+    rows = [[method.label, interval(results.motion(method.name), digits=3)] for method in methods_of("motion")]
     return table(["", "Spearman's correlation"], rows)
 
 
@@ -322,10 +303,10 @@ def draw_degradation(results: Results) -> Figure:
         level = results.accuracy(results.find(name), AVERAGE)
         if level is not None:
             axes.axhline(level.mean, color="black", linewidth=1, linestyle=style, label=METHODS[name].label)
-    for name in DEGRADING:
+    for method in methods_of("ratios"):
         ratios = sorted(results.settings.ratios)
-        found = {100 * ratio: results.accuracy(results.find(name, ratio), AVERAGE) for ratio in ratios}
-        _draw_line(axes, found, METHODS[name].label)
+        found = {100 * ratio: results.accuracy(results.find(method.name, ratio), AVERAGE) for ratio in ratios}
+        _draw_line(axes, found, method.label)
     axes.set(xlabel="video tokens dropped, %", ylabel="average accuracy, %")
     return figure
 

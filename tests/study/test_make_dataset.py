@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stts_hf.cli.main import main
+from examples.study import make_dataset as module
+from examples.study.__main__ import main
+from examples.study.make_dataset import FORMAT, SHARES, compose_split, make_dataset, read_about
+from examples.study.questions import compose_short
 from stts_hf.data.rows import check_files, read_row
-from stts_hf.evaluation import make_dataset as module
-from stts_hf.evaluation.make_dataset import FORMAT, SHARES, compose_split, make_dataset, read_about
-from stts_hf.evaluation.questions import compose_short
 
 CLIPS = {"train": 20, "test": 7}
 
@@ -125,7 +125,7 @@ def test_a_folder_that_is_there_is_not_touched(folder, capsys):
 
 
 def test_a_data_set_of_another_version_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no data set of `stts-hf make-dataset`"):
+    with pytest.raises(ValueError, match=r"no data set of make-dataset"):
         read_about(tmp_path)
     (tmp_path / "dataset.json").write_text('{"format": 0}')
     with pytest.raises(ValueError, match=r"format 0, but this version reads format 2"):

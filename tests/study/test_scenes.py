@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stts_hf.evaluation.questions import ANSWERS, compose_image, compose_long, compose_short, conversation
-from stts_hf.evaluation.scenes import COLOURS, DIRECTIONS, PLACES, Scene, Thing
+from examples.study.questions import ANSWERS, compose_image, compose_long, compose_short, conversation
+from examples.study.scenes import COLOURS, DIRECTIONS, PLACES, Scene, Thing
 
 SIZE = 96
 STILL = Scene(3, 4.0, (Thing("circle", "red", 0.1, (0.5, 0.5)),))

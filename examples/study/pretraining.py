@@ -2,7 +2,7 @@
 Makes the study's base checkpoint from nothing, a small Molmo2 that sees every block and knows what may be asked, and of
 it `hub_configs/stts-tiny`, which prunes.
 
-    python -m stts_hf.evaluation.pretraining outputs/base --tiny hub_configs/stts-tiny
+    python -m examples.study.pretraining outputs/base --tiny hub_configs/stts-tiny
 
 A VLM starts from a language model that can read and a vision tower that can see, and so does this one. The language
 model learns first, from frames it is told: the features of each block are the words for what is in it. So it learns in
@@ -32,10 +32,10 @@ from stts_hf.modeling.plan_stts import PruningPlan, VideoFeatures
 from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, module_of, parts_of
 from stts_hf.training.build import renew_scorer
 
+from .data import load_processor
 from .fitting import fit, start_scorer
 from .pretraining_data import FIRST_SEED, KINDS, LEVELS, SceneConversations, SceneFrames
 from .scenes import COLOURS
-from .study_data import load_processor
 from .tiny_model import build_config, build_model, build_processor, save_into
 
 TEXT_RATE, TOWER_RATE, BOTH_RATE = 1e-3, 2e-3, 5e-4

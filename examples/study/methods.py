@@ -7,50 +7,73 @@ without (`METHODS["none"]`).
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stts_hf.evaluation.token_merging import MergingForConditionalGeneration
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.settings_stts import check_pruning_ratio
+
+from .token_merging import MergingForConditionalGeneration
+
+UNPRUNED = "none"
+PARTS = ("methods", "ratios", "layers", "scaling", "images", "motion")  # of a study, in the order of its runs
 
 
 @dataclass(frozen=True)
 class Method:
     """
-    name: key in `METHODS`. label: in tables. trained: whether it is trained as it is evaluated; if not, it is evaluated
-    on the model that "none" trained. settings: of the model's configuration, which a caller's do not replace.
-    merges: whether it is ToMe.
+    One method, registered by its entry in `METHODS` alone.
+
+    name: key in `METHODS`. label: in tables. settings: of the model's configuration; they win over the caller's. parts:
+    the parts of a study that it takes part in. trained: False for one that prunes the model trained without pruning.
+    paper: points above no pruning at 50 % in the paper, the mean of its averages over short and over long benchmarks
+    ("Scorer Pruning vs. Heuristic Pruning", "Comparison with ViT-Only Pruning Baselines"). merges: whether it is ToMe.
     """
 
     name: str
     label: str
+    settings: Mapping[str, Any]
+    parts: tuple[str, ...] = ("methods",)
     trained: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    paper: float | None = None
     merges: bool = False
+
+    def ratio(self, ratio: float) -> float:
+        """The pruning ratio at which it runs where others run at `ratio`."""
+        return float(self.settings.get("pruning_ratio", ratio))
 
 
 # Without a scorer there is no temporal loss, which could reach the rest of the model where its target is not detached.
 NO_SCORER = {"selector": "cosine"}
+SCORER, RANDOM = {"selector": "scorer"}, {"selector": "random"}
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("none", "No pruning", True, NO_SCORER | {"pruning_ratio": 0.0}),
-        Method("random-inference", "Random (inference only)", False, {"selector": "random"}),
-        Method("random", "Random", True, {"selector": "random"}),
-        Method("cosine-inference", "Heuristic (inference only)", False, {"selector": "cosine"}),
-        Method("cosine", "Heuristic", True, {"selector": "cosine"}),
+        Method(UNPRUNED, "No pruning", NO_SCORER | {"pruning_ratio": 0.0}, ("methods", "scaling", "images"), paper=0.0),
+        Method("random-inference", "Random (inference only)", RANDOM, trained=False),
+        Method("random", "Random", RANDOM, ("methods", "ratios", "scaling", "motion"), paper=-1.6),
+        Method("cosine-inference", "Heuristic (inference only)", NO_SCORER, trained=False, paper=-3.9),
+        Method("cosine", "Heuristic", NO_SCORER, ("methods", "ratios", "motion"), paper=-1.0),
+        Method("stts", "STTS", SCORER, PARTS, paper=-0.7),
         Method(
-            "stts-no-temporal", "STTS without temporal loss", True, {"selector": "scorer", "temporal_loss_weight": 0.0}
+            "stts-no-temporal",
+            "STTS without temporal loss",
+            SCORER | {"temporal_loss_weight": 0.0},
+            ("methods", "ratios", "motion"),
+            paper=-3.0,
         ),
-        Method("stts", "STTS", True, {"selector": "scorer"}),
-        Method("tome-inference", "ToMe (inference only)", False, NO_SCORER, merges=True),
-        Method("tome", "ToMe", True, NO_SCORER, merges=True),
-        Method("text-only", "Text only", True, NO_SCORER | {"pruning_ratio": 1.0}),
+        Method("tome-inference", "ToMe (inference only)", NO_SCORER, trained=False, paper=-3.8, merges=True),
+        Method("tome", "ToMe", NO_SCORER, ("methods", "ratios"), paper=-1.9, merges=True),
+        Method("text-only", "Text only", NO_SCORER | {"pruning_ratio": 1.0}, paper=-18.4),
     )
 }
+
+
+def methods_of(part: str) -> list[Method]:
+    """The methods that take part in a part of a study, in the order of `METHODS`."""
+    return [method for method in METHODS.values() if part in method.parts]
 
 
 def load_method(

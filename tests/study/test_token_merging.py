@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stts_hf.evaluation.token_merging import (
+from examples.study.token_merging import (
     MergingForConditionalGeneration,
     count_patches,
     match_tokens,
@@ -25,8 +25,8 @@ from tests.modeling.towers import (
 )
 from tests.naive import NaiveGeometry, naive_budget, naive_connector, weights_from_native
 from tests.stts_hf.benchmark import formulas
-from tests.stts_hf.evaluation.naive_merging import Token, merge, naive_frame, naive_matching, tokens_of_frames
 from tests.stts_hf.training.runs import Rows, trainer
+from tests.study.naive_merging import Token, merge, naive_frame, naive_matching, tokens_of_frames
 from tests.tiny import Image, Part, Video, build_inputs, patch_grid, tiny_config, tiny_model
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.evaluation import pretraining
-from stts_hf.evaluation.pretraining import (
+from examples.study import pretraining
+from examples.study.pretraining import (
     STEPS,
     BlockCodes,
     make_base,
@@ -15,10 +14,11 @@ from stts_hf.evaluation.pretraining import (
     teach_text,
     teach_tower,
 )
-from stts_hf.evaluation.pretraining_data import KINDS, LEVELS, SceneConversations, SceneFrames, block_targets
-from stts_hf.evaluation.questions import compose_short
-from stts_hf.evaluation.scenes import COLOURS, Scene, Thing
-from stts_hf.evaluation.tiny_model import build_config, build_model, build_processor
+from examples.study.pretraining_data import KINDS, LEVELS, SceneConversations, SceneFrames, block_targets
+from examples.study.questions import compose_short
+from examples.study.scenes import COLOURS, Scene, Thing
+from examples.study.tiny_model import build_config, build_model, build_processor
+from stts_hf import STTSForConditionalGeneration, STTSProcessor
 
 BLOCKS = 4
 

@@ -1,0 +1,183 @@
+"""The study's commands, run from a checkout: `python -m examples.study {make-dataset,run,report,snow} ...`."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stts_hf.cli.options import count, share
+from stts_hf.shortages import is_disk_full
+
+from .methods import PARTS
+
+
+def pair(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`, whose value is a number, true, false, or a word."""
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"is {text!r}, but must be like NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def rate(text: str) -> tuple[str, float]:
+    """`PART=RATE`."""
+    name, value = pair(text)
+    return name, float(value)
+
+
+# Option: what it takes. Fields of the study's `Settings`; those left out are as the folder has them, or defaults.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "steps": {"type": count, "metavar": "N", "help": "training steps of a run (default: 200)"},
+    "batch_size": {"type": count, "metavar": "B", "help": "clips with their conversations in a step (default: 16)"},
+    "warmup_steps": {"type": int, "metavar": "N", "help": "warm-up steps before the cosine schedule (default: 10)"},
+    "scorer_steps": {
+        "type": int,
+        "metavar": "N",
+        "help": "steps in which a new scorer learns the temporal loss alone, before the others (default: 0)",
+    },
+    "without_options": {
+        "action": "store_true",
+        "default": None,
+        "help": "ask multiple-choice questions without showing the options",
+    },
+    "learning_rates": {"nargs": "+", "type": rate, "metavar": "PART=RATE", "help": "peak rates (default: the paper's)"},
+    "model_settings": {"nargs": "+", "type": pair, "metavar": "NAME=VALUE", "help": "such as temporal_loss_weight=0.5"},
+    "seeds": {"nargs": "+", "type": int, "metavar": "SEED", "help": "(default: 0 1 2)"},
+    "ratios": {"nargs": "+", "type": share, "metavar": "K", "help": "pruning ratios (default: 0.5 0.7 0.8 0.9)"},
+    "layers": {"nargs": "+", "type": int, "metavar": "L", "help": "pruning layers (default: 0 1 2 3)"},
+    "layer_ratios": {"nargs": "+", "type": share, "metavar": "K", "help": "ratios of the layers (default: 0.5)"},
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = argparse.ArgumentParser(prog="python -m examples.study", description="The study of pruning methods.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("make-dataset", help="make synthetic clips and questions about them")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; must not be there yet")
+    for split in ("train", "validation", "test"):
+        command.add_argument(f"--{split}", type=count, metavar="N", help=f"clips and pictures of the {split} split")
+    command.add_argument("--seed", type=int, default=0, help="of all scenes (default: 0)")
+    command.add_argument("--without-snow", action="store_true", help="the same clips without regions of snow")
+    command.set_defaults(execute=make)
+
+    command = commands.add_parser("run", help="train and evaluate every method, and write the report")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="of the study: begun there, or gone on with")
+    command.add_argument("--dataset", type=Path, metavar="DATA", required=True, help="made by make-dataset")
+    command.add_argument("--base", type=Path, metavar="CHECKPOINT", required=True, help="unpruned model to start from")
+    command.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
+    command.add_argument("--workers", type=count, default=1, metavar="N", help="processes at a time (default: 1)")
+    command.add_argument("--keep-checkpoints", action="store_true", help="keep trained models in FOLDER/checkpoints")
+    command.add_argument("--plan", action="store_true", help="print the runs and which are done, and stop")
+    settings = command.add_argument_group("settings of all runs; those of a study that was begun stay, lists may grow")
+    for name, options in SETTINGS.items():
+        settings.add_argument(f"--{name.replace('_', '-')}", **options)
+    command.set_defaults(execute=run)
+
+    command = commands.add_parser("report", help="write the report of the runs that are done")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, or of a report")
+    command.add_argument("--output", type=Path, metavar="FOLDER", help="of page and records (default: FOLDER)")
+    command.set_defaults(execute=report)
+
+    command = commands.add_parser("snow", help="print what a study lost to regions of snow")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, or of a report")
+    command.add_argument("--seed", type=int, default=0, help="of the data set (default: 0)")
+    command.set_defaults(execute=snow)
+    return parser
+
+
+def make(arguments: argparse.Namespace) -> int:
+    """Makes a data set."""
+    from .make_dataset import SPLITS, make_dataset
+
+    clips = {split: getattr(arguments, split) or number for split, number in SPLITS.items()}
+    for done, total in make_dataset(arguments.folder, clips, arguments.seed, not arguments.without_snow):
+        if done % 100 == 0 or done == total:
+            note(f"{done} of {total} clips")
+    print(arguments.folder)
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does what is not done yet of the parts asked for, and writes the report. Returns 1 where runs failed."""
+    from .report import check_output, write_report
+    from .runs import do_runs, runs_to_do
+    from .study import open_study, plan
+
+    check_output(arguments.folder)
+    given = settings_of(arguments)
+    study = open_study(arguments.folder, arguments.dataset, arguments.base, given, write=not arguments.plan)
+    runs = plan(study.settings, arguments.only or PARTS)
+    left = runs_to_do(study, runs)
+    note(f"{len(runs)} runs, {len(runs) - len(left)} of them done, in {arguments.folder}")
+    if arguments.plan:
+        print("\n".join(f"{'to do' if one in left else 'done':<7}{one.name}" for one in runs))
+        return 0
+    failed = do_runs(study, left, note, workers=arguments.workers, keep_checkpoints=arguments.keep_checkpoints)
+    if len(failed) < len(runs):
+        write_report(arguments.folder, arguments.folder)
+    for one in failed:
+        note(f"run {one.name} failed; the same command tries it again")
+    return 1 if failed else 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Writes the report of the records there are."""
+    from .report import write_report
+
+    write_report(arguments.folder, arguments.output or arguments.folder)
+    return 0
+
+
+def snow(arguments: argparse.Namespace) -> int:
+    """Prints what a study lost to snow."""
+    from .results import Results
+    from .snow import snow_of, snow_table
+
+    results = Results(arguments.folder)
+    print(snow_table(results, snow_of(results, arguments.seed)))
+    return 0
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given."""
+    from stts_hf.training.arguments import PAPER_LEARNING_RATES
+
+    given = {name: getattr(arguments, name) for name in SETTINGS if getattr(arguments, name) is not None}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if "model_settings" in given:
+        given["model_settings"] = dict(given["model_settings"])
+    if "learning_rates" in given:
+        given["learning_rates"] = PAPER_LEARNING_RATES | dict(given["learning_rates"])
+    return given
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns its exit status: 2, and one line on stderr, for what the user can mend."""
+    arguments = build_parser().parse_args(argv)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
+    try:
+        status: int = arguments.execute(arguments)
+        return status
+    except (ValueError, OSError) as error:
+        more = "; what is done is kept: make room, and give the command again" if is_disk_full(error) else ""
+        note(f"{arguments.command}: error: {error}{more}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

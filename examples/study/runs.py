@@ -1,0 +1,270 @@
+"""
+Doing the runs of a study: one a process, which trains its model, asks it, and writes the run's record last, whole or
+not at all. A run whose record is there is skipped, so a study that was killed goes on by the same command.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import torch
+from transformers import PrinterCallback, TrainerCallback
+from transformers.utils import logging
+
+from stts_hf.benchmark.measure import describe_machine, describe_versions
+from stts_hf.benchmark.moving_clips import correlate
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
+from stts_hf.data.collator import STTSDataCollator
+from stts_hf.evaluation.evaluate import evaluate
+from stts_hf.parts import SCORER, VISION_TOWER, module_of
+from stts_hf.shortages import is_disk_full
+from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.build import renew_scorer
+from stts_hf.training.trainer import STTSTrainer
+
+from .data import (
+    EncodedRows,
+    StudyError,
+    encode_conversations,
+    load_motion,
+    load_processor,
+    read_questions,
+    write_json,
+)
+from .fitting import start_scorer
+from .methods import METHODS, load_method
+from .motion import share_of_blocks
+from .study import FORMAT, RECORDS, Evaluation, Run, Study, evaluations, is_done, is_scored, read_records
+
+CHECKPOINTS, SCORERS = "checkpoints", "scorers"
+QUESTIONS_AT_ONCE = 32
+RIGHT, WRONG, NOT_ASKED = "1", "0", "-"  # a question's mark in a record
+
+
+def runs_to_do(study: Study, runs: Sequence[Run]) -> list[Run]:
+    """The runs that have no record yet, or one that lacks what came later."""
+    records = read_records(study.folder, study.settings)
+    return [run for run in runs if not is_done(records.get(run.name), run, study.settings)]
+
+
+def do_runs(
+    study: Study, runs: Sequence[Run], say: Callable[[str], None], *, workers: int = 1, keep_checkpoints: bool = False
+) -> list[Run]:
+    """
+    Does runs, each in a process, and returns those that failed: their tracebacks are on stderr, and the others go on.
+
+    workers: processes at a time, which share the cores alike. keep_checkpoints: whether the trained models stay in
+    `checkpoints/`. say: takes a line about each run. Raises `StudyError` where another process is at this study or one
+    was killed, and `OSError` where the disk is full. What is done by then stays done.
+    """
+    failed = []
+    with _lock(study):
+        encode_conversations(study.dataset, load_processor(study.base), study.folder)
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (threads,), max_tasks_per_child=1)
+        doing = {pool.submit(do_run, study, run, keep_checkpoints): run for run in runs}
+        try:
+            for future in as_completed(doing):
+                try:
+                    say(future.result())
+                except Exception as error:
+                    if is_disk_full(error) or isinstance(error, BrokenProcessPool):
+                        raise
+                    traceback.print_exception(error)
+                    failed.append(doing[future])
+        except BrokenProcessPool:
+            raise StudyError("a process of the study was killed: give the same command again") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return failed
+
+
+@contextlib.contextmanager
+def _lock(study: Study) -> Iterator[None]:
+    try:
+        with filelock.FileLock(study.folder / "study.lock", timeout=0):
+            yield
+    except filelock.Timeout:
+        raise StudyError(f"another process is at the study in {study.folder}: wait until it ends") from None
+
+
+def _begin_process(threads: int) -> None:
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()  # those of several processes would write over each other
+
+
+class Desk:
+    """What a run needs of its study: rows, questions, processor and device."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.rows = EncodedRows(study.folder)
+        questions = read_questions(study.dataset, study.settings.without_options)
+        self.questions = [{**row, "media_root": str(study.dataset)} for row in questions]
+        self.processor = load_processor(study.base)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def do_run(study: Study, run: Run, keep_checkpoint: bool = False) -> str:
+    """Trains and asks, and writes the run's record; returns a line about it."""
+    desk, started = Desk(study), time.perf_counter()
+    record: dict[str, Any] = {"format": FORMAT, "study": study.settings.fingerprint, "run": dataclasses.asdict(run)}
+    record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"}
+    record |= {"machine": describe_machine(desk.device), "versions": describe_versions()}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = study.folder / CHECKPOINTS / run.name if keep_checkpoint else Path(folder) / "checkpoint"
+        record["training"] = train(run, desk, checkpoint)
+        asked = evaluations(run, study.settings)
+        record["evaluations"] = {one.name: ask(run, one, desk, checkpoint) for one in asked}
+        if is_scored(run, study.settings):
+            record["motion"] = correlate_with_motion(run, desk, checkpoint)
+    record["seconds"] = round(time.perf_counter() - started, 1)
+    write_json(study.folder / RECORDS / f"{run.name}.json", record)
+    marks = record["evaluations"][asked[0].name]["marks"]
+    return f"{run.name}: {marks.count(RIGHT) / len(marks):.1%} right, {record['seconds']:.0f} s"
+
+
+class _StepClock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def median(self) -> float | None:
+        """Seconds from the end of a step to the end of the next; None for a run of one step."""
+        return statistics.median(np.diff(self.ends).tolist()) if len(self.ends) > 1 else None
+
+
+def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
+    """
+    Trains the run's model, saves it into `checkpoint`, and returns seconds a step and the losses. The seed decides over
+    the order of the rows, a new scorer, and blocks that are drawn.
+    """
+    settings = desk.study.settings
+    options = {k: v for k, v in settings.model_settings.items() if k not in METHODS[run.method].settings}
+    model: Any = load_method(
+        run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed, **options
+    )
+    collator = STTSDataCollator(desk.processor, model_config=model.config, return_ids=True)
+    if model.config.vision_config.selector == "scorer":
+        renew_scorer(model, run.seed)
+        if settings.scorer_steps and model.config.temporal_loss_weight:
+            load_started_scorer(model.to(desk.device), run, desk, collator)
+    clock = _StepClock()
+    with tempfile.TemporaryDirectory() as output:
+        arguments = STTSTrainingArguments(
+            output_dir=output,
+            max_steps=settings.steps,
+            per_device_train_batch_size=settings.batch_size,
+            learning_rates=dict(settings.learning_rates),
+            lr_scheduler_type="cosine",
+            warmup_steps=settings.warmup_steps,
+            seed=run.seed,
+            logging_steps=max(1, settings.steps // 10),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = STTSTrainer(model, arguments, train_dataset=desk.rows, data_collator=collator, callbacks=[clock])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    with atomic_folder(checkpoint, overwrite=True) as new:
+        model.save_pretrained(new)
+        desk.processor.save_pretrained(new)
+    logs = [entry for entry in trainer.state.log_history if "task_loss" in entry]
+    return {
+        "seconds_per_step": clock.median(),
+        "losses": [[entry["step"], round(entry["task_loss"], 4), round(entry["temporal_loss"], 5)] for entry in logs],
+    }
+
+
+def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataCollator) -> None:
+    """Loads the scorer that runs of this layer and seed begin with, at any ratio; trains it where it is missing."""
+    path = desk.study.folder / SCORERS / f"layer{run.pruning_layer}-seed{run.seed}.pt"
+    settings, scorer = desk.study.settings, module_of(model, SCORER)
+    if not path.exists():
+        start_scorer(model, desk.rows, collator, settings.scorer_steps, settings.batch_size, run.seed)
+        with atomic_file(path) as new:
+            torch.save(scorer.state_dict(), new)
+    scorer.load_state_dict(torch.load(path, weights_only=True, map_location=desk.device))
+
+
+def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
+    """
+    The trained model as the method that is asked. A selector that draws its blocks draws others for every batch, the
+    same ones in every call: with one seed for all batches, all clips would share one draw.
+    """
+    model: Any = load_method(asked.method, checkpoint, asked.pruning_ratio, run.pruning_layer, seed=run.seed)
+    tower = module_of(model, VISION_TOWER)
+    if tower.config.selector == "random":
+        seeds = itertools.count(run.seed << 32)
+        tower.register_forward_pre_hook(lambda *_: setattr(tower.config, "selector_seed", next(seeds)))
+    return model.to(desk.device).eval()
+
+
+def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, Any]:
+    """
+    Asks the run's weights all questions; with more frames, those about long clips. Returns `marks`, a character for
+    each question in their order, seconds, and of each group the mean tokens and video tokens that reach the language
+    model. Raises `StudyError` where a question could not be asked, as of a clip that cannot be read.
+    """
+    model = load(run, asked, desk, checkpoint)
+    questions, processing = desk.questions, None
+    if asked.scaling:
+        questions = [row for row in questions if row["group"] == "long"]
+        processing = {"test_time_scaling": True, "pruning_ratio": asked.scaling}
+    started = time.perf_counter()
+    answers = evaluate(model, desk.processor, questions, batch_size=QUESTIONS_AT_ONCE, processing=processing)
+    found = {answer["id"]: answer for answer in answers}
+    if errors := [answer["error"] for answer in found.values() if answer["error"]]:
+        raise StudyError(f"{len(errors)} questions could not be asked: {errors[0]}")
+    marks = {name: RIGHT if answer["right"] else WRONG for name, answer in found.items()}
+    result = dataclasses.asdict(asked) | {
+        "marks": "".join(marks.get(row["id"], NOT_ASKED) for row in desk.questions),
+        "seconds": round(time.perf_counter() - started, 2),
+        "llm_tokens": {},
+        "video_tokens": {},
+    }
+    for group in dict.fromkeys(row["group"] for row in questions):
+        of_group = [one for one in found.values() if one["group"] == group]
+        kept = statistics.mean(one["video_tokens_kept"] for one in of_group)
+        left_out = statistics.mean(one["video_tokens"] for one in of_group) - kept
+        result["llm_tokens"][group] = round(statistics.mean(one["prompt_tokens"] for one in of_group) - left_out, 2)
+        result["video_tokens"][group] = round(kept, 2)
+    return result
+
+
+@torch.no_grad()
+def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, float]:
+    """
+    Of each clip whose motion is known, Spearman's correlation of its blocks' scores with how many of their patches
+    move, over the frames `t >= 1`; 0 where all scores are the same. Left out are clips in which all blocks move alike,
+    and those whose motion is of other frames than the model sees: the same clips for every method.
+    """
+    model = load(run, Evaluation(run.method, run.pruning_ratio), desk, checkpoint)
+    motion = load_motion(desk.study.dataset)
+    videos = {row["clip"]: row["videos"][0] for row in desk.questions if row.get("videos")}
+    correlations = {}
+    for clip in sorted(videos.keys() & motion.keys()):
+        inputs = desk.processor.video_processor([str(desk.study.dataset / videos[clip])], return_tensors="pt")
+        scores = model.model.get_video_features(**inputs.to(desk.device)).token_scores[0].cpu()  # (T, n)
+        moving = share_of_blocks(motion[clip], tuple(inputs["video_grids"][0].tolist()))
+        if moving is not None and np.ptp(moving[1:]):
+            correlations[clip] = round(np.nan_to_num(correlate(scores, moving)), 3)
+    return correlations

@@ -1,0 +1,320 @@
+"""The runs of a study in miniature: records, going on, copies, failures, kills, and the page of half a study."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import filelock
+import pytest
+import torch
+
+from examples.study import runs
+from examples.study.__main__ import main
+from examples.study.data import (
+    EncodedRows,
+    StudyError,
+    encode_conversations,
+    load_motion,
+    load_processor,
+    read_questions,
+)
+from examples.study.methods import METHODS
+from examples.study.report import write_report
+from examples.study.runs import do_run, do_runs, runs_to_do
+from examples.study.study import Evaluation, Run, open_study, plan, read_records, read_settings
+from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
+from stts_hf.checkpoints.files import read_json
+from tests.conftest import REPOSITORY
+from tests.study.small_study import SETTINGS, study_command, write_base, write_dataset
+
+RUNS = ["none-0-layer2-seed0", "none-0-layer2-seed1", "stts-50-layer2-seed0", "stts-50-layer2-seed1"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> tuple[Path, Path]:
+    """A data set and a base checkpoint."""
+    folder = tmp_path_factory.mktemp("parts")
+    return write_dataset(folder / "data"), write_base(folder / "base")
+
+
+def begin(folder: Path, parts: tuple[Path, Path], **settings: Any):
+    study = open_study(folder, *parts, SETTINGS | settings)
+    encode_conversations(study.dataset, load_processor(study.base), folder)
+    return study
+
+
+@pytest.fixture(scope="module")
+def done(parts, tmp_path_factory) -> Path:
+    """A study of two methods and two seeds that ran to its end, in this process."""
+    study = begin(tmp_path_factory.mktemp("study"), parts)
+    for run in plan(study.settings, ["images"]):
+        do_run(study, run)
+    write_report(study.folder, study.folder)
+    return study.folder
+
+
+def records(folder: Path) -> dict[str, dict]:
+    return read_records(folder, read_settings(folder))
+
+
+def outcomes(folder: Path) -> dict[str, tuple]:
+    """What of the records must not depend on when, where and in which order runs were done."""
+    return {
+        name: (record["training"]["losses"], {asked: it["marks"] for asked, it in record["evaluations"].items()})
+        for name, record in records(folder).items()
+    }
+
+
+def cells(page: str, heading: str, row: str) -> list[str]:
+    """The cells of a row of the table under a heading."""
+    table = page.partition(f"## {heading}")[2].partition("\n## ")[0]
+    line = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_every_run_has_a_record_with_a_mark_for_every_question(done):
+    found = records(done)
+    questions = json.loads((done / "questions.json").read_text())["questions"]
+    assert sorted(found) == RUNS
+    asked = found[RUNS[2]]["evaluations"]
+    assert list(asked) == ["stts-50", "stts-50-frames-for-50"]
+    assert len(asked["stts-50"]["marks"]) == len(questions)
+    assert set(asked["stts-50"]["marks"]) <= {"0", "1"}
+    of_long_clips = [question["group"] == "long" for question in questions]
+    assert [mark != "-" for mark in asked["stts-50-frames-for-50"]["marks"]] == of_long_clips
+    assert all(of_long_clips.count(value) for value in (True, False))
+    assert {path.name for path in done.iterdir()} == {
+        *("study.json", "questions.json", "records", "encoded", "scorers"),
+        *("README.md", "degradation.png", "layers.png"),
+    }
+
+
+def test_scaled_frames_cost_the_video_tokens_of_the_unpruned_model(done):
+    found = records(done)
+    scaled = found[RUNS[2]]["evaluations"]["stts-50-frames-for-50"]["video_tokens"]["long"]
+    assert scaled == found[RUNS[0]]["evaluations"]["none-0"]["video_tokens"]["long"]
+
+
+def test_a_run_gives_the_same_in_another_study(done, parts, tmp_path):
+    study = begin(tmp_path, parts)
+    [run] = [run for run in plan(study.settings, ["images"]) if run.name == RUNS[2]]
+    do_run(study, run, keep_checkpoint=True)
+    assert outcomes(tmp_path) == {run.name: outcomes(done)[run.name]}
+    model = STTSForConditionalGeneration.from_pretrained(tmp_path / "checkpoints" / run.name)
+    assert model.config.vision_config.pruning_ratio == 0.5
+
+
+def test_a_copy_of_the_report_goes_on_as_the_study(done, parts, tmp_path, capsys):
+    """On another machine, which has neither the study's folder nor any weights but the base checkpoint."""
+    assert main(["report", str(done), "--output", str(tmp_path)]) == 0
+    assert not (tmp_path / "records").exists()
+    assert main(study_command(tmp_path, *parts, "--only", "images", "--plan", "--seeds", "2")) == 0
+    new = ["none-0-layer2-seed2", "stts-50-layer2-seed2"]
+    found = sorted(capsys.readouterr().out.splitlines())
+    assert found == [*(f"done   {name}" for name in RUNS), *(f"to do  {name}" for name in new)]
+    assert outcomes(tmp_path) == outcomes(done)
+
+
+def test_a_study_that_is_done_does_nothing_again(done, parts, capsys):
+    assert main(study_command(done, *parts, "--only", "images")) == 0
+    assert "right," not in capsys.readouterr().err
+
+
+def test_ratios_that_come_later_are_asked_of_the_unpruned_model(done, parts):
+    study = open_study(done, parts[0], parts[1], {"ratios": (0.7,)}, write=False)
+    assert [run.name for run in runs_to_do(study, plan(study.settings, ["images"]))] == RUNS[:2]
+
+
+def test_half_a_study_has_a_page_that_says_so(done):
+    page = (done / "README.md").read_text()
+    assert "runs are missing (" in page
+    assert "random-50-layer2-seed0" in page
+    assert cells(page, "Methods", "Random") == ["", "", "", "", "", "", "-1.6", "", "", "0"]
+    assert cells(page, "Methods", "STTS")[-1] == "2"
+
+
+def test_the_page_can_be_made_of_what_a_report_wrote(done, tmp_path):
+    for folder, output in ((done, "one"), (tmp_path / "one", "two")):
+        assert main(["report", str(folder), "--output", str(tmp_path / output)]) == 0
+    for name in ("README.md", "records.jsonl"):
+        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+
+
+def test_a_report_of_another_study_is_not_overwritten(done, tmp_path, capsys):
+    output = tmp_path / "report"
+    assert main(["report", str(done), "--output", str(output)]) == 0
+    held = (output / "records.jsonl").read_text().splitlines(keepends=True)
+    fewer = tmp_path / "fewer"
+    assert main(["report", str(done), "--output", str(fewer)]) == 0
+    (fewer / "records.jsonl").write_text("".join(held[:-1]))
+    assert main(["report", str(fewer), "--output", str(output)]) == 2
+    assert RUNS[3] in capsys.readouterr().err
+    settings = json.loads((output / "study.json").read_text())
+    (output / "study.json").write_text(json.dumps({**settings, "steps": 7}))
+    assert main(["report", str(done), "--output", str(output)]) == 2
+    assert "another study" in capsys.readouterr().err
+    assert (output / "records.jsonl").read_text() == "".join(held)
+
+
+def test_a_damaged_copy_is_refused_before_anything_is_written(done, parts, tmp_path, capsys):
+    assert main(["report", str(done), "--output", str(tmp_path)]) == 0
+    held = (tmp_path / "study.json").read_bytes()
+    path = tmp_path / "records.jsonl"
+    whole = path.read_bytes()
+    for damaged in (whole[:-40], whole[:-40] + b"\xff\n"):
+        path.write_bytes(damaged)
+        assert main(study_command(tmp_path, *parts, "--ratios", "0.9")) == 2
+        assert "records.jsonl:4" in capsys.readouterr().err
+    assert (tmp_path / "study.json").read_bytes() == held
+
+
+def test_a_run_that_fails_leaves_no_record(parts, tmp_path, monkeypatch):
+    study = begin(tmp_path, parts)
+    run = Run("text-only", 1.0, 2, 0)
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(runs, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        do_run(study, run)
+    assert runs_to_do(study, [run]) == [run]
+
+
+def test_two_commands_do_not_do_one_study(parts, tmp_path):
+    study = begin(tmp_path, parts)
+    with filelock.FileLock(tmp_path / "study.lock"), pytest.raises(StudyError, match="another process"):
+        do_runs(study, plan(study.settings), print)
+
+
+def test_a_report_of_nothing_is_refused(parts, tmp_path, capsys):
+    open_study(tmp_path, parts[0], parts[1], {})
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no run that is done" in capsys.readouterr().err
+
+
+def test_a_question_that_cannot_be_asked_is_no_wrong_answer(parts, tmp_path):
+    dataset, base = parts
+    row = next(row for row in read_questions(dataset) if row.get("videos"))
+    (tmp_path / row["videos"][0]).parent.mkdir()
+    (tmp_path / row["videos"][0]).write_bytes(b"no video")
+    desk: Any = SimpleNamespace(device=torch.device("cpu"), processor=STTSProcessor.from_pretrained(base))
+    desk.questions = [row | {"media_root": str(tmp_path)}]
+    with pytest.raises(StudyError, match=rf"1 questions could not be asked: .*{row['videos'][0]}"):
+        runs.ask(Run("none", 0.0, 2, 0), Evaluation("none", 0.0), desk, base)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scores", ["moving", "constant", "other frames"])
+def test_scores_are_compared_with_what_moves(parts, monkeypatch, scores):
+    """Scores that are the motion itself correlate with it by 1, equal ones by 0; other clips than 16 frames are out."""
+    dataset, base = parts
+    masks = load_motion(dataset)
+    desk: Any = SimpleNamespace(study=SimpleNamespace(dataset=dataset), device=torch.device("cpu"))
+    desk.questions = [row for row in read_questions(dataset) if row.get("videos")]
+    desk.processor = STTSProcessor.from_pretrained(base)
+    shares = iter([masks[clip].reshape(16, 4, 3, 4, 3).mean((2, 4)).reshape(16, 16) for clip in sorted(masks)])
+
+    def features(**inputs):
+        motion = torch.from_numpy(next(shares))
+        return SimpleNamespace(token_scores=[motion if scores == "moving" else torch.full_like(motion, 0.3)])
+
+    if scores == "other frames":
+        monkeypatch.setattr(runs, "load_motion", lambda _: {clip: mask[:8] for clip, mask in masks.items()})
+    model: Any = SimpleNamespace(model=SimpleNamespace(get_video_features=features))
+    monkeypatch.setattr(runs, "load", lambda *arguments: model)
+    found = runs.correlate_with_motion(Run("stts", 0.5, 2, 0), desk, base)
+    expected = {"moving": 1.0, "constant": 0.0}.get(scores)
+    assert found == ({} if expected is None else dict.fromkeys(sorted(masks), expected))
+
+
+def test_blocks_drawn_at_random_are_others_for_each_batch_and_the_same_again(parts):
+    _, base = parts
+    patch_size = read_json(base / "config.json")["vision_config"]["patch_size"]
+    pooling = torch.arange(144).view(4, 3, 4, 3).permute(0, 2, 1, 3).reshape(16, 9)
+    inputs = {
+        "pixel_values_videos": torch.zeros(16, 144, 3 * patch_size**2),
+        "video_token_pooling": torch.cat([pooling + 144 * frame for frame in range(16)]),
+        "video_grids": torch.tensor([[16, 4, 4]]),
+    }
+
+    def masks() -> list[torch.Tensor]:
+        desk: Any = SimpleNamespace(device=torch.device("cpu"))
+        model = runs.load(Run("random", 0.5, 2, 3), Evaluation("random-inference", 0.5), desk, base)
+        return [model.model.get_video_features(**inputs).keep_mask[0] for _ in range(2)]
+
+    with torch.no_grad():
+        first, second = masks()
+        again = masks()
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.stack(again), torch.stack([first, second]))
+
+
+def test_an_encoded_conversation_is_what_the_collator_would_decode(parts, tmp_path):
+    dataset, base = parts
+    processor = STTSProcessor.from_pretrained(base)
+    encode_conversations(dataset, processor, tmp_path)
+    encoded, rows = EncodedRows(tmp_path), load_rows(dataset / "train_conversations.jsonl")
+    collator = STTSDataCollator(processor)
+    decoded = collator([rows[0], rows[3]])
+    for name, values in collator([encoded[0], encoded[3]]).items():
+        assert torch.equal(values, decoded[name]), name
+
+
+@pytest.mark.slow
+def test_every_method_trains_and_answers(parts, tmp_path):
+    study = begin(tmp_path, parts, seeds=(0,))
+    for run in plan(study.settings, ["methods"]):
+        do_run(study, run)
+    write_report(tmp_path, tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "**Unfinished**" in page  # the other parts
+    for method in METHODS.values():
+        assert all(cells(page, "Methods", method.label)[:4]), method.name
+
+
+@pytest.mark.slow
+def test_kills_and_failures_lose_nothing(done, parts, tmp_path):
+    """The command is killed, then one of its two processes, then a run fails; the fourth start ends the study."""
+    command = [sys.executable, "-m", "examples.study", *study_command(tmp_path, *parts, "--only", "images")]
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"}
+
+    def start(*options: str) -> subprocess.Popen:
+        process = [*command, "--workers", "2", *options]
+        return subprocess.Popen(process, start_new_session=True, stderr=subprocess.PIPE, env=environment)
+
+    def wait_for(pattern: str) -> None:
+        until = time.monotonic() + 600
+        while not list(tmp_path.glob(pattern)):
+            assert time.monotonic() < until, f"no {pattern}"
+            time.sleep(0.05)
+
+    process = start()
+    wait_for("encoded/*.pt")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process = start()
+    wait_for("records/*.json")
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    assert process.wait(timeout=600) == 2
+    (tmp_path / "scorers").mkdir(exist_ok=True)
+    scorer = tmp_path / "scorers" / "layer2-seed1.pt"
+    scorer.write_bytes(b"none")
+    (tmp_path / "records" / f"{RUNS[3]}.json").unlink(missing_ok=True)
+    process = start()
+    _, printed = process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert b"Traceback" in printed
+    assert f"run {RUNS[3]} failed".encode() in printed
+    assert set(records(tmp_path)) == set(RUNS[:3])
+    scorer.unlink()
+    assert start().wait(timeout=600) == 0
+    assert outcomes(tmp_path) == outcomes(done)
