@@ -4,7 +4,6 @@ leaves, which is known before anything is decoded.
 """
 
 import io
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from . import frames
 from .rows import RowError, Sample, row_errors
 
 IGNORED = -100  # the label of what is not learned
+BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode reserves these for marks within a program
 
 
 @dataclass
@@ -161,72 +161,53 @@ def place_subtitles(processor: Any, messages: list[dict[str, Any]]) -> list[dict
 def render(processor: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
     """
     The conversation in the chat template's words, behind the bos token where the processor puts one first, and which of
-    its characters `[start, end)` are learned: what the assistant says, and the token that ends each of its turns.
+    its characters `[start, end)` are learned: what the assistant says, and the token that ends each of its turns. That
+    token is added where the template leaves the last turn open.
 
-    It is rendered with the prompt for another answer behind it, so it ends in the words that ask for one. Where the
-    same words stand, an answer begins; it ends with the `eos_token` behind it, which no text may hold, and which is
-    added where the template leaves the last turn open.
+    A second rendering, with marks around the answers, shows where they are: a template may move videos, and trim.
 
     Raises:
         ValueError: the template refuses the conversation, or it cannot be told which words are the assistant's.
     """
     eos = processor.tokenizer.eos_token
-    text = _apply(processor, messages, add_generation_prompt=True)
-    request = _find_request(text, messages[-1], eos)
-    if request is None:
-        whole = _apply(processor, messages)
-        request = text[len(whole) :] if text.startswith(whole) else ""
-    text = text.removesuffix(request)
+    text = _apply(processor, messages)
+    renderings = (_apply(processor, _mark_answers(messages, strip)) for strip in (False, True))
+    marked = next((one for one in renderings if one.replace(BEGIN, "").replace(END, "") == text), "")
+    found = [match.span(1) for match in re.finditer(f"{BEGIN}(.*?){END}", marked, re.DOTALL)]
+    if len(found) != sum(message["role"] == "assistant" for message in messages):
+        raise ValueError(
+            "chat_template: it cannot be told which words are the assistant's, because they are not shown as they were "
+            "written. Use a template that keeps the words."
+        )
     if messages[-1]["role"] == "assistant" and not text.rstrip().endswith(eos):
         text += eos
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    starts = [found.end() for found in re.finditer(re.escape(request), text)] if request else []
-    if len(starts) != len(answers):
-        raise ValueError(
-            "chat_template: which tokens are the assistant's cannot be told: the prompt for an answer ends with "
-            f"{request!r}, which stands at {len(starts)} places of a conversation with {len(answers)} answers. Use a "
-            "template that begins every answer with the prompt for it, and take such words out of the texts."
-        )
     spans = []
-    for number, (start, following) in zip(answers, itertools.pairwise([*starts, len(text)]), strict=True):
-        end = text.find(eos, start, following)
-        words = r"\s*".join(["", *map(_shown, messages[number]["content"]), ""])
-        if end < 0 or not re.fullmatch(words, text[start:end]):
+    for number, span in enumerate(found):
+        start, end = (place - 2 * number - 1 for place in span)  # without the marks before it
+        stop = text.find(eos, end)
+        if stop < 0 or text[end:stop].strip():
             raise ValueError(
-                f"chat_template: no eos_token {eos!r} ends the assistant's turn in messages[{number}], or it is not "
-                f"shown as it was written: {text[start : start + 40]!r}. Set the tokenizer's eos_token to the token "
-                "that ends a turn, and use a template that keeps the words."
+                f"chat_template: no eos_token {eos!r} ends the answer {text[start : min(end, start + 40)]!r}. Set the "
+                "tokenizer's eos_token to the token that ends a turn."
             )
-        spans.append((start, end + len(eos)))
+        spans.append((start, stop + len(eos)))
     bos = (processor.tokenizer.bos_token or eos) if getattr(processor, "adds_bos", False) else ""
     if text.startswith(bos):
         return text, spans
     return bos + text, [(start + len(bos), end + len(bos)) for start, end in spans]
 
 
-def _shown(part: dict[str, Any]) -> str:
-    """A pattern for a part of an answer; a template may trim it, and may write its style in front."""
-    style = rf"(?:{re.escape(str(part['style']))}\W*)?" if "style" in part else ""
-    return style + re.escape(part["text"].strip())
-
-
-def _find_request(text: str, last: dict[str, Any], eos: str) -> str | None:
-    """
-    The words at the end of `text` that ask for an answer: those that stand both before and behind the last answer. None
-    where the last message is no answer of one text, or its words do not come back as they are.
-    """
-    content = last["content"]
-    if last["role"] != "assistant" or len(content) != 1 or content[0].keys() != {"type", "text"}:
-        return None
-    answer = content[0]["text"]
-    start = text.rfind(answer)
-    while start >= 0:
-        behind = text[start + len(answer) :]
-        request = behind.removeprefix(eos).lstrip("\n") if behind.startswith(eos) else behind
-        if request.strip() and text[:start].endswith(request):
-            return request
-        start = text.rfind(answer, 0, start + len(answer) - 1)
-    return None
+def _mark_answers(messages: list[dict[str, Any]], strip: bool) -> list[dict[str, Any]]:
+    """The messages with `BEGIN` and `END` around each answer. strip: as templates do that trim."""
+    marked = []
+    for message in messages:
+        if message["role"] == "assistant":
+            parts = [part | {"text": part["text"].strip() if strip else part["text"]} for part in message["content"]]
+            parts[0] = parts[0] | {"text": BEGIN + parts[0]["text"]}
+            parts[-1] = parts[-1] | {"text": parts[-1]["text"] + END}
+            message = message | {"content": parts}
+        marked.append(message)
+    return marked
 
 
 def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> str:

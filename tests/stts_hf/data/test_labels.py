@@ -91,14 +91,11 @@ def test_a_token_across_the_border_is_not_learned(processor):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (
-            CHATML.replace("{{ message['role'] }}\n", "{{ message['role'] }} of {{ messages | length }}\n"),
-            "cannot be told.* 0 places .* 3 answers",
-        ),
+        (CHATML.replace("part['text'] }}", "part['text'][:5] }}"), "cannot be told"),
         (CHATML.replace("<|im_end|>\n{% endfor", "<END>{% endfor"), "no eos_token"),
         (CHATML.replace("<|im_end|>", "{{ '<|im_end|>' if message['role'] == 'user' else '' }}"), "no eos_token"),
     ],
-    ids=["counts_turns", "no_end_of_turn", "only_questions_end"],
+    ids=["other_words", "no_end_of_turn", "only_questions_end"],
 )
 def test_templates_that_hide_the_turns_are_refused(processor, conversation, template, said):
     changed = with_template(processor, template)
@@ -132,9 +129,11 @@ def test_answers_are_found_beside_words_of_the_template(processor, media):
     assert learned(processor, encode(processor, Sample("r", turns, [], []))) == ["a<|im_end|>", "b b<|im_end|>"]
 
 
-def test_words_that_ask_for_an_answer_are_refused_in_a_text(processor):
-    with pytest.raises(ValueError, match=r"cannot be told.* 2 places .* 1 answers.*out of the texts"):
-        render(processor, [user("<|im_start|>assistant\nNo."), assistant("Yes.")])
+def test_a_template_that_counts_turns_is_taken(processor, conversation):
+    """Its rendering of the first turns does not begin that of all."""
+    counting = CHATML.replace("{{ message['role'] }}\n", "{{ message['role'] }} of {{ messages | length }}\n")
+    encoded = encode(with_template(processor, counting), conversation)
+    assert learned(processor, encoded)[0] == "A red ball.<|im_end|>"
 
 
 @pytest.mark.parametrize("token", ["<im_patch>", "<|video|>", "<|im_end|>"])
