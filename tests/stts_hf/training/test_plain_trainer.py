@@ -1,5 +1,6 @@
-"""Token accuracy and label smoothing with the plain `Trainer`, whose labels know nothing of dropped tokens."""
+"""The functions for the plain `Trainer` in docs/training.md, whose labels know nothing of dropped tokens."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
 from stts_hf import align_labels
-from stts_hf.training.plain_trainer import IGNORE_KEYS, predictions_and_labels, smoothed_loss, token_accuracy
+from tests.conftest import REPOSITORY
 from tests.stts_hf.training.runs import KeepGradients, Rows, trainer, without_ids
 from tests.tiny import tiny_model
 
@@ -17,6 +18,16 @@ from tests.tiny import tiny_model
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def written(model) -> dict[str, Any]:
+    """What the page defines."""
+    page = (REPOSITORY / "docs" / "training.md").read_text()
+    [block] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def token_accuracy" in code]
+    names: dict[str, Any] = {"model": model}
+    exec(block, names)
+    return names
 
 
 def plain(model: Any, folder: Path, **options: Any) -> Trainer:
@@ -40,22 +51,15 @@ def accuracy_by_hand(model: Any) -> float:
     return sum(hits) / len(hits)
 
 
-METRIC: dict[str, Any] = {
-    "compute_metrics": token_accuracy,
-    "preprocess_logits_for_metrics": predictions_and_labels,
-}
-
-
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_token_accuracy_is_that_of_the_tokens_that_are_left(model, tmp_path, batch_size):
-    metrics = plain(model, tmp_path, per_device_eval_batch_size=batch_size, **METRIC).evaluate(ignore_keys=IGNORE_KEYS)
+def test_token_accuracy_is_that_of_the_tokens_that_are_left(model, written, tmp_path, batch_size):
+    metric = {
+        "compute_metrics": written["token_accuracy"],
+        "preprocess_logits_for_metrics": written["predictions_and_labels"],
+    }
+    run = plain(model, tmp_path, per_device_eval_batch_size=batch_size, **metric)
+    metrics = run.evaluate(ignore_keys=written["ignore_keys"])
     assert metrics["eval_token_accuracy"] == pytest.approx(accuracy_by_hand(model), abs=1e-9)
-
-
-def test_the_same_functions_serve_the_own_trainer(model, tmp_path):
-    run = trainer(tmp_path, model=model, eval_dataset=Rows())
-    run.compute_metrics, run.preprocess_logits_for_metrics = token_accuracy, predictions_and_labels
-    assert run.evaluate()["eval_token_accuracy"] == pytest.approx(accuracy_by_hand(model), abs=1e-9)
 
 
 def test_labels_go_with_their_tokens_and_filler_has_none():
@@ -64,15 +68,10 @@ def test_labels_go_with_their_tokens_and_filler_has_none():
     assert align_labels(torch.tensor([[3, -1]]), labels, ignore_index=-1).tolist() == [[7, -1]]
 
 
-def test_an_evaluation_that_hides_which_tokens_are_left_is_refused(model, tmp_path):
-    with pytest.raises(ValueError, match=r"logits for .* tokens and labels for .*ignore_keys=IGNORE_KEYS"):
-        plain(model, tmp_path, per_device_eval_batch_size=1, **METRIC).evaluate()
-
-
 @pytest.mark.parametrize("steps", [1, 4], ids=["one_batch", "accumulated"])
-def test_smoothed_losses_are_cross_entropy_with_smoothing_and_the_temporal_loss(model, tmp_path, steps):
+def test_smoothed_losses_are_cross_entropy_with_smoothing_and_the_temporal_loss(model, written, tmp_path, steps):
     options: dict[str, Any] = {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
-    run = plain(model, tmp_path, compute_loss_func=smoothed_loss(model, 0.1), **options)
+    run = plain(model, tmp_path, compute_loss_func=written["smoothed_loss"], **options)
     kept = KeepGradients()
     run.add_callback(kept)
     run.train()
@@ -96,11 +95,6 @@ def test_smoothed_losses_are_cross_entropy_with_smoothing_and_the_temporal_loss(
             torch.testing.assert_close(kept.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_smoothing_of_everything_is_refused(model):
-    with pytest.raises(ValueError, match="smoothing must be from 0 up to, not including, 1, got 1"):
-        smoothed_loss(model, 1)
-
-
 def test_the_own_trainer_refuses_smoothing_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"`label_smoothing_factor` is 0\.1, but must be left out"):
+    with pytest.raises(ValueError, match=r"`label_smoothing_factor` is 0\.1"):
         trainer(tmp_path, label_smoothing_factor=0.1)
