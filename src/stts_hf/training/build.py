@@ -64,7 +64,7 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
     data, arguments = config.data, config.training
     progress = progress and arguments.process_index == 0
     model_config = load_model_config(config)
-    processor = load_processor(config, model_config)
+    processor = configure_processor(config, model_config)
     with arguments.main_process_first(desc="reading the data"):  # one process downloads, the others find it
         opened = {name: open_rows(config, name) for name in ("train", "eval") if getattr(data, f"{name}_data")}
     return assemble(config, model_config, processor, opened, progress)
@@ -108,7 +108,7 @@ def load_model_config(config: TrainConfig) -> PruningConfig:
         raise config.error("model_name_or_path", f"{name} cannot be trained with these settings: {error}") from error
 
 
-def load_processor(config: TrainConfig, model_config: PruningConfig) -> Any:
+def configure_processor(config: TrainConfig, model_config: PruningConfig) -> Any:
     """The checkpoint's processor with the run's frames. Raises `ConfigError`."""
     model = config.model
     try:

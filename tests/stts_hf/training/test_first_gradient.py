@@ -13,8 +13,6 @@ from stts_hf.training.config import load_config
 from tests.stts_hf.training.runs import KeepGradients
 from tests.training_files import row, write_config, write_rows
 
-TWO_ANSWERS = row(1)["messages"] + [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "None."}]
-
 
 @pytest.fixture
 def counted(monkeypatch) -> Counter[str]:
@@ -46,8 +44,8 @@ class Watch(TrainerCallback):
         self.found = self.counts.copy()
 
 
-@pytest.mark.parametrize("packing", [["--pack_to=300"], ["--pack_to=300", "--pad_to=300"], []], ids=" ".join)
-def test_a_row_with_one_answer_is_parsed_and_rendered_once(packing, data, undecided, tmp_path, counted):
+@pytest.mark.parametrize("packing", [["--pack_to=300"], []], ids=" ".join)
+def test_a_row_is_parsed_and_rendered_before_training_alone(packing, data, undecided, tmp_path, counted):
     one = write_rows(data.parent, [row(0)], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, one, tmp_path / "out", model=undecided)
     setup = prepare(load_config(config, packing), progress=False)
@@ -56,14 +54,6 @@ def test_a_row_with_one_answer_is_parsed_and_rendered_once(packing, data, undeci
     trainer.add_callback(watch)
     trainer.add_callback(gradients)
     trainer.train()
-    assert watch.found == {"apply_chat_template": 1, "_read": 1, "check_files": 1}
+    # One rendering checks the template when it is loaded, two make the prompt.
+    assert watch.found == {"apply_chat_template": 3, "_read": 1, "check_files": 1}
     assert gradients.gradients["model.vision_tower.scorer.score_layer.weight"].abs().max() > 0
-
-
-def test_more_answers_are_rendered_before_training_alone(data, tmp_path, counted):
-    rows_file = write_rows(data.parent, [row(0), row(1, messages=TWO_ANSWERS)], f"{tmp_path.name}.jsonl")
-    setup = prepare(load_config(write_config(tmp_path, rows_file, tmp_path / "out"), ["--pack_to=500"]), progress=False)
-    before = counted.copy()
-    batch = setup.collator([setup.train_rows[0]])
-    assert counted == before
-    assert batch["sample_ids"] == ["row-0", "row-1"] or batch["sample_ids"] == ["row-1", "row-0"]
