@@ -29,9 +29,7 @@ from stts_hf.shortages import is_disk_full
 if TYPE_CHECKING:
     from stts_hf.inference.answering import VideoAnswer
 
-HELP = (
-    "show what selectors keep of a video: contact sheets, the video with dropped blocks dimmed, heat maps, a web page"
-)
+HELP = "show what selectors keep of a video: contact sheets, the video with dropped blocks dimmed, a web page"
 QUESTION = "What happens in this video?"
 STOCK = "stock model"
 PAGE = "report.html"
@@ -218,10 +216,10 @@ def write_files(
 
     from stts_hf.cli.timing import COLUMNS
     from stts_hf.visualize.contact_sheet import contact_sheet
-    from stts_hf.visualize.figures import comparison, heat_maps, timeline
+    from stts_hf.visualize.figures import comparison
     from stts_hf.visualize.frames import read_frames
     from stts_hf.visualize.html_report import Column, write_report
-    from stts_hf.visualize.overlay import write_gif, write_overlays
+    from stts_hf.visualize.overlay import write_overlays
 
     first = next(iter(answers.values()))
     masks = {name: answer.keep_mask for name, answer in answers.items() if answer.keep_mask is not None}
@@ -234,14 +232,10 @@ def write_files(
             sheet = contact_sheet(frames, mask, token_scores=scores[name], title=title, **where)
             sheet.save(folder / f"contact_sheet.{name}.png")
         comparison(frames, masks, **where).savefig(folder / "comparison.png", dpi=DPI)
-        heat_maps(frames, scores, **where).savefig(folder / "heat_maps.png", dpi=DPI)
-        timeline(masks, first.timestamps, first.tubelet).savefig(folder / "timeline.png", dpi=DPI)
     with stage("Writing the video with its dropped blocks dimmed"):
         clip = folder / "clip.mp4"  # for the page: whole, and as small as the others
         overlays: dict[Any, Any] = {folder / f"overlay.{name}.mp4": mask for name, mask in masks.items()}
         write_overlays(first.video, overlays | {clip: torch.ones_like(masks[next(iter(masks))])}, **where)
-        for name, mask in masks.items():
-            write_gif(folder / f"overlay.{name}.gif", frames, mask, duration=first.duration, **where)
     with stage("Writing the page"):
         milliseconds = {name: dict(zip(COLUMNS, found, strict=True)) for name, found in times.items()}
         write_report(

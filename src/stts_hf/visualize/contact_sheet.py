@@ -67,27 +67,16 @@ def contact_sheet(
     tile_width = int(np.clip(fitting, *TILE_WIDTHS))
     tile_height = max(1, round(tile_width * height / width))
 
-    label_size = int(np.clip(tile_width // 14, 11, 17))
-    label_font, title_font = ImageFont.load_default(label_size), ImageFont.load_default(22)
-    label_height = label_size + 18
+    label_height = _label_size(tile_width) + 18
     sheet_width = max(2 * MARGIN + columns * (tile_width + GAP) - GAP, 640)
-    headlines: list[str] = []
-    if title:  # by the mean width of its letters, with some room for wider ones
-        letters = 0.95 * (sheet_width - 2 * MARGIN) * len(title) / title_font.getlength(title)
-        headlines = textwrap.wrap(title, int(letters), max_lines=3, placeholder=" ...")
+    headlines = _wrap(title, sheet_width - 2 * MARGIN) if title else []
     header_height = MARGIN + 32 * len(headlines) + 34
     sheet_height = header_height + rows * (tile_height + label_height + GAP) - GAP + MARGIN
 
     sheet = Image.new("RGB", (sheet_width, sheet_height), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
-    for line, text in enumerate(headlines):
-        draw.text((MARGIN, MARGIN + 32 * line), text, font=title_font, fill=TEXT)
-    kept, total = int(mask.sum()), mask.size
-    summary = (
-        f"{len(frames)} frames, {kept} of {total} video tokens kept ({kept / total:.1%}); dimmed blocks were dropped"
-    )
-    draw.text((MARGIN, header_height - 32), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
-
+    share = f"{mask.sum()} of {mask.size} video tokens kept ({mask.mean():.1%})"
+    _draw_header(draw, headlines, f"{len(frames)} frames, {share}; dimmed blocks were dropped")
     for index in range(num_tiles):
         left = MARGIN + (index % columns) * (tile_width + GAP)
         top = header_height + (index // columns) * (tile_height + label_height + GAP)
@@ -97,21 +86,40 @@ def contact_sheet(
             frame = frames[min(place, len(frames) - 1)]  # the last stays on
             tile = dim_dropped_blocks(frame, mask[index], grid, (end - start, tile_height))
             sheet.paste(tile, (left + start, top))
-
-        frame_kept, per_frame = int(mask[index].sum()), mask.shape[1]
-        bar = top + tile_height + 3
-        draw.rectangle((left, bar, left + tile_width - 1, bar + 3), fill=TRACK)
-        if frame_kept:
-            draw.rectangle((left, bar, left + round(tile_width * frame_kept / per_frame) - 1, bar + 3), fill=KEPT)
         name = f"#{index}"
         if timestamps is not None:
             name = ", ".join(f"{time:.2f}" for time in timestamps[places.start : places.stop]) + " s"
         if scores is not None and tile_width >= 200:
             name += f"   score {scores[index].mean():.2f}"
-        count = f"{frame_kept}/{per_frame}"
-        draw.text((left, bar + 6), name, font=label_font, fill=TEXT)
-        draw.text((left + tile_width, bar + 6), count, font=label_font, fill=FAINT_TEXT, anchor="ra")
+        _draw_count(draw, (left, top + tile_height + 3), tile_width, mask[index], name)
     return sheet
+
+
+def _draw_count(draw: ImageDraw.ImageDraw, corner: tuple[int, int], width: int, keep: np.ndarray, name: str) -> None:
+    """Under a tile: a bar of the share that is kept, the tile's name, and how many blocks are kept."""
+    (left, top), kept = corner, int(keep.sum())
+    draw.rectangle((left, top, left + width - 1, top + 3), fill=TRACK)
+    if kept:
+        draw.rectangle((left, top, left + round(width * kept / len(keep)) - 1, top + 3), fill=KEPT)
+    font = ImageFont.load_default(_label_size(width))
+    draw.text((left, top + 6), name, font=font, fill=TEXT)
+    draw.text((left + width, top + 6), f"{kept}/{len(keep)}", font=font, fill=FAINT_TEXT, anchor="ra")
+
+
+def _draw_header(draw: ImageDraw.ImageDraw, headlines: Sequence[str], summary: str) -> None:
+    for line, text in enumerate(headlines):
+        draw.text((MARGIN, MARGIN + 32 * line), text, font=ImageFont.load_default(22), fill=TEXT)
+    draw.text((MARGIN, MARGIN + 32 * len(headlines) + 2), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
+
+
+def _wrap(title: str, width: int) -> list[str]:
+    """Three lines at most, by the mean width of the letters, with some room for wider ones."""
+    letters = 0.95 * width * len(title) / ImageFont.load_default(22).getlength(title)
+    return textwrap.wrap(title, int(letters), max_lines=3, placeholder=" ...")
+
+
+def _label_size(tile_width: int) -> int:
+    return int(np.clip(tile_width // 14, 11, 17))
 
 
 def _choose_columns(num_frames: int, height: int, width: int) -> int:

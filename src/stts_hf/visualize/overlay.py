@@ -1,9 +1,8 @@
-"""The video itself with its dropped blocks dimmed: as MP4 at the clip's own timing, and as GIF."""
+"""The video itself with its dropped blocks dimmed: as MP4 at the clip's own timing."""
 
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import av
@@ -13,10 +12,10 @@ from PIL import Image
 from stts_hf.modeling.video_reading_stts import VideoFile
 
 from .clip_files import video_writer
-from .dimming import Array, as_array, check_mask, check_outputs, dim_dropped_blocks, fit, frame_at
+from .dimming import Array, as_array, check_mask, dim_dropped_blocks, fit, frame_at
 from .frames import VideoStream
 
-LONGEST_SIDE, GIF_SIDE = 640, 320  # pixels
+LONGEST_SIDE = 640  # pixels
 MAX_FPS = 30
 MAX_FRAMES = 5400  # three minutes at 30 per second: longer videos move in larger steps, and take no longer to write
 # At most 2 Mbit/s, a keyframe near every place that one jumps to, and the last frame in its place.
@@ -77,32 +76,3 @@ def moments_to_show(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
         return list(range(len(file.times)))
     moments = np.arange(0, file.duration, max(1 / MAX_FPS, file.duration / MAX_FRAMES))
     return file.at(np.union1d(moments, timestamps).tolist())
-
-
-def write_gif(
-    path: str | os.PathLike,
-    frames: Array,
-    keep_mask: Array,
-    grid: tuple[int, int],
-    timestamps: Sequence[float],
-    duration: float | None = None,
-    tubelet: int = 1,
-    longest_side: int = GIF_SIDE,
-) -> None:
-    """
-    Writes the sampled frames `(F, H, W, 3)` with their dropped blocks dimmed as a GIF that repeats for ever, each for
-    as long as it lasts. Arguments and errors as in `contact_sheet`, `duration` of the video in seconds.
-    """
-    frames, mask = as_array(frames), as_array(keep_mask)
-    check_outputs(frames, mask, grid, timestamps, None, tubelet)
-    last = timestamps[-1]
-    end = max(duration or 0.0, last + 0.1)
-    # In hundredths of a second, as GIF counts, without adding up what is lost.
-    lasting = np.diff(np.round(100 * np.asarray([0.0, *timestamps[1:], end]))).astype(int)
-    height, width = fit(frames.shape[1], frames.shape[2], longest_side)
-    tiles = [
-        dim_dropped_blocks(frame, mask[place // tubelet], grid, (width, height)) for place, frame in enumerate(frames)
-    ]
-    first, *others = (tile.quantize(dither=Image.Dither.NONE) for tile in tiles)
-    milliseconds = [10 * max(2, hundredths) for hundredths in lasting.tolist()]
-    first.save(Path(path), save_all=True, append_images=others, duration=milliseconds, loop=0, optimize=False)

@@ -8,11 +8,10 @@ import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from stts_hf.visualize import frames as frames_module
 from stts_hf.visualize import overlay
-from stts_hf.visualize.overlay import write_gif, write_overlays
+from stts_hf.visualize.overlay import write_overlays
 from tests.clips import decode_everything, set_display_matrix, shown_at, write_audio, write_clip
 
 GRID = (3, 4)  # blocks of 32 x 32 pixels in frames of 96 x 128
@@ -117,22 +116,6 @@ def test_a_stream_without_times_is_counted(tmp_path):
     clip = write_clip(tmp_path / "clip.h264", 10, container_format="h264")
     write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(2)}, GRID, [0.0, 0.2])
     assert len(decode_everything(tmp_path / "overlay.mp4")[1]) == 10
-
-
-def test_a_gif_shows_each_sampled_frame_for_as_long_as_it_lasts(tmp_path):
-    shown = np.zeros((4, 96, 128, 3), dtype=np.uint8)
-    shown[:] = np.arange(60, 220, 40, dtype=np.uint8)[:, None, None, None]
-    mask = some_masks(2)
-    write_gif(tmp_path / "overlay.gif", shown, mask, GRID, [0.0, 0.333, 0.667, 1.0], duration=1.5, tubelet=2)
-    with Image.open(tmp_path / "overlay.gif") as image:
-        found = []
-        for place in range(image.n_frames):  # type: ignore[attr-defined]
-            image.seek(place)
-            found.append((image.info["duration"], np.asarray(image.convert("RGB")).astype(float)))
-    assert [duration for duration, _ in found] == [330, 340, 330, 500]
-    for place, (_, picture) in enumerate(found):
-        want = expected(shown[place], mask[place // 2].numpy())
-        assert np.abs(inside(picture) - inside(want)).max() < 4  # of 256 colours
 
 
 def test_a_mask_of_another_video_is_refused_before_anything_is_written(clip, tmp_path):
