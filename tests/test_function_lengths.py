@@ -9,6 +9,7 @@ MOST_LINES = 50  # without the docstring
 TOO_LONG = {
     "cli/eval.py execute",
     "cli/predict.py execute",
+    "cli/train.py execute",
     "checkpoints/convert.py convert_checkpoint",
     "inference/answering.py answer_videos",
     "inference/asking.py answer_prompts",
