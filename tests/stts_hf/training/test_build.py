@@ -4,7 +4,7 @@ import pytest
 
 from stts_hf.data.rows import RowError
 from stts_hf.training.build import open_rows, prepare
-from stts_hf.training.config import ConfigError, load_config
+from stts_hf.training.config import load_config
 from tests.training_files import row, write_config, write_data, write_rows
 
 
@@ -37,12 +37,6 @@ def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
     open_rows(both, "eval")
     assert asked["someone/clips"]["revision"] == "v2"
     assert asked[str(data)]["revision"] is None
-
-
-def test_a_revision_of_files_is_refused(files):
-    config, _ = files
-    with pytest.raises(ConfigError, match="revision='v2' has no use"):
-        prepare(load_config(config, ["--data_revision=v2"]), progress=False)
 
 
 def test_a_file_that_is_no_video_is_found_before_the_training(files, tmp_path):

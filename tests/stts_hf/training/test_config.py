@@ -6,8 +6,7 @@ import re
 import pytest
 from transformers import TrainingArguments
 
-from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
-from stts_hf.training.config import KINDS, REFUSED, ConfigError, ModelArguments, TrainConfig, load_config, read_settings
+from stts_hf.training.config import KINDS, REFUSED, ConfigError, TrainConfig, load_config, read_settings
 from tests.conftest import REPOSITORY
 
 SMALLEST = """\
@@ -74,10 +73,6 @@ def test_options_of_training_arguments_that_are_refused_have_a_reason():
     }
 
 
-def test_every_pruning_setting_is_taken():
-    assert {*PRUNING_FIELDS, *TRAINING_FIELDS} <= {item.name for item in dataclasses.fields(ModelArguments)}
-
-
 # What is put behind SMALLEST (three lines), the place that the message names, and more of it.
 MISTAKES = {
     "unknown key": ("prunning_ratio: 0.5\n", "unknown setting `prunning_ratio`", "'pruning_ratio'?"),
@@ -141,11 +136,6 @@ def test_files_that_are_no_configuration(load, text):
         load(text)
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read"):
-        load_config(tmp_path / "nowhere.yaml")
-
-
 def test_the_command_line_takes_the_place_of_the_file(load):
     text = SMALLEST + "max_steps: 5\nlearning_rates: {scorer: 1e-4, connector: 1e-6}\n"
     config = load(
@@ -160,21 +150,6 @@ def test_the_command_line_takes_the_place_of_the_file(load):
 
 def test_null_on_the_command_line_takes_a_setting_away(load):
     assert load(SMALLEST + "eval_data: a.jsonl\n", "--eval_data", "null").data.eval_data is None
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--max_steps"], "argument --max_steps/--max-steps: expected one argument"),
-        (["--max_stepz", "1"], "unknown setting `max_stepz`. Did you mean 'max_steps'?"),
-        (["--max_steps", "1", "2"], "unknown setting `2`"),
-        (["--max_steps=["], "invalid int value: '['"),
-    ],
-)
-def test_bad_words_on_the_command_line_are_refused_as_such(load, words, message):
-    with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        load(SMALLEST, *words)
-    assert str(error.value).startswith("command line: ")
 
 
 @pytest.mark.parametrize(

@@ -308,10 +308,6 @@ def test_more_than_one_process_turns_on_always_video(processes):
     assert collator.always_video is (processes > 1)
 
 
-def test_a_collator_without_always_video_is_left_alone():
-    collator = Plain(TRAINED["molmo2"])
-    prepare_for_processes(fake_trainer(2, collator))
-    assert not hasattr(collator, "always_video")
 
 
 @pytest.mark.parametrize(

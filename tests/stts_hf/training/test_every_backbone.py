@@ -109,11 +109,3 @@ def test_a_checkpoint_of_another_family_is_refused(data, tmp_path, capsys):
     config = write_config(tmp_path, data, tmp_path / "out", model=folder)
     assert train(config) == 2
     assert "is of a 'qwen3_vl_moe' model, but must be of one of 'molmo2'" in capsys.readouterr().err
-
-
-def test_positions_that_a_model_has_not_are_refused_before_anything_is_written(data, tmp_path, capsys):
-    more = "pruned_position_ids: compact\n"
-    config = write_config(tmp_path, data, tmp_path / "out", model=TINIES["qwen3_vl"], more=more)
-    assert train(config) == 2
-    assert "`pruned_position_ids` is 'compact', but must be 'original' for dense Qwen3-VL" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

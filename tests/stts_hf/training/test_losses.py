@@ -64,15 +64,6 @@ def test_plain_trainer_takes_the_mean_of_means(tmp_path):
     assert abs(losses[0] - losses[1]) > 1e-2
 
 
-def test_the_logged_loss_is_the_sum_of_its_parts(tmp_path):
-    model = tiny_model()
-    model.config.temporal_loss_weight = 0.5
-    run = trainer(tmp_path, model=model, logging_steps=2, max_steps=4, **ACCUMULATED)
-    run.train()
-    for loss, task, temporal in zip(*(logged(run, n) for n in ("loss", "task_loss", "temporal_loss")), strict=True):
-        assert loss == pytest.approx(task + 0.5 * temporal, rel=1e-5)
-
-
 def test_a_micro_batch_without_any_label_adds_nothing(tmp_path):
     def mask_odd_rows(items):
         batch = collate(items)
@@ -111,11 +102,3 @@ def test_blocks_of_first_frames_are_not_counted(backbone, frames):
     blocks = sum(scores[1:].numel() for scores in outputs.token_scores)
     assert count(batch, model.model)[1] == blocks
     assert (blocks == 0) == (frames == (1,))
-
-
-def test_batches_without_labels_are_refused(tmp_path):
-    def drop(items):
-        return {key: value for key, value in collate(items).items() if key != "labels"}
-
-    with pytest.raises(ValueError, match="no `labels`: the collator must add them"):
-        trainer(tmp_path, data_collator=drop).train()

@@ -8,9 +8,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from stts_hf.training.losses import PruningMetrics, count, normalised_losses
+from stts_hf.training.losses import PruningMetrics
 from tests.stts_hf.training.runs import Rows, collate, logged, trainer
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
@@ -61,15 +60,6 @@ def test_text_logs_no_score(tmp_path):
     assert run.state.log_history[0]["video_tokens_per_second"] == 0
 
 
-def test_skipped_rows_are_counted(tmp_path):
-    def skip(items):
-        return collate(items) | {"skipped_ids": ["a", "b"]}
-
-    run = trainer(tmp_path, data_collator=skip, max_steps=2, logging_steps=2, gradient_accumulation_steps=2)
-    run.train()
-    assert logged(run, "skipped_rows") == [8]
-
-
 def scalars(folder: Path) -> Any:
     (file,) = folder.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file), size_guidance={"scalars": 0})
@@ -100,37 +90,6 @@ def test_frame_positions_go_to_tensorboard_alone(tmp_path, capsys, wanted):
     assert events.Scalars("train/temporal_loss")
     assert "frame_0" not in capsys.readouterr().out
     assert not any(re.search("frame_", name) for logs in run.state.log_history for name in logs)
-
-
-class Readings(TorchDispatchMode):
-    """Counts what would wait for a GPU: reading a scalar, and boolean indexing."""
-
-    WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in self.WAITING
-        return func(*args, **(kwargs or {}))
-
-
-def test_counting_reads_nothing_from_the_device():
-    model, inputs = tiny_model(), build_inputs([[3, Video(4), 5]], labels=True)
-    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-    outputs = model(**inputs)
-    statistics = PruningMetrics(torch.device("cpu"))
-    with Readings() as readings:
-        counts = count(inputs, model.model)
-        task, temporal = normalised_losses(outputs, counts, counts.clamp_min(1))
-        statistics.observe(outputs, inputs)
-        statistics.add("task_loss", task)
-        statistics.add("temporal_loss", temporal)
-    assert readings.count == 0
-    with readings:
-        statistics.read(Accelerator(cpu=True))
-    assert readings.count  # so the count can tell
 
 
 def test_the_clock_stands_while_paused(monkeypatch):
@@ -204,13 +163,3 @@ def test_an_evaluation_has_a_collator_of_its_own_and_counts_what_it_skips(tmp_pa
     assert run.predict(rows).metrics["test_skipped_rows"] == 3
     run.train()
     assert not logged(run, "skipped_rows")
-
-
-def test_prediction_without_labels(tmp_path):
-    def no_labels(items):
-        return {key: value for key, value in collate(items).items() if key != "labels"}
-
-    run = trainer(tmp_path, data_collator=no_labels)
-    output = run.predict(Rows())
-    assert output.predictions.shape[0] == 4
-    assert output.label_ids is None

@@ -76,18 +76,6 @@ def test_lengths_leave_room_for_answers(data, processor):
         prepare_rows(marked(data), processor, pruning_ratio=0.5, max_length=before["length"][0] - 1, progress=False)
 
 
-def test_rows_that_wait_for_an_answer_are_not_trained_on(data, processor):
-    rows = prepare_rows(marked(data), processor, progress=False)
-    with pytest.raises(RowError, match="its answer is yet to be written"):
-        STTSDataCollator(processor)([rows[0]])
-
-
-def test_a_row_without_answer_and_video_is_named(data, processor, tmp_path):
-    rows = write_rows(tmp_path, [{"id": "bare", "question": "What?"}])
-    with pytest.raises(RowError, match="Row 'bare': it has no answer and no video"):
-        prepare_rows(marked(rows), processor, progress=False)
-
-
 def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, processor):
     asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
     asked.append({"role": "user", "content": "And two?"})
@@ -141,15 +129,6 @@ def test_answers_follow_the_content_of_a_video_not_its_path(data, processor, tmp
     assert answer("moved.mp4") == "answer 2"
 
 
-def test_answers_with_unusual_line_breaks_are_taken_up(data, processor, tmp_path, monkeypatch):
-    rows = prepare_rows(marked(data), processor, progress=False)
-    monkeypatch.setattr(own_answers, "_generate", lambda *args: "one\u2028two\x85three")
-    first = answer_rows(rows, load_tiny(), processor, folder=tmp_path, progress=False)
-    monkeypatch.setattr(own_answers, "_generate", None)
-    again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, progress=False)
-    assert list(again["stts_answer"]) == list(first["stts_answer"])
-
-
 def test_a_damaged_file_of_answers_is_named(data, processor, tmp_path):
     (tmp_path / "_answers_0.jsonl").write_text("notes\n")
     rows = prepare_rows(marked(data), processor, progress=False)
@@ -189,36 +168,8 @@ def test_from_clips_alone_to_a_checkpoint_and_on(data, undecided, tmp_path, caps
         assert changed == (".scorer." in name), name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("--pruning_ratio=0", "`pruning_ratio` is 0: the model drops nothing"),
-        ("--freeze=scorer", "would be trained"),
-        ("--use_peft=true", "Take the part out of `freeze`"),
-        ("--default_question= ", "`default_question` is empty"),
-        ("--max_answer_tokens=0", "`max_answer_tokens` is 0, but must be at least 1"),
-    ],
-)
-def test_what_a_dry_run_finds(data, tmp_path, capsys, change, message):
-    config = write_config(tmp_path, data, tmp_path / "out", more=MORE)
-    assert train(config, "--dry-run", change) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_settings_of_answers_need_the_weight(data, tmp_path, capsys):
-    config = write_config(tmp_path, data, tmp_path / "out", more="max_answer_tokens: 4\n")
-    assert train(config, "--dry-run") == 2
-    assert "`max_answer_tokens` has no use without `distillation_weight`" in capsys.readouterr().err
-
-
 def test_without_the_weight_rows_need_answers(data, tmp_path, capsys):
     assert train(write_config(tmp_path, data, tmp_path / "out"), "--dry-run") == 2
     found = capsys.readouterr().err
     assert "Row 'train.jsonl:1': one of the columns messages and question must be filled" in found
     assert "Row 'train.jsonl:2': answer is empty" in found
-
-
-def test_data_without_any_video(tmp_path, capsys):
-    rows = write_rows(tmp_path, [{"question": "What?", "answer": "That."}])
-    assert train(write_config(tmp_path, rows, tmp_path / "out", more=MORE), "--dry-run") == 2
-    assert "`train_data` holds no row with a video, so there is nothing to learn" in capsys.readouterr().err

@@ -7,10 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from stts_hf.parts import PARTS, parts_of
-from stts_hf.training.arguments import PAPER_LEARNING_RATES, freeze_parts, is_adapter
-from stts_hf.training.scorer_alone import trained_parts
-from tests.stts_hf.training.runs import arguments, logged, trainer
-from tests.tiny import tiny_config, tiny_model
+from stts_hf.training.arguments import is_adapter
+from tests.stts_hf.training.runs import arguments, trainer
+from tests.tiny import tiny_model
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": r".*language_model.*\.q_proj"}
 
@@ -37,11 +36,6 @@ def rates(run) -> dict[str, set[float]]:
 def test_rates_are_the_papers(tmp_path):
     expected = {"language_model": {1e-5}, "vision_tower": {5e-6}, "connector": {5e-6}, "scorer": {1e-4}}
     assert rates(trainer(tmp_path)) == expected
-
-
-def test_a_part_s_rate_can_be_given_alone(tmp_path):
-    found = rates(trainer(tmp_path, learning_rates={"scorer": 3e-4}))
-    assert (found["scorer"], found["vision_tower"]) == ({3e-4}, {5e-6})
 
 
 def test_learning_rate_is_the_language_models(tmp_path):
@@ -90,18 +84,6 @@ def test_frozen_parts_stay_and_the_others_learn(tmp_path, parts):
     assert changed == set(PARTS) - set(parts)
 
 
-def test_the_scorer_learns_while_its_tower_is_frozen(tmp_path):
-    run = trainer(tmp_path, freeze=["language_model", "vision_tower", "connector"])
-    run.train()
-    assert trained_parts(run.model) == {"scorer"}
-    assert sum(len(group["params"]) for group in run.optimizer.param_groups) == 14
-
-
-def test_nothing_left_to_train_is_refused():
-    with pytest.raises(ValueError, match="Nothing is left to train: `freeze` is"):
-        freeze_parts(tiny_model(), PARTS)
-
-
 @pytest.mark.parametrize(
     ("part", "options"),
     [("language_model", {}), ("scorer", {"modules_to_save": ["scorer"]})],
@@ -139,16 +121,3 @@ def test_a_rate_for_adapters_that_are_not_there_is_refused(tmp_path):
 def test_arguments_that_cannot_be(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
-
-
-def test_rates_are_read_from_json_as_other_mappings_of_the_command_line(tmp_path):
-    assert arguments(tmp_path, learning_rates='{"scorer": 1e-3}').learning_rates == PAPER_LEARNING_RATES | {
-        "scorer": 1e-3
-    }
-
-
-@pytest.mark.parametrize("selector", ["scorer", "cosine"])
-def test_selectors_train(tmp_path, selector):
-    run = trainer(tmp_path, model=tiny_model(tiny_config(selector=selector)))
-    run.train()
-    assert any(logged(run, "temporal_loss")) == (selector == "scorer")

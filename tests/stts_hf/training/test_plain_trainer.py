@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from stts_hf import align_labels
 from tests.conftest import REPOSITORY
-from tests.stts_hf.training.runs import KeepGradients, Rows, trainer, without_ids
+from tests.stts_hf.training.runs import KeepGradients, Rows, without_ids
 from tests.tiny import tiny_model
 
 
@@ -93,8 +93,3 @@ def test_smoothed_losses_are_cross_entropy_with_smoothing_and_the_temporal_loss(
         if parameter.grad is not None:
             # Sums of another order of rows, on gradients of order 1.
             torch.testing.assert_close(kept.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_the_own_trainer_refuses_smoothing_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"`label_smoothing_factor` is 0\.1"):
-        trainer(tmp_path, label_smoothing_factor=0.1)

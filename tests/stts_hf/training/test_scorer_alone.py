@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf import STTSTrainer
 from stts_hf.parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
 from stts_hf.training.scorer_alone import score_videos
 from tests.backbones import BACKBONES, Clip
 from tests.checkpoints import weights_of
 from tests.modeling.reference import assert_gradients_equal
-from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, arguments, collate, logged, trainer
-from tests.stts_hf.training.test_resume import history
+from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, collate, logged, trainer
 from tests.tiny import Video, tiny_config, tiny_model
 from tests.training_files import train, write_config, write_data, write_rows
 
@@ -140,16 +138,6 @@ def test_it_falls_and_nothing_else_changes(tmp_path):
     assert len(called) == 1  # the model's own call is its own again
 
 
-def test_a_resumed_run_repeats_the_uninterrupted(tmp_path):
-    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
-    whole, half = (trainer(tmp_path, model=tiny_model(seed=seed), **ALONE, **options) for seed in (0, 1))
-    whole.train()
-    half.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert history(half) == history(whole)
-    for (name, weight), other in zip(whole.model.named_parameters(), half.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
-
-
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
@@ -167,11 +155,6 @@ def test_a_resumed_run_repeats_the_uninterrupted(tmp_path):
 def test_what_does_not_go_with_it(tmp_path, config, options, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, model=tiny_model(tiny_config(**config)), **ALONE | options)
-
-
-def test_metrics_of_predictions_do_not_go_with_it(tmp_path):
-    with pytest.raises(ValueError, match="no predictions for `compute_metrics`"):
-        STTSTrainer(tiny_model(), arguments(tmp_path, **ALONE), compute_metrics=lambda _: {})
 
 
 MORE = """\
@@ -222,24 +205,3 @@ def test_from_clips_alone_to_a_checkpoint_that_another_training_takes(clips, und
         if "loss" in entry
     ]
     assert first["task_loss"] > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("--num_frames=1", "`num_frames` is 1, but the temporal loss compares a frame with the one before it"),
-        ("--default_question=What?", "`default_question` has no use without `distillation_weight`"),
-        ("--use_peft=true", "Take the part out of `freeze`"),
-        ("--selector=random", "`selector` is 'random', which has nothing to learn"),
-    ],
-)
-def test_what_a_dry_run_finds(clips, tmp_path, capsys, change, message):
-    config = write_config(tmp_path, clips, tmp_path / "out", more=MORE)
-    assert train(config, "--dry-run", change) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_data_without_any_video(tmp_path, capsys):
-    rows = write_rows(tmp_path, [{"question": "What?", "answer": "That."}])
-    assert train(write_config(tmp_path, rows, tmp_path / "out", more=MORE), "--dry-run") == 2
-    assert "`train_data` holds no row with a video, so there is nothing to learn" in capsys.readouterr().err

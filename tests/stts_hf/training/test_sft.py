@@ -95,27 +95,3 @@ REFUSED = [("packing", True), ("padding_free", True), ("loss_type", "dft")]
 def test_what_knows_nothing_of_dropped_tokens_is_refused(name, value, tmp_path):
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         sft.STTSSFTConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
-
-
-NOT_USED = [
-    ("max_length", 4096),
-    ("assistant_only_loss", True),
-    ("completion_only_loss", False),
-    ("pad_to_multiple_of", 8),
-    ("eos_token", "<eos>"),
-    ("chat_template_path", "x.jinja"),
-    ("dataset_text_field", "words"),
-    ("dataset_kwargs", {"skip_prepare_dataset": False}),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), NOT_USED, ids=[name for name, _ in NOT_USED])
-def test_options_that_would_do_nothing_are_refused(name, value, tmp_path):
-    with pytest.raises(ValueError, match=f"`{name}` must be"):
-        sft.STTSSFTConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
-
-
-def test_options_that_say_what_is_done_anyway_are_taken(tmp_path):
-    taken = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    config = sft.STTSSFTConfig(output_dir=str(tmp_path), use_cpu=True, **taken)
-    assert config.dataset_kwargs == {"skip_prepare_dataset": True}

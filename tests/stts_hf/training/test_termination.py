@@ -130,15 +130,6 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
     assert logged(resumed, "loss") == logged(whole, "loss")
 
 
-def test_no_evaluation_delays_the_end(tmp_path):
-    options: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8}
-    run = trainer(tmp_path, eval_dataset=Rows(), **options)
-    run.add_callback(SignalAt(2))
-    with pytest.raises(TrainingTerminated):
-        run.train()
-    assert not logged(run, "eval_loss")
-
-
 def test_a_sigterm_in_the_last_step_is_raised_too(tmp_path):
     run = trainer(tmp_path, max_steps=2)
     run.add_callback(SignalAt(2))
@@ -160,11 +151,3 @@ def test_the_handler_is_there_while_training_alone(tmp_path):
     run.train()
     assert seen != [before]
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_training_outside_the_main_thread_works(tmp_path):
-    run = trainer(tmp_path, max_steps=1)
-    thread = threading.Thread(target=run.train)
-    thread.start()
-    thread.join(300)
-    assert run.state.global_step == 1
