@@ -9,11 +9,9 @@ MOST_LINES = 50  # without the docstring
 TOO_LONG = {
     "cli/eval.py execute",
     "cli/predict.py execute",
-    "cli/train.py execute",
     "checkpoints/convert.py convert_checkpoint",
     "inference/answering.py answer_videos",
     "inference/asking.py answer_prompts",
-    "training/own_answers.py answer_rows",
     "modeling/generation_stts.py generate",
     "modeling/modeling_stts.py forward",
     "modeling/mrope_tower_stts.py forward",

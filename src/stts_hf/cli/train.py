@@ -1,13 +1,19 @@
 """`stts-hf train config.yaml`: fine-tunes as a configuration file says; also under `accelerate launch`."""
 
 import argparse
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.progress import keep_bars_out_of_logs
 from stts_hf.shortages import is_disk_full, is_forbidden
 from stts_hf.versions import check_versions
+
+if TYPE_CHECKING:
+    from stts_hf.training.config import TrainConfig
 
 HELP = "fine-tune as a YAML file says; for several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
 
@@ -65,27 +71,47 @@ def execute(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         needs = f"{' '.join(str(error).split())} Training needs more packages: pip install 'stts-hf[train]'"
         raise CommandError(needs) from error
+    from stts_hf.training.config import ConfigError, load_config
+
+    keep_bars_out_of_logs()
+    try:
+        config = load_config(arguments.config, overrides, need_gpu=not arguments.dry_run)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    output = str(config.training.output_dir)
+    with _command_errors(output):
+        return _run(config, arguments, output)
+
+
+def _run(config: "TrainConfig", arguments: argparse.Namespace, output: str) -> int:
     from accelerate import PartialState
 
-    from stts_hf.checkpoints.push import PushRefused
-    from stts_hf.data.rows import RowError
-    from stts_hf.training.config import ConfigError, load_config
     from stts_hf.training.run import dry_run, train
     from stts_hf.training.termination import TrainingTerminated
 
-    keep_bars_out_of_logs()
-    output = ""
+    if arguments.dry_run:
+        print(dry_run(config))
+        return 0
     try:
-        config = load_config(arguments.config, overrides, need_gpu=not arguments.dry_run)
-        output = str(config.training.output_dir)
-        if arguments.dry_run:
-            print(dry_run(config))
-            return 0
         trainer = train(config, arguments.resume)
     except TrainingTerminated as error:
         print(error, file=sys.stderr)
         PartialState().destroy_process_group()  # threads of gloo may abort a process that ends after another
         return 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
+    if trainer.is_world_process_zero():
+        print(f"Saved to {output}", file=sys.stderr)
+    return 0
+
+
+@contextlib.contextmanager
+def _command_errors(output: str) -> Iterator[None]:
+    """Raises `CommandError` for what a user can mend. output: the run's folder."""
+    from stts_hf.checkpoints.push import PushRefused
+    from stts_hf.data.rows import RowError
+    from stts_hf.training.config import ConfigError
+
+    try:
+        yield
     except RowError as error:  # out of a data loader's worker, with its traceback in front
         text = str(error)
         raise CommandError(text.rpartition("RowError: ")[2] if "Original Traceback" in text else text) from error
@@ -104,6 +130,3 @@ def execute(arguments: argparse.Namespace) -> int:
             f"{trouble}, then continue from the last whole checkpoint with --resume, or "
             "where there is none, start again."
         ) from error
-    if trainer.is_world_process_zero():
-        print(f"Saved to {output}", file=sys.stderr)
-    return 0

@@ -50,7 +50,7 @@ class STTSDataCollator:
 
     `batch = collator(rows)` is a dict for `model(**batch)`: `input_ids`, `attention_mask`, `mm_token_type_ids`,
     `labels` (B, L), -100 outside the answers, what the processor gives for videos and images, and, with packed rows,
-    `position_ids` (B, L) that start over with each sample.
+    `packed_rows` and `position_ids` (B, L) that start over with each sample.
 
     Raises:
         RowError: a row cannot be read or decoded, or has more tokens after pruning than allowed; it names the row.
@@ -182,6 +182,8 @@ class STTSDataCollator:
                 padded[name][row, place] = torch.cat([getattr(sample, name) for sample in samples])
             if packed:
                 padded["position_ids"][row, place] = torch.cat([torch.arange(len(sample)) for sample in samples])
+        if packed:
+            padded["packed_rows"] = True
         if self.pad_to is not None:
             padded["pruned_length"] = self.pad_to
         return padded

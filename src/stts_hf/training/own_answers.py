@@ -10,7 +10,8 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from PIL import Image
 from tqdm import tqdm
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from stts_hf.data.collator import check_on_error
@@ -85,52 +87,68 @@ def answer_rows(
     state = PartialState()
     marks: list[str | None] = list(rows[ANSWER]) if ANSWER in rows.column_names else []
     waiting = [index for index, mark in enumerate(marks) if mark is not None and "room" in json.loads(mark)]
-    known = _read_answers(folder)
-    shown = get_frames(processor.video_processor)
-    settings = f"{identity} {shown['num_frames']} {shown['max_fps']}"
-
-    def prepare(index: int) -> tuple[int, Sample, str, Any] | RowError:
-        """The sample, a key that tells it from all others, and the inputs of its prompt where no answer is known."""
-        sample = read_row(rows[index])
-        assert sample.prompt is not None  # `prepare_rows` made it
-        text, spans = sample.prompt
-        prompt = text[: spans[-1][0]]  # up to the stand-in
-        try:
-            with row_errors(sample.id):
-                media = [digest_media(source) for source in (*sample.videos, *sample.images)]
-                key = hashlib.sha256(json.dumps([settings, sample.room, prompt, media]).encode()).hexdigest()
-                return index, sample, key, None if key in known else process(processor, sample, prompt)
-        except RowError as error:
-            return error
-
+    if not waiting:
+        return rows
+    author = _Author(model, processor, identity, _read_answers(folder))
     mine = waiting[state.process_index :: state.num_processes]
-    found: list[tuple[int, str]] = []
-    with _writer(folder, state.process_index) as write, contextlib.closing(prefetch(prepare, mine)) as prepared:
+    found: dict[int, str] = {}
+    prepared = prefetch(lambda index: author.prepare(rows[index]), mine)
+    with _writer(folder, state.process_index) as write, contextlib.closing(prepared):
         show = progress and state.is_main_process
-        for one in tqdm(prepared, total=len(mine), desc="Answering rows", disable=None if show else True):
+        bar = tqdm(prepared, total=len(mine), desc="Answering rows", disable=None if show else True)
+        for index, request in zip(mine, bar, strict=True):
             try:
-                if isinstance(one, RowError):
-                    raise one
-                index, sample, key, inputs = one
-                answer = known[key] if inputs is None else _generate(model, processor, inputs, sample.room)
-                if inputs is not None:
-                    write({"key": key, "id": sample.id, "answer": answer})
-                if not answer:
-                    raise RowError(f"Row {sample.id!r}: the unpruned model answers nothing.", sample.id)
-                found.append((index, answer))
+                found[index] = author.answer(request, write)
             except RowError as error:
                 if on_error == "raise":
                     raise
                 logger.warning(f"Left out: {error}")
-    answers = dict(gather_object(found))
+    answers = dict(gather_object(list(found.items())))
     for index, answer in answers.items():
         marks[index] = json.dumps({"question": json.loads(marks[index] or "")["question"], "answer": answer})
-    if not waiting:
-        return rows
     rows = with_column(rows.remove_columns([PROMPT]), ANSWER, marks, "string")
     rows = rows.remove_columns([LENGTH]) if LENGTH in rows.column_names else rows
     left_out = set(waiting) - answers.keys()
     return rows.select([index for index in range(len(rows)) if index not in left_out])
+
+
+@dataclass
+class _Author:
+    """known: earlier answers by key."""
+
+    model: PreTrainedModel
+    processor: Any
+    identity: str
+    known: dict[str, str]
+
+    def prepare(self, row: Mapping[str, Any]) -> tuple[Sample, str, Any] | RowError:
+        """The sample, a key that tells it from all others, and the inputs of its prompt where no answer is known."""
+        sample = read_row(row)
+        assert sample.prompt is not None  # `prepare_rows` made it
+        text, spans = sample.prompt
+        prompt = text[: spans[-1][0]]  # up to the stand-in
+        shown = get_frames(self.processor.video_processor)
+        try:
+            with row_errors(sample.id):
+                media = [digest_media(source) for source in (*sample.videos, *sample.images)]
+                settings = f"{self.identity} {shown['num_frames']} {shown['max_fps']}"
+                key = hashlib.sha256(json.dumps([settings, sample.room, prompt, media]).encode()).hexdigest()
+                return sample, key, None if key in self.known else process(self.processor, sample, prompt)
+        except RowError as error:
+            return error
+
+    def answer(self, request: tuple[Sample, str, Any] | RowError, write: Callable[[dict[str, str]], None]) -> str:
+        """Raises `RowError` for a row that cannot be read, and an empty answer."""
+        if isinstance(request, RowError):
+            raise request
+        sample, key, inputs = request
+        answer = self.known.get(key)
+        if answer is None:
+            answer = _generate(self.model, self.processor, inputs, sample.room)
+            write({"key": key, "id": sample.id, "answer": answer})
+        if not answer:
+            raise RowError(f"Row {sample.id!r}: the unpruned model answers nothing.", sample.id)
+        return answer
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from stts_hf.training.distributed import kinds_that_must_agree, prepare_for_proc
 from tests.backbones import BACKBONES
 from tests.checkpoints import TINY
 from tests.conftest import REPOSITORY
-from tests.stts_hf.training.processes import TRAINED, Plain, main, write_rows
+from tests.stts_hf.training.processes import TRAINED, main, write_rows
 from tests.tiny import Video
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
@@ -306,8 +306,6 @@ def test_more_than_one_process_turns_on_always_video(processes):
     collator = STTSDataCollator(STTSProcessor.from_pretrained(TINY))
     prepare_for_processes(fake_trainer(processes, collator))
     assert collator.always_video is (processes > 1)
-
-
 
 
 @pytest.mark.parametrize(
