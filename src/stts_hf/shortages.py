@@ -2,10 +2,13 @@
 
 import errno
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _FULL = (
     "No space left on device",
     "Disk quota exceeded",
@@ -43,6 +46,30 @@ def is_out_of_memory(error: BaseException) -> bool:
         or _is(one, (errno.ENOMEM,), _NO_MEMORY)
         or (isinstance(one, ImportError) and any(word in str(one) for word in _NO_MEMORY))
         for one in _chain(error)
+    )
+
+
+def in_halves(call: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result | MemoryError]:
+    """
+    `call(items)`, a result for each; where memory runs short, of each half of them. An item that does not fit alone has
+    a `MemoryError` as its result.
+    """
+    try:
+        return [*call(items)] if items else []
+    except (MemoryError, RuntimeError) as error:  # of a CPU and of a device
+        if not is_out_of_memory(error):
+            raise
+        if len(items) == 1:
+            return [too_large(error)]
+    middle = len(items) // 2  # behind the `except`, which holds on to what was allocated
+    return in_halves(call, items[:middle]) + in_halves(call, items[middle:])
+
+
+def too_large(error: Exception) -> MemoryError:
+    """What to say of a row that does not fit into memory alone."""
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    return MemoryError(
+        f"This row alone does not fit into memory ({said}): fewer frames, a higher pruning ratio or bfloat16 take less"
     )
 
 

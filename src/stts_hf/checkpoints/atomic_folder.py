@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Pat
 def atomic_file(destination: Path) -> Iterator[Path]:
     """
     Gives a path beside `destination`, to be written; it takes the place when the `with` block ends without error. Where
-    a link stands there, its target is written.
+    a link stands there, its target is written. Mode and owner of a file that was there stay.
     """
     name, destination = destination.name, Path(os.path.realpath(destination))
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +69,11 @@ def atomic_file(destination: Path) -> Iterator[Path]:
     try:
         new = folder / name  # by whose ending libraries choose a format
         yield new
+        with contextlib.suppress(FileNotFoundError):
+            before = destination.stat()
+            new.chmod(stat.S_IMODE(before.st_mode))
+            with contextlib.suppress(PermissionError):  # only root may give files away
+                os.chown(new, before.st_uid, before.st_gid)
         _sync(new)
         new.replace(destination)
     finally:

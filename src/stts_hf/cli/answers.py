@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stts_hf.cli.options import (
     processing,
 )
 from stts_hf.cli.progress import note
-from stts_hf.cli.report import check_folder
+from stts_hf.cli.report import check_file
 from stts_hf.data.isolated import start_early
 
 MOST_WORKERS = 4  # by default
@@ -52,6 +52,13 @@ def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
         metavar="N",
         help="processes that decode ahead; 0: a thread (default: one a core, 4 at most)",
     )
+    parser.add_argument(
+        "--decode-timeout",
+        type=positive,
+        default=600,
+        metavar="S",
+        help="seconds a process may take to read one row's videos and images (default: 600)",
+    )
     add_device_options(parser)
     add_url_option(parser)
 
@@ -73,11 +80,11 @@ def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str
     """Raises `CommandError` where no file of answers can be made, before anything slow happens."""
     if output is None:
         return
-    if output.is_dir() or output.suffix not in endings:
+    if output.suffix not in endings:
         raise CommandError(f"--output {output} must be a file that ends in {' or '.join(endings)}")
-    if output.exists() and any(path.exists() and os.path.samefile(path, output) for path in inputs):
+    check_file("--output", output)
+    if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
         raise CommandError(f"--output {output} is the file of the questions; name another")
-    check_folder("--output", output)
 
 
 def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> 
 
 @contextlib.contextmanager
 def open_output(
-    path: Path | None, settings: Mapping[str, Any], *, retry_errors: bool = True
+    path: Path | None, settings: Mapping[str, Any], *, columns: Set[str], retry_errors: bool = True
 ) -> Iterator[tuple[dict[str, Any], Write, Write]]:
     """
     The answers that are there, what adds one, and what ends the file; without a path in memory alone. Raises
@@ -110,7 +117,7 @@ def open_output(
     from stts_hf.inference.answers_file import AnswersError, open_answers
 
     try:
-        with open_answers(path, settings, retry_errors=retry_errors) as file:
+        with open_answers(path, settings, columns=columns, retry_errors=retry_errors) as file:
             try:
                 yield file.answered, file.write, file.finish
             except KeyboardInterrupt:

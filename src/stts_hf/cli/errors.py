@@ -1,6 +1,7 @@
 """What the user got wrong, as opposed to what the program got wrong."""
 
 import contextlib
+import errno
 import importlib.util
 from collections.abc import Iterator
 
@@ -19,8 +20,10 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def shortage(error: BaseException, less_memory: str | None) -> str | None:
-    """What the machine lacked, and the remedy; None for any other error. less_memory: settings that take less."""
+    """What the system refused, and the remedy; None for any other error. less_memory: settings that take less."""
     what = one_line(error, 200)
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return f"a path cannot be used ({what}): name another"
     if is_out_of_memory(error):
         remedy = f"try {less_memory}" if less_memory else "give the same command again where more is free"
         return f"out of memory ({what}): {remedy}"

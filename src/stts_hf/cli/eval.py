@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
     need_extras("Reading rows needs more packages", "train")
     start_workers_early(arguments)
     import_libraries()
-    from stts_hf.evaluation.evaluate import ask_openly, evaluate
+    from stts_hf.evaluation.evaluate import ask_openly, evaluate, record_of
     from stts_hf.evaluation.scoring import summarize
 
     device = choose_device(arguments.device)
@@ -72,7 +73,8 @@ def execute(arguments: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files(files_of(arguments.rows))}}
     settings |= settings_of(arguments, checkpoint, config)
     settings |= {"without_options": True} if arguments.without_options else {}
-    with open_output(arguments.output, settings) as (records, write, finish):
+    columns = frozenset(record_of({"id": ""}, ValueError()))
+    with open_output(arguments.output, settings, columns=columns) as (records, write, finish):
         left = [row for row in rows if row["id"] not in records]
         if len(left) < len(rows):
             note(f"{len(rows) - len(left)} of {len(rows)} questions are answered in {arguments.output} already")
@@ -89,6 +91,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 pruning_ratio=arguments.pruning_ratio,
                 batch_size=arguments.batch_size,
                 num_workers=workers_of(arguments),
+                decode_timeout=arguments.decode_timeout,
                 processing=processing(arguments),
                 max_new_tokens=arguments.max_new_tokens,
                 allow_urls=arguments.allow_urls,
@@ -112,8 +115,9 @@ def files_of(rows: Path) -> list[Path]:
 
 def check_rows(rows: Path) -> None:
     """Refuses what can be refused before anything slow happens."""
-    if not rows.is_file():
-        raise CommandError(f"ROWS.jsonl {rows} {'is a folder' if rows.is_dir() else 'does not exist'}; name a file")
+    if not os.path.isfile(rows):
+        what = "is a folder" if os.path.isdir(rows) else "does not exist"
+        raise CommandError(f"ROWS.jsonl {rows} {what}; name a file")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

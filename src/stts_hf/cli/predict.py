@@ -72,6 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
         start_workers_early(arguments)
     import_libraries()
     from stts_hf.inference.answering import check_question
+    from stts_hf.inference.predicting import record_of
 
     options = {
         "checkpoint": checkpoint,
@@ -83,6 +84,7 @@ def execute(arguments: argparse.Namespace) -> int:
         "processing": processing(arguments),
         "batch_size": arguments.batch_size,
         "max_new_tokens": arguments.max_new_tokens,
+        "decode_timeout": arguments.decode_timeout,
         "allow_urls": arguments.allow_urls,
     }
     predictor = make_predictor(arguments, options)
@@ -96,7 +98,8 @@ def execute(arguments: argparse.Namespace) -> int:
     settings = {"inputs": list(map(os.path.normpath, arguments.inputs)), "prompt": arguments.prompt}
     settings |= {"split": arguments.split, "subset": arguments.subset}
     settings |= settings_of(arguments, checkpoint, predictor.config)
-    with open_output(lines, settings, retry_errors=arguments.retry_errors) as (records, write, finish):
+    columns = frozenset(record_of({"id": ""}, ValueError()))
+    with open_output(lines, settings, columns=columns, retry_errors=arguments.retry_errors) as (records, write, finish):
         check_same(rows, records, output)
         left = [row for row in rows if row["id"] not in records]
         if len(left) < len(rows):
@@ -127,12 +130,21 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of all inputs. Raises `CommandError` for what cannot be found or read."""
+    from stts_hf.inference.answers_file import summary_path
     from stts_hf.inference.inputs import needs_datasets, read_inputs
 
+    output = arguments.output
+    leave_out = [] if output is None else [output, output.with_suffix(".jsonl"), summary_path(output)]
     try:
-        if needs_datasets(arguments.inputs):
+        if needs_datasets(arguments.inputs, leave_out):
             need_extras("Reading rows needs more packages", "train")
-        return read_inputs(arguments.inputs, prompt=arguments.prompt, split=arguments.split, subset=arguments.subset)
+        return read_inputs(
+            arguments.inputs,
+            prompt=arguments.prompt,
+            split=arguments.split,
+            subset=arguments.subset,
+            leave_out=leave_out,
+        )
     except ValueError as error:
         raise CommandError(one_line(error, limit=500)) from error
 

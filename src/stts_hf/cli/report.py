@@ -1,6 +1,7 @@
 """What `stts-hf run` gives a person, lines and a picture; and where it may write them."""
 
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,19 @@ def check_picture(path: Path) -> None:
     """Raises `CommandError` where the picture of a single video cannot be written; an older one is replaced."""
     if path.suffix.lower() not in PICTURES:
         raise CommandError(f"--output {path} must end in .png, .jpg or .webp")
-    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-        raise CommandError(f"--output {path} is there already and cannot be written over; name another file")
-    check_folder("--output", path)
+    check_file("--output", path)
 
 
-def check_folder(option: str, path: Path) -> None:
-    """Raises `CommandError` where the folder of a file that is to be written is missing or cannot be written to."""
-    folder = path.resolve().parent
+def check_file(option: str, path: Path) -> None:
+    """Raises `CommandError` where a file cannot be written, or something else than a file is there."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode) or not os.access(path, os.W_OK):
+            raise CommandError(f"{option} {path} is there already and cannot be written over; name another file")
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long, a loop of links
+        raise CommandError(f"{option} {path} cannot be used: {error.strerror}; name another file") from error
+    folder = Path(os.path.realpath(path)).parent
     if not folder.exists():
         raise CommandError(f"{option} {path} lies in a folder that does not exist; create {folder} first")
     check_writable(option, folder)

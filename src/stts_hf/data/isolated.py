@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any, Generic, Self, TypeVar
 
 # A process that is forked off one that has imported PyTorch starts in milliseconds, another in seconds. Elsewhere than
@@ -34,7 +35,7 @@ def start_early(module: str) -> None:
 
 
 class ProcessDied(RuntimeError):
-    """The process of a call ended before the call did."""
+    """The process of a call ended before the call did, by itself or because the call took too long."""
 
 
 class CannotStart(RuntimeError):
@@ -52,13 +53,15 @@ class Isolated(Generic[Item, Result]):
     fork server, which lives on. The function, what it takes and what it returns must be picklable; it goes to a process
     once. Leaving the `with` block ends calls that are under way.
 
+    timeout: seconds that a call may take; None sets no limit.
+
     Raises:
-        ProcessDied: the process of this call died; the next call has a new one.
+        ProcessDied: the process of this call died, or the call took longer than `timeout`; the next call has a new one.
         CannotStart: there can be no process. What the function raises comes through.
     """
 
-    def __init__(self, function: Callable[[Item], Result]):
-        self._function = function
+    def __init__(self, function: Callable[[Item], Result], timeout: float | None = None):
+        self._function, self._timeout = function, timeout
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._workers: list[_Worker] = []
@@ -68,7 +71,7 @@ class Isolated(Generic[Item, Result]):
     def __call__(self, item: Item) -> Result:
         worker = self._take()
         try:
-            returned, value = worker.call(item)
+            returned, value = worker.call(item, self._timeout)
         except ProcessDied:
             with self._lock:
                 self._workers.remove(worker)
@@ -123,22 +126,24 @@ class _Worker:
                 '`if __name__ == "__main__":`; num_workers=0 needs none.'
             ) from error
 
-    def call(self, item: Any) -> Any:
+    def call(self, item: Any, timeout: float | None) -> Any:
         message = _dump(item)
         try:
             self.connection.send_bytes(message)
         except OSError as error:
             raise ProcessDied(self._end()) from error
-        return self._receive()
+        return self._receive(timeout)
 
     def end(self) -> None:
         self.process.terminate()
         self.process.join()
         self.connection.close()
 
-    def _receive(self) -> Any:
+    def _receive(self, timeout: float | None = None) -> Any:
         # A process that was forked meanwhile may hold the pipe open, so that its end alone says too little.
-        multiprocessing.connection.wait([self.connection, self.process.sentinel])
+        if not multiprocessing.connection.wait([self.connection, self.process.sentinel], timeout):
+            self.process.kill()
+            raise ProcessDied(f"it took longer than {timeout:g} seconds and was stopped.")
         try:
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())
@@ -153,6 +158,7 @@ class _Worker:
 
 
 def _serve(connection: Any, function: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
@@ -173,6 +179,7 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
     if os.name != "posix":
         yield
         return
+    resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

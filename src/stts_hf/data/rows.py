@@ -116,8 +116,8 @@ def check_files(sample: Sample, allow_urls: bool = False) -> None:
                 continue
             if is_url(source):
                 problem = (
-                    f"{source!r} is a URL, and nothing is fetched unasked. Download it and give its path, or allow "
-                    "URLs: allow_urls=True, in a configuration `allow_urls: true`."
+                    f"{source!r} is a URL, and nothing is fetched unasked. Download it and give its path, or pass "
+                    "allow_urls (--allow-urls on the command line)."
                 )
             elif not os.path.isfile(source):
                 problem = f"the file {source!r} {_why_no_file(source)}."
@@ -142,7 +142,7 @@ def _read(row: Any, name: str) -> Sample:
         raise TypeError(f"a row must be a dict of columns, got {type(row).__name__}.")
     root = Path(row["media_root"]) if row.get("media_root") else None
     own = json.loads(row[ANSWER]) if row.get(ANSWER) else None
-    messages = _read_messages(row if own is None else _answered(row, own))
+    messages = _read_messages(row, own)
     media = {key: _fill(messages, kind, _read_media(row, kind, root), root) for kind, key in MEDIA.items()}
     if row.get(WITHIN):
         _check_within([Path(place) for place in json.loads(row[WITHIN])], row.get("subtitles"), root, media)
@@ -173,28 +173,31 @@ def _check_within(allowed: list[Path], subtitles: Any, root: Path | None, media:
             )
 
 
-def _answered(row: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without an answer with the `own` one of the model, or a stand-in for it."""
-    messages = row.get("messages")
-    if messages is None:
-        question = row.get("question")
-        messages = choice_messages(own["question"] if question is None else question, row.get("options"), None)
-    answer = {"role": "assistant", "content": own.get("answer", _STAND_IN)}
-    return {**row, "messages": [*messages, answer], "question": None}
-
-
-def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Messages with their content as a list of parts, or as text for subtitles."""
+def _conversation(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[list[Any], Sequence[int]]:
+    """
+    The messages of a row, and which of them may hold placeholders: not the texts of a question, nor an `own` answer of
+    the model, which is the last message, or a stand-in for it.
+    """
     given, question = row.get("messages"), row.get("question")
+    if own is not None and given is None and question is None:
+        question = own["question"]
     if (given is None) == (question is None):
         columns = sorted(name for name, value in row.items() if value is not None)
         raise ValueError(f"one of the columns messages and question must be filled, this row has {columns}.")
+    answer = [] if own is None else [{"role": "assistant", "content": own.get("answer", _STAND_IN)}]
     if given is None:
-        if row.get("answer") is None:
+        if own is None and row.get("answer") is None:
             raise ValueError("answer is empty, so there is nothing to learn of the question.")
-        given = choice_messages(question, row.get("options"), row.get("answer"))
+        asked = choice_messages(question, row.get("options"), row.get("answer") if own is None else None)
+        return [*asked, *answer], ()
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise TypeError(f"messages must be a list of {{'role', 'content'}}, got {given!r}.")
+    return [*given, *answer], range(len(given))
+
+
+def _read_messages(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Messages with their content as a list of parts, or as text for subtitles."""
+    given, with_placeholders = _conversation(row, own)
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(given):
         if not isinstance(message, Mapping) or message.get("role") is None or message.get("content") is None:
@@ -206,7 +209,8 @@ def _read_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if role == "subtitle":
             messages.append({"role": role, "content": "\n".join(part.get("text", "") for part in parts)})
             continue
-        parts = [piece for part in parts for piece in _split(part)]
+        if number in with_placeholders:
+            parts = [piece for part in parts for piece in _split(part)]
         if role == "assistant" and any(part["type"] != "text" for part in parts):
             raise ValueError(f"messages[{number}]: an answer cannot hold a video or image.")
         if role == "assistant" and not "".join(part["text"] for part in parts).strip():

@@ -20,6 +20,7 @@ def evaluate(
     pruning_ratio: float | None = None,
     batch_size: int = 8,
     num_workers: int = 0,
+    decode_timeout: float | None = 600.0,
     processing: Mapping[str, Any] | None = None,
     max_new_tokens: int = 16,
     allow_urls: bool = False,
@@ -36,6 +37,7 @@ def evaluate(
         pruning_ratio: share `k` of video tokens to drop, by default the model's.
         batch_size: most questions at once.
         num_workers: processes that decode; with 0 a thread of this one does.
+        decode_timeout: seconds that such a process may take over one row; None sets no limit.
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
         max_new_tokens: tokens that an answer may have.
         allow_urls: whether videos and images may be fetched from http(s) URLs.
@@ -57,6 +59,7 @@ def evaluate(
         pruning_ratio=pruning_ratio,
         batch_size=batch_size,
         num_workers=num_workers,
+        decode_timeout=decode_timeout,
         processing=processing,
         allow_urls=allow_urls,
         max_new_tokens=max_new_tokens,

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ from stts_hf.data.collator import join_vision
 from stts_hf.data.encoding import find_control_token
 from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.settings_stts import check_pruning_ratio, check_vision_config
+from stts_hf.shortages import in_halves
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # tensors have no one `==`
 class VideoAnswer:
     """The answer about one video, or why there is none; all that follows `error` is empty then. `prepare_video` fills
     in what is known before the model answers, `answer_prepared` the rest.
@@ -112,8 +114,8 @@ def answer_videos(
         batch_size: videos that the model answers about at once, padded to the longest. By default one: its prompt of
             thousands of tokens fills a device. 64 frames at 378 pixels take 110 MB, and as many wait as are in a batch.
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
-        on_error: "raise" ends with the error at a video that cannot be read; "return" yields a `VideoAnswer` with that
-            `error` in its place and continues.
+        on_error: "raise" ends with the error at a video that cannot be read, or that does not fit into memory alone;
+            "return" yields a `VideoAnswer` with that `error` in its place and continues.
         generate_options: of `model.generate`, such as `max_new_tokens`; its first sequence is the answer.
 
     Yields:
@@ -145,23 +147,22 @@ def answer_videos(
             return VideoAnswer(*pair, error=error), None
 
     def complete(batch: Sequence[tuple[VideoAnswer, BatchFeature | None]]) -> Iterator[VideoAnswer]:
-        readable = [(answer, inputs) for answer, inputs in batch if inputs is not None]
-        answered: Iterator[VideoAnswer] = iter(())
-        if readable:
-            answered = iter(answer_prepared(model, processor, readable, pruning_ratio=ratio, **generate_options))
+        call = functools.partial(answer_prepared, model, processor, pruning_ratio=ratio, **generate_options)
+        answered = iter(in_halves(call, [(answer, inputs) for answer, inputs in batch if inputs is not None]))
         for answer, inputs in batch:
-            yield answer if inputs is None else next(answered)
+            found = answer if inputs is None else next(answered)
+            found = dataclasses.replace(answer, error=found) if isinstance(found, MemoryError) else found
+            if found.error is not None and on_error == "raise":
+                raise found.error
+            yield found
 
     def answers() -> Generator[VideoAnswer, None, None]:
         with contextlib.closing(prefetch(prepare, pairs, ahead=max(2, batch_size))) as prepared:
             batch: list[tuple[VideoAnswer, BatchFeature | None]] = []
             started = time.perf_counter()
             for begun, inputs in prepared:
-                if begun.error is not None and on_error == "raise":
-                    yield from complete(batch)
-                    raise begun.error
                 batch.append((dataclasses.replace(begun, seconds_waited=time.perf_counter() - started), inputs))
-                if len(batch) == batch_size:
+                if len(batch) == batch_size or (inputs is None and on_error == "raise"):
                     yield from complete(batch)
                     batch = []
                 started = time.perf_counter()
@@ -297,9 +298,13 @@ def pad(rows: Sequence[torch.Tensor], filler: int = 0, padding_side: str = "left
 
 
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A processor's output on the model's device, in its dtype; videos' grids stay on the host, where they are read."""
-    moved = {**BatchFeature(dict(inputs)).to(model.device, dtype=model.dtype)}
-    return moved | frames.grids_of(inputs)
+    """
+    A processor's output on the model's device, pixels in its dtype: Qwen2.5-VL's seconds per frame need float32.
+    Videos' grids stay on the host, where they are read.
+    """
+    moved = {**BatchFeature(dict(inputs)).to(model.device)}
+    pixels = {name: moved[name].to(model.dtype) for name in moved if name.startswith("pixel_values")}
+    return moved | pixels | frames.grids_of(inputs)
 
 
 def check_question(processor: Any, question: Any) -> None:

@@ -9,10 +9,11 @@ import contextlib
 import io
 import json
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import read_json
@@ -33,13 +34,16 @@ class AnswersFile:
         answered: the answers that are there, by id.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], file: io.FileIO, answered: dict[str, dict[str, Any]]):
+    def __init__(self, path: Path, settings: Mapping[str, Any], answered: dict[str, dict[str, Any]], file: io.FileIO):
         self.path, self.settings, self.answered = path, settings, answered
-        self._file = file
+        self._file, self._marked = file, False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds an answer, whole or not at all; raises `AnswersError` where the disk is full."""
         with _writing(self.path):
+            if not self._marked:  # an earlier run may have finished
+                _write_summary(self.path, self.settings, None)
+                self._marked = True
             write_line(self._file, record)
         self.answered[record["id"]] = dict(record)
 
@@ -56,32 +60,41 @@ def summary_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def open_answers(path: Path, settings: Mapping[str, Any], *, retry_errors: bool = True) -> Iterator[AnswersFile]:
+def open_answers(
+    path: Path, settings: Mapping[str, Any], *, columns: Set[str] = frozenset(), retry_errors: bool = True
+) -> Iterator[AnswersFile]:
     """
     Opens a new file, or one of an earlier run with the same settings: a line that a kill tore is dropped.
 
-    settings: plain JSON: whatever changes what is answered. retry_errors: whether questions with an error are dropped
-    too, so that they are asked again. Raises `AnswersError` where the file holds something else,
-    another process writes to it, or it cannot be written.
+    settings: plain JSON: whatever changes what is answered. columns: what every answer has. retry_errors: whether
+    questions with an error are dropped too, so that they are asked again. Raises `AnswersError` where the file holds
+    something else, another process writes to it, or it cannot be written.
     """
     settings = json.loads(json.dumps(settings))
-    answered: dict[str, dict[str, Any]] = {}
+    target = Path(os.path.realpath(path))  # of a link
     with contextlib.ExitStack() as stack:
         with _writing(path):
-            file = stack.enter_context(io.FileIO(path, "a"))
-            _lock(file, path)
-            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # written again by one that ended just now
-                raise AnswersError(f"Another process wrote to {path} just now. Try again, or name another file.")
-            if path.stat().st_size == 0:
-                _write_summary(path, settings, None)
-            else:
-                answered, changed = _read(path, settings, retry_errors)
+            try:
+                stack.enter_context(filelock.FileLock(target.with_name(f".{target.name}.lock"), timeout=0))
+            except filelock.Timeout as error:
+                raise AnswersError(f"Another process writes to {path}. Wait for it, or name another file.") from error
+            answered: dict[str, dict[str, Any]] = {}
+            if path.exists() and path.stat().st_size:
+                answered, changed = _read(path, settings, columns, retry_errors)
                 if changed:
-                    file = stack.enter_context(_write_again(path, answered))
-        yield AnswersFile(path, settings, file, answered)
+                    _write_summary(path, settings, None)
+                    with atomic_file(path) as new, io.FileIO(new, "w") as whole:
+                        for record in answered.values():
+                            write_line(whole, record)
+            else:
+                _write_summary(path, settings, None)
+            file = stack.enter_context(io.FileIO(path, "a"))
+        yield AnswersFile(path, settings, answered, file)
 
 
-def _read(path: Path, settings: Mapping[str, Any], retry_errors: bool) -> tuple[dict[str, dict[str, Any]], bool]:
+def _read(
+    path: Path, settings: Mapping[str, Any], columns: Set[str], retry_errors: bool
+) -> tuple[dict[str, dict[str, Any]], bool]:
     """The answers of an earlier run, and whether there is more in its file. Raises `AnswersError`."""
     advice = "Name another file, or move that one away."
     try:
@@ -94,6 +107,9 @@ def _read(path: Path, settings: Mapping[str, Any], retry_errors: bool) -> tuple[
             f"{path} holds something already, but {summary_path(path).name} beside it does not say with which "
             f"settings it was made. {advice}"
         )
+    for number, row in enumerate(rows, 1):
+        if missing := columns - row.keys():
+            raise AnswersError(f"{path}:{number} has no {sorted(missing)[0]!r}, which every answer has. {advice}")
     differences = [
         f"{name} was {_shown(made_with['settings'].get(name))}, and is {_shown(settings.get(name))} now"
         for name in sorted(made_with["settings"].keys() | settings.keys())
@@ -105,23 +121,6 @@ def _read(path: Path, settings: Mapping[str, Any], retry_errors: bool) -> tuple[
         row["id"]: row for row in rows if isinstance(row.get("id"), str) and not (retry_errors and row.get("error"))
     }
     return good, torn or len(good) < len(rows)
-
-
-def _write_again(path: Path, answered: Mapping[str, Mapping[str, Any]]) -> io.FileIO:
-    """Puts a file of these answers in place of the one that is there; returns it, open for more."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    file = io.FileIO(beside, "x")
-    try:
-        _lock(file, path)
-        for record in answered.values():
-            write_line(file, record)
-        os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        file.close()
-        beside.unlink(missing_ok=True)
-        raise
-    return file
 
 
 def _write_summary(path: Path, settings: Mapping[str, Any], summary: Mapping[str, Any] | None) -> None:
@@ -140,18 +139,6 @@ def _writing(path: Path) -> Iterator[None]:
         raise AnswersError(
             f"{path} cannot be written: {error}. What it holds stays; the same command goes on."
         ) from error
-
-
-def _lock(file: io.FileIO, path: Path) -> None:
-    """Keeps the file from other processes until it is closed. Raises `AnswersError` where one has it already."""
-    if os.name != "posix":
-        return
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise AnswersError(f"Another process writes to {path}. Wait for it, or name another file.") from error
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,8 @@ Chat templates put videos and images first. So a prompt is a head, which ends wi
 of text. Prompts with the same head take copies of what the cache holds after it, and their tails are answered together.
 """
 
+import functools
+import itertools
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +17,13 @@ import torch
 
 from stts_hf.data.encoding import find_control_token
 from stts_hf.modeling.generation_stts import resolve_setting
-from stts_hf.shortages import is_out_of_memory
+from stts_hf.shortages import in_halves, is_out_of_memory, too_large
 
 from .answering import check_batch_size, decode_answers, inputs_for, join_prompts, processing_options
 from .decoding import PreparedHead, decode_ahead
 from .heads import read_heads, tokenize_tails
+
+DECODE_TIMEOUT = 600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,6 @@ class PromptAnswer:
     seconds: float
     frames: int = 0
     damaged_frames: int = 0
-
-
-_Answers = list[tuple[int, PromptAnswer | Exception]]
 
 
 @dataclass
@@ -117,6 +118,7 @@ def answer_prompts(
     pruning_ratio: float,
     batch_size: int = 8,
     num_workers: int = 0,
+    decode_timeout: float | None = DECODE_TIMEOUT,
     processing: Mapping[str, Any] | None = None,
     **generate_options: Any,
 ) -> Generator[tuple[int, PromptAnswer | Exception], None, None]:
@@ -129,6 +131,8 @@ def answer_prompts(
         batch_size: most prompts that the model answers at once. As many videos wait decoded: 64 frames at 378 pixels
             take 110 MB.
         num_workers: processes that decode, which crash in place of this one; with 0 a thread of this one does.
+        decode_timeout: seconds that a process may take to read the videos and images of a prompt, downloads included;
+            None sets no limit. A thread cannot be stopped.
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
         generate_options: of `model.generate`.
 
@@ -145,48 +149,36 @@ def answer_prompts(
     # Native beam search makes its own copies of a cache.
     beams = (resolve_setting("num_beams", generate_options, *configs) or 1) > 1
 
-    def answer(heads: Sequence[list[int]], prepared: Sequence[PreparedHead], shares: bool) -> _Answers:
-        chosen = [[prompts[place] for place in head] for head in heads]
-        try:
-            found = answer_batch(
-                *(model, processor, chosen, prepared, batch_size),
-                shares=shares,
-                pruning_ratio=pruning_ratio,
-                **generate_options,
-            )
-            return list(zip((place for head in heads for place in head), found, strict=True))
-        except (MemoryError, RuntimeError) as error:  # of a CPU and of a device
-            if not is_out_of_memory(error):
-                raise
-            if len(heads) == 1:
-                return [(place, _too_large(error)) for place in heads[0]]
-        # Behind the `except`, which holds on to what was allocated.
-        return [pair for head, alone in zip(heads, prepared, strict=True) for pair in answer([head], [alone], shares)]
+    def answer(rows: Sequence[tuple[int, PreparedHead]], shares: bool) -> list[PromptAnswer]:
+        """Answers to prompts, by their places, those of a head together."""
+        heads = [list(rows) for _, rows in itertools.groupby(rows, key=lambda row: id(row[1]))]
+        return answer_batch(
+            *(model, processor, [[prompts[place] for place, _ in head] for head in heads]),
+            *([head[0][1] for head in heads], batch_size),
+            shares=shares,
+            pruning_ratio=pruning_ratio,
+            **generate_options,
+        )
 
     def answers() -> Generator[tuple[int, PromptAnswer | Exception], None, None]:
         batches = list(make_batches(prompts, batch_size, share=not beams))
         tasks = ((prompts[head[0]], batch.shares) for batch in batches for head in batch.heads)
-        with decode_ahead(processor, tasks, options, num_workers, ahead=max(batch_size, num_workers)) as decoded:
+        ahead = max(batch_size, num_workers)
+        with decode_ahead(processor, tasks, options, num_workers, ahead, decode_timeout) as decoded:
             for batch in batches:
-                readable: list[tuple[list[int], PreparedHead]] = []
+                readable: list[tuple[int, PreparedHead]] = []
                 for head in batch.heads:
                     found = next(decoded)
                     if isinstance(found, Exception):
-                        error = _too_large(found) if is_out_of_memory(found) else found
+                        error = too_large(found) if is_out_of_memory(found) else found
                         yield from ((place, error) for place in head)
                     else:
-                        readable.append((head, found))
+                        readable.extend((place, found) for place in head)
                 if readable:
-                    yield from answer([head for head, _ in readable], [made for _, made in readable], batch.shares)
+                    answered = in_halves(functools.partial(answer, shares=batch.shares), readable)
+                    yield from zip((place for place, _ in readable), answered, strict=True)
 
     return answers()
-
-
-def _too_large(error: Exception) -> MemoryError:
-    said = " ".join(str(error).split())[:200] or type(error).__name__
-    return MemoryError(
-        f"This row alone does not fit into memory ({said}): fewer frames, a higher pruning ratio or bfloat16 take less"
-    )
 
 
 def make_batches(prompts: Sequence[Prompt], batch_size: int, share: bool = True) -> Iterator[_Batch]:

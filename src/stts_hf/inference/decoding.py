@@ -38,13 +38,18 @@ class PreparedHead:
 
 @contextlib.contextmanager
 def decode_ahead(
-    processor: Any, tasks: Iterable["Task"], options: Mapping[str, Any], num_workers: int, ahead: int
+    processor: Any,
+    tasks: Iterable["Task"],
+    options: Mapping[str, Any],
+    num_workers: int,
+    ahead: int,
+    timeout: float | None = None,
 ) -> Iterator[Iterator[PreparedHead | Exception]]:
     """
     What `prepare_head` makes of tasks, prompts and whether their heads are prepared alone, or the error it raises.
 
     options: of the processor, for videos. num_workers: processes that decode; with 0 a thread of this one does. ahead:
-    how many are decoded while the caller uses one.
+    how many are decoded while the caller uses one. timeout: seconds that a process may take over one task.
     """
     prepare = functools.partial(_prepare, processor, options)
 
@@ -55,12 +60,12 @@ def decode_ahead(
             raise
         except ProcessDied as error:
             sources = ", ".join(map(repr, task[0].sources))
-            return ProcessDied(f"Decoding {sources:.200} ended the process that did it: {error}")
+            return ProcessDied(f"Decoding {sources:.200} failed: {error}")
         except Exception as error:  # decoders raise what they like
             return error
 
     with contextlib.ExitStack() as stack:
-        isolated = Isolated(prepare) if num_workers else None
+        isolated = Isolated(prepare, timeout) if num_workers else None
         call = functools.partial(attempt, isolated or prepare)
         results = prefetch(call, tasks, num_workers=max(num_workers, 1), ahead=ahead)
         decoded = stack.enter_context(contextlib.closing(results))

@@ -5,12 +5,12 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stts_hf.data.rows import PLACE, check_files, read_row
+from stts_hf.data.rows import PLACE, check_files, read_row, row_id
 from stts_hf.modeling.video_sources_stts import is_url
 
 ENDINGS = (
@@ -39,7 +39,12 @@ class StoredVideo:
 
 
 def read_inputs(
-    inputs: Sequence[str], *, prompt: str | None = None, split: str | None = None, subset: str | None = None
+    inputs: Sequence[str],
+    *,
+    prompt: str | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    leave_out: Iterable[Path] = (),
 ) -> list[dict[str, Any]]:
     """
     Rows `{id, video, prompt}` of all inputs, in their order, and `media_root` where relative paths start.
@@ -50,13 +55,15 @@ def read_inputs(
             the Hub, or folders of one. The `id` of a video without a row is its path, as it is written here.
         prompt: for videos without one.
         split, subset: of data sets; by default "train", and the only one.
+        leave_out: files that are no inputs, wherever they lie: the answers of an earlier run.
 
     Raises:
         ValueError: an input is none of these, holds no videos or cannot be read, ids are there twice, there is no
             prompt, or an argument has no use.
     """
-    rows = [row for one in inputs for row in _read(one, split, subset)]
-    if (split or subset) and not needs_datasets(inputs):
+    left_out = set(map(os.path.realpath, leave_out))
+    rows = [row for one in inputs for row in _read(one, split, subset, left_out)]
+    if (split or subset) and not needs_datasets(inputs, left_out):
         raise ValueError("split and subset are of data sets, of which there is none among the inputs. Leave them out.")
     if not rows:
         raise ValueError("inputs are empty. Name videos, folders or files of rows.")
@@ -71,14 +78,17 @@ def read_inputs(
     return [row | {"prompt": prompt} if row["prompt"] is None else row for row in rows]
 
 
-def needs_datasets(inputs: Iterable[str]) -> bool:
+def needs_datasets(inputs: Iterable[str], leave_out: Iterable[str | Path] = ()) -> bool:
     """Whether an input is read by `datasets`. Raises `ValueError` for a folder that cannot be read."""
-    return any(map(_is_data_set, inputs))
+    left_out = set(map(os.path.realpath, leave_out))
+    return any(_is_data_set(source, left_out) for source in inputs)
 
 
-def _read(source: str, split: str | None, subset: str | None) -> Iterable[dict[str, Any]]:
+def _read(source: str, split: str | None, subset: str | None, left_out: Set[str]) -> Iterable[dict[str, Any]]:
     path = Path(source)
-    if _is_data_set(source):
+    if _is_data_set(source, left_out):
+        if inside := [name for name in left_out if Path(name).is_relative_to(os.path.realpath(source))]:
+            raise ValueError(f"{source} is a data set, and {min(inside)} lies in it. Write the answers elsewhere.")
         return _read_rows(source, split, subset)
     if os.path.isdir(path):
         return map(_of_video, _videos_in(path))
@@ -90,7 +100,8 @@ def _read(source: str, split: str | None, subset: str | None) -> Iterable[dict[s
         if glob.has_magic(part.name):  # `glob` leaves out folders that it cannot list
             for folder in filter(os.path.isdir, glob.iglob(str(part.parent), recursive=True)):
                 _check_readable(folder)
-    found = sorted(name for name in glob.glob(source, recursive=True) if os.path.isfile(name))
+    names = (name for name in glob.glob(source, recursive=True) if os.path.isfile(name))
+    found = sorted(name for name in names if os.path.realpath(name) not in left_out)
     if not found:
         raise ValueError(f"{source} matches no file. Correct the pattern; ** stands for any folders.")
     return map(_of_video, found)
@@ -100,12 +111,13 @@ def _of_video(path: str) -> dict[str, Any]:
     return {"id": path, "video": path, "prompt": None}
 
 
-def _is_data_set(source: str) -> bool:
+def _is_data_set(source: str, left_out: Set[str]) -> bool:
     path = Path(source)
     if os.path.isdir(path):
         _check_readable(source)
-        return any((path / name).is_file() for name in _OF_DATA_SET) or (
-            any(path.glob("*.parquet")) or any(path.glob("data/*.parquet"))
+        tables = (*path.glob("*.parquet"), *path.glob("data/*.parquet"))
+        return any((path / name).is_file() for name in _OF_DATA_SET) or any(
+            os.path.realpath(table) not in left_out for table in tables
         )
     if os.path.exists(path) or path.suffix.lower() in (*ENDINGS, *_TABLES):
         return path.suffix in _TABLES
@@ -161,7 +173,7 @@ def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[d
     for number, row in enumerate(table if are_named else table.remove_columns("video")):
         video = row["video"] if are_named else StoredVideo(table, number)
         place = {name: row[name] for name in PLACE if name in row}
-        yield {**place, "id": str(row["id"]), "video": video, "prompt": row.get("prompt")}
+        yield {**place, "id": row_id(row, number), "video": video, "prompt": row.get("prompt")}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
 
-from .asking import Prompt, PromptAnswer, answer_prompts, make_prompt
+from .asking import DECODE_TIMEOUT, Prompt, PromptAnswer, answer_prompts, make_prompt
 from .inputs import STAND_INS, StoredVideo
 
 
@@ -27,7 +27,7 @@ class Predictor:
     Args:
         checkpoint, revision, selector, device, dtype, pruning_ratio: as in `stts_hf.load`.
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
-        batch_size, num_workers: as in `answer_prompts`.
+        batch_size, num_workers, decode_timeout: as in `answer_prompts`.
         max_new_tokens: tokens that an answer may have.
         allow_urls: whether videos may be fetched from http(s) URLs.
 
@@ -52,6 +52,7 @@ class Predictor:
         processing: Mapping[str, Any] | None = None,
         batch_size: int = 8,
         num_workers: int = 0,
+        decode_timeout: float | None = DECODE_TIMEOUT,
         max_new_tokens: int = 64,
         allow_urls: bool = False,
     ):
@@ -63,6 +64,7 @@ class Predictor:
             "processing": processing,
             "batch_size": batch_size,
             "num_workers": num_workers,
+            "decode_timeout": decode_timeout,
             "allow_urls": allow_urls,
             "max_new_tokens": max_new_tokens,
         }

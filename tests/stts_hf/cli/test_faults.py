@@ -135,7 +135,7 @@ def test_predict(here, kind, at, call, words):
     check_done(start(command, here))
     assert {name: lines(here)[name] for name in there} == there
     assert pyarrow.parquet.read_table(here / "out.parquet").to_pylist() == list(lines(here).values())
-    left = ["a.mp4", "b.mp4", "out.jsonl", "out.parquet", "out.summary.json"]
+    left = [".out.jsonl.lock", "a.mp4", "b.mp4", "out.jsonl", "out.parquet", "out.summary.json"]
     assert sorted(os.listdir(here)) == left
 
 

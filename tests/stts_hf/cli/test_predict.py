@@ -1,6 +1,7 @@
 """`stts-hf predict` on a tiny checkpoint: rows, files, what goes on, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -322,6 +323,46 @@ def test_what_is_refused_before_weights_are_loaded(run, here, monkeypatch, argum
     assert words in err.splitlines()[-1]
     assert "Traceback" not in err
     assert sorted(here.iterdir()) == before
+
+
+def test_answers_that_lie_among_the_videos_are_no_input(run):
+    for inputs in ["clips"], ["clips/*"]:
+        command = [*inputs, *PROMPT, "--output", f"clips/{len(inputs[0])}.parquet"]
+        assert run(*command)[0] == 1
+        before = sorted(Path("clips").glob("*.mp4"))
+        status, _, err = run(*command)
+        assert status == 1
+        assert f"{len(before)} of {len(before)} rows are in " in err
+        for path in Path("clips").glob(f"{len(inputs[0])}.*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("output", ["pipe.jsonl", "x" * 256 + ".jsonl", "loop.jsonl", "loop.jsonl/out.jsonl"])
+def test_an_output_that_is_no_file_is_refused(run, here, output):
+    os.mkfifo("pipe.jsonl")
+    Path("loop.jsonl").symlink_to("loop.jsonl")
+    status, _, err = run("clips", *PROMPT, "--output", output)
+    assert status == 2
+    assert f"--output {output} " in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_url_is_refused_with_the_name_of_the_option(run):
+    run("https://example.com/a.mp4", *PROMPT, "--output", "out.jsonl")
+    assert "--allow-urls" in lines()["https://example.com/a.mp4"]["error"]
+
+
+def test_a_checkpoint_that_needs_its_own_code_is_refused_without_advice_to_run_it(run, here, checkpoint, capsys):
+    shutil.copytree(checkpoint, "own")
+    settings = json.loads(Path("own/tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    Path("own/tokenizer_config.json").write_text(json.dumps(settings))
+    Path("own/own.py").write_text("raise SystemExit('it ran')")
+    for command in ["predict", "clips", *PROMPT], ["run", "clips/two.mp4", "What?"]:
+        assert main([*command, "--checkpoint", "own"]) == 2
+        err = capsys.readouterr().err.splitlines()[-1]
+        assert "--checkpoint own" in err
+        assert "trust_remote_code" not in err
 
 
 def test_parquet_without_its_packages_is_refused_before_anything_is_answered(run, monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,49 @@ def test_a_death_is_the_error_of_its_call_alone(isolated):
     with pytest.raises(ProcessDied, match="the process ended with SIGSEGV"):
         isolated(("kill", signal.SIGSEGV))
     assert isolated(("double", 1))["process"] != before
+
+
+def test_a_call_that_hangs_ends_after_its_time():
+    with Isolated(work, timeout=0.2) as isolated:
+        started = time.perf_counter()
+        with pytest.raises(ProcessDied, match=r"longer than 0\.2 seconds"):
+            isolated(("sleep", 10 * PATIENCE))
+        assert time.perf_counter() - started < PATIENCE
+        assert isolated(("double", 1))["process"] != os.getpid()
+
+
+BUSY = """
+import time
+from stts_hf.data.isolated import Isolated, start_early
+if __name__ == "__main__":
+    start_early("torch")
+    print("importing", flush=True)
+    time.sleep(1)
+    with Isolated(time.sleep) as isolated:
+        isolated(0)
+        print("working", flush=True)
+        isolated(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ctrl_c_is_for_the_caller_alone(tmp_path):
+    """Neither the fork server, while it imports PyTorch, nor a process at work minds it, or prints a traceback."""
+    (tmp_path / "script.py").write_text(BUSY)
+    script = [sys.executable, tmp_path / "script.py"]
+    with subprocess.Popen(script, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        for expected in ("importing", "working"):
+            assert process.stdout.readline().strip() == expected
+            time.sleep(0.3)
+            others = {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {process.pid}
+            for other in others:
+                with contextlib.suppress(ProcessLookupError):
+                    if os.getsid(other) == process.pid:
+                        os.kill(other, signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (0, "")
 
 
 def test_leaving_ends_calls_under_way():

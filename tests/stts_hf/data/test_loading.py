@@ -301,3 +301,9 @@ def test_a_row_from_the_hub_has_the_files_of_the_media_root_that_is_passed(from_
 def test_a_row_of_a_file_here_may_name_any_file(tmp_path, media):
     table = load_rows(write_jsonl(tmp_path / "a.jsonl", [video_row("a", media / "two.mp4")]))
     assert read_row(table[0]).videos == [str(media / "two.mp4")]
+
+
+def test_a_file_that_is_not_utf_8_is_named_with_its_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a"}\n{"question": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 is not UTF-8"):
+        load_rows(tmp_path / "rows.jsonl")

@@ -1,5 +1,6 @@
 """What a row may look like, and what is said of one that does not."""
 
+import json
 import os
 import subprocess
 
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image
 
 from stts_hf.data.encoding import open_image
+from stts_hf.data.rows import ANSWER as ANSWER_COLUMN
 from stts_hf.data.rows import RowError, check_files, read_row
 from stts_hf.modeling.video_processing_stts import load_pictures
 from tests.stts_hf.training.samples import assistant, image_row, prepare_each, text_row, user, video_row
@@ -89,6 +91,26 @@ def test_a_style_is_said_once_where_a_text_is_split():
     sample = read_row({"messages": [{"role": "user", "content": text}, ANSWER], "video": "a.mp4"})
     first, _, last = sample.messages[0]["content"]
     assert (first, last) == (text | {"text": "One "}, {"type": "text", "text": " two"})
+
+
+LITERAL = "Why is it <video> and not <image>?"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": LITERAL, "answer": LITERAL},
+        {"question": LITERAL, "options": [LITERAL, "<image>"], "answer": 0},
+        {"question": LITERAL, ANSWER_COLUMN: json.dumps({"question": "", "answer": LITERAL})},
+        {"messages": [user("Why?", "video")], ANSWER_COLUMN: json.dumps({"question": "", "answer": LITERAL})},
+    ],
+    ids=["question", "options", "own_answer", "own_answer_to_messages"],
+)
+def test_placeholders_are_words_outside_of_messages(row):
+    sample = read_row(row | {"videos": ["a.mp4"]})
+    assert kinds(sample) == [["video", "text"], ["text"]]
+    said = [text for message in sample.messages for text in texts(message)]
+    assert [LITERAL in text for text in said] == ["question" in row, "options" not in row]
 
 
 def test_columns_fill_parts_in_order_and_parts_may_bring_their_own():

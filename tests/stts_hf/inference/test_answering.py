@@ -304,9 +304,46 @@ def test_a_stock_model_is_refused_at_once():
         answer_videos(model, None, [], QUESTION)
 
 
+def test_videos_that_fit_in_smaller_batches_are_answered(model, processor, clips, monkeypatch):
+    """A device's memory, as a stand-in that takes two rows at once."""
+    expected = [answer.answer for answer in answer_videos(model, processor, clips, QUESTION, **FEW)]
+    generate, fits = model.generate, 2
+
+    def limited(**inputs):
+        if len(inputs["input_ids"]) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return generate(**inputs)
+
+    monkeypatch.setattr(model, "generate", limited)
+    options: dict[str, Any] = {"batch_size": 3, **FEW}
+    assert [answer.answer for answer in answer_videos(model, processor, clips, QUESTION, **options)] == expected
+    fits = 0
+    found = list(answer_videos(model, processor, clips, QUESTION, on_error="return", **options))
+    assert [type(answer.error) for answer in found] == [MemoryError] * 3
+    with pytest.raises(MemoryError, match="does not fit into memory"):
+        list(answer_videos(model, processor, clips, QUESTION, **options))
+
+
+def test_answers_can_be_compared(model, processor, clips):
+    first, second = (next(answer_videos(model, processor, clips[:1], QUESTION, **FEW)) for _ in range(2))
+    assert first == first
+    assert first != second
+
+
+def test_pixels_alone_are_cast():
+    """Qwen2.5-VL's clock runs on float32 seconds: in bfloat16, 2/3 s are 0.668 s, a whole position off after 180 s."""
+    seconds = torch.tensor([2 / 3])
+    inputs = BatchFeature({"pixel_values_videos": torch.ones(1, 3), "second_per_grid_ts": seconds})
+    moved = answering.inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), inputs)
+    assert moved["pixel_values_videos"].dtype == torch.bfloat16
+    assert torch.equal(moved["second_per_grid_ts"], seconds)
+    as_list = answering.inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), {"second_per_grid_ts": [2 / 3]})
+    assert as_list == {"second_per_grid_ts": [2 / 3]}  # as some versions' processor has it
+
+
 def test_grids_stay_on_the_host_where_the_model_reads_them():
     inputs = BatchFeature({"input_ids": torch.ones(1, 3), "video_grids": torch.tensor([[4, 3, 3]])})
     moved = answering.inputs_for(SimpleNamespace(device="meta", dtype=torch.bfloat16), inputs)
-    assert (moved["input_ids"].device.type, moved["input_ids"].dtype) == ("meta", torch.bfloat16)
+    assert moved["input_ids"].device.type == "meta"
     assert moved["video_grids"] is inputs["video_grids"]
     assert inputs["input_ids"].device.type == "cpu"

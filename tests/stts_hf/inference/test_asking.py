@@ -3,9 +3,11 @@
 import os
 import shutil
 import signal
+import time
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoProcessor
 
 from stts_hf import STTSProcessor
@@ -175,10 +177,49 @@ def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prom
     found = dict(answer_prompts(model, processor, asked, pruning_ratio=0.5, num_workers=1, **GREEDY))
     error = found.pop(1)
     assert isinstance(error, ProcessDied)
-    assert "deadly.mp4' ended the process that did it: the process ended with SIGSEGV" in str(error)
+    assert "deadly.mp4' failed: the process ended with SIGSEGV" in str(error)
     expected = one_by_one(model, processor, [prompts[0], *asked[2:]], 0.5, **GREEDY)
     written = [answer.written for _, answer in sorted(found.items()) if isinstance(answer, PromptAnswer)]
     assert written == [words for words, *_ in expected]
+
+
+class HangingProcessor(STTSProcessor):
+    """Never ends over clips whose name says so."""
+
+    def __call__(self, *arguments, videos=None, **options):
+        if any("hangs" in str(video) for video in videos or []):
+            time.sleep(3600)
+        return super().__call__(*arguments, videos=videos, **options)
+
+
+def test_a_clip_whose_decoder_hangs_is_an_error_in_its_place_alone(model, prompts, media, tmp_path):
+    processor: Any = HangingProcessor.from_pretrained(TINY)
+    hangs = make(processor, "video", str(tmp_path / "hangs.mp4"), "What moves?")
+    limits: dict[str, Any] = {"num_workers": 1, "decode_timeout": 5.0}
+    found = dict(answer_prompts(model, processor, [hangs, prompts[0]], pruning_ratio=0.5, **limits, **GREEDY))
+    assert isinstance(found[0], ProcessDied)
+    assert "hangs.mp4' failed: it took longer than 5 seconds" in str(found[0])
+    expected = one_by_one(model, processor, [prompts[0]], 0.5, **GREEDY)
+    assert [found[1].written] == [words for words, *_ in expected]
+
+
+@pytest.mark.parametrize("rows_that_fit", [1, 2, 3])
+@pytest.mark.parametrize("chosen", [[0, 2, 5], [0, 1, 2, 5, 7]], ids=["one_clip", "clips"])
+def test_questions_that_fit_in_smaller_batches_are_answered(
+    model, processor, prompts, monkeypatch, chosen, rows_that_fit
+):
+    """A device's memory, as a stand-in that takes so many rows at once."""
+    generate = model.generate
+
+    def limited(**inputs):
+        if len(inputs["input_ids"]) > rows_that_fit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return generate(**inputs)
+
+    asked = [prompts[place] for place in chosen]
+    expected = one_by_one(model, processor, asked, 0.5, **GREEDY)
+    monkeypatch.setattr(model, "generate", limited)
+    assert batched(model, processor, asked, pruning_ratio=0.5, **GREEDY) == expected
 
 
 def test_test_time_scaling_goes_by_the_calls_ratio(model, processor, prompts):
