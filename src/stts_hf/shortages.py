@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def in_halves(call: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result | MemoryError]:
+def in_halves(call: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item]) -> list[Result | MemoryError]:
     """
     `call(items)`, a result for each; where memory runs short, of each half of them. An item that does not fit alone has
     a `MemoryError` as its result.

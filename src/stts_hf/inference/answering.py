@@ -147,8 +147,9 @@ def answer_videos(
             return VideoAnswer(*pair, error=error), None
 
     def complete(batch: Sequence[tuple[VideoAnswer, BatchFeature | None]]) -> Iterator[VideoAnswer]:
+        readable = [(answer, inputs) for answer, inputs in batch if inputs is not None]
         call = functools.partial(answer_prepared, model, processor, pruning_ratio=ratio, **generate_options)
-        answered = iter(in_halves(call, [(answer, inputs) for answer, inputs in batch if inputs is not None]))
+        answered: Iterator[VideoAnswer | MemoryError] = iter(in_halves(call, readable))
         for answer, inputs in batch:
             found = answer if inputs is None else next(answered)
             found = dataclasses.replace(answer, error=found) if isinstance(found, MemoryError) else found

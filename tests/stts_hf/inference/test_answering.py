@@ -337,8 +337,10 @@ def test_pixels_alone_are_cast():
     moved = answering.inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), inputs)
     assert moved["pixel_values_videos"].dtype == torch.bfloat16
     assert torch.equal(moved["second_per_grid_ts"], seconds)
-    as_list = answering.inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), {"second_per_grid_ts": [2 / 3]})
-    assert as_list == {"second_per_grid_ts": [2 / 3]}  # as some versions' processor has it
+    listed: dict[str, Any] = {"second_per_grid_ts": [2 / 3]}
+    assert answering.inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), listed) == {
+        "second_per_grid_ts": [2 / 3]
+    }  # as some versions' processor has it
 
 
 def test_grids_stay_on_the_host_where_the_model_reads_them():
