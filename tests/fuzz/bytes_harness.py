@@ -68,7 +68,7 @@ def weights(content: bytes) -> None:
     if is_index:
         (FOLDER / "model-1.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     for tensor in open_safetensors(FOLDER).values():
-        assert tensor.read(0, 1).shape[1:] == tensor.shape[1:]
+        assert tensor.read().shape == tensor.shape
 
 
 def settings(content: bytes) -> None:

@@ -1,5 +1,6 @@
 """`convert_checkpoint`: a stock model's folder or an original training checkpoint becomes an STTS checkpoint folder."""
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -38,10 +39,10 @@ from .settings import (
     load_processor,
     override,
 )
-from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, same_contents
+from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEFAULT_SHARD_SIZE = "50GB"  # as in `save_pretrained`, so that loading and saving again writes the same files
+DEFAULT_SHARD_SIZE = "5GB"  # as much is in memory
 _SETTING_FILES = ["*.json", "*.jinja", "*.txt", "README.md"]
 
 
@@ -77,7 +78,7 @@ def convert_checkpoint(
 ) -> Conversion:
     """Writes an STTS checkpoint folder that stock transformers loads with `trust_remote_code=True`.
 
-    Tensors are read and written a few rows at a time. `destination` appears whole or not at all.
+    Tensors are read and written file by file. `destination` appears whole or not at all.
 
     Args:
         source: a Molmo2, dense Qwen3-VL or STTS folder or Hub repository, or the folder of an original training
@@ -87,7 +88,7 @@ def convert_checkpoint(
         revision: branch, tag or commit of `source`, if it is a repository.
         packing, pruning_ratio, selector: in place of the source's.
         dtype: "float32", "bfloat16" or "float16"; by default what most of the source's weights are.
-        max_shard_size: most bytes of one file of weights, as in `save_pretrained`.
+        max_shard_size: most bytes of one file of weights, and about what conversion takes of memory.
         overwrite: replace a checkpoint that is at `destination`; it stays until the new one is complete.
         seed: of the new scorer's weights, where the source has no scorer.
         on_progress: called with the bytes written and their total.
@@ -101,66 +102,100 @@ def convert_checkpoint(
         raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
     check_options(source, revision, max_shard_size, seed)
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
-    original = is_original(source_folder)
     base_folder = source_folder if base is None else find_folder(base, "base")
-
-    place = source_folder / "config.json"
-    family = OWN[STTSConfig.model_type] if original else family_of(read_json(place).get("model_type"), place)
-    processor = load_processor(base_folder, family)
-    raise_findings(f"{base_folder} cannot be used", check_chat_template(processor))
-    read_config, open_tensors = (
-        (config_of_original, open_original) if original else (config_of_hugging_face, open_safetensors)
+    overrides = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
+    found = read_source(
+        source_folder, base_folder, {name: value for name, value in overrides.items() if value is not None}
     )
-    config, declared_layers = read_config(source_folder, family, processor)
-    tensors = open_tensors(source_folder)
-    raise_findings(f"The configuration of {source_folder} cannot be used", check_sizes(config, tensors))
-    given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
-    override(config, processor, {name: value for name, value in given.items() if value is not None})
-    vocabulary = processor.tokenizer.get_vocab()
-    unfit = [*check_vocabulary(vocabulary, config, family), *check_processor(processor, config, family)]
-    raise_findings(f"Tokenizer or processor of {base_folder} do not fit {source_folder}", unfit)
-
-    generation_config = read_json(base_folder / "generation_config.json")
-    raise_findings(f"{base_folder} cannot be used", check_generation_config(generation_config, config))
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    source_dtype = main_dtype(tensors)
-    target_dtype = source_dtype if dtype is None else DTYPES[dtype]
-    subject = f"{source_folder / ('config.yaml' if original else 'config.json')} describes a model that cannot be built"
-    with usable(subject, "correct it, or copy it again"):  # what raises depends on where a setting is used first
-        model = empty_model(config)
-        model.to(target_dtype)
-    layout = saved_layout(model)
-    new_scorer = not any(".scorer." in name for name in tensors)
-    if new_scorer:
-        tensors |= {name: in_memory(weight) for name, weight in new_scorer_weights(model, seed).items()}
-    raise_findings(f"{source_folder} cannot be converted", leave_out_tied(tensors, model))
-    kept_layers = config.vision_config.num_hidden_layers
-    raise_findings(f"{source_folder} cannot be converted", check_weights(tensors, layout, declared_layers, kept_layers))
-    trained = not new_scorer and is_trained(tensors)
-
-    num_bytes = byte_size(layout, target_dtype)
+    model, trained = fit_weights(found, DTYPES[dtype] if dtype else main_dtype(found.tensors), seed)
+    num_bytes = byte_size(saved_layout(model), model.dtype)
     check_space(target, num_bytes)
-    model.generation_config = generation_config_of(base_folder, processor.tokenizer)
-    result = Conversion(target, num_bytes, str(target_dtype).removeprefix("torch."), trained, config)
-    if len(dtypes) > 1:
-        result.notes.append(f"The source's weights are {' and '.join(sorted(dtypes))}; all are {result.dtype} now.")
-    if not trained and config.vision_config.selector == "scorer":
+    model.generation_config = generation_config_of(base_folder, found.processor.tokenizer)
+    with destination_errors(target, num_bytes), atomic_folder(target, overwrite=overwrite) as folder:
+        write_settings(model, found.processor, folder)
+        write_weights(folder, model, found.tensors, max_shard_size, on_progress)
+        write_model_card(
+            folder,
+            base_model=next((str(origin) for origin in origins.values() if not origin.is_dir()), None),
+            license=None,  # none is claimed where none is known
+            scorer_trained=trained,
+            metadata=inherited_metadata(source_folder, base_folder),
+        )
+        check_destination(target, overwrite)  # another process may have come first
+    result = Conversion(target, num_bytes, str(model.dtype).removeprefix("torch."), trained, found.config)
+    if len(found.dtypes) > 1:
+        several = " and ".join(sorted(found.dtypes))
+        result.notes.append(f"The source's weights are {several}; all are {result.dtype} now.")
+    if not trained and found.config.vision_config.selector == "scorer":
         result.notes.append(
             "The scorer is untrained, so what it drops means nothing: train it, or convert with --selector cosine, "
             "which needs no training."
         )
+    return result
+
+
+@dataclass
+class Source:
+    """
+    What is converted: `tensors` by their names in the files, the `dtype` that most have and all `dtypes`, and how many
+    ViT layers the files declare, which may be more than the model has.
+    """
+
+    folder: Path
+    config: PruningConfig
+    processor: Any
+    tensors: dict[str, StoredTensor]
+    declared_layers: int
+    dtype: torch.dtype
+    dtypes: set[str]
+
+
+def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> Source:
+    """Raises `ValueError` where settings, tokenizer or processor cannot be used or do not fit each other."""
+    original, place = is_original(folder), folder / "config.json"
+    family = OWN[STTSConfig.model_type] if original else family_of(read_json(place).get("model_type"), place)
+    processor = load_processor(base, family)
+    read_config = config_of_original if original else config_of_hugging_face
+    config, declared_layers = read_config(folder, family, processor)
+    tensors = open_original(folder) if original else open_safetensors(folder)
+    raise_findings(f"The configuration of {folder} cannot be used", check_sizes(config, tensors))
+    override(config, processor, overrides)
+    generation_config = read_json(base / "generation_config.json")
+    unusable = [*check_chat_template(processor), *check_generation_config(generation_config, config)]
+    raise_findings(f"{base} cannot be used", unusable)
+    vocabulary = processor.tokenizer.get_vocab()
+    unfit = [*check_vocabulary(vocabulary, config, family), *check_processor(processor, config, family)]
+    raise_findings(f"Tokenizer or processor of {base} do not fit {folder}", unfit)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    return Source(folder, config, processor, tensors, declared_layers, main_dtype(tensors), dtypes)
+
+
+def fit_weights(source: Source, dtype: torch.dtype, seed: int) -> tuple[Any, bool]:
+    """
+    Returns the model without its weights, and whether its scorer is trained. Adds a scorer where the source has none,
+    and leaves out second copies. Raises `ValueError` where the weights are not the model's.
+    """
+    place = next(source.folder.glob("config.[jy]*"))
+    with usable(
+        f"{place} describes a model that cannot be built", "correct it, or copy it again"
+    ):  # what raises depends on where one is used first
+        model = empty_model(source.config).to(dtype)
+    subject = f"{source.folder} cannot be converted"
+    new_scorer = not any(".scorer." in name for name in source.tensors)
+    if new_scorer:
+        weights = new_scorer_weights(model, seed)
+        source.tensors |= {name: in_memory(weight) for name, weight in weights.items()}
+    raise_findings(subject, leave_out_tied(source.tensors, model))
+    kept_layers = source.config.vision_config.num_hidden_layers
+    raise_findings(subject, check_weights(source.tensors, saved_layout(model), source.declared_layers, kept_layers))
+    return model, not new_scorer and is_trained(source.tensors)
+
+
+@contextlib.contextmanager
+def destination_errors(target: Path, num_bytes: int) -> Iterator[None]:
+    """Turns a full disk and missing rights into `ValueError` with a remedy."""
     try:
-        with atomic_folder(target, overwrite=overwrite) as folder:
-            write_settings(model, processor, folder)
-            write_weights(folder, layout, tensors, target_dtype, max_shard_size, on_progress)
-            write_model_card(
-                folder,
-                base_model=next((str(origin) for origin in origins.values() if not origin.is_dir()), None),
-                license=None,  # none is claimed where none is known
-                scorer_trained=trained,
-                metadata=inherited_metadata(source_folder, base_folder),
-            )
-            check_destination(target, overwrite)  # another process may have come first
+        yield
     except Exception as error:
         if is_disk_full(error):
             raise ValueError(
@@ -174,7 +209,6 @@ def convert_checkpoint(
                 "is as it was."
             ) from error
         raise
-    return result
 
 
 def check_options(source: str | Path, revision: str | None, max_shard_size: int | str, seed: int) -> None:
@@ -211,7 +245,7 @@ def leave_out_tied(tensors: dict[str, StoredTensor], model: Any) -> Iterator[Fin
     """Leaves out second copies of what the configuration ties together, and names those that are none."""
     for copy, kept in model.all_tied_weights_keys.items():
         if copy in tensors and kept in tensors:
-            if not same_contents(tensors[copy], tensors[kept]):
+            if not torch.equal(tensors[copy].read(), tensors[kept].read()):
                 yield Finding(
                     f"`tie_word_embeddings` is True, but {copy} is another tensor than {kept}",
                     "set it to false in config.json, or copy the weights again",
@@ -233,7 +267,7 @@ def new_scorer_weights(model: Any, seed: int) -> dict[str, torch.Tensor]:
 def is_trained(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether the scorer's last layer, whose weights start at zero, holds anything else."""
     last = next(tensor for name, tensor in tensors.items() if name.endswith(".scorer.score_layer.weight"))
-    return any(bool(rows.any()) for rows in last.blocks(0, last.shape[0]))
+    return bool(last.read().any())
 
 
 def check_space(destination: Path, num_bytes: int) -> None:

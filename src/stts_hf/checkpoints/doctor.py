@@ -22,7 +22,7 @@ from stts_hf.modeling.settings_stts import PruningConfig
 from .atomic_folder import stale_weights
 from .families import OWN, STOCK, Family
 from .files import INSTALLED_CODE, Finding, check_links, check_texts, read_json, read_section, usable
-from .layout import Group, empty_model, saved_layout
+from .layout import EMBEDDING, Group, empty_model, saved_layout
 from .settings import load_processor
 from .tensors import StoredTensor, main_dtype, open_safetensors, weight_files
 
@@ -105,15 +105,12 @@ def check_weights(
         if absent := [name for name in wanted if name not in tensors]:
             missing += absent
             continue
-        # Released checkpoints cut the embedding, which alone is saved as several tensors, at another row.
-        found = [tensors[name].shape for name in wanted]
-        same_width = all(shape[1:] == group.shape[1:] for shape in found)
-        if len(group.saved) > 1 and same_width and sum(shape[0] for shape in found) == group.shape[0]:
-            continue
+        wrong = {name for name, shape in wanted.items() if tensors[name].shape != shape}
+        pieces = {name for name in filter(EMBEDDING.fullmatch, wanted) if tensors[name].shape[1:] == wanted[name][1:]}
+        if sum(tensors[name].shape[0] - wanted[name][0] for name in pieces) == 0:
+            wrong -= pieces
         wrong_shapes += [
-            f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if tensors[name].shape != shape
+            f"{name} {list(tensors[name].shape)} instead of {list(wanted[name])}" for name in sorted(wrong)
         ]
     unneeded = rf"(resblocks|vision_tower\.layers)\.({'|'.join(map(str, range(kept_layers, declared_layers)))})\."
     unexpected = sorted(name for name in tensors.keys() - used if not re.search(unneeded, name))

@@ -1,53 +1,45 @@
-"""Which tensors a saved checkpoint holds, under which names, and which of the model's weights each is made of.
-
-`save_pretrained` writes some models in their original layout: query, key and value weights in one tensor, and so on.
-Rather than repeat transformers' renaming rules, they are applied once to tensors that hold nothing but row numbers;
-where the rows end up says what every saved tensor is made of. All these rules cut and join along dimension 0.
+"""
+Which tensors a saved checkpoint holds, and their files. `save_pretrained` writes some models under their original names
+and in their original pieces: query, key and value weights in one tensor, and so on.
 """
 
+import functools
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from stts_hf.auto_classes import MODEL_CLASSES
 from stts_hf.modeling.settings_stts import PruningConfig
 
-from .tensors import StoredTensor, write_safetensors
+from .tensors import StoredTensor
 
 Shapes = dict[str, tuple[int, ...]]
+EMBEDDING = re.compile(r".*\.wte\.(new_)?embedding")  # Molmo2's, which released checkpoints cut at another row
+# Renaming joins and cuts weights within a layer, the scorer, or the rest of a part.
+_PART = re.compile(r".*?\.(\d+|scorer)\.|([^.]+\.){0,2}")
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Saved tensors and the weights they are made of: joined along dimension 0, both are the same rows in order."""
+    """The weights of a layer: shapes by the names in files, and by those in the model."""
 
     saved: Shapes
     native: Shapes
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the joined tensors."""
-        return (sum(shape[0] for shape in self.native.values()), *next(iter(self.native.values()))[1:])
-
     def names_in(self, tensors: Mapping[str, StoredTensor]) -> Shapes:
         """Returns the names and shapes, saved or native, by which a checkpoint has this group, some or all of it."""
-        return self.native if any(name in tensors for name in self.native) else self.saved
-
-    def read(self, tensors: Mapping[str, StoredTensor], first: int, last: int) -> Iterator[torch.Tensor]:
-        """Yields rows `first` up to `last` of the joined tensors, in blocks."""
-        start = 0
-        for tensor in (tensors[name] for name in self.names_in(tensors)):
-            rows = tensor.shape[0]
-            yield from tensor.blocks(max(first - start, 0), min(last - start, rows))
-            start += rows
+        return max(self.saved, self.native, key=lambda names: sum(name in tensors for name in names))
 
 
 def empty_model(config: PruningConfig) -> Any:
@@ -57,67 +49,80 @@ def empty_model(config: PruningConfig) -> Any:
 
 
 def saved_layout(model: Any) -> list[Group]:
-    """Returns all tensors that `model.save_pretrained` writes, in its order, with the weights each is made of."""
+    """Returns all tensors that `model.save_pretrained` writes, with the weights each is made of."""
     own = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    weights: Shapes = {name: tuple(weight.shape) for name, weight in own.items()}
-    ends = torch.tensor([shape[0] for shape in weights.values()]).cumsum(0)
-    traces = {name: torch.arange(end - weights[name][0], end) for name, end in zip(weights, ends.tolist(), strict=True)}
-    # In the order of a loaded model, of which alone it also sorts what needs no conversion.
-    saved = revert_weight_conversion(model, dict(sorted(traces.items(), key=lambda item: dot_natural_key(item[0]))))
-    groups: list[Group] = []
-    for key, rows in saved.items():
-        names = [list(weights)[index] for index in torch.searchsorted(ends, rows, right=True).unique_consecutive()]
-        if not groups or names[0] not in groups[-1].native:  # only the embedding is cut into several saved tensors
-            groups.append(Group({}, {}))
-        groups[-1].saved[key] = (len(rows), *weights[names[0]][1:])
-        groups[-1].native.update({name: weights[name] for name in names})
-    for group in groups:
-        native = torch.cat([traces[name] for name in group.native])
-        if not torch.equal(torch.cat([saved[key] for key in group.saved]), native):
-            raise RuntimeError(f"transformers saves {', '.join(group.saved)} by a rule that is not known here.")
+    groups = []
+    for _, names in itertools.groupby(sorted(own, key=dot_natural_key), _part):
+        weights = {name: own[name].to("meta") for name in names}
+        groups.append(Group(_shapes(revert_weight_conversion(model, weights)), _shapes(weights)))
     return groups
+
+
+def _part(name: str) -> str:
+    found = _PART.match(name)
+    return found[0] if found else ""
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def byte_size(layout: list[Group], dtype: torch.dtype) -> int:
     """Returns the bytes of all tensors in `dtype`."""
-    return sum(math.prod(group.shape) for group in layout) * dtype.itemsize
+    return sum(math.prod(shape) for group in layout for shape in group.native.values()) * dtype.itemsize
 
 
 def write_weights(
     folder: Path,
-    layout: list[Group],
+    model: Any,
     tensors: Mapping[str, StoredTensor],
-    dtype: torch.dtype,
     max_shard_size: int | str,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Writes the files of weights and their index, as `save_pretrained` does."""
-    groups, rows, shapes = {}, {}, {}  # by saved name: what it is part of, which rows of that it has, its shape
-    for group in layout:
-        first = 0
-        for name, shape in group.saved.items():
-            groups[name], rows[name], shapes[name] = group, (first, first + shape[0]), shape
-            first += shape[0]
-    # In `save_pretrained` the parts of a weight share its memory, which keeps them in one file.
-    split = split_state_dict_into_shards_factory(
-        groups,
-        get_storage_size=lambda group: byte_size([group], dtype),
-        get_storage_id=lambda group: group,
+    """Writes the files of weights and their index, in the model's dtype, as `save_pretrained` does, one in memory."""
+    layout, dtype = saved_layout(model), model.dtype
+    groups = {name: group for group in layout for name in group.saved}
+
+    @functools.lru_cache(maxsize=1)  # the tensors of a group follow each other
+    def rename(group: Group) -> dict[str, torch.Tensor]:
+        weights = {name: _cast(name, tensors[name].read(), dtype) for name in group.names_in(tensors)}
+        if weights.keys() == group.native.keys():
+            return revert_weight_conversion(model, weights)
+        pieces = list(filter(EMBEDDING.fullmatch, weights))
+        rows = [group.saved[name][0] for name in pieces]
+        return dict(zip(pieces, torch.cat([weights[name] for name in pieces]).split(rows), strict=True))
+
+    def read(name: str) -> torch.Tensor:
+        group = groups[name]
+        if name in group.names_in(tensors) and not EMBEDDING.fullmatch(name):
+            return _cast(name, tensors[name].read(), dtype)
+        return rename(group)[name].contiguous()
+
+    split = split_torch_state_dict_into_shards(
+        {name: torch.empty(group.saved[name], dtype=dtype, device="meta") for name, group in groups.items()},
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     written, total = 0, byte_size(layout, dtype)
     for file, names in split.filename_to_tensors.items():
-        for count in write_safetensors(
-            folder / file,
-            {name: shapes[name] for name in names},
-            dtype,
-            lambda name: groups[name].read(tensors, *rows[name]),
-        ):
-            written += count
-            on_progress(written, total)
+        part = {name: read(name) for name in names}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        written += sum(tensor.nbytes for tensor in part.values())
+        on_progress(written, total)
     if split.is_sharded:
         metadata = {"total_parameters": total // dtype.itemsize, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = tensor.to(dtype)
+    if dtype != tensor.dtype and bool((tensor.isfinite() & ~cast.isfinite()).any()):
+        kind = str(dtype).removeprefix("torch.")
+        wider = "bfloat16" if dtype == torch.float16 else "float32"
+        raise ValueError(
+            f"`{name}` holds numbers beyond {torch.finfo(dtype).max:g}, which {kind} would turn into infinity: pass "
+            f"--dtype {wider}."
+        )
+    return cast

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .tensors import StoredTensor
+from .tensors import StoredTensor, in_memory
 
 UNSHARDED_FILE = "model.pt"
 SHARDED_FOLDER = "model_and_optim"
@@ -41,7 +41,6 @@ _RECORD_NAMES = (
     "WindowsPath",
     "PureWindowsPath",
 )
-_REOPEN_BYTES = 256 * 2**20
 
 # Original names become those of released checkpoints by these rules, applied one after another.
 _RENAMES = (
@@ -81,7 +80,7 @@ def open_original(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SHARDED_FOLDER / METADATA_FILE).is_file():
         originals = open_sharded(folder / SHARDED_FOLDER)
     else:
-        originals = _MappedFile(folder / UNSHARDED_FILE).stored()
+        originals = {name: in_memory(tensor) for name, tensor in load_unsharded(folder / UNSHARDED_FILE).items()}
     tensors = {released_name(name): tensor for name, tensor in originals.items()}
     if _EMBEDDING in tensors:
         tensors.setdefault("lm_head.weight", tensors[_EMBEDDING])  # tied in training, unless it has a head of its own
@@ -93,27 +92,6 @@ def released_name(name: str) -> str:
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-class _MappedFile:
-    """`model.pt`, mapped into memory; mapped anew after a while, since pages that were read count as memory in use."""
-
-    def __init__(self, path: Path):
-        self._path, self._tensors, self._bytes_read = path, load_unsharded(path), 0
-
-    def stored(self) -> dict[str, StoredTensor]:
-        return {
-            name: StoredTensor(tuple(tensor.shape), tensor.dtype, partial(self._read, name))
-            for name, tensor in self._tensors.items()
-        }
-
-    def _read(self, name: str, first: int, last: int) -> torch.Tensor:
-        if self._bytes_read > _REOPEN_BYTES:
-            self._tensors, self._bytes_read = {}, 0
-            self._tensors = load_unsharded(self._path)
-        rows = self._tensors[name][first:last].clone()
-        self._bytes_read += rows.nbytes
-        return rows
 
 
 def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
@@ -181,7 +159,7 @@ def open_sharded(folder: Path) -> dict[str, StoredTensor]:
     """Returns the model's tensors of a torch.distributed.checkpoint folder, without reading them.
 
     The folder holds `.metadata` and `.distcp` files; of the names there those that begin with "model." are listed,
-    without that (the others are the optimizer's). A tensor is read whole, at once.
+    without that (the others are the optimizer's).
 
     Raises `ValueError`, naming the file, where metadata or, once they are read, data are missing, damaged, or not what
     a checkpoint of plain tensors holds. Nothing in the folder is ever executed.
@@ -202,26 +180,24 @@ def open_sharded(folder: Path) -> dict[str, StoredTensor]:
                 size, properties = tuple(record.state["size"]), record.state["properties"].state
                 dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
                 read = partial(_read_chunks, folder, name, size, chunks.get(name, []))
-                tensors[name.removeprefix("model.")] = StoredTensor(size, dtype, read, whole=True)
+                tensors[name.removeprefix("model.")] = StoredTensor(size, dtype, read)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
     return tensors
 
 
-def _read_chunks(
-    folder: Path, name: str, size: tuple[int, ...], stored: list[_Chunk], first: int, last: int
-) -> torch.Tensor:
-    """Joins a tensor of its chunks, and returns some of its rows."""
+def _read_chunks(folder: Path, name: str, size: tuple[int, ...], stored: list[_Chunk]) -> torch.Tensor:
+    """Joins a tensor of its chunks."""
     chunks = [(offsets, _read_chunk(folder, name, info)) for offsets, info in stored]
     if sum(chunk.numel() for _, chunk in chunks) != math.prod(size):
         raise ValueError(f"{folder} holds {len(chunks)} chunks of `{name}`, which do not add up to {size}.")
     if len(chunks) == 1:
-        return chunks[0][1].reshape(size)[first:last]
+        return chunks[0][1].reshape(size)
     tensor = torch.empty(size, dtype=chunks[0][1].dtype)
     for offsets, chunk in chunks:
         starts = offsets or (0,) * len(size)
         tensor[tuple(slice(start, start + side) for start, side in zip(starts, chunk.shape, strict=True))] = chunk
-    return tensor[first:last]
+    return tensor
 
 
 def _read_chunk(folder: Path, name: str, info: dict) -> torch.Tensor:

@@ -1,16 +1,11 @@
-"""Tensors of safetensors files, read and written a few rows at a time; the library writes whole tensors only.
+"""Tensors of a checkpoint's safetensors files, listed without reading them."""
 
-Files are byte for byte those of the library.
-"""
-
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,51 +13,29 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .files import read_json
 
-BLOCK_BYTES = 32 * 2**20
 MAX_HEADER_BYTES = 4 * 10**6  # of all files together, which is tens of thousands of tensors: no model here has as many
-_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: `read(first, last)` gives its rows from `first` up to `last`, not included.
-
-    A dtype that no checkpoint of ours has is given by its name. `whole`: any rows take reading all of them.
-    """
+    """A tensor of a checkpoint, read when asked for. A dtype that no checkpoint of ours has is given by its name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    read: Callable[[int, int], torch.Tensor]
-    whole: bool = False
-
-    def blocks(self, first: int, last: int) -> Iterator[torch.Tensor]:
-        """Yields rows `first` up to `last` in blocks of at most `BLOCK_BYTES`, at least one row each."""
-        assert isinstance(self.dtype, torch.dtype)  # `main_dtype` has refused all others
-        step = max(1, BLOCK_BYTES // max(1, self.dtype.itemsize * math.prod(self.shape[1:])))
-        rows = max(step, last - first) if self.whole else step
-        for start in range(first, last, rows):
-            yield from self.read(start, min(start + rows, last)).split(step)
+    read: Callable[[], torch.Tensor]
 
 
 def in_memory(tensor: torch.Tensor) -> StoredTensor:
-    """The same of a tensor that was made here."""
-    return StoredTensor(tuple(tensor.shape), tensor.dtype, lambda first, last: tensor[first:last])
-
-
-def same_contents(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; reads both, a few rows at a time."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    blocks = zip(one.blocks(0, one.shape[0]), other.blocks(0, other.shape[0]), strict=True)
-    return all(torch.equal(first.view(torch.uint8), second.view(torch.uint8)) for first, second in blocks)
+    """The same of a tensor that was made here, or is mapped; reading copies it."""
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, tensor.clone)
 
 
 def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
     """Returns the floating dtype that most of the numbers have. Raises `ValueError` where there are none."""
     counts: Counter[torch.dtype] = Counter()
     for name, tensor in tensors.items():
-        if not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in _CODES:
+        if not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in _DTYPES.values():
             raise ValueError(
                 f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}, but weights must be float32, bfloat16 or "
                 "float16: convert a checkpoint that is not quantised."
@@ -87,7 +60,7 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
                         raise ValueError(f"{path} is of another checkpoint than its siblings, which hold `{name}` too.")
                     part = file.get_slice(name)
                     code = part.get_dtype()
-                    read = partial(_read_rows, path, name)
+                    read = partial(_read, path, name)
                     tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES.get(code, code), read)
         except SafetensorError as error:
             reason = f"{error}".removeprefix("Error while deserializing header: ")
@@ -97,10 +70,9 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_rows(path: Path, name: str, first: int, last: int) -> torch.Tensor:
-    # Pages of a mapped file count as memory in use until it is closed.
+def _read(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, "pt") as file:
-        return file.get_slice(name)[first:last]
+        return file.get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -158,43 +130,3 @@ def _header_bytes(path: Path) -> int:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     return size if size < path.stat().st_size else 0  # of a longer one the library says what is wrong
-
-
-def write_safetensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, rows: Callable[[str], Iterable[torch.Tensor]]
-) -> Iterator[int]:
-    """Writes one file, and yields the bytes of tensor data after each block written, for progress.
-
-    Args:
-        shapes: of every tensor, all of which are of `dtype`.
-        rows: `rows(name)` yields the tensor in blocks of rows.
-
-    Raises `OSError` where the disk is full, `ValueError` where `dtype` cannot hold a number.
-    """
-    ordered = sorted(shapes, key=lambda name: name.encode())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in ordered:
-        begin, end = end, end + math.prod(shapes[name]) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shapes[name]), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
-            for block in rows(name):
-                yield file.write(_cast(name, block, dtype).contiguous().flatten().view(torch.uint8).numpy().data)
-        if file.tell() != 8 + len(text) + end:
-            raise ValueError(f"{path.name} came out with {file.tell()} bytes, which do not make the shapes in it.")
-
-
-def _cast(name: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = block.to(dtype)
-    if dtype != block.dtype and bool((block.isfinite() & ~cast.isfinite()).any()):
-        kind = str(dtype).removeprefix("torch.")
-        wider = "bfloat16" if dtype == torch.float16 else "float32"
-        raise ValueError(
-            f"`{name}` holds numbers beyond {torch.finfo(dtype).max:g}, which {kind} would turn into infinity: pass "
-            f"--dtype {wider}."
-        )
-    return cast

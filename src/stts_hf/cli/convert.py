@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
     parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the source's")
-    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="most of one file (default: 50GB)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file of weights (default: 5GB)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of a new scorer's weights (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is at DESTINATION")
 

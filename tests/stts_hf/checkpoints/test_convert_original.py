@@ -28,7 +28,6 @@ from stts_hf.checkpoints.original import (
     load_original_config,
 )
 from stts_hf.checkpoints.original_weights import open_original, open_sharded
-from stts_hf.checkpoints.tensors import StoredTensor
 from stts_hf.modeling.configuration_stts import STTSConfig
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms, pooling_table, read_safetensors
 from tests.stts_hf.checkpoints.original_weights import native_weights, read_original
@@ -89,7 +88,7 @@ def test_all_forms_hold_the_same_weights(folder):
     first, *others = (open_original(form) for form in FORMS if form.parent == folder)
     for other in others:
         assert other.keys() == first.keys()
-        assert all(torch.equal(read_whole(tensor), read_whole(first[name])) for name, tensor in other.items())
+        assert all(torch.equal(tensor.read(), first[name].read()) for name, tensor in other.items())
 
 
 def test_scorer_weights_are_converted(form):
@@ -163,16 +162,12 @@ def test_a_head_of_its_own_is_not_the_embedding(tmp_path, own_head):
         weights |= {"transformer.ff_out.weight": torch.ones(2, 2)}
     for order in (list(weights), list(weights)[::-1]):
         torch.save({name: weights[name] for name in order}, tmp_path / "model.pt")
-        assert bool(open_original(tmp_path)["lm_head.weight"].read(0, 2).all()) == own_head
-
-
-def read_whole(tensor: StoredTensor) -> torch.Tensor:
-    return tensor.read(0, tensor.shape[0])
+        assert bool(open_original(tmp_path)["lm_head.weight"].read().all()) == own_head
 
 
 def read_weight(folder: Path) -> torch.Tensor:
     """The one tensor of a model that `write_sharded` wrote."""
-    return read_whole(open_sharded(folder)["weight"])
+    return open_sharded(folder)["weight"].read()
 
 
 class Payload:
