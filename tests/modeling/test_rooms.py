@@ -3,9 +3,7 @@
 import ast
 import re
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,50 +61,3 @@ def test_remote_code_imports_neighbours_and_what_it_needs():
                 assert (MODELING / f"{module}.py").is_file(), (file.name, module)
             else:
                 assert module.split(".")[0] in ALLOWED | sys.stdlib_module_names, (file.name, module)
-
-
-def test_no_room_is_imported_in_a_circle():
-    graph = {file.stem: {module for level, module in imports(file) if level} for file in MODELING.glob("*.py")}
-    graph["modeling_stts"].discard("processing_stts")  # for the type checker alone: saved together
-    graph["processing_stts"].discard("modeling_stts")
-    while graph:
-        leaves = {name for name, needs in graph.items() if not needs & graph.keys()}
-        assert leaves, f"a circle among {sorted(graph)}"
-        graph = {name: needs for name, needs in graph.items() if name not in leaves}
-
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# Of the core's, what the files of one backbone alone mention, and why it is in the core all the same.
-OF_ONE_BACKBONE = {"end": "a streamer's, which native `generate` calls"}
-
-
-def mentions(node: ast.AST) -> Counter[str]:
-    """Names and attributes, however deep in the code."""
-    kinds = (ast.Name, ast.Attribute)
-    return Counter(getattr(some, "id", getattr(some, "attr", "")) for some in ast.walk(node) if isinstance(some, kinds))
-
-
-def test_what_one_backbone_alone_uses_is_not_in_the_core():
-    """No checkpoint carries code that its model never runs; nor what only such code uses."""
-    core = [ast.parse((MODELING / f"{room}_stts.py").read_text()) for room in CORE]
-    users: dict[str, set[str]] = {}
-    for file in MODELING.glob("*_stts*.py"):
-        room, _, backbone = file.stem.partition("_stts")  # Molmo2's end as the core's do
-        if backbone or room not in CORE:
-            for name in mentions(ast.parse(file.read_text())):
-                users.setdefault(name, set()).add(backbone)
-    used = sum(map(mentions, core), Counter())
-
-    def is_used(node: Any) -> bool:
-        return used[node.name] > mentions(node)[node.name]
-
-    defined: list[Any] = [node for tree in core for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-    # What nobody mentions is called by libraries.
-    suspects = [n for n in defined if len(users.get(n.name, ())) == 1 or (n.name not in users and is_used(n))]
-    misplaced: list[str] = []
-    while found := [node for node in suspects if not is_used(node)]:
-        for node in found:
-            suspects.remove(node)
-            misplaced.append(node.name)
-            used -= mentions(node)
-    assert set(misplaced) == OF_ONE_BACKBONE.keys()

@@ -12,8 +12,6 @@ from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_i
 from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.meters import (
     CONNECTOR,
-    DECODE_TOKEN,
-    LANGUAGE_MODEL,
     TOTAL,
     VISION_TOWER,
     FlopClock,
@@ -75,17 +73,6 @@ def test_stock_tower_and_connector(models, count, backend):
     assert found[TOTAL] == found[VISION_TOWER] + found[CONNECTOR]
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [(None, 36), (0.0, 36), (0.5, 18)], ids=["stock", "k=0", "k=0.5"])
-def test_the_language_model_sees_what_is_left(models, count, ratio, kept):
-    config = models[0].config
-    found = count(ratio, mode="inference")
-    tokens = kept + TOKENS
-    expected = formulas.text_linears(config, tokens) + formulas.text_attention(config, tokens)
-    assert found[LANGUAGE_MODEL] == expected + formulas.head(config, 1)
-    one_more = formulas.text_attention(config, 1) * (tokens + 1) + formulas.text_linears(config, 1)
-    assert found[DECODE_TOKEN] == one_more + formulas.head(config, 1)
-
-
 @pytest.mark.parametrize("ratio", [None, 0.0, 0.5], ids=["stock", "k=0", "k=0.5"])
 @pytest.mark.parametrize(
     "changes",
@@ -96,11 +83,6 @@ def test_what_ideals_work_out_is_what_is_counted(count, kept_patches, changes, r
     lengths = kept_patches(ratio) if ratio else None
     expected = ideals.flops(dataclasses.replace(SHAPE, **changes), ratio, lengths)
     assert count(ratio, **changes)[TOTAL] == expected
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_biased_layer_of_so400m_is_counted_with_80_entries_a_head(dtype):
-    assert formulas.biased_head_dim(geometry_config("so400m"), dtype) == 80
 
 
 def test_pytorchs_variable_length_attention_is_counted():

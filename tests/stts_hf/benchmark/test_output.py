@@ -55,16 +55,6 @@ def test_a_run_that_dies_keeps_what_it_measured_beside_what_was_there(tmp_path, 
     assert (kept["finished"], len(kept["cells"])) == (False, 1)
 
 
-def test_the_page_of_a_run_that_died_can_be_drawn(tmp_path, measured):
-    measured([pruned_twice()], TypeError("late"))
-    with pytest.raises(TypeError):
-        main([*TOWER, "--output", str(tmp_path)])
-    assert names(tmp_path) == ["unfinished.json"]
-    assert main(["bench", "--render", "--output", str(tmp_path)]) == 0
-    assert "**Unfinished**" in (tmp_path / "README.md").read_text()
-    assert names(tmp_path) == ["README.md", "unfinished.json"]
-
-
 def test_sigterm_takes_temporary_files_along(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -109,14 +99,6 @@ def test_a_preset_writes_to_a_folder_of_its_name_and_replaces_no_result(tmp_path
         assert main([*TOWER]) == 0
     assert names(tmp_path / "outputs" / "bench") == ["tower", "tower-2"]
     assert names(tmp_path / "outputs" / "bench" / "tower-2") == WRITTEN
-
-
-def test_tiny_only_prints(capsys, tmp_path, monkeypatch, measured):
-    monkeypatch.chdir(tmp_path)
-    measured([pruned_twice()])
-    assert main(["bench", "--modes", "tower", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.startswith("# stts-hf bench: tiny")
-    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("name", WRITTEN)

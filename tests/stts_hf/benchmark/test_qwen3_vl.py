@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from stts_hf.benchmark.geometries import workload_inputs
-from stts_hf.benchmark.measure import Runner, measure
+from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.meters import CONNECTOR, LANGUAGE_MODEL, SEQUENCE, TOTAL, VISION_TOWER, FlopClock
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.moving_clips import correlate
 from stts_hf.benchmark.presets import PRESETS, Workload
-from stts_hf.benchmark.report import table
 from tests.stts_hf.benchmark import ideals_qwen3_vl as ideals
 
 CPU = torch.device("cpu")
@@ -83,17 +82,6 @@ def test_what_goes_by_change_finds_what_moves(runner, selector):
     assert max(map(abs, found)) < 0.15 if selector == "random" else sum(found) / 3 > 0.2
 
 
-def test_untrained_selectors_are_looked_at(models, monkeypatch):
-    monkeypatch.setattr("stts_hf.benchmark.measure.CLIPS", 1)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # slow among pytest's many objects
-    workload = dataclasses.replace(SHAPE, mode="tower", selector="cosine", ratios=(0.5,))
-    cell = measure(workload, models, CPU, repeats=1)
-    stock, pruned = cell["variants"]
-    assert "motion" not in stock
-    assert len(pruned["motion"]["correlation"]) == len(pruned["motion"]["kept"]) == 1
-    assert "kept of what moves" in table([{"title": "", **cell}])
-
-
 def test_evs_saves_in_the_language_model_alone(runner):
     stock, cosine, after = (
         count(runner(selector=selector), ratio) for selector, ratio in (("cosine", None), ("cosine", 0.5), ("evs", 0.5))
@@ -121,12 +109,3 @@ def test_the_scaled_down_model_has_the_proportions_of_4b():
 
     for small, large in zip(shares("qwen-small"), shares("qwen"), strict=True):
         assert small == pytest.approx(large, rel=0.1)
-
-
-def test_causal_attention_is_counted_for_the_pairs_that_see_each_other():
-    query = torch.ones(1, 2, 16, 8)
-    for causal, pairs in ((False, 16 * 16), (True, 16 * 17 // 2)):
-        clock = FlopClock()
-        with clock.counter:
-            torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=causal)
-        assert clock.read() == 2 * 2 * pairs * (8 + 8)

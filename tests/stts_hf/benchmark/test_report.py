@@ -3,7 +3,7 @@
 import pytest
 
 from stts_hf.benchmark.presets import PRESETS
-from stts_hf.benchmark.report import markdown, nothing_measured
+from stts_hf.benchmark.report import markdown
 from tests.stts_hf.benchmark.made_up import cell, pruned_twice, result, variant
 
 
@@ -58,15 +58,6 @@ def test_flops_that_were_not_counted_say_why():
     page = markdown(result([uncounted]))
     assert rows_of(page)["total"][1] == "1000 ± 0.00, 2.000x"
     assert "k = 0.5: FLOPs were not counted; this PyTorch has no formula for aten.new_attention." in page
-
-
-def test_a_result_without_a_figure_is_told_from_one_with_some():
-    lost = pruned_twice() | {"status": "failed", "reason": "RuntimeError: no kernel", "variants": []}
-    assert nothing_measured(result([lost])) == (
-        "nothing could be measured; tower, 8 frames, tiny, varlen, sdpa, float32: failed (RuntimeError: no kernel)."
-    )
-    assert nothing_measured(result([lost, failing()])) is None
-    assert nothing_measured(result([])) is None
 
 
 def of_the_paper(mode: str, frames: int, batch: int) -> dict:
