@@ -96,14 +96,6 @@ def test_the_script_makes_the_same_tokenizer(folder, tokenizer):
     assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True).get_vocab() == tokenizer.get_vocab()
 
 
-def test_the_script_makes_the_same_configuration(folder, tokenizer):
-    made = tiny_model.build_config(tokenizer).to_dict()
-    saved = json.loads((folder / "config.json").read_text())
-    for part in ("vision_config", "adapter_config", "text_config"):
-        assert saved[part].pop("dtype") == "float32"  # of the weights, noted by saving
-        assert {key: made[part][key] for key in saved[part]} == saved[part]
-
-
 def test_special_tokens_lie_where_the_released_models_have_them(tokenizer):
     chat = tokenizer.convert_tokens_to_ids(list(tiny_model.CHAT_TOKENS))
     vision = tokenizer.convert_tokens_to_ids(list(tiny_model.VISION_TOKENS))

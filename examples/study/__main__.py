@@ -1,4 +1,4 @@
-"""The study's commands, run from a checkout: `python -m examples.study {make-dataset,run,report,snow} ...`."""
+"""The study's commands, run from a checkout: `python -m examples.study {make-dataset,run,report} ...`."""
 
 import argparse
 import json
@@ -84,11 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, or of a report")
     command.add_argument("--output", type=Path, metavar="FOLDER", help="of page and records (default: FOLDER)")
     command.set_defaults(execute=report)
-
-    command = commands.add_parser("snow", help="print what a study lost to regions of snow")
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, or of a report")
-    command.add_argument("--seed", type=int, default=0, help="of the data set (default: 0)")
-    command.set_defaults(execute=snow)
     return parser
 
 
@@ -132,16 +127,6 @@ def report(arguments: argparse.Namespace) -> int:
     from .report import write_report
 
     write_report(arguments.folder, arguments.output or arguments.folder)
-    return 0
-
-
-def snow(arguments: argparse.Namespace) -> int:
-    """Prints what a study lost to snow."""
-    from .results import Results
-    from .snow import snow_of, snow_table
-
-    results = Results(arguments.folder)
-    print(snow_table(results, snow_of(results, arguments.seed)))
     return 0
 
 

@@ -39,9 +39,7 @@ def check_dataset(dataset: Path) -> dict[str, Any]:
         _check_rows(dataset, TEST, about["splits"]["test"]["questions"])
         load_motion(dataset)
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
-        raise StudyError(
-            f"--dataset {dataset} is not whole or of another version ({error}): make it again with make-dataset"
-        ) from error
+        raise StudyError(f"--dataset {dataset} cannot be used ({error}): make it again with make-dataset") from error
     return about
 
 

@@ -1,13 +1,13 @@
-"""A plain training loop, and the start of a scorer."""
+"""A plain training loop, a run of `STTSTrainer` that saves nothing, and the start of a scorer."""
 
-import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 from tqdm import tqdm
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from stts_hf.parts import PARTS, SCORER
 from stts_hf.training.arguments import STTSTrainingArguments
@@ -26,8 +26,8 @@ def fit(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=total, pct_start=rising / total)
     parameters = [parameter for group in groups for parameter in group["params"]]
     losses: list[float] = []
-    told = max(1, steps // 10)
-    for batch in tqdm(batches, desc=name, total=steps, unit="step", disable=None):
+    bar = tqdm(batches, desc=name, total=steps, unit="step", disable=None)
+    for batch in bar:
         loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -35,42 +35,54 @@ def fit(
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if len(losses) % told == 0:
-            tqdm.write(f"{name}: step {len(losses)} of {steps}, loss {sum(losses[-told:]) / told:.3f}", file=sys.stderr)
+        bar.set_postfix(loss=losses[-1], refresh=False)
     return losses
 
 
-def start_scorer(
-    model: Any, rows: Any, collator: Any, steps: int, batch_size: int, seed: int, workers: int = 0
-) -> None:
-    """
-    Trains the scorer alone by the temporal loss, as `temporal_loss_only` of `STTSTrainer` does for everybody; nothing
-    but the scorer changes. rows, collator: of the trainer. workers: processes that make batches.
-    """
-    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def train(
+    model: Any, rows: Dataset, collator: Any, callbacks: Sequence[TrainerCallback] = (), **arguments: Any
+) -> STTSTrainer:
+    """Trains with `STTSTrainer`, which saves nothing; returns it. arguments: of `STTSTrainingArguments`."""
+    arguments["logging_steps"] = max(1, arguments["max_steps"] // 10)
     with tempfile.TemporaryDirectory() as output:
-        arguments = STTSTrainingArguments(
+        settings = STTSTrainingArguments(
             output_dir=output,
-            max_steps=steps,
-            per_device_train_batch_size=batch_size,
-            temporal_loss_only=True,
-            freeze=[part for part in PARTS if part != SCORER],
-            learning_rates={SCORER: RATE},
             lr_scheduler_type="cosine",
-            warmup_steps=0.1,
-            adam_beta2=0.98,
-            weight_decay=0.01,
-            seed=seed,
-            dataloader_num_workers=workers,
-            dataloader_pin_memory=False,
-            logging_steps=max(1, steps // 10),
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **arguments,
         )
-        trainer = STTSTrainer(model, arguments, train_dataset=rows, data_collator=collator)
+        trainer = STTSTrainer(model, settings, train_dataset=rows, data_collator=collator, callbacks=list(callbacks))
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    return trainer
+
+
+def start_scorer(
+    model: Any, rows: Dataset, collator: Any, steps: int, batch_size: int, seed: int, workers: int = 0
+) -> None:
+    """
+    Trains the scorer alone by the temporal loss; nothing but the scorer changes. rows, collator: of the trainer.
+    workers: processes that make batches.
+    """
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    train(
+        model,
+        rows,
+        collator,
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        temporal_loss_only=True,
+        freeze=[part for part in PARTS if part != SCORER],
+        learning_rates={SCORER: RATE},
+        warmup_steps=0.1,
+        adam_beta2=0.98,
+        weight_decay=0.01,
+        seed=seed,
+        dataloader_num_workers=workers,
+    )
     model.config.__dict__.pop("use_cache", None)  # which `Trainer` puts there
     for parameter in learnt:
         parameter.requires_grad_(True)

@@ -4,12 +4,10 @@ it `hub_configs/stts-tiny`, which prunes.
 
     python -m examples.study.pretraining outputs/base --tiny hub_configs/stts-tiny
 
-A VLM starts from a language model that can read and a vision tower that can see, and so does this one. The language
-model learns first, from frames it is told: the features of each block are the words for what is in it. So it learns in
-minutes to tie colours to places and places to times, which it did not in an hour from pixels. Then the tower learns to
-say those words of each block of a frame, and last both learn together from pixels. Steps are small and many: tying what
-belongs together comes after a thousand steps, whatever their size. No scene is seen twice, nothing is pruned, and the
-scorer stays as it is made. The tiny checkpoint then learns to do with fewer blocks.
+The language model learns from frames it is told: the features of each block are the words for what is in it. So it
+learns in minutes to tie colours to places and places to times, which it did not in an hour from pixels. The tower
+learns to say those words of each block of a frame, and last both learn together from pixels. No scene is seen twice,
+nothing is pruned, and the scorer stays as it is made. The tiny checkpoint then learns to do with fewer blocks.
 """
 
 import argparse
@@ -26,17 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from stts_hf import STTSForConditionalGeneration
+from stts_hf import STTSConfig, STTSForConditionalGeneration
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
 from stts_hf.modeling.plan_stts import PruningPlan, VideoFeatures
-from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, module_of, parts_of
+from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, parts_of
 from stts_hf.training.build import renew_scorer
 
 from .data import load_processor
 from .fitting import fit, start_scorer
 from .pretraining_data import FIRST_SEED, KINDS, LEVELS, SceneConversations, SceneFrames
 from .scenes import COLOURS
-from .tiny_model import build_config, build_model, build_processor, save_into
+from .tiny_model import build_model, build_processor, save_into
 
 TEXT_RATE, TOWER_RATE, BOTH_RATE = 1e-3, 2e-3, 5e-4
 NOISE = 0.05  # of the features that the language model is told, beside embeddings of 0.5
@@ -44,6 +42,7 @@ PRUNED_RATE, SCORER_RATE = 3e-4, 1e-3
 RATIOS = (0.5, 0.7, 0.5, 0.9)  # of the tiny checkpoint's steps, in turn
 CALLED = {"diamond": "mark", "bar": "light"}  # what questions call them
 HALVES = {"text": ("text_0", "text_2", "text_3"), "tower": ("tower",)}  # what each learns, in order
+PARTS_OF = {"text": (LANGUAGE_MODEL,), "tower": (VISION_TOWER, CONNECTOR)}
 EDGES = ("top", None, None, "bottom"), ("left", None, None, "right")
 
 
@@ -92,16 +91,10 @@ def _load(dataset: Dataset) -> DataLoader:
     return DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=4)
 
 
-def _tower_parts(model: Any) -> list[torch.nn.Parameter]:
-    """Parameters of the vision tower, but for its scorer, and of the connector."""
-    parts = parts_of(model)
-    return [parameter for name, parameter in model.named_parameters() if parts[name] in (VISION_TOWER, CONNECTOR)]
-
-
-def _text_parts(model: Any) -> list[torch.nn.Parameter]:
-    """Parameters of the language model and its head."""
-    parts = parts_of(model)
-    return [parameter for name, parameter in model.named_parameters() if parts[name] == LANGUAGE_MODEL]
+def _parameters(model: Any, *parts: str) -> list[torch.nn.Parameter]:
+    """The parameters of these parts."""
+    of = parts_of(model)
+    return [parameter for name, parameter in model.named_parameters() if of[name] in parts]
 
 
 def teach_text(model: Any, codes: BlockCodes, processor: Any, batch_size: int, level: int, steps: int) -> list[float]:
@@ -124,7 +117,7 @@ def teach_text(model: Any, codes: BlockCodes, processor: Any, batch_size: int, l
 
     rows, _ = model.config.vision_config.block_grid
     batches = _load(SceneConversations(processor, steps, batch_size, level, rows, False, (4 + level) * FIRST_SEED))
-    groups = [{"params": _text_parts(model), "lr": TEXT_RATE}]
+    groups = [{"params": _parameters(model, *PARTS_OF["text"]), "lr": TEXT_RATE}]
     model.model.encode_videos = tell
     try:
         return fit(groups, batches, steps, loss_of, f"Language model, {LEVELS[level]}")
@@ -143,7 +136,7 @@ def teach_tower(model: Any, codes: BlockCodes, video_processor: Any, steps: int)
         return codes.loss(torch.cat(features), inside, known)
 
     groups = [
-        {"params": _tower_parts(model), "lr": TOWER_RATE},
+        {"params": _parameters(model, *PARTS_OF["tower"]), "lr": TOWER_RATE},
         {"params": [codes.scale, codes.bias], "lr": 5 * TOWER_RATE},
     ]
     return fit(groups, _load(SceneFrames(steps, rows)), steps, loss_of, "Vision tower")
@@ -153,7 +146,7 @@ def teach_both(model: Any, processor: Any, steps: int, batch_size: int) -> list[
     """Trains the whole model but the scorer on conversations about what it sees, without pruning."""
     rows, _ = model.config.vision_config.block_grid
     batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 8 * FIRST_SEED))
-    groups = [{"params": [*_tower_parts(model), *_text_parts(model)], "lr": BOTH_RATE}]
+    groups = [{"params": _parameters(model, *PARTS_OF["tower"], *PARTS_OF["text"]), "lr": BOTH_RATE}]
     return fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=0.0).task_loss, "Both")
 
 
@@ -163,25 +156,25 @@ def teach_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> lis
     ratios = itertools.cycle(RATIOS)
     batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 9 * FIRST_SEED, busy=True))
     groups = [
-        {"params": list(module_of(model, SCORER).parameters()), "lr": SCORER_RATE},
-        {"params": [*_tower_parts(model), *_text_parts(model)], "lr": PRUNED_RATE},
+        {"params": _parameters(model, SCORER), "lr": SCORER_RATE},
+        {"params": _parameters(model, *PARTS_OF["tower"], *PARTS_OF["text"]), "lr": PRUNED_RATE},
     ]
     return fit(groups, batches, steps, lambda batch: model(**batch[0], pruning_ratio=next(ratios)).loss, "With pruning")
 
 
-def _begin(template: str, seed: int) -> tuple[Any, Any, BlockCodes]:
+def _begin(tiny: Path, seed: int) -> tuple[Any, Any, BlockCodes]:
     """The processor, the model before its first step, and the codes that both of its halves are to speak."""
-    processor = build_processor(template)
-    model = build_model(build_config(processor.tokenizer), processor.tokenizer, seed).train()
+    processor = build_processor((tiny / TEMPLATE).read_text(encoding="utf-8"))
+    model = build_model(STTSConfig.from_pretrained(tiny), processor.tokenizer, seed).train()
     return processor, model, BlockCodes(model, processor.tokenizer)
 
 
-def _teach_half(half: str, template: str, done: Path, steps: Mapping[str, int], batch_size: int, seed: int) -> Path:
+def _teach_half(half: str, tiny: Path, done: Path, steps: Mapping[str, int], batch_size: int, seed: int) -> Path:
     """
     Trains one of `HALVES`, by itself, and returns where its weights are. Stages that were done before are not done
     again.
     """
-    processor, model, codes = _begin(template, seed)
+    processor, model, codes = _begin(tiny, seed)
     stages: dict[str, Callable[[int], list[float]]] = {
         f"text_{level}": functools.partial(teach_text, model, codes, processor, batch_size, level) for level in LEVELS
     }
@@ -194,29 +187,26 @@ def _teach_half(half: str, template: str, done: Path, steps: Mapping[str, int], 
             continue
         torch.manual_seed(seed)
         stages[stage](steps[stage])
-        parts = {id(parameter) for parameter in (_tower_parts if half == "tower" else _text_parts)(model)}
-        weights = {name: parameter.data for name, parameter in model.named_parameters() if id(parameter) in parts}
+        parts = parts_of(model)
+        weights = {name: tensor.data for name, tensor in model.named_parameters() if parts[name] in PARTS_OF[half]}
         with atomic_file(done / name) as new:
             torch.save(weights, new)
     return done / name
 
 
-def make_base(folder: Path, template: str, steps: Mapping[str, int], *, batch_size: int = 4, seed: int = 0) -> None:
+def make_base(folder: Path, tiny: Path, steps: Mapping[str, int], *, batch_size: int = 4, seed: int = 0) -> None:
     """
-    Makes the base checkpoint and saves it, whole or not at all. template: the chat template. steps: of the stages, as
-    in `STEPS`. A stage that was done when it was last tried, with the same steps and seed, is not done again: its
-    weights wait in `folder.stages`. Language model and tower learn side by side, in two processes. Raises
-    `FileExistsError` where the folder is there.
+    Makes the base checkpoint and saves it, whole or not at all. tiny: folder with its configuration and chat template.
+    steps: of the stages, as in `STEPS`. Language model and tower learn side by side, in two processes. A stage whose
+    weights wait in `folder.stages`, of the same steps and seed, is not done again.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists: name another folder, or delete that one.")
     done = folder.with_name(f"{folder.name}.stages")
     done.mkdir(parents=True, exist_ok=True)
     threads = max(1, torch.get_num_threads() // len(HALVES))
     with ProcessPoolExecutor(len(HALVES), get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
-        halves = [pool.submit(_teach_half, half, template, done, steps, batch_size, seed) for half in HALVES]
+        halves = [pool.submit(_teach_half, half, tiny, done, steps, batch_size, seed) for half in HALVES]
         weights = [torch.load(half.result(), weights_only=True) for half in halves]
-    processor, model, _ = _begin(template, seed)
+    processor, model, _ = _begin(tiny, seed)
     for half in weights:
         model.load_state_dict(half, strict=False)
     torch.manual_seed(seed)
@@ -248,7 +238,7 @@ STEPS = {"text_0": 2000, "text_2": 500, "text_3": 4000, "tower": 9000, "both": 1
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the study's base checkpoint, and hub_configs/stts-tiny of it.")
     parser.add_argument("base", type=Path, help="folder of the base checkpoint; made unless it is there")
-    parser.add_argument("--tiny", type=Path, required=True, help="hub_configs/stts-tiny, whose chat template is used")
+    parser.add_argument("--tiny", type=Path, required=True, help="hub_configs/stts-tiny, whose configuration is used")
     parser.add_argument("--seed", type=int, default=0)
     for stage, usual in STEPS.items():
         parser.add_argument(f"--{stage.replace('_', '-')}-steps", type=int, default=usual, metavar="N")
@@ -257,15 +247,8 @@ def main() -> None:
         parser.error(f"--tiny {arguments.tiny} has no {TEMPLATE}: name the folder hub_configs/stts-tiny")
     torch.manual_seed(arguments.seed)
     steps = {stage: getattr(arguments, f"{stage}_steps") for stage in STEPS}
-    if arguments.base.exists():
-        given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
-        if idle := sorted(set(given) - {"base", "tiny", "scorer_steps", "pruned_steps"}):
-            parser.error(f"{arguments.base} is there already, so --{idle[0].replace('_', '-')} would have no effect")
-        if not steps["pruned"]:
-            parser.error(f"{arguments.base} is there already, so with --pruned-steps 0 there is nothing to do")
-    else:
-        template = (arguments.tiny / TEMPLATE).read_text(encoding="utf-8")
-        make_base(arguments.base, template, steps, seed=arguments.seed)
+    if not arguments.base.exists():
+        make_base(arguments.base, arguments.tiny, steps, seed=arguments.seed)
     if steps["pruned"]:
         make_tiny(arguments.base, arguments.tiny, scorer_steps=steps["scorer"], steps=steps["pruned"])
 

@@ -5,6 +5,7 @@ is in each block of every frame.
 
 import copy
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,7 @@ from stts_hf.data.prompts import choice_messages
 from stts_hf.data.rows import Sample
 
 from .make_dataset import SIZE
-from .questions import (
-    LONG_FPS,
-    LONG_SECONDS,
-    Question,
-    compose_image,
-    compose_long,
-    compose_short,
-    with_options,
-)
+from .questions import LONG_FPS, LONG_SECONDS, Question, compose_image, compose_long, compose_short, with_options
 from .scenes import COLOURS, LETTERS, SHAPES, Scene
 from .tiny_model import MAX_FPS, NUM_FRAMES
 
@@ -64,11 +57,12 @@ def block_targets(scene: Scene, time: float, blocks: int) -> tuple[np.ndarray, n
     return targets.reshape(blocks**2, -1), known.reshape(-1)
 
 
+@dataclass
 class SceneFrames(Dataset):
     """Batches of single frames, uint8 (F, 3, height, width), with `block_targets` of each."""
 
-    def __init__(self, batches: int, blocks: int) -> None:
-        self.batches, self.blocks = batches, blocks
+    batches: int
+    blocks: int
 
     def __len__(self) -> int:
         return self.batches
@@ -94,6 +88,7 @@ class SceneFrames(Dataset):
         return pixels, inside, known
 
 
+@dataclass
 class SceneConversations(Dataset):
     """
     Batches of conversations about scenes of one length, as `STTSDataCollator` makes them, with `block_targets` of all
@@ -101,20 +96,17 @@ class SceneConversations(Dataset):
     scenes. busy: whether those of the last level may have snow.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        batches: int,
-        batch_size: int,
-        level: int,
-        blocks: int,
-        drawn: bool,
-        first_seed: int,
-        busy: bool = False,
-    ) -> None:
-        self.processor = copy.deepcopy(processor)  # its frames change from sample to sample
-        self.batches, self.batch_size, self.level = batches, batch_size, level
-        self.blocks, self.drawn, self.first_seed, self.busy = blocks, drawn, first_seed, busy
+    processor: Any
+    batches: int
+    batch_size: int
+    level: int
+    blocks: int
+    drawn: bool
+    first_seed: int
+    busy: bool = False
+
+    def __post_init__(self) -> None:
+        self.processor = copy.deepcopy(self.processor)  # its frames change from sample to sample
         self.collator = STTSDataCollator(self.processor)
 
     def __len__(self) -> int:

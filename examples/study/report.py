@@ -20,16 +20,7 @@ from stts_hf.shares import percent
 from .data import StudyError
 from .methods import METHODS, UNPRUNED, methods_of
 from .results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
-from .study import (
-    ALL_RECORDS,
-    MAIN_RATIO,
-    QUESTIONS,
-    SETTINGS,
-    command_of,
-    plan,
-    read_records,
-    read_settings,
-)
+from .study import ALL_RECORDS, MAIN_RATIO, QUESTIONS, SETTINGS, command_of, plan, read_records, read_settings
 
 TITLE = "# Study: which video tokens can go"
 PAGE, DEGRADATION_PLOT, LAYERS_PLOT = "README.md", "degradation.png", "layers.png"
@@ -78,10 +69,7 @@ def _check_other(output: Path, results: Results) -> None:
         raise StudyError(f"{output} holds the report of another study: name another folder with --output")
     there = read_records(output, results.settings)
     if lost := [name for name in there if name not in results.records]:
-        raise StudyError(
-            f"{output} has {len(lost)} runs that this study has not ({lost[0]}, ...), and would lose them: name "
-            "another folder with --output"
-        )
+        raise StudyError(f"{output} has runs that this study has not ({lost[0]}, ...): name another with --output")
 
 
 def page(results: Results) -> str:
@@ -243,13 +231,11 @@ def scaling_table(results: Results) -> str:
     for name in (method.name for method in methods_of("scaling")):
         for scaling in (0.0, MAIN_RATIO):
             answers = results.find(name, scaling=scaling)
-            frames = (
-                ", as many frames" if scaling and name == UNPRUNED else " with test-time scaling" if scaling else ""
-            )
-            accuracy = interval(results.accuracy(answers, "long"))
+            scaled = ", as many frames" if name == UNPRUNED else " with test-time scaling"
+            label = METHODS[name].label + (scaled if scaling else "")
             compared = over(results, answers, unpruned, "long")
             tokens = (number(mean_tokens(answers, "long", kind), 0) for kind in ("video_tokens", "llm_tokens"))
-            rows.append([METHODS[name].label + frames, accuracy, compared, *tokens])
+            rows.append([label, interval(results.accuracy(answers, "long")), compared, *tokens])
     return table(["", "long", "over no pruning", "video tokens", "LLM tokens"], rows)
 
 

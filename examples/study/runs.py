@@ -22,7 +22,7 @@ from typing import Any
 import filelock
 import numpy as np
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from stts_hf.benchmark.measure import describe_machine, describe_versions
@@ -32,20 +32,10 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.parts import SCORER, VISION_TOWER, module_of
 from stts_hf.shortages import is_disk_full
-from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import renew_scorer
-from stts_hf.training.trainer import STTSTrainer
 
-from .data import (
-    EncodedRows,
-    StudyError,
-    encode_conversations,
-    load_motion,
-    load_processor,
-    read_questions,
-    write_json,
-)
-from .fitting import start_scorer
+from . import fitting
+from .data import EncodedRows, StudyError, encode_conversations, load_motion, load_processor, read_questions, write_json
 from .methods import METHODS, load_method
 from .motion import share_of_blocks
 from .study import FORMAT, RECORDS, Evaluation, Run, Study, evaluations, is_done, is_scored, read_records
@@ -145,10 +135,6 @@ class _StepClock(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
 
-    def median(self) -> float | None:
-        """Seconds from the end of a step to the end of the next; None for a run of one step."""
-        return statistics.median(np.diff(self.ends).tolist()) if len(self.ends) > 1 else None
-
 
 def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
     """
@@ -166,30 +152,23 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
         if settings.scorer_steps and model.config.temporal_loss_weight:
             load_started_scorer(model.to(desk.device), run, desk, collator)
     clock = _StepClock()
-    with tempfile.TemporaryDirectory() as output:
-        arguments = STTSTrainingArguments(
-            output_dir=output,
-            max_steps=settings.steps,
-            per_device_train_batch_size=settings.batch_size,
-            learning_rates=dict(settings.learning_rates),
-            lr_scheduler_type="cosine",
-            warmup_steps=settings.warmup_steps,
-            seed=run.seed,
-            logging_steps=max(1, settings.steps // 10),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = STTSTrainer(model, arguments, train_dataset=desk.rows, data_collator=collator, callbacks=[clock])
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    trainer = fitting.train(
+        model,
+        desk.rows,
+        collator,
+        [clock],
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rates=dict(settings.learning_rates),
+        warmup_steps=settings.warmup_steps,
+        seed=run.seed,
+    )
     with atomic_folder(checkpoint, overwrite=True) as new:
         model.save_pretrained(new)
         desk.processor.save_pretrained(new)
     logs = [entry for entry in trainer.state.log_history if "task_loss" in entry]
     return {
-        "seconds_per_step": clock.median(),
+        "seconds_per_step": statistics.median(np.diff(clock.ends).tolist()) if settings.steps > 1 else None,
         "losses": [[entry["step"], round(entry["task_loss"], 4), round(entry["temporal_loss"], 5)] for entry in logs],
     }
 
@@ -199,7 +178,7 @@ def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataColl
     path = desk.study.folder / SCORERS / f"layer{run.pruning_layer}-seed{run.seed}.pt"
     settings, scorer = desk.study.settings, module_of(model, SCORER)
     if not path.exists():
-        start_scorer(model, desk.rows, collator, settings.scorer_steps, settings.batch_size, run.seed)
+        fitting.start_scorer(model, desk.rows, collator, settings.scorer_steps, settings.batch_size, run.seed)
         with atomic_file(path) as new:
             torch.save(scorer.state_dict(), new)
     scorer.load_state_dict(torch.load(path, weights_only=True, map_location=desk.device))

@@ -1,9 +1,8 @@
 """
 Scenes to ask about: things that move, blink, flash up and change over a textured background, drawn at any time.
 
-A scene is numbers alone, drawn from a seed, so that what happens in it is known exactly. What makes it hard for a
-heuristic that goes by change is put in on purpose: the camera drifts, regions flicker, others are full of snow, as of a
-television without a signal, and every frame has noise.
+A scene is numbers alone, drawn from a seed. What misleads a heuristic that goes by change is put in on purpose: the
+camera drifts, regions flicker, others are full of snow, as of a television without a signal, and every frame has noise.
 Coordinates are shares of the frame's side, x to the right and y down; times are seconds.
 """
 

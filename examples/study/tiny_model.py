@@ -103,47 +103,6 @@ def build_processor(chat_template: str) -> STTSProcessor:
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> STTSConfig:
-    """A configuration of 1.3 million parameters: 6 ViT layers of width 64, 4 text layers of width 128."""
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in VISION_TOKENS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
-    return STTSConfig(
-        pruning_layer=1,
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 6,
-            "image_size": [SIZE, SIZE],
-            "patch_size": PATCH_SIZE,
-            **heads,
-        },
-        adapter_config={
-            "vision_feature_layer": [5],
-            "hidden_size": 64,
-            "intermediate_size": 256,
-            "text_hidden_size": 128,
-            **heads,
-        },
-        text_config={
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        },
-        image_start_token_id=ids["<im_start>"],
-        image_end_token_id=ids["<im_end>"],
-        image_patch_id=ids["<im_patch>"],
-        low_res_image_start_token_id=ids["<low_res_im_start>"],
-        frame_start_token_id=ids["<frame_start>"],
-        frame_end_token_id=ids["<frame_end>"],
-    )
-
-
 def build_model(config: STTSConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> STTSForConditionalGeneration:
     """
     The model with seeded random weights; its scorer knows nothing yet. Its head begins as its embeddings, in which a

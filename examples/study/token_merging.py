@@ -4,11 +4,10 @@ Every ViT layer merges similar patches of a frame between its attention and its 
 of the attention keys over the heads, averages weighted by size, proportional attention. "We apply the merging method
 within the ViT and pass the modified, pooled patches to the LLM" (paper, "Comparison with ViT-Only Pruning Baselines").
 
-The budget is that of the other methods: the LLM gets `K` tokens of a video, spread evenly over its frames, frame 0 like
-any other. A frame of `n` blocks that gets `m` tokens ends the ViT with `N * m / n` merged patches, which the connector
-pools `S` at a time. ToMe merges equally many in each layer, and so leaves more of the ViT's work than STTS, which is
-dense up to layer `l` and has everything dropped soon after: counted on one frame of Molmo2 (25 layers, `l = 3`), 0.74
-and 0.58 of the unpruned FLOPs at `k = 0.5`.
+The LLM gets `K` tokens of a video, as from the other methods, spread evenly over its frames, frame 0 like any other. A
+frame of `n` blocks that gets `m` tokens ends the ViT with `N * m / n` merged patches, which the connector pools `S` at
+a time. ToMe merges equally many in each layer, so more of the ViT's FLOPs are left than with STTS: on one frame of
+Molmo2 (25 layers, `l = 3`) 0.74 and 0.58 of the unpruned ones at `k = 0.5`.
 
 Letters as in `modeling/`: F frames, N patches of each, n blocks of S patches, D width; here also M tokens that a frame
 has in a layer, each the mean of one or more patches.
@@ -218,7 +217,8 @@ class MergingVisionModel(STTSVisionModel):
                 onward = torch.zeros_like(earlier[:, : states.shape[1]]).scatter(1, earlier, token_of_patch)
                 states = merge_tokens(states, count_patches(earlier, states.shape[1]), onward, num_left)
             features.append(states)
-        groups, valid, blocks = group_tokens(token_of_patch, num_left, table, num_tokens, self.patch_columns)
+        columns = self.config.image_size[1] // self.config.patch_size
+        groups, valid, blocks = group_tokens(token_of_patch, num_left, table, num_tokens, columns)
         frame = torch.arange(num_frames, device=table.device)[:, None, None]
         taken = torch.cat(features, dim=-1)[frame, groups] * valid[..., None]
         shares = 1 / count_patches(token_of_patch, num_left).gather(1, token_of_patch)  # (F, N)
@@ -229,10 +229,6 @@ class MergingVisionModel(STTSVisionModel):
             torch.zeros_like(table[..., 0], dtype=torch.bool).scatter(1, blocks, True),
             shares.sum(-1) / (table >= 0).sum(-1),
         )
-
-    @property
-    def patch_columns(self) -> int:
-        return self.config.image_size[1] // self.config.patch_size
 
 
 def group_tokens(

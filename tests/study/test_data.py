@@ -55,11 +55,6 @@ def test_questions_can_be_asked_without_their_options(whole):
     assert found["text_only"].keys() == found["chance"].keys()
 
 
-@pytest.mark.parametrize("about", [{}, {"snow": False}])
-def test_a_report_knows_whether_clips_have_snow(whole, about):
-    assert describe_questions(whole, about, False)["snow"] is about.get("snow", True)
-
-
 def start_study(base: Path, dataset: Path, folder: Path) -> None:
     study = open_study(folder / "study", dataset, base, {})
     do_runs(study, plan(study.settings), print)

@@ -63,13 +63,6 @@ def test_all_methods_hand_equally_many_tokens_to_the_language_model(checkpoint, 
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("name", "share"), [("none", 1.0), ("text-only", 0.0)])
-def test_two_methods_have_a_ratio_of_their_own(checkpoint, name, share):
-    with torch.no_grad():
-        output = load_method(name, checkpoint, 0.5)(**build_inputs(ROWS))
-    assert all(mask.float().mean() == share for mask in output.keep_mask)
-
-
 def test_no_two_methods_keep_the_same_blocks(checkpoint):
     inputs = build_inputs(ROWS)
     masks = {}
@@ -80,14 +73,6 @@ def test_no_two_methods_keep_the_same_blocks(checkpoint):
     assert all(not torch.equal(masks[a], masks[b]) for a in names for b in names if a < b)
 
 
-@pytest.mark.parametrize("name", ["random", "cosine", "tome"])
-def test_inference_only_is_the_same_method_on_other_weights(checkpoint, name):
-    inputs = build_inputs(ROWS)
-    with torch.no_grad():
-        logits = [load_method(n, checkpoint, 0.5)(**inputs).logits for n in (name, f"{name}-inference")]
-    assert torch.equal(*logits)
-
-
 def test_only_the_temporal_loss_is_missing_without_it(checkpoint):
     inputs = build_inputs(ROWS, labels=True)
     with torch.no_grad():
@@ -95,20 +80,6 @@ def test_only_the_temporal_loss_is_missing_without_it(checkpoint):
     assert torch.equal(whole.logits, without.logits)
     assert without.loss == without.task_loss == whole.task_loss
     assert whole.loss > whole.task_loss
-
-
-def test_random_draws_anew_in_training_and_by_the_seed_in_evaluation(checkpoint):
-    inputs = build_inputs(ROWS)
-
-    def kept(model: Any) -> list[bool]:
-        with torch.no_grad():
-            return model(**inputs).keep_mask[0].flatten().tolist()
-
-    model = load_method("random", checkpoint, 0.5)
-    assert kept(model) == kept(model) == kept(load_method("random", checkpoint, 0.5))
-    assert kept(load_method("random", checkpoint, 0.5, seed=1)) != kept(model)
-    model.train()
-    assert kept(model) != kept(model)
 
 
 def test_a_scorer_that_a_checkpoint_lacks_is_drawn_by_the_seed(checkpoint, tmp_path):
@@ -133,21 +104,3 @@ def test_the_pruning_layer_is_the_callers_or_the_checkpoints(checkpoint, layer):
         output = model(**build_inputs([[3, Video(4), 5]]))
     assert outputs[0].shape[:2] == (4, 81)
     assert int(output.keep_mask[0].sum()) == 18
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("tome-trained", 0.5),
-            "`method` is 'tome-trained', but must be one of none, random-inference, random, cosine",
-        ),
-        (("stts", 1.5), "`pruning_ratio` is 1.5, but must be a number in"),
-        (("stts", 0.5, 5), "`pruning_layer` is 5, but the layer after it"),
-        (("random", 0.5, None, -1), "`selector_seed` is -1"),
-    ],
-)
-def test_what_cannot_be_is_an_error(checkpoint, arguments, message):
-    method, ratio, *rest = arguments
-    with pytest.raises(Exception, match=message):
-        load_method(method, checkpoint, ratio, *rest)

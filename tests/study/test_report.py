@@ -5,15 +5,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from examples.study.data import StudyError
 from examples.study.report import claims_table, write_report
 from examples.study.results import Results
-from examples.study.snow import snow_of, snow_table
 from examples.study.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
-from tests.conftest import REPOSITORY
 
 PER_GROUP = 40
 GROUPS = ("motion", "detail", "long", "image")
@@ -133,43 +130,6 @@ def test_claims_hold_or_fail_or_are_undecided(tmp_path, marks_of, verdicts):
     assert [row[-1].removesuffix(" |") for row in rows] == verdicts
 
 
-def test_what_snow_costs_is_by_its_regions(tmp_path):
-    """Of the 40 clips of a group the first 30 show no snow, the last 10 two regions."""
-    results = Results(write_study(tmp_path, plan(STUDY, ["methods", "ratios"])))
-    snow = np.tile(np.repeat([0, 2], [30, 10]), len(GROUPS))
-    snow[results.groups == "image"] = -1
-    _, _, *rows = snow_table(results, snow).splitlines()
-    found = {
-        label.strip("| "): [cell.partition(" [")[0] for cell in line] for label, *line in (r.split(" | ") for r in rows)
-    }
-    assert found["50%, over no pruning"] == ["+0.0", "+0.0"]
-    assert found["50%, over random"] == ["+0.0", "+60.0"]  # 36 and 30 of 40 are right, from the first on
-    assert found["80%, over heuristic"] == ["+0.0", "+20.0"]  # 33 and 31
-
-
-def test_snow_of_another_seed_or_of_half_a_study(tmp_path):
-    results = Results(REPOSITORY / "docs" / "study" / "snow")
-    snow = snow_of(results, 0)
-    assert [int((snow == number).sum()) for number in range(4)] == [874, 1844, 1661, 1285]  # as docs/study.md says
-    with pytest.raises(StudyError, match="--seed 1 is not the data set's"):
-        snow_of(results, 1)
-    half = Results(write_study(tmp_path, [run for run in plan(STUDY, ["methods"]) if run.method != "tome"]))
-    assert "over ToMe" not in snow_table(half, np.zeros(len(half.types)))
-
-
-def test_one_ratio_has_no_claim_about_more(tmp_path):
-    settings = dataclasses.replace(STUDY, ratios=(0.5,))
-    table = claims_table(Results(write_study(tmp_path, plan(settings, ["methods"]), settings=settings)))
-    assert "to 50%" not in table
-    assert "STTS - random: above 0" in table
-
-
-def test_a_ratio_is_not_rounded(tmp_path):
-    settings = dataclasses.replace(STUDY, ratios=(0.5, 0.996))
-    results = Results(write_study(tmp_path, plan(settings, ["methods"]), settings=settings))
-    assert "from 50% to 99.6%, STTS - random" in claims_table(results)
-
-
 def test_a_page_that_is_no_study_s_is_not_overwritten(tmp_path):
     study = write_study(tmp_path / "study", plan(STUDY, ["images"]))
     (tmp_path / "README.md").write_text("# My project\n")
@@ -210,25 +170,6 @@ def test_a_cell_is_of_the_seeds_that_were_run(tmp_path):
     assert f"**Unfinished**: {len(plan(STUDY)) - 12} of {len(plan(STUDY))} runs are missing" in page
     assert cells(page, "Methods", "STTS")[-1] == "1"
     assert cells(page, "More and more dropped", "STTS")[3] == ""
-
-
-def test_intervals_of_a_difference_are_of_pairs(page):
-    """STTS and no pruning are right on the same questions: whatever is drawn, they differ by nothing."""
-    table = page.partition("\n## Methods")[2].partition("\n## ")[0]
-    assert "+0.0 [+0.0, +0.0]" in next(line for line in table.splitlines() if line.startswith("| STTS |"))
-
-
-def test_the_page_says_that_options_were_left_out(tmp_path):
-    settings = dataclasses.replace(STUDY, without_options=True)
-    runs = plan(settings, ["images"])
-    folder = write_study(tmp_path / "study", [], settings=settings)
-    for run in runs:
-        record = record_of(run, as_claimed) | {"study": settings.fingerprint}
-        (folder / RECORDS / f"{run.name}.json").write_text(json.dumps(record))
-    write_report(folder, tmp_path / "page")
-    page = (tmp_path / "page" / "README.md").read_text()
-    assert "--without-options --layer-ratios 0.5 0.8`" in page
-    assert "all asked without options." in page
 
 
 def test_the_command_gives_what_is_not_by_default(page):

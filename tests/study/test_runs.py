@@ -122,11 +122,6 @@ def test_a_copy_of_the_report_goes_on_as_the_study(done, parts, tmp_path, capsys
     assert outcomes(tmp_path) == outcomes(done)
 
 
-def test_a_study_that_is_done_does_nothing_again(done, parts, capsys):
-    assert main(study_command(done, *parts, "--only", "images")) == 0
-    assert "right," not in capsys.readouterr().err
-
-
 def test_ratios_that_come_later_are_asked_of_the_unpruned_model(done, parts):
     study = open_study(done, parts[0], parts[1], {"ratios": (0.7,)}, write=False)
     assert [run.name for run in runs_to_do(study, plan(study.settings, ["images"]))] == RUNS[:2]
@@ -192,12 +187,6 @@ def test_two_commands_do_not_do_one_study(parts, tmp_path):
     study = begin(tmp_path, parts)
     with filelock.FileLock(tmp_path / "study.lock"), pytest.raises(StudyError, match="another process"):
         do_runs(study, plan(study.settings), print)
-
-
-def test_a_report_of_nothing_is_refused(parts, tmp_path, capsys):
-    open_study(tmp_path, parts[0], parts[1], {})
-    assert main(["report", str(tmp_path)]) == 2
-    assert "no run that is done" in capsys.readouterr().err
 
 
 def test_a_question_that_cannot_be_asked_is_no_wrong_answer(parts, tmp_path):

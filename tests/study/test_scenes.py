@@ -80,12 +80,6 @@ def test_blinks_are_as_many_as_the_answer_in_frames_a_quarter_of_a_second_apart(
     assert counted > 15
 
 
-def test_a_frame_is_the_same_in_whatever_company_it_is_drawn():
-    scene, _ = compose_short(5)
-    assert np.array_equal(scene.draw([0.0, 1.25, 2.0], SIZE)[1], scene.draw([1.25], SIZE)[0])
-    assert not np.array_equal(scene.draw([1.25], SIZE), compose_short(6)[0].draw([1.25], SIZE))
-
-
 def test_only_things_are_motion():
     restless = replace(STILL, drift=(0.05, -0.05), flicker=((0.1, 0.1, 0.3, 0.3),), snow=((0.5, 0.5, 0.3, 0.3),))
     frames = restless.draw([0.0, 1.0], SIZE).astype(int)
@@ -113,15 +107,6 @@ def test_busy_scenes_are_the_same_but_for_their_snow(compose):
         assert (replace(scene, snow=()), questions) == compose(seed)
 
 
-def test_motion_is_where_a_thing_was_and_where_it_is():
-    moving = replace(STILL, things=(Thing("square", "blue", 0.08, (0.1, 0.5), (0.2, 0.0)),))
-    motion = moving.motion([0.0, 1.0], 12)
-    rows, cols = np.nonzero(motion[1])
-    assert not motion[0].any()
-    assert set(rows) <= {4, 5, 6, 7}
-    assert {cols.min(), cols.max()} == {0, 4}
-
-
 def test_motion_is_where_the_camera_shows_it():
     flash = Thing("square", "blue", 0.06, (0.5, 0.5), shown=((0.9, 1.1),))
     drifting = replace(STILL, duration=1.0, drift=(0.25, -0.25), things=(flash,))
@@ -144,15 +129,6 @@ def test_no_question_of_a_conversation_tells_the_answer_of_a_later_one(compose):
             told = re.search(rf"\b{question.answer.removeprefix('a ')}\b", text)
             assert told is None or question.kind in ("order", "long-order", "start", "end", "direction", "count"), text
             assert len(before) <= 1
-
-
-def test_no_two_things_go_the_same_way():
-    """The later one would hide the other from start to end."""
-    for seed in range(300):
-        questions = compose_short(seed)[1]
-        ends = ([question.answer for question in questions if question.kind == kind] for kind in ("start", "end"))
-        ways = list(zip(*ends, strict=True))
-        assert len(set(ways)) == len(ways)
 
 
 @pytest.mark.parametrize("compose", [compose_short, compose_long, compose_image])

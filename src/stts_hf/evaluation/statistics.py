@@ -1,8 +1,8 @@
-"""Accuracies with intervals: a bootstrap over clips and seeds that is paired by question.
+"""
+Accuracies with intervals: a bootstrap over clips and seeds that is paired by question.
 
-Questions about one clip stand or fall together, and so do the answers of one training run. So clips and seeds are what
-is drawn anew, not single answers; and methods are compared on the same draws, question by question and seed by seed,
-because what makes a question hard, or an order of the training data lucky, is the same for both.
+Questions about one clip are not independent, and neither are the answers of one training run. So clips and seeds are
+resampled, not single answers. Methods are compared on the same resamples, question by question and seed by seed.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean, and between `low` and `high` 95 % of what resampling gives."""
+    """A mean, and the bounds of the middle 95 % of its resamples."""
 
     mean: float
     low: float
@@ -26,12 +26,12 @@ class Interval:
 
 class Bootstrap:
     """
-    Draws of clips and seeds, with replacement, that all figures of a report share.
+    Resamples of clips and seeds that all figures of a report share.
 
-    Every resample draws as many of the `C` clips as there are, each with all of its questions, and independently as
-    many of the `S` seeds. A figure's interval is the middle 95 % of its resamples. The variance among seeds comes out
-    as `(S - 1) / S` of what it is. Where seeds differ more than clips do, the interval of three goes from the lowest to
-    the highest, and so holds the truth in only 3 of 4 studies. With one seed, what seeds decide is in no interval.
+    Each resample draws as many of the `C` clips as there are, with replacement and with all of their questions, and
+    independently as many of the `S` seeds. The variance among seeds comes out as `(S - 1) / S` of what it is: where
+    seeds differ more than clips do, the interval of three seeds holds the truth in only 3 of 4 studies. With one seed,
+    no interval reflects what seeds decide. (`scipy.stats.bootstrap` refuses a single seed.)
 
     clips: (Q,) the clip of each question, any hashable. Raises `ValueError` where there is no question.
     """
@@ -50,10 +50,10 @@ class Bootstrap:
 
     def mean(self, values: np.ndarray, groups: Sequence[np.ndarray]) -> Interval:
         """
-        The mean over `groups` of the mean of `values` in each.
+        The mean over `groups` of the mean of `values` in each, with its interval.
 
-        values: (S, Q), such as right or wrong, or how much more right one method is than another. groups: (Q,) bool
-        each; one for an accuracy, several for an average that weighs them alike, however many questions each has.
+        values: (S, Q), such as right or wrong, or the difference of two methods. groups: (Q,) bool each. Groups weigh
+        alike, however many questions each has.
         """
         values = np.asarray(values, dtype=float)
         seed_draws = self._draws(1, len(values))  # (B, S), the same for every figure of as many seeds
@@ -65,7 +65,7 @@ class Bootstrap:
             sums = np.stack([self._per_clip(chosen, row[chosen]) for row in values])  # (S, C)
             counts = self.clip_draws @ self._per_clip(chosen, np.ones(len(chosen)))  # (B,)
             totals = ((self.clip_draws @ sums.T) * seed_draws).sum(1) / len(values)  # (B,)
-            # A resample may hold no question of a small group; it then says nothing.
+            # A resample without a question of a small group is left out.
             resampled += np.divide(totals, counts, out=np.full(self.resamples, np.nan), where=counts > 0)
             mean += float(values[:, chosen].mean())
         low, high = np.nanquantile(resampled / len(groups), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

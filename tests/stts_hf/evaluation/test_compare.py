@@ -65,13 +65,6 @@ def test_what_questions_share():
     assert clip_of({"id": "x", "videos": [{"bytes": b"1", "path": None}]}) != clip_of({"id": "x", "videos": ["1"]})
 
 
-def test_one_file_alone(tmp_path, capsys):
-    main([str(write_rows(tmp_path, ROWS, "rows.jsonl")), "--answers", str(answers(tmp_path, "1.jsonl", "100000"))])
-    out = capsys.readouterr().out
-    assert "difference" not in out
-    assert cells(out)["motion"][1].startswith("33.3 [")
-
-
 @pytest.mark.parametrize(
     ("right", "names", "message"),
     [

@@ -58,16 +58,6 @@ def test_a_record_of_a_choice(says):
     }
 
 
-def test_an_answer_that_is_no_option_is_wrong_and_said_to_be_none(says):
-    [record], _ = says([CHOICE], "I cannot see it")
-    assert (record["right"], record["no_option"], record["error"]) == (False, True, None)
-
-
-def test_an_open_question_has_no_options_to_miss(says):
-    [record], _ = says([OPEN], "Blue")
-    assert (record["right"], record["no_option"], record["group"]) == (False, False, None)
-
-
 @pytest.mark.parametrize("answer", ["up", "B", 1])
 def test_a_choice_can_be_asked_openly(says, answer):
     rows = ask_openly([{**CHOICE, "answer": answer}, OPEN])
@@ -130,11 +120,6 @@ def test_a_row_that_cannot_be_asked_is_a_record_with_its_error(says, row, messag
 
 def test_an_error_that_is_not_the_rows_names_its_kind():
     assert record_of(OPEN, torch.OutOfMemoryError("No room."))["error"] == "OutOfMemoryError: No room."
-
-
-def test_rows_without_id_are_numbered(says):
-    records, _ = says([{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}], "b", "e")
-    assert [record["id"] for record in records] == ["row 0", "row 1"]
 
 
 def test_real_rows_on_a_model_of_one_answer(processor, media):

@@ -20,7 +20,6 @@ from tests.training_files import write_rows
 
 lmms_eval = pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test-eval`")
 
-from lmms_eval.__main__ import cli_evaluate  # noqa: E402
 from lmms_eval.api.instance import Instance  # noqa: E402
 from lmms_eval.evaluator import simple_evaluate  # noqa: E402
 from lmms_eval.models.model_utils.gen_metrics import reset_logged_metrics, summarize_logged_metrics  # noqa: E402
@@ -253,22 +252,6 @@ def test_what_the_model_does_not_take_costs_its_own_answer_only(ask, caplog, par
         ask([part, text("What?")])
     hello = [text("Hello?")]
     assert ask(hello, [part, text("What?")]) == [*ask(hello), ""]
-
-
-def test_an_unknown_task_ends_the_run_before_the_model_is_loaded(monkeypatch, capsys):
-    """By lmms-eval itself, with exit status 0."""
-    command = [
-        "lmms_eval",
-        "--model",
-        "stts",
-        "--model_args",
-        "pretrained=./gone",
-        "--tasks",
-        "stts_local,no_such_task",
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, "--include_path", str(EXAMPLES)])
-    cli_evaluate()
-    assert "ValueError: Tasks not found: no_such_task." in capsys.readouterr().err
 
 
 def test_several_rounds_and_likelihoods_are_refused(model):

@@ -115,7 +115,3 @@ def test_sums_by_type_and_group():
     assert list(summary["types"]) == ["colour", "direction"]
     assert summary["groups"]["detail"]["accuracy"] == 1.0
     assert summary["all"]["accuracy"] == 0.5
-
-
-def test_sums_of_nothing_are_zero():
-    assert summarize([])["all"]["accuracy"] == 0.0
