@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.evaluation.statistics import RESAMPLES, Interval
 from stts_hf.evaluation.tables import EMPTY, interval, number, table
-from stts_hf.shares import percent
+from stts_hf.wording import percent
 
 from .data import StudyError
 from .methods import METHODS, UNPRUNED, methods_of

@@ -5,7 +5,7 @@ import signal
 import socket
 from pathlib import Path
 
-from stts_hf.cli.checkpoints import TINY, find_checkpoint
+from stts_hf.cli.checkpoint_options import TINY, find_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
 from stts_hf.cli.options import (
     add_device_options,

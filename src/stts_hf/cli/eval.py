@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.checkpoints.files import digest_files
-from stts_hf.cli.answers import (
+from stts_hf.cli.answer_options import (
     add_answer_options,
     check_output,
     open_output,
@@ -18,11 +18,11 @@ from stts_hf.cli.answers import (
     start_workers_early,
     workers_of,
 )
-from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
+from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import check_scaling, choose_device, processing
 from stts_hf.cli.progress import import_libraries, note, progress_bar, stage
-from stts_hf.shares import percent
+from stts_hf.wording import percent
 
 HELP = "score a checkpoint on the questions of a JSONL file, by question type"
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
@@ -81,21 +81,12 @@ def execute(arguments: argparse.Namespace) -> int:
         if left:
             with stage(f"Loading {checkpoint} on {device}"):
                 model = load_model(checkpoint, config, device, arguments)
-            note(
-                f"Asking {len(left)} questions with {percent(arguments.pruning_ratio)} of the video tokens dropped ..."
-            )
-            found = evaluate(
-                model,
-                processor,
-                left,
-                pruning_ratio=arguments.pruning_ratio,
-                batch_size=arguments.batch_size,
-                num_workers=workers_of(arguments),
-                decode_timeout=arguments.decode_timeout,
-                processing=processing(arguments),
-                max_new_tokens=arguments.max_new_tokens,
-                allow_urls=arguments.allow_urls,
-            )
+            ratio = f"{percent(arguments.pruning_ratio)} of the video tokens dropped"
+            note(f"Asking {len(left)} questions with {ratio} ...")
+            given = ("pruning_ratio", "batch_size", "decode_timeout", "max_new_tokens", "allow_urls")
+            options = {name: getattr(arguments, name) for name in given}
+            options |= {"num_workers": workers_of(arguments), "processing": processing(arguments)}
+            found = evaluate(model, processor, left, **options)
             with progress_bar(len(left), "question") as bar, contextlib.closing(found):
                 for record in found:
                     write(record)

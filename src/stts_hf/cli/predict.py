@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stts_hf.cli.answers import (
+from stts_hf.cli.answer_options import (
+    Write,
     add_answer_options,
     check_output,
     open_output,
@@ -16,16 +17,20 @@ from stts_hf.cli.answers import (
     settings_of,
     start_workers_early,
 )
-from stts_hf.cli.checkpoints import find_checkpoint
-from stts_hf.cli.engines import add_engine_options, check_engine, make_predictor, start_engine
+from stts_hf.cli.answer_report import print_lines
+from stts_hf.cli.checkpoint_options import find_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import check_scaling, processing
+from stts_hf.cli.predict_engines import Predict, add_engine_options, check_engine, make_predictor, start_engine
 from stts_hf.cli.progress import import_libraries, note, progress_bar
-from stts_hf.cli.report import print_lines
-from stts_hf.shares import percent
+from stts_hf.wording import percent
 
 HELP = "answer about many videos, or many prompts about them; stopped and started, it goes on where it was"
 PARQUET = ".parquet"
+OF_PREDICTOR = (
+    *("revision", "selector", "device", "dtype", "pruning_ratio"),
+    *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,16 +61,9 @@ def execute(arguments: argparse.Namespace) -> int:
     Runs the command. Returns 0 where all rows are answered and 1 where some have an error; raises `CommandError` for
     the user's mistakes and a full disk.
     """
-    check_scaling(arguments)
-    check_engine(arguments)
+    check_arguments(arguments)
     output = arguments.output
     lines = output.with_suffix(".jsonl") if output else None  # which a Parquet file is made of
-    for path in {output, lines}:
-        check_output(path, map(Path, arguments.inputs), (".jsonl", PARQUET))
-    if output is not None and output.suffix == PARQUET:
-        need_extras("Writing Parquet needs more packages", "train")
-    if arguments.retry_errors and output is None:
-        raise CommandError("--retry-errors needs --output, the file whose errors are meant")
     checkpoint = find_checkpoint(arguments.checkpoint)
     rows = find_rows(arguments)
     if arguments.engine == "local":
@@ -74,19 +72,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from stts_hf.inference.answering import check_question
     from stts_hf.inference.predicting import record_of
 
-    options = {
-        "checkpoint": checkpoint,
-        "revision": arguments.revision,
-        "selector": arguments.selector,
-        "device": arguments.device,
-        "dtype": arguments.dtype,
-        "pruning_ratio": arguments.pruning_ratio,
-        "processing": processing(arguments),
-        "batch_size": arguments.batch_size,
-        "max_new_tokens": arguments.max_new_tokens,
-        "decode_timeout": arguments.decode_timeout,
-        "allow_urls": arguments.allow_urls,
-    }
+    options = {name: getattr(arguments, name) for name in OF_PREDICTOR}
+    options |= {"checkpoint": checkpoint, "processing": processing(arguments)}
     predictor = make_predictor(arguments, options)
     arguments.pruning_ratio = predictor.pruning_ratio
     check_scaling(arguments)
@@ -106,17 +93,11 @@ def execute(arguments: argparse.Namespace) -> int:
             note(f"{len(rows) - len(left)} of {len(rows)} rows are in {lines} already")
         seconds = 0.0
         if left:
-            done = len(rows) - len(left)
             with start_engine(arguments, predictor, options) as (place, predict):
                 ratio = f"{percent(arguments.pruning_ratio)} of the video tokens dropped"
                 note(f"Answering {len(left)} rows on {place} with {ratio} ...")
                 started = time.perf_counter()
-                with progress_bar(len(rows), "row", done=done) as bar, contextlib.closing(predict(left)) as found:
-                    for number, record in enumerate(found, done + 1):
-                        write(record)
-                        if output is None:
-                            print_record(number, len(rows), record)
-                        bar.update()
+                answer_left(len(rows), left, predict, write, prints=output is None)
                 seconds = time.perf_counter() - started
         answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
         summary = summarize(answers)
@@ -126,6 +107,30 @@ def execute(arguments: argparse.Namespace) -> int:
     print_summary(summary, len(left), seconds)
     print_problems(answers, "stts-hf predict: error: {} rows could not be answered")
     return 1 if summary["errors"] else 0
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuses what can be refused before anything slow happens."""
+    check_scaling(arguments)
+    check_engine(arguments)
+    output = arguments.output
+    for path in {output, output.with_suffix(".jsonl")} if output else ():
+        check_output(path, map(Path, arguments.inputs), (".jsonl", PARQUET))
+    if output is not None and output.suffix == PARQUET:
+        need_extras("Writing Parquet needs more packages", "train")
+    if arguments.retry_errors and output is None:
+        raise CommandError("--retry-errors needs --output, the file whose errors are meant")
+
+
+def answer_left(total: int, left: Sequence[dict[str, Any]], predict: Predict, write: Write, prints: bool) -> None:
+    """Answers the rows that are left of so many, and writes each answer at once."""
+    done = total - len(left)
+    with progress_bar(total, "row", done=done) as bar, contextlib.closing(predict(left)) as found:
+        for number, record in enumerate(found, done + 1):
+            write(record)
+            if prints:
+                print_record(number, total, record)
+            bar.update()
 
 
 def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:

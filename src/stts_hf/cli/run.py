@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stts_hf.cli import predict, report
-from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
+from stts_hf.cli import answer_report as report
+from stts_hf.cli import predict
+from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import (
     add_device_options,
@@ -19,7 +20,7 @@ from stts_hf.cli.options import (
     processing,
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, progress_bar, stage
-from stts_hf.shares import percent
+from stts_hf.wording import percent
 
 HELP = "answer a question about a video, and draw which of its tokens were dropped"
 PICTURE = Path("contact_sheet.png")
@@ -83,7 +84,7 @@ def execute(arguments: argparse.Namespace) -> int:
         report.draw(answer, path)
     report.print_lines(picture=str(path))
     if arguments.time:
-        from stts_hf.cli.timing import compare_with_stock, print_times, time_prompts
+        from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
 
         print_times(time_prompts(compare_with_stock(model, inputs_for(model, prepared[1]), ratio)))
     return 0

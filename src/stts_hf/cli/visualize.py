@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli import report
-from stts_hf.cli.checkpoints import find_checkpoint, load_model, load_processor
+from stts_hf.cli import answer_report as report
+from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import (
     SELECTORS,
@@ -23,8 +23,8 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
 from stts_hf.cli.run import generation, trouble_of
-from stts_hf.shares import percent
 from stts_hf.shortages import is_disk_full
+from stts_hf.wording import percent
 
 if TYPE_CHECKING:
     from stts_hf.inference.answering import VideoAnswer
@@ -190,7 +190,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """Times of the prompt in milliseconds, of the stock model and of each selector, as `time_prompts` returns them."""
     from stts_hf.benchmark.models import stock_twin
-    from stts_hf.cli.timing import time_prompts
+    from stts_hf.cli.stock_times import time_prompts
     from stts_hf.inference.answering import inputs_for
 
     given = inputs_for(model, inputs)
@@ -214,7 +214,7 @@ def write_files(
     """Draws and writes everything. Raises `ValueError` where the video cannot be read again, and `OSError`."""
     import torch
 
-    from stts_hf.cli.timing import COLUMNS
+    from stts_hf.cli.stock_times import COLUMNS
     from stts_hf.visualize.contact_sheet import contact_sheet
     from stts_hf.visualize.figures import comparison
     from stts_hf.visualize.frames import read_frames
@@ -258,7 +258,7 @@ def print_findings(answers: Mapping[str, "VideoAnswer"], times: Mapping[str, lis
         kept, total = answer.video_tokens_kept, answer.video_tokens
         report.print_lines(**{name: f"{kept} of {total} video tokens kept; {answer.answer or '(empty)'}"})
     if times:
-        from stts_hf.cli.timing import print_times
+        from stts_hf.cli.stock_times import print_times
 
         print_times(times)
         print()

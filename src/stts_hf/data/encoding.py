@@ -5,7 +5,7 @@ leaves, which is known before anything is decoded.
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,14 +124,7 @@ def prompt_of(processor: Any, sample: Sample) -> tuple[str, list[tuple[int, int]
     it, and where a text holds tokens that stand for images, videos or turns.
     """
     if sample.prompt is None:
-        for number, message in enumerate(sample.messages):
-            content = message["content"]
-            texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
-            found = find_control_token(processor, *texts)
-            if found is not None:
-                raise ValueError(
-                    f"messages[{number}] holds {found!r}, a control token of the model. Take it out of the text."
-                )
+        check_texts(processor, sample.messages)
         check_videos(processor, sample)
         sample.prompt = render(processor, place_subtitles(processor, sample.messages))
     return sample.prompt
@@ -218,6 +211,16 @@ def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> st
             _apply(processor, messages[:-1])  # so that it is the first message it refuses that is named
         number, role = len(messages) - 1, messages[-1]["role"]
         raise ValueError(f"chat_template refuses messages[{number}], of role {role!r}: {error}") from error
+
+
+def check_texts(processor: Any, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ValueError` where a text of messages holds a token that stands for images, videos or turns."""
+    for number, message in enumerate(messages):
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+        found = find_control_token(processor, *texts)
+        if found is not None:
+            raise ValueError(f"messages[{number}] holds {found!r}, a control token of the model. Take it out.")
 
 
 def find_control_token(processor: Any, *texts: str) -> str | None:

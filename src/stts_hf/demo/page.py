@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stts_hf.inference.answering import VideoAnswer
-from stts_hf.shares import percent
+from stts_hf.wording import percent
 
 from .answering import Progress
 

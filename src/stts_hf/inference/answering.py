@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import os
 import time
@@ -19,6 +18,7 @@ from stts_hf.data.encoding import find_control_token
 from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.settings_stts import check_pruning_ratio, check_vision_config
 from stts_hf.shortages import in_halves
+from stts_hf.wording import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # tensors have no one `==`
@@ -126,15 +126,9 @@ def answer_videos(
             videos, which shows at the end of the shorter list. What the model itself raises comes through and ends the
             iteration.
     """
-    if isinstance(videos, str | bytes | os.PathLike):
-        raise TypeError(f"videos must be several, got one {type(videos).__name__}; pass a list, even of one video.")
     check_vision_config(model.config.vision_config)
     ratio = check_pruning_ratio(model.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio)
-    check_batch_size(batch_size)
-    if (asked := generate_options.get("num_return_sequences")) not in (None, 1):
-        raise ValueError(f"num_return_sequences is {asked}, but a video gets one answer; leave it out.")
-    if on_error not in ("raise", "return"):
-        raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}.")
+    _check_batch(videos, batch_size, on_error, generate_options)
     if isinstance(question, str):
         pairs: Iterator[tuple[Any, str]] = ((video, question) for video in videos)
     else:
@@ -170,6 +164,16 @@ def answer_videos(
             yield from complete(batch)
 
     return answers()
+
+
+def _check_batch(videos: Any, batch_size: Any, on_error: Any, generate_options: Mapping[str, Any]) -> None:
+    if isinstance(videos, str | bytes | os.PathLike):
+        raise TypeError(f"videos must be several, got one {type(videos).__name__}; pass a list, even of one video.")
+    check_batch_size(batch_size)
+    if (asked := generate_options.get("num_return_sequences")) not in (None, 1):
+        raise ValueError(f"num_return_sequences is {asked}, but a video gets one answer; leave it out.")
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}.")
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -243,8 +247,8 @@ def processing_options(processor: Any, processing: Mapping[str, Any] | None, pru
     parts = {f"{part}_kwargs" for part in ("videos", "images", "text")}
     known = frames.OF_VIDEOS | processor.video_processor.valid_kwargs.__annotations__.keys() | parts
     for name in (processing or {}).keys() - known:
-        close = "".join(f" Did you mean {match!r}?" for match in difflib.get_close_matches(name, known, 1))
-        raise ValueError(f"processing has {name!r}, which the processor does not know.{close or ' Leave it out.'}")
+        advice = did_you_mean(name, known, "Leave it out.")
+        raise ValueError(f"processing has {name!r}, which the processor does not know. {advice}")
     options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
     if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
         options.setdefault("pruning_ratio", pruning_ratio)

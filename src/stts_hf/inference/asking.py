@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stts_hf.data.encoding import find_control_token
+from stts_hf.data.encoding import check_texts
 from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.shortages import in_halves, is_out_of_memory, too_large
 
@@ -95,12 +95,7 @@ def make_prompt(
     Raises:
         ValueError: a text holds a token that stands for images, videos or turns.
     """
-    for number, message in enumerate(messages):
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        found = find_control_token(processor, *(part["text"] for part in parts if part["type"] == "text"))
-        if found is not None:
-            raise ValueError(f"messages[{number}] holds {found!r}, a control token of the model. Take it out.")
+    check_texts(processor, messages)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ends = [text.rfind(token) + len(token) for token in (processor.video_token, processor.image_token) if token in text]
     end = max(ends, default=0)
@@ -167,16 +162,14 @@ def answer_prompts(
         with decode_ahead(processor, tasks, options, num_workers, ahead, decode_timeout) as decoded:
             for batch in batches:
                 readable: list[tuple[int, PreparedHead]] = []
-                for head in batch.heads:
-                    found = next(decoded)
+                for head, found in zip(batch.heads, decoded, strict=False):
                     if isinstance(found, Exception):
                         error = too_large(found) if is_out_of_memory(found) else found
                         yield from ((place, error) for place in head)
                     else:
                         readable.extend((place, found) for place in head)
-                if readable:
-                    answered = in_halves(functools.partial(answer, shares=batch.shares), readable)
-                    yield from zip((place for place, _ in readable), answered, strict=True)
+                answered = in_halves(functools.partial(answer, shares=batch.shares), readable)
+                yield from zip((place for place, _ in readable), answered, strict=True)
 
     return answers()
 

@@ -1,6 +1,5 @@
 """Options of `generate` for an answer: those that are not given, and what is none."""
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from stts_hf.data.frames import OF_VIDEOS
 from stts_hf.modeling.generation_stts import resolve_setting
+from stts_hf.wording import did_you_mean
 
 MAX_NEW_TOKENS = 256
 _LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length")
@@ -32,8 +32,8 @@ def generate_options(processor: Any, given: Mapping[str, Any]) -> dict[str, Any]
                 f"processing={{{name!r}: {value!r}}} where the video is given."
             )
         if name not in known:
-            close = "".join(f", did you mean {match}?" for match in difflib.get_close_matches(name, known, 1))
-            raise ValueError(f"{name} is {value!r}, but `generate` has no such option{close or '. Leave it out.'}")
+            advice = did_you_mean(name, known, "Leave it out.")
+            raise ValueError(f"{name} is {value!r}, but `generate` has no such option. {advice}")
     for name in _LENGTHS:
         if (length := given.get(name)) is not None and (isinstance(length, bool) or not isinstance(length, int)):
             raise TypeError(f"{name} must be a whole number of tokens, got {length!r}.")

@@ -1,6 +1,5 @@
 """`TrainingArguments` with what STTS adds; the parts of a model that have learning rates of their own or are frozen."""
 
-import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, parts_of
+from stts_hf.wording import did_you_mean
 
 ADAPTER = "adapter"  # LoRA and DoRA weights, wherever they sit
 
@@ -145,9 +145,10 @@ def check_parts(argument: str, names: Iterable[str], valid: tuple[str, ...]) -> 
     """Raises `ValueError` that lists the `valid` parts where the `argument` names another."""
     for name in names:
         if name not in valid:
-            close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"`{argument}` names {name!r}, which is no part of the model.{hint} Parts: {list(valid)}.")
+            advice = did_you_mean(str(name), valid, "Correct it.")
+            raise ValueError(
+                f"`{argument}` names {name!r}, which is no part of the model. {advice} Parts: {list(valid)}."
+            )
 
 
 def freeze_parts(model: nn.Module, parts: Iterable[str]) -> None:

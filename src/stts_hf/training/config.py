@@ -4,7 +4,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -23,6 +22,7 @@ from transformers.utils import logging
 from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS, SELECTORS
 from stts_hf.training.arguments import ADAPTER, LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments
 from stts_hf.versions import __version__
+from stts_hf.wording import did_you_mean
 
 logger = logging.get_logger(__name__)
 
@@ -232,8 +232,7 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
     given = {name: [] if v == [EMPTY] else v for name, v in vars(found).items() if v is not dataclasses.MISSING}
     for name in [*given, *(re.sub(r"^--|=.*", "", word).replace("-", "_") for word in unknown[:1])]:
         if name in REFUSED or name not in hints:
-            close = difflib.get_close_matches(name, hints.keys() - REFUSED, n=1, cutoff=0.6)
-            advice = f"Did you mean {close[0]!r}?" if close else "docs/training.md lists them all."
+            advice = did_you_mean(name, hints.keys() - REFUSED, "docs/training.md lists them all.")
             raise ConfigError(f"unknown setting `{name}`. {REFUSED.get(name, advice)}")
     for name, value in given.items():
         if isinstance(value, str) and value.startswith("{") and "dict" in hints[name]:

@@ -20,7 +20,6 @@ from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.parts import PARTS
-from stts_hf.shares import percent
 from stts_hf.training.arguments import ADAPTER, rates_of
 from stts_hf.training.build import (
     TrainingSetup,
@@ -37,6 +36,7 @@ from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check
 from stts_hf.training.losses import LOSSES
 from stts_hf.training.trainer import STTSTrainer
 from stts_hf.versions import __version__
+from stts_hf.wording import percent
 
 MERGED = "merged"
 _SHOWN = [f"{prefix}{name}" for prefix in ("", "eval_") for name in ("loss", *LOSSES)]

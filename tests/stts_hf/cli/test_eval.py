@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stts_hf.cli.answers import settings_of
+from stts_hf.cli.answer_options import settings_of
 from stts_hf.cli.main import main
 from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES, TINY
 from tests.clips import write_clip

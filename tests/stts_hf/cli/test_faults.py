@@ -71,10 +71,19 @@ def check_done(ended: Ended) -> None:
     assert ended.status == 0, ended.err
 
 
+PRINT = "stts_hf.cli.answer_report.print_answer"
 RUN = [
     ("kill", "PIL.ImageFile._save", ""),
-    ("full", "stts_hf.cli.report.print_answer", f"--output sheet.png cannot be written: .*({FULL}).*name another file"),
-    ("forbidden", "stts_hf.cli.report.print_answer", f"--output sheet.png cannot be written: .*{FORBIDDEN}.*another"),
+    (
+        "full",
+        PRINT,
+        f"--output sheet.png cannot be written: .*({FULL}).*name another file",
+    ),
+    (
+        "forbidden",
+        PRINT,
+        f"--output sheet.png cannot be written: .*{FORBIDDEN}.*another",
+    ),
     ("no memory", GENERATE, r"out of memory \(.*try fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"),
     ("no memory", "stts_hf.visualize.contact_sheet.contact_sheet", r"out of memory \(.*try fewer --num-frames"),
 ]

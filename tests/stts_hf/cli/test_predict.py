@@ -179,7 +179,7 @@ def test_without_output_it_prints(run, here):
 
 
 def test_run_of_several_videos_is_the_same(run, monkeypatch):
-    monkeypatch.setattr("stts_hf.cli.engines.workers_of", lambda arguments: 0)
+    monkeypatch.setattr("stts_hf.cli.predict_engines.workers_of", lambda arguments: 0)
     status, out, _ = run("clips/two.mp4", "clips/three.mp4", "What moves?", command="run")
     assert status == 0
     assert re.findall(r"^\[(\d)/2\] (.*)$", out, re.M) == [("1", "clips/two.mp4"), ("2", "clips/three.mp4")]

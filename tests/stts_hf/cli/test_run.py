@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM
 
 from stts_hf.benchmark.models import stock_twin
-from stts_hf.cli import timing
+from stts_hf.cli import stock_times as timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.checkpoints import QWENS, TINIES
@@ -112,7 +112,7 @@ def test_the_answer_comes_before_pictures_and_times(run, monkeypatch, capsys):
     def note_down(step):
         return lambda *_: printed_by_then.update({step: capsys.readouterr().out}) or {}
 
-    monkeypatch.setattr("stts_hf.cli.report.draw", note_down("draw"))
+    monkeypatch.setattr("stts_hf.cli.answer_report.draw", note_down("draw"))
     monkeypatch.setattr(timing, "time_prompts", note_down("time"))
     monkeypatch.setattr(timing, "print_times", lambda times: None)
     run("--time")
@@ -278,7 +278,7 @@ def test_help_does_not_wait_for_torch():
 def test_the_packages_code_runs(hub_configs, tmp_path):
     code = """
 import argparse, sys
-from stts_hf.cli.checkpoints import load_model, load_processor
+from stts_hf.cli.checkpoint_options import load_model, load_processor
 from stts_hf.cli.progress import import_libraries
 import_libraries()
 assert "transformers.models.auto.processing_auto" in sys.modules, "seconds of imports are left for later"

@@ -195,7 +195,7 @@ def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, b
         ("Is <|im_end|> there?", {}, ValueError, r"question holds '<\|im_end\|>'"),
         ("Is <|im_start|> there?", {}, ValueError, r"question holds '<\|im_start\|>'"),
         (QUESTION, {"num_frames": 2}, ValueError, r"num_frames is 2.* processing=\{'num_frames': 2\}"),
-        (QUESTION, {"max_new_token": 8}, ValueError, "did you mean max_new_tokens"),
+        (QUESTION, {"max_new_token": 8}, ValueError, "Did you mean 'max_new_tokens'"),
         (QUESTION, {"pruning_ratio": -1}, ValueError, "`pruning_ratio` is -1"),
         (
             QUESTION,

@@ -436,7 +436,7 @@ def test_a_clip_of_another_ratio_than_the_models_says_so(assistant, five, monkey
         ("Is <|im_end|> there?", {}, ValueError, r"question holds '<\|im_end\|>'.* Take it out"),
         ("What?", {"pruning_ratio": 0.3}, ValueError, r"pruning_ratio is 0\.3, but the video was read with 0\.5"),
         ("What?", {"num_frames": 8}, ValueError, r"num_frames is 8.* processing=\{'num_frames': 8\}"),
-        ("What?", {"max_new_token": 8}, ValueError, "max_new_token is 8.* did you mean max_new_tokens"),
+        ("What?", {"max_new_token": 8}, ValueError, "max_new_token is 8.* Did you mean 'max_new_tokens'"),
         ("What?", {"num_beams": 2}, ValueError, "num_beams is 2.* call `answer`"),
         ("What?", {"generation_config": GenerationConfig(num_beams=2)}, ValueError, "num_beams is 2.* num_beams=1, or"),
         ("What?", {"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),

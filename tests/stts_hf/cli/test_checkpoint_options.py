@@ -8,7 +8,7 @@ import pytest
 from transformers import Molmo2Processor, Molmo2VideoProcessor
 
 from stts_hf.benchmark.models import stock_twin
-from stts_hf.cli import checkpoints
+from stts_hf.cli import checkpoint_options as checkpoints
 from stts_hf.cli.errors import CommandError
 from stts_hf.cli.main import main
 from tests.checkpoints import DAILY, TINY, load_tiny

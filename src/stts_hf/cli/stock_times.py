@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, StageRecorder
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.progress import progress_bar, stage
-from stts_hf.shares import percent
+from stts_hf.wording import percent
 
 COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
 Variants = Mapping[str, tuple[PreTrainedModel, Mapping[str, Any]]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.checkpoints.files import fingerprint
+from stts_hf.cli.answer_report import check_file
 from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import (
     add_device_options,
@@ -19,7 +20,6 @@ from stts_hf.cli.options import (
     processing,
 )
 from stts_hf.cli.progress import note
-from stts_hf.cli.report import check_file
 from stts_hf.data.isolated import start_early
 
 MOST_WORKERS = 4  # by default

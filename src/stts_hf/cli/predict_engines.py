@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli.answers import natural, workers_of
+from stts_hf.cli.answer_options import natural, workers_of
 from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
 from stts_hf.cli.options import count, positive
 from stts_hf.cli.progress import stage
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stts_hf.inference.predicting import Predictor
 
 _Records = Generator[dict[str, Any], None, None]
-_Predict = Callable[[Iterable[Mapping[str, Any]]], _Records]
+Predict = Callable[[Iterable[Mapping[str, Any]]], _Records]
 _OF_RAY = ("address", "models", "cpus", "gpus", "retries")
 
 
@@ -72,7 +72,7 @@ def make_predictor(arguments: argparse.Namespace, options: Mapping[str, Any]) ->
 @contextlib.contextmanager
 def start_engine(
     arguments: argparse.Namespace, predictor: "Predictor", options: Mapping[str, Any]
-) -> Iterator[tuple[str, _Predict]]:
+) -> Iterator[tuple[str, Predict]]:
     """Where rows are answered, in words, and by what. Raises `CommandError`, where rows are answered too."""
     if arguments.engine == "local":
         with of_option(), stage(f"Loading {options['checkpoint']}"):
