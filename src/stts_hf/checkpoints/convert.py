@@ -20,7 +20,7 @@ from stts_hf.shortages import is_disk_full, is_forbidden
 
 from .atomic_folder import atomic_folder, check_destination
 from .card import inherited_metadata, write_model_card
-from .doctor import (
+from .checks import (
     check_chat_template,
     check_generation_config,
     check_processor,

@@ -54,7 +54,7 @@ def load_config_and_processor(
     """
     from stts_hf.modeling.settings_stts import SELECTORS
 
-    from .doctor import check_sizes
+    from .checks import check_sizes
     from .families import OWN, STOCK, model_type_of
 
     if selector not in (None, *SELECTORS):
@@ -84,7 +84,7 @@ def load_processor(checkpoint: str | Path, *, revision: str | None = None) -> An
     Returns the processor of an STTS or stock checkpoint, by this package's and transformers' code alone. Raises
     `ValueError` where it cannot be loaded, or makes no prompt about a video.
     """
-    from .doctor import check_chat_template
+    from .checks import check_chat_template
     from .families import family_of_checkpoint
 
     _check_folder(checkpoint)
@@ -146,7 +146,7 @@ def _from_pretrained(checkpoint: str, config: Any, options: Mapping[str, Any]) -
     """The model, and what transformers says of its weights."""
     from stts_hf.auto_classes import MODEL_CLASSES
 
-    from .doctor import check_sizes
+    from .checks import check_sizes
     from .layout import empty_model
     from .tensors import check_headers, main_dtype, open_safetensors
 
@@ -175,7 +175,7 @@ def _check_folder(checkpoint: str | Path) -> None:
 def _check_generation_config(checkpoint: str, config: Any, revision: str | None) -> None:
     from transformers import GenerationConfig
 
-    from .doctor import check_generation_config
+    from .checks import check_generation_config
 
     with usable(f"checkpoint {checkpoint} cannot be loaded: its generation_config.json", "correct it, or delete it"):
         if (folder := Path(checkpoint).expanduser()).is_dir():

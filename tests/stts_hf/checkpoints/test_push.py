@@ -249,7 +249,7 @@ def test_offline_mode_is_one_line(hub, tmp_path):
         ("model-00002", "is missing, and model.safetensors.index.json names it"),
         ("model.safetensors.index.json", "holds neither model.safetensors nor model.safetensors.index.json"),
         ("processing_stts.py", "processing_stts.py is missing"),
-        ("processor_config.json", "has no processor_config.json"),
+        ("processor_config.json", "processor_config.json is missing"),
         ("tokenizer_config.json", "tokenizer"),
     ],
 )
@@ -267,40 +267,6 @@ def test_a_card_with_broken_metadata_is_refused(hub, tmp_path, sharded):
     status, _, err = push(hub, tmp_path, folder, "user/tiny")
     assert status == 2
     assert "README.md" in err.splitlines()[-1]
-
-
-DAMAGED = {
-    "cut_config": ("config.json", lambda text: text[:50], "config.json is not valid JSON"),
-    "list_config": ("config.json", lambda text: "[]", "config.json must hold a JSON object"),
-    "null_auto_map": (
-        "config.json",
-        lambda text: json.dumps(json.loads(text) | {"auto_map": None}),
-        "`auto_map` in config.json",
-    ),
-    "list_auto_map": ("config.json", lambda text: json.dumps(json.loads(text) | {"auto_map": []}), "`auto_map` in"),
-    "cut_index": ("model.safetensors.index.json", lambda text: text[:50], "index.json is not valid JSON"),
-    "cut_processor": ("processor_config.json", lambda text: text[:50], "processor_config.json is not valid JSON"),
-    "list_weight_map": ("model.safetensors.index.json", lambda text: '{"weight_map": []}', "is not the index"),
-    "no_scoring": ("scoring_stts.py", None, "scoring_stts.py is missing"),
-    "no_tokenizer": ("tokenizer.json", None, "has no tokenizer.json"),
-    "no_chat_template": ("chat_template.jinja", None, "chat_template.jinja is missing"),
-    "cut_weights": ("model-00001", lambda text: text[:5000], "is cut off"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_folder_is_refused_before_anything_is_created(sharded, tmp_path, name):
-    file, change, message = DAMAGED[name]
-    files = contents(sharded)
-    for entry in [entry for entry in files if entry.startswith(file)]:
-        content = files.pop(entry).decode("latin-1")
-        if change is not None:
-            files[entry] = change(content).encode("latin-1")
-    folder = write_files(tmp_path / "folder", files)
-    with pytest.raises(PushRefused, match=re.escape(message)) as refused:
-        push_checkpoint(folder, "user/tiny", endpoint="http://127.0.0.1:1")  # nothing listens there
-    assert "\n" not in str(refused.value)
-    assert re.search("[;:] ", str(refused.value))  # a remedy
 
 
 @pytest.mark.parametrize("target", ["../secret", ".env"])
