@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from stts_hf.modeling.settings_stts import check_pruning_ratio
 
-from .encoding import IGNORED, Encoded, check_length, empty_video, encode
+from .encoding import IGNORED, Encoded, Processor, check_length, empty_video, encode
 from .rows import RowError, check_files, read_row
 
 logger = logging.get_logger(__name__)
@@ -57,7 +57,7 @@ class STTSDataCollator:
         ValueError: an argument is out of range.
     """
 
-    processor: Any
+    processor: Processor
     _: KW_ONLY
     model_config: InitVar[Any] = None
     pruning_ratio: float | None = None

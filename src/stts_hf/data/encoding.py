@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import torch
@@ -25,6 +25,27 @@ from .rows import RowError, Sample, row_errors
 
 IGNORED = -100  # the label of what is not learned
 BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode reserves these for marks within a program
+
+
+class Processor(Protocol):
+    """What the processors of all backbones have."""
+
+    tokenizer: Any
+    image_processor: Any
+    video_processor: Any
+    chat_template: Any
+    image_token: str
+    video_token: str
+    image_token_ids: Any
+
+    @property
+    def model_input_names(self) -> list[str]: ...
+    def decode(self, *args: Any, **kwargs: Any) -> str: ...
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def replace_video_token(self, video_inputs: dict[str, Any], video_idx: int, **kwargs: Any) -> str: ...
+    def get_text_with_replacements(self, text: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def _get_num_multimodal_tokens(self, **sizes: Any) -> dict[str, Any]: ...
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass
@@ -75,7 +96,7 @@ def check_length(name: str, length: int, limit: int, used: int = 0, *, argument:
         )
 
 
-def encode(processor: Any, sample: Sample) -> Encoded:
+def encode(processor: Processor, sample: Sample) -> Encoded:
     """
     Decodes and tokenizes a sample.
 
@@ -95,7 +116,7 @@ def encode(processor: Any, sample: Sample) -> Encoded:
     return _encoded(processor, sample.id, inputs, labels)
 
 
-def _encoded(processor: Any, name: str, inputs: Any, labels: torch.Tensor) -> Encoded:
+def _encoded(processor: Processor, name: str, inputs: Any, labels: torch.Tensor) -> Encoded:
     of_text = {*processor.tokenizer.model_input_names, "mm_token_type_ids"}
     parts = (processor.video_processor, processor.image_processor, processor)  # the whole one may add some of its own
     keys = dict.fromkeys(key for part in parts for key in part.model_input_names)
@@ -104,7 +125,7 @@ def _encoded(processor: Any, name: str, inputs: Any, labels: torch.Tensor) -> En
     return Encoded(name, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision, grids)
 
 
-def process(processor: Any, sample: Sample, text: str, **options: Any) -> Any:
+def process(processor: Processor, sample: Sample, text: str, **options: Any) -> Any:
     """The processor's output for `text` with the videos and images of `sample`, which are decoded here."""
     return frames.process(
         processor,
@@ -118,7 +139,7 @@ def process(processor: Any, sample: Sample, text: str, **options: Any) -> Any:
     )
 
 
-def prompt_of(processor: Any, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
+def prompt_of(processor: Processor, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
     """
     What `render` makes of the sample, on first use: it is kept there. Raises `ValueError` where the template refuses
     it, and where a text holds tokens that stand for images, videos or turns.
@@ -130,7 +151,7 @@ def prompt_of(processor: Any, sample: Sample) -> tuple[str, list[tuple[int, int]
     return sample.prompt
 
 
-def check_videos(processor: Any, sample: Sample) -> None:
+def check_videos(processor: Processor, sample: Sample) -> None:
     """Raises `ValueError` for more videos than a text of the model may have."""
     most = getattr(processor, "max_videos", None)
     if most is not None and len(sample.videos) > most:
@@ -140,7 +161,7 @@ def check_videos(processor: Any, sample: Sample) -> None:
         )
 
 
-def place_subtitles(processor: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def place_subtitles(processor: Processor, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Subtitles as a message where the template has a place for them, else as text behind the videos and images."""
     if messages[0]["role"] != "subtitle" or "subtitle" in (processor.chat_template or ""):
         return messages
@@ -151,7 +172,7 @@ def place_subtitles(processor: Any, messages: list[dict[str, Any]]) -> list[dict
     return [{**first, "content": [*media, words, *texts]}, *others]
 
 
-def render(processor: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+def render(processor: Processor, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
     """
     The conversation in the chat template's words, behind the bos token where the processor puts one first, and which of
     its characters `[start, end)` are learned: what the assistant says, and the token that ends each of its turns. That
@@ -203,7 +224,7 @@ def _mark_answers(messages: list[dict[str, Any]], strip: bool) -> list[dict[str,
     return marked
 
 
-def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+def _apply(processor: Processor, messages: list[dict[str, Any]], **options: Any) -> str:
     try:
         return processor.apply_chat_template(messages, tokenize=False, **options)
     except jinja2.TemplateError as error:
@@ -213,7 +234,7 @@ def _apply(processor: Any, messages: list[dict[str, Any]], **options: Any) -> st
         raise ValueError(f"chat_template refuses messages[{number}], of role {role!r}: {error}") from error
 
 
-def check_texts(processor: Any, messages: Sequence[Mapping[str, Any]]) -> None:
+def check_texts(processor: Processor, messages: Sequence[Mapping[str, Any]]) -> None:
     """Raises `ValueError` where a text of messages holds a token that stands for images, videos or turns."""
     for number, message in enumerate(messages):
         content = message["content"]
@@ -223,7 +244,7 @@ def check_texts(processor: Any, messages: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"messages[{number}] holds {found!r}, a control token of the model. Take it out.")
 
 
-def find_control_token(processor: Any, *texts: str) -> str | None:
+def find_control_token(processor: Processor, *texts: str) -> str | None:
     """A token in the texts that stands for images, videos or turns, which none may hold; None where there is none."""
     tokenizer = processor.tokenizer
     # Those that begin a turn are special, but not among `all_special_tokens`.
@@ -234,7 +255,7 @@ def find_control_token(processor: Any, *texts: str) -> str | None:
     return next((token for token in sorted(filter(None, tokens)) if any(token in text for text in texts)), None)
 
 
-def open_image(source: Any, processor: Any | None = None) -> Image.Image:
+def open_image(source: Any, processor: Processor | None = None) -> Image.Image:
     """A path, bytes, PIL image or, with `processor`, a URL; not decoded. Downloads keep to the limits of videos."""
     if processor is not None and is_url(source):
         with download(source, *frames.download_limits(processor)) as file:
@@ -245,7 +266,7 @@ def open_image(source: Any, processor: Any | None = None) -> Image.Image:
 
 
 def count_tokens(
-    processor: Any,
+    processor: Processor,
     text: str,
     videos: Sequence[tuple[torch.Tensor, STTSVideoMetadata]],
     image_sizes: Sequence[tuple[int, int]],
@@ -290,7 +311,7 @@ def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tupl
     return input_ids.where(learned, IGNORED)
 
 
-def empty_video(processor: Any) -> Encoded:
+def empty_video(processor: Processor) -> Encoded:
     """A black video of one frame, of which nothing is learned. Its temporal loss is 0: it has no second frame."""
     size = getattr(processor.video_processor, "patch_size", 1)
     inputs = frames.process(

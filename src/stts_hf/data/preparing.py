@@ -15,7 +15,7 @@ from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.modeling.video_sources_stts import is_url
 
 from .collator import check_on_error, resolve_ratio
-from .encoding import check_length, count_tokens, open_image, prompt_of
+from .encoding import Processor, check_length, count_tokens, open_image, prompt_of
 from .frames import probe
 from .prefetch import prefetch
 from .rows import PROMPT, RowError, Sample, check_files, read_row, row_errors
@@ -31,7 +31,7 @@ _AHEAD = 4  # rows a thread may be ahead: a sample may hold the bytes of its vid
 
 def prepare_rows(
     rows: datasets.Dataset,
-    processor: Any,
+    processor: Processor,
     *,
     model_config: Any = None,
     pruning_ratio: float | None = None,
@@ -102,7 +102,7 @@ def prepare_rows(
 
 
 def _finish(
-    found: tuple[Sample, _Headers] | RowError, processor: Any, ratio: float | None, max_length: int | None
+    found: tuple[Sample, _Headers] | RowError, processor: Processor, ratio: float | None, max_length: int | None
 ) -> tuple[str, int | None]:
     """What `read_row` takes the row's prompt from, and the row's length where a ratio is known. Raises `RowError`."""
     if isinstance(found, RowError):
@@ -145,7 +145,7 @@ def _open_files(sample: Sample) -> None:
                 open_image(image)
 
 
-def _read_headers(sample: Sample, processor: Any) -> _Headers:
+def _read_headers(sample: Sample, processor: Processor) -> _Headers:
     """Raises `RowError` where a file does not open. At most one frame of it is decoded."""
     with row_errors(sample.id):
         videos = [probe(processor, video) for video in sample.videos]

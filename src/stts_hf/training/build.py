@@ -4,13 +4,13 @@ import copy
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import httpx
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 from transformers.utils import logging
 
 from stts_hf.auto_classes import register_auto_classes
@@ -22,6 +22,7 @@ from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import explain
 from stts_hf.data import frames
 from stts_hf.data.collator import STTSDataCollator
+from stts_hf.data.encoding import Processor
 from stts_hf.data.loading import accepts_option, load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows
 from stts_hf.data.rows import ANSWER, PROMPT
@@ -34,6 +35,9 @@ from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from stts_hf.training.scorer_alone import check_scorer_alone, only_scorer_is_trained
 from stts_hf.training.trainer import STTSTrainer
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 logger = logging.get_logger(__name__)
 
 
@@ -43,7 +47,7 @@ class TrainingSetup:
 
     config: TrainConfig
     model_config: PruningConfig
-    processor: Any
+    processor: Processor
     collator: STTSDataCollator
     eval_collator: STTSDataCollator
     train_rows: Any
@@ -71,7 +75,7 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
 
 
 def assemble(
-    config: TrainConfig, model_config: PruningConfig, processor: Any, opened: dict[str, Any], progress: bool
+    config: TrainConfig, model_config: PruningConfig, processor: Processor, opened: dict[str, Any], progress: bool
 ) -> TrainingSetup:
     """The run of the rows that `open_rows` or `answer_rows` gave; raises as `prepare`."""
     data, arguments = config.data, config.training
@@ -108,7 +112,7 @@ def load_model_config(config: TrainConfig) -> PruningConfig:
         raise config.error("model_name_or_path", f"{name} cannot be trained with these settings: {error}") from error
 
 
-def configure_processor(config: TrainConfig, model_config: PruningConfig) -> Any:
+def configure_processor(config: TrainConfig, model_config: PruningConfig) -> Processor:
     """The checkpoint's processor with the run's frames. Raises `ConfigError`."""
     model = config.model
     try:
@@ -141,7 +145,7 @@ def open_rows(config: TrainConfig, name: str) -> Any:
 
 
 def make_rows(
-    config: TrainConfig, name: str, rows: Any, model_config: PruningConfig, processor: Any, progress: bool
+    config: TrainConfig, name: str, rows: Any, model_config: PruningConfig, processor: Processor, progress: bool
 ) -> tuple[Any, int]:
     """
     The rows of `train_data` or `eval_data`, read and rendered and, with `pack_to`, packed; and how many were left out.
@@ -183,7 +187,7 @@ def check_sampling(config: TrainConfig, rows: Any) -> None:
         raise config.error("train_sampling_strategy", problem)
 
 
-def check_videos(config: TrainConfig, rows: Any, processor: Any) -> None:
+def check_videos(config: TrainConfig, rows: Any, processor: Processor) -> None:
     """Raises `ConfigError` where the scorer alone is trained and no row has a video, or none a second frame."""
     setting, shown = config.training.scorer_alone, frames.get_frames(processor.video_processor)["num_frames"]
     if not any(processor.video_token in prompt for prompt in table_of(rows)[PROMPT]):
@@ -195,13 +199,13 @@ def check_videos(config: TrainConfig, rows: Any, processor: Any) -> None:
         raise config.error("num_frames", f"{problem}, so there is nothing to learn. {setting}.")
 
 
-def make_empty_model(run: TrainingSetup) -> Any:
+def make_empty_model(run: TrainingSetup) -> PreTrainedModel:
     """The model without weights, with its adapter and its frozen parts, for counting."""
     with torch.device("meta"):
         return _adapt(run, empty_model(run.model_config))
 
 
-def load_model(run: TrainingSetup) -> Any:
+def load_model(run: TrainingSetup) -> PreTrainedModel:
     """
     The model with its weights, its adapter and its frozen parts. Raises `ConfigError` where weights are missing that
     are not the scorer's, and for half precision that training cannot keep.
@@ -225,7 +229,7 @@ def load_model(run: TrainingSetup) -> Any:
     return model
 
 
-def load_weights(run: TrainingSetup) -> Any:
+def load_weights(run: TrainingSetup) -> PreTrainedModel:
     """The checkpoint's model, with a new scorer where the run asks for one. Raises `ConfigError` as `load_model`."""
     set_seed(run.arguments.seed)  # an adapter, and a scorer that the checkpoint lacks, are drawn from here on
     model = run.config.model
@@ -251,18 +255,17 @@ def renew_scorer(model: Any, seed: int) -> None:
     scorer.load_state_dict({key.removeprefix(f"{name}."): tensor for key, tensor in weights.items()})
 
 
-def _adapt(run: TrainingSetup, model: Any) -> Any:
-    if run.config.model.use_peft:
-        model = add_adapter(run.config, model)
+def _adapt(run: TrainingSetup, model: PreTrainedModel) -> Any:
+    whole: Any = add_adapter(run.config, model) if run.config.model.use_peft else model
     try:
-        freeze_parts(model, run.arguments.freeze or ())
-        check_scorer_alone(model, run.arguments)
+        freeze_parts(whole, run.arguments.freeze or ())
+        check_scorer_alone(whole, run.arguments)
     except ValueError as error:
         raise ConfigError(f"{run.config.source}: {error}") from error
-    return model
+    return whole
 
 
-def add_adapter(config: TrainConfig, model: Any) -> Any:
+def add_adapter(config: TrainConfig, model: PreTrainedModel) -> "PeftModel":
     """A `PeftModel` around `model`. Raises `ConfigError` where nothing in it has the names that are asked for."""
     from peft import LoraConfig, get_peft_model
 
@@ -288,7 +291,7 @@ def add_adapter(config: TrainConfig, model: Any) -> Any:
         raise config.error("lora_target_modules", f"does not fit the model: {error}") from error
 
 
-def make_trainer(run: TrainingSetup, model: Any) -> STTSTrainer:
+def make_trainer(run: TrainingSetup, model: PreTrainedModel) -> STTSTrainer:
     """Raises `ConfigError` for settings that do not fit each other, this machine, its packages or the Hub."""
     try:
         trainer = STTSTrainer(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import kl_div, log_softmax
+from transformers import PreTrainedModel
 
 from stts_hf.parts import find_backbone
 from stts_hf.training.losses import predicted_labels
@@ -33,7 +34,7 @@ class Teaching:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: Any, batch: Mapping[str, Any]) -> "Teaching":
+    def of(cls, model: PreTrainedModel, batch: Mapping[str, Any]) -> "Teaching":
         """Runs `model`, without DDP around it, at `k = 0` and without dropout. Only logits at labels are computed."""
         predicted = predicted_labels(batch, find_backbone(model)[1].num_axes)
         rows, places = predicted.nonzero(as_tuple=True)

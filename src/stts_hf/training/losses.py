@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 
+from stts_hf.modeling.outputs_stts import PruningOutput
+from stts_hf.modeling.pruning_stts import PruningBackbone
 from stts_hf.modeling.sequence_stts import find_samples, token_order
 
 LOSSES = ("task_loss", "temporal_loss", "distillation_loss")
@@ -41,7 +43,7 @@ def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tenso
     return predicted
 
 
-def count(batch: Mapping[str, Any], backbone: Any, with_labels: bool = True) -> torch.Tensor:
+def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool = True) -> torch.Tensor:
     """
     What the losses of a batch are divided by, (2,) float32: its label tokens that something predicts, and the blocks in
     frames `t >= 1` of its videos. backbone: the model without a head. with_labels: False where these are not learnt, so
@@ -98,7 +100,7 @@ class PruningMetrics:
         value = value.detach().float().to(self.device) if isinstance(value, torch.Tensor) else value
         self.sums[name] = self.sums[name] + value
 
-    def observe(self, outputs: Any, batch: Mapping[str, Any]) -> None:
+    def observe(self, outputs: PruningOutput, batch: Mapping[str, Any]) -> None:
         """Counts tokens, scores and kept blocks of one call of the model."""
         tokens = batch["input_ids"]
         attention_mask = batch.get("attention_mask")
@@ -112,7 +114,7 @@ class PruningMetrics:
             frames = torch.stack([kept, torch.full_like(kept, keep_mask.shape[1])], dim=1).float()  # (T, 2)
             self.frames = pad_sequence([self.frames, frames]).sum(dim=1)
 
-    def observe_scores(self, outputs: Any) -> None:
+    def observe_scores(self, outputs: PruningOutput) -> None:
         """Counts scores, and the blocks that they are of, where no language model sees any."""
         for scores in outputs.token_scores or ():
             self.add("scores", scores.sum())

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from stts_hf.data.collator import check_on_error
-from stts_hf.data.encoding import process
+from stts_hf.data.encoding import Processor, process
 from stts_hf.data.frames import get_frames
 from stts_hf.data.lines import open_lines, read_lines, write_line
 from stts_hf.data.prefetch import prefetch
@@ -58,8 +58,8 @@ def mark_unanswered(rows: datasets.Dataset, question: str, max_new_tokens: int) 
 
 def answer_rows(
     rows: datasets.Dataset,
-    model: Any,
-    processor: Any,
+    model: PreTrainedModel,
+    processor: Processor,
     *,
     folder: Path | None = None,
     identity: str = "",
@@ -117,7 +117,7 @@ class _Author:
     """known: earlier answers by key."""
 
     model: PreTrainedModel
-    processor: Any
+    processor: Processor
     identity: str
     known: dict[str, str]
 
@@ -152,7 +152,7 @@ class _Author:
 
 
 @torch.no_grad()
-def _generate(model: Any, processor: Any, inputs: Any, max_new_tokens: int) -> str:
+def _generate(model: Any, processor: Processor, inputs: Any, max_new_tokens: int) -> str:
     options: dict[str, Any] = {"pruning_ratio": 0.0, "do_sample": False, "num_beams": 1}
     sequences = model.generate(**inputs_for(model, inputs), **options, max_new_tokens=max_new_tokens)
     return processor.decode(sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()

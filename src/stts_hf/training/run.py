@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
@@ -128,7 +129,7 @@ def count_steps(run: TrainingSetup) -> tuple[int, int]:
     return steps, epoch
 
 
-def describe_run(run: TrainingSetup, model: Any) -> str:
+def describe_run(run: TrainingSetup, model: PreTrainedModel) -> str:
     """A table of what the run does and where, for reading. model: with weights or without."""
     lines = {"model": run.config.model.model_name_or_path} | describe_training(run, model)
     lines["output"] = str(run.arguments.output_dir)
@@ -136,7 +137,7 @@ def describe_run(run: TrainingSetup, model: Any) -> str:
     return "\n".join(f"{name + ':':<{width}}{text}" for name, text in lines.items())
 
 
-def describe_training(run: TrainingSetup, model: Any) -> dict[str, str]:
+def describe_training(run: TrainingSetup, model: PreTrainedModel) -> dict[str, str]:
     """Precision, pruning, parts, data and steps, in words; no folder of this machine is among them."""
     arguments, vision = run.arguments, run.model_config.vision_config
     autocast = ", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""
@@ -187,7 +188,7 @@ def _describe_rows(run: TrainingSetup, rows: Any) -> str:
     return f"{rows if isinstance(rows, PackedDataset) else f'{len(rows)} samples'}{answered}"
 
 
-def count_parameters(model: Any, learning_rates: Any) -> dict[str, tuple[int, int]]:
+def count_parameters(model: PreTrainedModel, learning_rates: Any) -> dict[str, tuple[int, int]]:
     """
     Parameters of each part, and how many of them are trained. LoRA weights are a part of their own, `adapter`, where
     they have a rate of their own, and else belong to the part they adapt.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from stts_hf.modeling.outputs_stts import PruningOutput, TaskOutput
 from stts_hf.parts import PARTS, SCORER, find_backbone, module_of, parts_of
@@ -29,7 +30,7 @@ def only_scorer_is_trained(model: nn.Module) -> bool:
     return trained_parts(model) == {SCORER}
 
 
-def check_scorer_alone(model: Any, arguments: STTSTrainingArguments) -> None:
+def check_scorer_alone(model: PreTrainedModel, arguments: STTSTrainingArguments) -> None:
     """
     Raises `ValueError` where `arguments` have the scorer alone be trained and `model` does not allow it: other parts
     are trained, or what its scores are to learn is never asked of them.
