@@ -1,4 +1,4 @@
-"""Rows to a batch: decoding in the data loader's workers, padding, and several samples in one row."""
+"""The collator: decodes rows in the data loader's workers, packs and pads them."""
 
 import functools
 import itertools
@@ -38,9 +38,9 @@ class STTSDataCollator:
         replacements: data set that rows are drawn from where, with "skip", a row of the batch is left without a sample.
             Which one is drawn depends on the lost row's id alone. Without it such a row is left out, and a batch of
             which nothing is left is an error.
-        max_length: tokens that a row of the batch may have after pruning; nothing is ever cut off.
-        pad_to: every row is given this many tokens after pruning, so that all steps have one shape. Adds
-            `pruned_length` for the model. Implies `max_length`.
+        max_length: maximum length of a row after pruning, in tokens; nothing is ever cut off.
+        pad_to: length of every row after pruning, so that all steps have one shape. Adds `pruned_length` for the model.
+            Implies `max_length`.
         return_ids: adds `sample_ids`, the ids of the batch's samples, and `skipped_ids`, those of the rows that were
             skipped; both are lists of str and not for the model.
         always_video: adds a black frame that nothing is learned from to batches without video, so that all processes of

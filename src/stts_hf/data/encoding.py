@@ -1,7 +1,4 @@
-"""
-One sample as the model's inputs: its prompt and what of it is learned, its tensors, and how many of its tokens pruning
-leaves, which is known before anything is decoded.
-"""
+"""A sample as the model's inputs: prompt, labels, tensors, and its length after pruning, known before decoding."""
 
 import io
 import re
@@ -68,12 +65,12 @@ class Encoded:
         return len(self.input_ids)
 
     def dropped(self, pruning_ratio: float | None) -> int:
-        """How many of the tokens pruning takes away; `pruning_ratio` may be None where there is no video."""
+        """Number of tokens that pruning drops; `pruning_ratio` may be None without videos."""
         return count_dropped(self.grids, pruning_ratio)
 
 
 def count_dropped(grids: Sequence[frames.Grid], pruning_ratio: float | None) -> int:
-    """Video tokens that go of videos with these `(T, rows, columns)`."""
+    """Number of dropped tokens of videos with these `(T, rows, columns)`."""
     if not grids:
         return 0
     if pruning_ratio is None:

@@ -1,4 +1,4 @@
-"""Every row looked at once before the first step: read, its files opened, its prompt rendered, its tokens counted."""
+"""Checks every row before the first step: reads it, opens its files, renders its prompt, counts its tokens."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Which rows of a data set share a row of the batch, planned from their lengths, so that nothing is decoded for it."""
+"""Groups samples into rows of a batch by their lengths alone, without decoding."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`TrainingArguments` with what STTS adds; the parts of a model that have learning rates of their own or are frozen."""
+"""`TrainingArguments` with STTS's options; learning rates and frozen parts of a model."""
 
 import math
 import os
@@ -24,21 +24,21 @@ class STTSTrainingArguments(TrainingArguments):
     """
     Every option of `TrainingArguments`, and those below.
 
-    `remove_unused_columns` is off, because the collator needs the rows' own columns, and `logging_nan_inf_filter` too,
-    because a loss that is not finite ends the run. `use_cpu` is on where `torchrun` starts processes on a machine
-    without accelerator: they are one run then.
+    Other defaults: `remove_unused_columns` is off, because the collator needs the rows' own columns;
+    `logging_nan_inf_filter` is off, because a loss that is not finite ends the run; `use_cpu` is on if `torchrun`
+    starts processes on a machine without accelerator.
 
     Attributes:
         learning_rate: the language model's rate.
-        learning_rates: rate of each part; parts left out keep the paper's (1e-5 language model, 5e-6 vision tower and
-            connector, 1e-4 scorer). `adapter` is the rate of LoRA weights, which otherwise take their part's.
+        learning_rates: rate by part; defaults to the paper's (1e-5 language model, 5e-6 vision tower and connector,
+            1e-4 scorer). `adapter` is the rate of LoRA weights, by default that of the part they adapt.
         freeze: parts that are not trained.
-        distillation_weight: above 0, the scorer alone is trained, and what the model says with nothing dropped, times
-            this, takes the place of the task loss (`training/distillation.py`).
-        distillation_temperature: both distributions are softened by it.
-        temporal_loss_only: whether the scorer alone is trained, by the temporal loss alone, which needs the ViT up to
-            layer `l` and nothing after it (`training/scorer_alone.py`).
-        log_frame_positions: how many frame positions get a curve of their own share kept in TensorBoard; 0 for none.
+        distillation_weight: above 0, trains the scorer alone. The divergence from the unpruned model, times this,
+            replaces the task loss (`training/distillation.py`).
+        distillation_temperature: temperature of both distributions.
+        temporal_loss_only: trains the scorer alone, by the temporal loss alone. Nothing after ViT layer `l` runs
+            (`training/scorer_alone.py`).
+        log_frame_positions: number of frame positions whose kept share TensorBoard shows; 0 for none.
 
     Raises:
         ValueError: a part is unknown, or a rate is below 0.
@@ -56,23 +56,23 @@ class STTSTrainingArguments(TrainingArguments):
     freeze: list[str] | None = field(default=None, metadata={"help": f"Parts not to train: {', '.join(PARTS)}."})
     distillation_weight: float = field(
         default=0.0,
-        metadata={"help": "Above 0: train the scorer alone to match the unpruned model, in place of the task loss."},
+        metadata={"help": "Weight of the divergence from the unpruned model; above 0, the scorer alone is trained."},
     )
     temporal_loss_only: bool = field(
         default=False,
-        metadata={"help": "Train the scorer alone by the temporal loss alone: a fast start for one that is new."},
+        metadata={"help": "Train the scorer alone, by the temporal loss alone: a fast start for a new one."},
     )
     distillation_temperature: float = field(
-        default=1.0, metadata={"help": "What both distributions are softened by, where `distillation_weight` is."}
+        default=1.0, metadata={"help": "Temperature of both distributions, with `distillation_weight`."}
     )
     log_frame_positions: int = field(
-        default=64, metadata={"help": "Frame positions whose share of blocks kept goes to TensorBoard; 0 for none."}
+        default=64, metadata={"help": "Number of frame positions whose kept share TensorBoard shows; 0 for none."}
     )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to drop columns that the model's forward does not name."}
     )
     logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Has no use here: a loss that is not finite ends the run."}
+        default=False, metadata={"help": "Off by default, because a loss that is not finite ends the run."}
     )
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class STTSTrainingArguments(TrainingArguments):
 
     @property
     def scorer_alone(self) -> str:
-        """The setting that has the scorer alone be trained, in the words of an error; empty where there is none."""
+        """Which setting trains the scorer alone, for messages; empty if none does."""
         matches = "`distillation_weight` is above 0" if self.distillation_weight else ""
         return "`temporal_loss_only` is true" if self.temporal_loss_only else matches
 
@@ -134,9 +134,7 @@ def is_adapter(name: str) -> bool:
 
 
 def rates_of(model: nn.Module, learning_rates: Mapping[str, object]) -> dict[str, str]:
-    """
-    Which of `learning_rates` each parameter takes, by its name: its part's, or the adapters' where they have their own.
-    """
+    """The key of `learning_rates` for each parameter's name: its part, or `adapter` if adapters have a rate."""
     own = ADAPTER in learning_rates
     return {name: ADAPTER if own and is_adapter(name) else part for name, part in parts_of(model).items()}
 
@@ -173,8 +171,8 @@ def freeze_parts(model: nn.Module, parts: Iterable[str]) -> None:
 
 def require_grads_in_tower(model: nn.Module) -> None:
     """
-    Makes the outputs of the vision tower's patch embedding require gradients where the tower has weights to train. Of
-    the text embedding, `activation_checkpointing_enable` sees to it.
+    Makes the outputs of the vision tower's patch embedding require gradients if the tower has weights to train.
+    `activation_checkpointing_enable` does so for the text embedding.
     """
     parts = parts_of(model)
     if any(parameter.requires_grad and parts[name] == VISION_TOWER for name, parameter in model.named_parameters()):

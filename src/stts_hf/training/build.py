@@ -1,4 +1,4 @@
-"""Everything of a run from a `TrainConfig`, each part checked: settings, processor, data, weights, trainer."""
+"""The parts of a run, made from a `TrainConfig` and checked: settings, processor, data, model, trainer."""
 
 import copy
 import re
@@ -43,7 +43,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class TrainingSetup:
-    """All of a run but its weights; `train_rows` and `eval_rows` are data sets for `collator` and `eval_collator`."""
+    """A run without weights; `train_rows` and `eval_rows` are data sets for `collator` and `eval_collator`."""
 
     config: TrainConfig
     model_config: PruningConfig

@@ -1,4 +1,4 @@
-"""What `stts-hf train` reads, keeps and compares: a flat YAML file, whose settings the command line may replace."""
+"""The configuration of `stts-hf train`: a flat YAML file, whose settings the command line may replace."""
 
 # ruff: noqa: RUF009 -- `_arg` makes a `dataclasses.field`
 
@@ -47,27 +47,27 @@ class ModelArguments:
     model_revision: str = _arg("main", "Branch, tag or commit of a checkpoint on the Hub.")
     dtype: str = _arg(
         "float32",
-        "Of the weights. With float32 and bf16, matrix products run in bfloat16, the optimizer in full precision.",
+        "Weights' dtype. With float32 and bf16, matrix products run in bfloat16, the optimizer in full precision.",
         ("float32", "bfloat16", "float16", "auto"),
     )
     attn_implementation: dict[str, str] | str | None = _arg(
-        None, "One name, or one for each of text_config and vision_config."
+        None, "Attention kernel: one name, or one for each of text_config and vision_config."
     )
-    new_scorer: bool = _arg(False, "Start from an untrained scorer, drawn from `seed`, not from the checkpoint's.")
+    new_scorer: bool = _arg(False, "Whether to start from an untrained scorer, drawn from `seed`.")
     # Settings of the model's and its vision config; what is left out stays the checkpoint's.
     pruning_ratio: float | None = _arg(None, "Share of a video's blocks to drop, from 0 to 1.")
     pruning_layer: int | None = _arg(None, "Last ViT layer that sees every patch.")
-    selector: str | None = _arg(None, "What ranks the blocks.", SELECTORS)
-    selector_seed: int | None = _arg(None, "Of the random selector.")
-    score_rescaling: str | None = _arg(None, "How scores become the attention bias.", SCORE_RESCALINGS)
-    packing: str | None = _arg(None, "Layout of the survivors in the ViT.", PACKINGS)
-    refill_single_frame_bins: bool | None = _arg(None, "A detail of the released code; first_fit_descending only.")
+    selector: str | None = _arg(None, "Ranking of the blocks.", SELECTORS)
+    selector_seed: int | None = _arg(None, "Seed of the random selector.")
+    score_rescaling: str | None = _arg(None, "Rescaling of scores for the attention bias.", SCORE_RESCALINGS)
+    packing: str | None = _arg(None, "Layout of the kept patches in the ViT.", PACKINGS)
+    refill_single_frame_bins: bool | None = _arg(None, "Detail of the released code; first_fit_descending only.")
     temporal_loss_weight: float | None = _arg(None, "Weight of the temporal loss beside the task loss.")
-    detach_temporal_target: bool | None = _arg(None, "Whether gradients stop at the temporal loss's targets.")
-    pruned_position_ids: str | None = _arg(None, "Positions of the survivors in the language model.", POSITION_RULES)
-    use_peft: bool = _arg(False, "Train a LoRA or DoRA adapter.")
-    use_dora: bool = _arg(False, "DoRA: a trained magnitude beside the low-rank matrices.")
-    use_rslora: bool = _arg(False, "Scale by alpha / sqrt(r).")
+    detach_temporal_target: bool | None = _arg(None, "Whether the targets of the temporal loss are detached.")
+    pruned_position_ids: str | None = _arg(None, "RoPE positions of kept tokens in the language model.", POSITION_RULES)
+    use_peft: bool = _arg(False, "Whether to train a LoRA or DoRA adapter.")
+    use_dora: bool = _arg(False, "Whether the adapter is DoRA, with a trained magnitude beside the low-rank matrices.")
+    use_rslora: bool = _arg(False, "Whether adapters are scaled by alpha / sqrt(r).")
     lora_r: int = _arg(16, "Rank of the adapter.")
     lora_alpha: int = _arg(32, "Scale of the adapter, times r.")
     lora_dropout: float = _arg(0.05, "Dropout before the adapter.")
@@ -77,7 +77,7 @@ class ModelArguments:
     lora_modules_to_save: list[str] | None = _arg(
         None, "Modules trained in full and saved with the adapter; by default the scorer."
     )
-    merge_adapter: bool = _arg(False, "Also save the merged checkpoint, in `merged` under the output folder.")
+    merge_adapter: bool = _arg(False, "Whether to save the merged checkpoint too, in `merged` under the output folder.")
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
@@ -101,23 +101,23 @@ class DataArguments:
     """Rows, their videos, and how they become batches."""
 
     train_data: list[str] = _arg(None, "JSONL or Parquet files, saved data sets, or Hub data sets; needed.")
-    eval_data: list[str] | None = _arg(None, "The same, to evaluate on.")
+    eval_data: list[str] | None = _arg(None, "Evaluation data, in the same forms.")
     train_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
     eval_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
     data_revision: str | None = _arg(None, "Branch, tag or commit of data on the Hub.")
-    media_root: str | None = _arg(None, "Where relative paths start; by default each data file's folder.")
+    media_root: str | None = _arg(None, "Folder that relative paths start from; by default each data file's.")
     allow_urls: bool = _arg(False, "Whether videos and images may be fetched from http(s) URLs in the rows.")
-    on_error: str = _arg("raise", "What to do with a bad row.", ("raise", "skip"))
-    pack_to: int | None = _arg(None, "Tokens after pruning that several samples may share; by default no packing.")
-    max_samples_per_row: int | None = _arg(None, "Most samples of a packed row.")
-    max_length: int | None = _arg(None, "Tokens after pruning that a sample in a row of its own may have.")
-    pad_to: int | None = _arg(None, "Tokens after pruning that every row is padded to.")
-    num_frames: int | None = _arg(None, "Most frames of a video; by default the checkpoint's.")
-    max_fps: float | None = _arg(None, "Most frames per second; by default the checkpoint's.")
-    check_headers: bool = _arg(True, "Open every video and image before the first step.")
+    on_error: str = _arg("raise", "Handling of a bad row.", ("raise", "skip"))
+    pack_to: int | None = _arg(None, "Length of packed rows, in tokens after pruning; by default no packing.")
+    max_samples_per_row: int | None = _arg(None, "Maximum number of samples in a packed row.")
+    max_length: int | None = _arg(None, "Maximum length of an unpacked row, in tokens after pruning.")
+    pad_to: int | None = _arg(None, "Length that every row is padded to, in tokens after pruning.")
+    num_frames: int | None = _arg(None, "Maximum number of frames of a video; by default the checkpoint's.")
+    max_fps: float | None = _arg(None, "Maximum number of frames per second; by default the checkpoint's.")
+    check_headers: bool = _arg(True, "Whether to open every video and image before the first step.")
     # With `distillation_weight`, for rows without an answer, which the unpruned model then writes.
-    default_question: str = _arg("Describe this video.", "What the model is asked about clips that come without words.")
-    max_answer_tokens: int = _arg(128, "Most tokens of an answer that the model writes itself.")
+    default_question: str = _arg("Describe this video.", "Question about clips that come without one.")
+    max_answer_tokens: int = _arg(128, "Maximum length of an answer that the model writes itself, in tokens.")
 
     def __post_init__(self) -> None:
         if not self.train_data:
@@ -143,12 +143,12 @@ class CardArguments:
     card_base_model: str | None = _arg(None, "Hub id of the base model.")
     card_datasets: list[str] | None = _arg(None, "Hub ids of the data.")
     card_license: str | None = _arg(None, "Licence; by default the base model's.")
-    card_text: str | None = _arg(None, "Words of your own.")
+    card_text: str | None = _arg(None, "Additional text.")
 
 
 @dataclass
 class TrainConfig:
-    """A whole run. given: the settings that the file and the command line say. source: the file, for messages."""
+    """A run's configuration. given: the settings of file and command line alone. source: the file, for messages."""
 
     model: ModelArguments
     data: DataArguments
@@ -307,8 +307,8 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bo
 
 def check_unchanged(config: TrainConfig, earlier: Path) -> None:
     """
-    Raises `ConfigError` that names the settings of model, data, optimizer and schedule in which `config` differs from
-    the run that wrote the file `earlier`. Warns where there is no such file.
+    Raises `ConfigError` if `config` differs in model, data, optimizer or schedule from the run that wrote the file
+    `earlier`. Warns without such a file.
     """
     if not earlier.is_file() or not earlier.stat().st_size:  # a full disk leaves an empty one
         logger.warning(f"{earlier} is missing: whether the run is resumed with its own configuration is not known.")
@@ -328,7 +328,7 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Every setting, so that one that is spelled out equals one that is left out."""
+    """All settings with their defaults filled in, for comparison."""
     defaults = {item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init}
     settings: dict[str, Any] = defaults | TRAINING_DEFAULTS | given
     rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]} | (settings["learning_rates"] or {})
@@ -336,7 +336,7 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(config: TrainConfig, output: Path) -> None:
-    """The settings that were used, overrides included, into the output folder: whole, or not at all."""
+    """Writes the settings, overrides included, into the output folder, atomically."""
     text = yaml.safe_dump(config.given, sort_keys=False, allow_unicode=True)
     partial = output / f"_{CONFIG_COPY}"  # `Trainer` pushes nothing that begins with an underscore
     try:

@@ -1,9 +1,8 @@
-"""Several processes (DDP, FSDP2, ZeRO-3): what must be alike in all of them.
+"""Several processes (DDP, FSDP2, ZeRO-3): what all batches of a step must have in common.
 
-A process waits for the others where parameters are gathered and gradients reduced. It waits forever where the others
-never come there, because their batch has no video and so leaves the vision tower alone, or has images too and goes
-through the tower twice. So every batch gets a video (`always_video` of the collator), and FSDP gathers the tower with
-the model's root, once a step whatever the batch holds.
+Gathering parameters and reducing gradients are collective. A process hangs if another one skips the vision tower,
+because its batch has no video, or runs it twice, because its batch has images too. So every batch gets a video
+(`always_video` of the collator), and FSDP gathers the tower with the model's root, once a step.
 """
 
 import contextlib
@@ -28,9 +27,9 @@ REMEDIES = {
 
 def prepare_for_processes(trainer: Any) -> None:
     """
-    With more than one process: turns on the collator's `always_video`, where it has it, and has FSDP shard the language
-    model's layers each by itself if no layers are named. Raises `ValueError` where parts of the vision tower would be,
-    and where one process would cut batches for the others. Under FSDP2 in bf16, the losses stay float32.
+    With more than one process: turns on the collator's `always_video`, if it has that, and makes FSDP shard the layers
+    of the language model, if none are named. Under FSDP2 in bf16, the losses stay float32. Raises `ValueError` if FSDP
+    would shard parts of the vision tower, or one process would cut batches for the others.
     """
     if trainer.args.world_size == 1:
         return
@@ -77,7 +76,7 @@ def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
 
 
 def kinds_that_must_agree(trainer: Any) -> tuple[str, ...]:
-    """Of "video" and "image", what either all processes must have in a micro-batch or none, and may not."""
+    """Which of "video" and "image" must be in every process's micro-batch or in none, unless something ensures it."""
     state = trainer.accelerator.state
     if trainer.args.world_size == 1:
         return ()
@@ -92,8 +91,8 @@ def kinds_that_must_agree(trainer: Any) -> tuple[str, ...]:
 
 def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.device) -> None:
     """
-    Raises `ValueError` on all processes where some of them have a video in a micro-batch of the step and others do not,
-    and the engine would wait forever. Costs a small reduction a step, and only where a collator does not ensure it.
+    Raises `ValueError` on all processes if only some have a video in a micro-batch, so that the step would hang. Costs
+    a small reduction a step, unless the collator ensures it.
     """
     if not (kinds := kinds_that_must_agree(trainer)):
         return

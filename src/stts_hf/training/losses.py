@@ -1,9 +1,8 @@
-"""The losses over an optimizer step, and what a run logs beside them.
+"""The losses over an optimizer step, and the statistics that a run logs.
 
-A mean of micro-batches' means would weigh a label more the fewer labels share its micro-batch. So all losses are sums
-over the step, its micro-batches and processes, divided by its counts: of label tokens for the task loss and for the
-matching of the unpruned model, of blocks in frames `t >= 1` for the temporal loss. Counts and logged sums stay on the
-device and force no host-device sync, until a log reads the sums, once, over all processes.
+A mean of micro-batch means would give a label more weight the fewer labels share its micro-batch. So each loss is a sum
+over the step, its micro-batches and processes, divided by a count over the step: label tokens for the task loss and the
+divergence, blocks in frames `t >= 1` for the temporal loss. Counts and sums stay on the device until a log reads them.
 """
 
 import math
@@ -26,8 +25,8 @@ SUMS = (*LOSSES, "labels", "blocks", "scores", "llm_tokens", "video_tokens", "ke
 
 def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tensor:
     """
-    Which tokens of a batch are labels that something predicts, (B, L) bool: not a row's first, nor that of a packed
-    sample. num_axes: of the backbone's positions. Raises `ValueError` where there are no labels.
+    Mask (B, L) of the label tokens that a previous token predicts: all but the first of a row or packed sample.
+    num_axes: of the backbone's positions. Raises `ValueError` without labels.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -45,9 +44,9 @@ def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tenso
 
 def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool = True) -> torch.Tensor:
     """
-    What the losses of a batch are divided by, (2,) float32: its label tokens that something predicts, and the blocks in
-    frames `t >= 1` of its videos. backbone: the model without a head. with_labels: False where these are not learnt, so
-    that 0 stands for them. Raises `ValueError` where there are no labels otherwise.
+    Denominators of a batch's losses, (2,) float32: predicted label tokens, and blocks in frames `t >= 1`. backbone: the
+    model without a head. with_labels: False counts 0 labels, for a run that does not learn them. Raises `ValueError`
+    without labels otherwise.
     """
     labels = predicted_labels(batch, backbone.num_axes).sum() if with_labels else torch.tensor(0)
     grids, blocks = batch.get(backbone.video_inputs[-1]), torch.zeros_like(labels)
@@ -115,7 +114,7 @@ class PruningMetrics:
             self.frames = pad_sequence([self.frames, frames]).sum(dim=1)
 
     def observe_scores(self, outputs: PruningOutput) -> None:
-        """Counts scores, and the blocks that they are of, where no language model sees any."""
+        """Counts scores and blocks."""
         for scores in outputs.token_scores or ():
             self.add("scores", scores.sum())
             self.add("video_tokens", scores.numel())
@@ -187,8 +186,7 @@ class LossHistory:
 
 def describe(sums: Mapping[str, float]) -> dict[str, float]:
     """
-    Of the videos among `sums`: mean score and, where a language model saw them, share of blocks kept. Empty where there
-    were none.
+    Mean score and, if a language model ran, share of blocks kept; empty without videos.
     """
     tokens = sums["video_tokens"]
     if not tokens:

@@ -1,9 +1,8 @@
 """Answers that the model itself writes, with nothing dropped, to rows that have none.
 
-A question alone says little of what to keep of its video: the unpruned model's distributions over its words, most of
-which the question itself tells. The words of an answer are about the video, and the model's own greedy ones are those
-whose distributions it is surest of. They are written once, before the first step, so every epoch and a resumed run meet
-the same rows, which are packed and measured like others.
+A question alone teaches little about its video, because most of its words follow from the question itself. The words
+of an answer depend on the video, and the model is surest of its own greedy ones. Answers are written once, before the
+first step, so every epoch and a resumed run use the same rows, packed and measured like others.
 """
 
 import contextlib
@@ -41,12 +40,10 @@ FILES = "_answers_{}.jsonl"  # one for each process; `Trainer` pushes nothing th
 
 def mark_unanswered(rows: datasets.Dataset, question: str, max_new_tokens: int) -> datasets.Dataset:
     """
-    Rows of `load_rows`, those without an answer marked as such, so that `prepare_rows` takes them and leaves room for
-    one. The same rows where all have one.
+    Marks rows of `load_rows` that have no answer, so that `prepare_rows` accepts them and leaves room for one.
 
-    question: what rows are asked that hold no question. max_new_tokens: most tokens of an answer; 0 where none will be
-    written, because none is learnt (`temporal_loss_only`), and a stand-in does. Raises `ValueError` for an empty
-    question.
+    question: for rows that have none. max_new_tokens: maximum length of an answer; 0 if none will be written, because
+    `temporal_loss_only` learns none. Raises `ValueError` for an empty question.
     """
     if not question.strip():
         raise ValueError("question is empty. Give the words to ask about clips that come without any.")

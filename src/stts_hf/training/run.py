@@ -1,4 +1,4 @@
-"""A run from its configuration to the saved checkpoint, its plan, its card, and all of it on the Hub."""
+"""A run from its configuration to the saved checkpoint, with its plan, its card and the push to the Hub."""
 
 import math
 import os
@@ -81,8 +81,8 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
 
 def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str | None:
     """
-    The checkpoint that the run goes on from. Raises `ConfigError` for a folder that cannot be written, where there is
-    nothing to resume from, and where a run would mix with an earlier one.
+    The checkpoint to resume from, if any. Raises `ConfigError` if the folder cannot be written, there is nothing to
+    resume from, or the run would mix with an earlier one.
     """
     there = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -110,8 +110,7 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
 
 def count_steps(run: TrainingSetup) -> tuple[int, int]:
     """
-    Optimizer steps of the run and of an epoch. Raises `ConfigError` for a run that would take no step and save what it
-    was given.
+    Optimizer steps of the run and of an epoch. Raises `ConfigError` if there would be none.
     """
     arguments, rows = run.arguments, len(run.train_rows)
     batch = arguments.per_device_train_batch_size * arguments.world_size
@@ -190,8 +189,8 @@ def _describe_rows(run: TrainingSetup, rows: Any) -> str:
 
 def count_parameters(model: PreTrainedModel, learning_rates: Any) -> dict[str, tuple[int, int]]:
     """
-    Parameters of each part, and how many of them are trained. LoRA weights are a part of their own, `adapter`, where
-    they have a rate of their own, and else belong to the part they adapt.
+    Numbers of all and of trained parameters, by part. LoRA weights are the part `adapter` if that has a rate, and else
+    belong to the part they adapt.
     """
     total, trained, keys = Counter[str](), Counter[str](), rates_of(model, learning_rates)
     for name, parameter in model.named_parameters():

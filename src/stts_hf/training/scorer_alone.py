@@ -32,8 +32,8 @@ def only_scorer_is_trained(model: nn.Module) -> bool:
 
 def check_scorer_alone(model: PreTrainedModel, arguments: STTSTrainingArguments) -> None:
     """
-    Raises `ValueError` where `arguments` have the scorer alone be trained and `model` does not allow it: other parts
-    are trained, or what its scores are to learn is never asked of them.
+    Raises `ValueError` if `arguments` train the scorer alone, but other parts of `model` would be trained too, or the
+    scores would get no gradient.
     """
     if not arguments.scorer_alone:
         return
@@ -64,7 +64,7 @@ def check_scorer_alone(model: PreTrainedModel, arguments: STTSTrainingArguments)
 
 @dataclass
 class ScoringOutput(PruningOutput, TaskOutput):
-    """What is known of a call in which no language model runs."""
+    """Outputs of a call in which no language model runs."""
 
 
 def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
@@ -88,8 +88,8 @@ def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
 @contextlib.contextmanager
 def redirected(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """
-    Has a call of `module` run `function` with the same arguments. DDP reduces the gradients of what is called through
-    it alone, so another pass than `forward` must come the same way.
+    Makes a call of `module` run `function` with the same arguments. DDP reduces gradients only of calls through it, so
+    a pass other than `forward` must go through it too.
     """
     own = vars(module).get("forward")  # of accelerate, with autocast around the class's
     module.forward = function

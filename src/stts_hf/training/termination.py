@@ -26,8 +26,8 @@ class TrainingTerminated(Exception):
 
 class Termination(TrainerCallback):
     """
-    Within `heard`, SIGTERM sets `requested` and does nothing else, however often it comes. When all processes have
-    `agreed`, the step in progress ends, a checkpoint is saved and training stops.
+    Within `heard`, SIGTERM sets `requested`. Once all processes have `agreed`, the step in progress ends, a checkpoint
+    is saved and training stops.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Termination(TrainerCallback):
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """In here the signal is taken; it starts as if none had come."""
+        """Handles SIGTERM, until the block ends."""
         self.requested = self.agreed = False
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, so SIGTERM ends it without saving.")
@@ -86,8 +86,8 @@ class Termination(TrainerCallback):
 
 def keep_workers_alive(dataloader: DataLoader) -> DataLoader:
     """
-    Returns `dataloader`, whose workers outlive a SIGTERM that is sent to the whole process group, as Slurm does:
-    without them the step in progress could not end. They still end with their parent.
+    Returns `dataloader` with workers that ignore SIGTERM: Slurm sends it to the whole process group, and the step in
+    progress needs them. They end with their parent.
     """
     loader: DataLoader = getattr(dataloader, "base_dataloader", dataloader)
     if getattr(loader.worker_init_fn, "func", None) is not _ignore_sigterm:  # else kept from an earlier evaluation

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with three learning rates, all losses normalised over the step, and logs of the pruning."""
+"""`transformers.Trainer` with a learning rate by part, losses normalised over the step, and logs of the pruning."""
 
 import contextlib
 import itertools
@@ -46,9 +46,9 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     Args:
         model: any model of STTS.
-        args: what `TrainingArguments` says, and what STTS adds.
-        eval_collator: in place of `data_collator` in `evaluate` and `predict`, such as one without training rows as
-            `replacements`.
+        args: the training arguments.
+        eval_collator: replaces `data_collator` in `evaluate` and `predict`; such as one whose `replacements` are no
+            training rows.
         kwargs: of `Trainer`.
 
     Raises:
@@ -256,7 +256,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         return LOSSES if self.args.distillation_weight else LOSSES[:2]
 
     def _total(self, losses: Mapping[str, Any]) -> Any:
-        """The loss that is trained on, of its parts; matching the unpruned model takes the place of the task loss."""
+        """The loss that is trained on; the divergence replaces the task loss."""
         weight, temporal = (
             self.args.distillation_weight,
             self.model.config.temporal_loss_weight * losses["temporal_loss"],
