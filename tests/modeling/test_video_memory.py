@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stts_hf.benchmark.reading import repeat_clip
+from examples.benchmarks.reading import repeat_clip
 from tests.clips import write_clip
 
 FULL_HD = (1080, 1920)  # 3.1 MB a frame as it is decoded, 6.2 MB in RGB

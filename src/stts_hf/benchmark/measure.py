@@ -7,12 +7,11 @@ import contextlib
 import dataclasses
 import datetime
 import gc
-import itertools
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,12 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from stts_hf.benchmark import meters
-from stts_hf.benchmark.asking import measure_questions
 from stts_hf.benchmark.evs import AFTER_TOWER, prune_after_tower
 from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
 from stts_hf.benchmark.meters import Clock, StageRecorder
 from stts_hf.benchmark.models import Models, build_models, configure, pruning_settings
 from stts_hf.benchmark.moving_clips import correlate, draw_clips, share_kept
 from stts_hf.benchmark.presets import Preset, Workload
-from stts_hf.benchmark.reading import measure_clip
 from stts_hf.benchmark.report import SCHEMA
 from stts_hf.benchmark.turns import take_turns
 from stts_hf.shortages import is_out_of_memory
@@ -66,14 +63,21 @@ def check_runnable(preset: Preset, device: torch.device) -> None:
 
 
 def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[dict[str, Any]]:
+    """Measures everything in `preset`; see `measure_cells`."""
+    return measure_cells(preset.name, measure_workloads(preset.workloads, device, preset.repeats), device, command)
+
+
+def measure_cells(
+    name: str, cells: Iterable[dict[str, Any]], device: torch.device, command: str
+) -> Iterator[dict[str, Any]]:
     """
-    Measures everything in `preset`; yields the result so far whenever a cell is complete, and at the end once more with
-    `"finished": True`. command: what the user typed, to be named beside every figure.
+    Takes the cells of a result as they are measured; yields the result so far whenever one is complete, and at the end
+    once more with `"finished": True`. command: what the user typed, to be named beside every figure.
     """
     clock = time.perf_counter()
     result: dict[str, Any] = {
         "schema": SCHEMA,
-        "preset": preset.name,
+        "preset": name,
         "command": command,
         "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
         "finished": False,
@@ -81,11 +85,7 @@ def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[d
         "versions": describe_versions(),
         "cells": [],
     }
-    of_models = measure_workloads(preset.workloads, device, preset.repeats)
-    of_readers = (measure_clip(clip, preset.repeats) for clip in preset.clips)
-    asked = ((workload, ratio) for workload in preset.asked for ratio in workload.ratios)
-    of_questions = (measure_questions(workload, ratio, device, preset.repeats) for workload, ratio in asked)
-    for cell in itertools.chain(of_models, of_readers, of_questions):
+    for cell in cells:
         result["cells"].append(cell)
         result["seconds"] = time.perf_counter() - clock
         result["machine"]["load_after"] = os.getloadavg()[0]

@@ -52,16 +52,13 @@ class Workload:
 class Preset:
     """
     takes: what to expect, for `--list`. workloads: in the order in which they run. repeats: timed rounds of each.
-    clips: seconds of the files on which readers are compared. asked: whose videos are asked several questions about.
     needs_gpu: why this is not for a CPU, or None.
     """
 
     help: str
     takes: str
-    workloads: tuple[Workload, ...] = ()
+    workloads: tuple[Workload, ...]
     repeats: int = 3
-    clips: tuple[float, ...] = ()
-    asked: tuple[Workload, ...] = ()
     needs_gpu: str | None = None
     name: str = ""
 
@@ -75,8 +72,6 @@ _TINY = Workload("tower", "tiny", 4, (0.0, 0.5), text_tokens=16, timestamp_token
 _SMALL = Workload("inference", "molmo2-small", 64, text_tokens=858, timestamp_tokens=3)
 _LONG = Workload("inference", "molmo2-small-long", 256, PRUNED, text_tokens=750, timestamp_tokens=3, checkpointing=True)
 _QWEN_SMALL = Workload("inference", "qwen3-vl-small", 64, (0.3, 0.5, 0.7), timestamp_tokens=1)
-# The smallest that are still mostly matrix products: a call each for ten questions takes ten times a prompt's seconds.
-_ASKED = Workload("inference", "molmo2-small-long", 64, (0.5,), text_tokens=16, timestamp_tokens=3, decode_tokens=8)
 _PAPER = tuple(
     Workload(mode, "molmo2-4b", frames, ratios, batch, "varlen", backend, "bfloat16", text, checkpointing=True)
     for mode in ("inference", "training")
@@ -146,16 +141,6 @@ _PRESETS = {
         "13 min, 14 GB on 2 CPU cores",
         tuple(Workload("tower", "narrow-tower", 2**power, (0.5,)) for power in range(11)),
     ),
-    "ask": Preset(
-        "ten questions about 64 frames, a call each or the video read once; Molmo2-4B and Qwen3-VL-4B scaled down",
-        "5 min worked out, not measured on a quiet machine; 2 GB on 2 CPU cores",
-        asked=(_ASKED, replace(_ASKED, geometry="qwen3-vl-small-long", timestamp_tokens=1)),
-    ),
-    "decode": Preset(
-        "64 frames of a one-hour 480p file, and of 32 seconds, beside transformers' PyAV reader",
-        "20 min, 1 GB on 2 CPU cores",
-        clips=(3600.0, 32.0),
-    ),
 }
 PRESETS = {name: replace(preset, name=name) for name, preset in _PRESETS.items()}
 
@@ -179,11 +164,9 @@ def vary(
     """
     chosen = {field: values for field, values in axes.items() if values}
     workloads = [workload for workload in preset.workloads if not modes or workload.mode in modes]
-    if (chosen or modes) and not workloads:
-        has, others = sorted({workload.mode for workload in preset.workloads}), "files" if preset.clips else "questions"
-        raise ValueError(
-            f"preset {preset.name!r} measures {' and '.join(has) or others}, which these options leave out."
-        )
+    if not workloads:
+        has = " and ".join(sorted({workload.mode for workload in preset.workloads}))
+        raise ValueError(f"preset {preset.name!r} measures {has}, which --modes leaves out.")
     varied: dict[Workload, Workload] = {}  # of workloads that differ in ratios alone, the first
     for workload, values in itertools.product(workloads, itertools.product(*chosen.values())):
         new = replace(workload, **dict(zip(chosen, values, strict=True)))

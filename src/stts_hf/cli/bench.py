@@ -132,7 +132,7 @@ def unused(folder: Path) -> Path:
     return next(name for name in names if not (name / "result.json").exists())
 
 
-def command_line() -> str:
+def command_line(program: str = "stts-hf") -> str:
     """What the user typed, after what the environment sets of memory and threads."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name.startswith(TUNING)]
-    return " ".join([*settings, "stts-hf", shlex.join(sys.argv[1:])])
+    return " ".join([*settings, program, shlex.join(sys.argv[1:])])

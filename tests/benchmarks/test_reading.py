@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from stts_hf.benchmark import reading
-from stts_hf.benchmark.reading import OURS, PREPROCESSED, PYAV, measure_clip, read_once, repeat_clip
+from examples.benchmarks import reading
+from examples.benchmarks.reading import OURS, PREPROCESSED, PYAV, measure_clip, read_once, repeat_clip
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.clips import read_clip
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from stts_hf.benchmark.asking import CALLS, ONE_BY_ONE, TOGETHER, Questions, measure_questions
-from stts_hf.benchmark.presets import PRESETS
+from examples.benchmarks.__main__ import ASKED
+from examples.benchmarks.asking import CALLS, ONE_BY_ONE, TOGETHER, Questions, measure_questions
 from stts_hf.benchmark.report import table
 
 CPU = torch.device("cpu")
@@ -14,8 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["tiny", "qwen3-vl-tiny"])
 def workload(request):
-    asked = PRESETS["ask"].asked[0]
-    return dataclasses.replace(asked, geometry=request.param, frames=4, text_tokens=5, decode_tokens=3)
+    return dataclasses.replace(ASKED, geometry=request.param, frames=4, text_tokens=5, decode_tokens=3)
 
 
 def test_all_ways_write_the_same(workload):

@@ -1,0 +1,58 @@
+"""
+Claims of the documentation, measured again from a checkout; each prints a page and writes it with its samples:
+
+    python -m examples.benchmarks decode --output docs/benchmarks/decode      # 20 min on 2 CPU cores
+    OMP_NUM_THREADS=1 python -m examples.benchmarks ask --repeats 2 --output docs/benchmarks/ask    # 5 min
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stts_hf.benchmark.measure import measure_cells
+from stts_hf.benchmark.presets import Workload
+from stts_hf.benchmark.report import check_folder, markdown, write_result
+from stts_hf.cli.bench import command_line
+from stts_hf.cli.options import count
+
+from .asking import measure_questions
+from .reading import measure_clip
+
+CLIPS = (3600.0, 32.0)  # seconds
+# The smallest that are still mostly matrix products: a call each for ten questions takes ten times a prompt's seconds.
+ASKED = Workload("inference", "molmo2-small-long", 64, (0.5,), text_tokens=16, timestamp_tokens=3, decode_tokens=8)
+
+
+def cells(name: str, repeats: int) -> Iterator[dict[str, Any]]:
+    if name == "decode":
+        yield from (measure_clip(clip, repeats) for clip in CLIPS)
+        return
+    for workload in (ASKED, replace(ASKED, geometry="qwen3-vl-small-long", timestamp_tokens=1)):
+        yield measure_questions(workload, workload.ratios[0], torch.device("cpu"), repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures what the documentation claims.")
+    parser.add_argument(
+        "name",
+        choices=("decode", "ask"),
+        help="decode: 64 frames of a file, beside transformers' PyAV reader; ask: ten questions about one video",
+    )
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="timed rounds (default: 3)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the result")
+    arguments = parser.parse_args()
+    check_folder(arguments.output)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    measured = cells(arguments.name, arguments.repeats)
+    command = command_line("python -m examples.benchmarks")
+    for result in measure_cells(arguments.name, measured, torch.device("cpu"), command):
+        write_result(result, arguments.output)
+    print(markdown(result), end="")
+
+
+if __name__ == "__main__":
+    main()
