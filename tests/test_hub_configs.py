@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stts_hf.checkpoints.checks import check_processor
 from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.families import OWN, family_of_checkpoint
+from tests.checkpoints import AUTO_CLASSES
 
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
@@ -23,14 +24,6 @@ QWEN3_VL_CLASSES = {
     "AutoModel": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
     "AutoModelForImageTextToText": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
     "AutoModelForMultimodalLM": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
-}
-AUTO_CLASSES = {
-    "AutoConfig": "configuration_stts.STTSConfig",
-    "AutoModel": "modeling_stts.STTSForConditionalGeneration",
-    "AutoModelForImageTextToText": "modeling_stts.STTSForConditionalGeneration",
-    "AutoModelForMultimodalLM": "modeling_stts.STTSForConditionalGeneration",
-    "AutoProcessor": "processing_stts.STTSProcessor",
-    "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
 }
 
 

@@ -65,22 +65,17 @@ def test_auto_dtype_is_the_checkpoints(tmp_path):
     assert load_tiny(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
-def test_low_cpu_mem_usage(inputs, plain):
-    assert torch.equal(logits_of(load_tiny(low_cpu_mem_usage=True), inputs), plain)
-
-
 def test_device_map_auto(inputs, plain):
     pytest.importorskip("accelerate")
     model = load_tiny(device_map="auto", max_memory={"cpu": "1GB"})
     assert torch.equal(logits_of(model, inputs), plain)
 
 
-@pytest.mark.parametrize("megabytes", [1, 3])
-def test_device_map_auto_with_disk_offload(inputs, plain, tmp_path, megabytes):
+def test_device_map_auto_with_disk_offload(inputs, plain, tmp_path):
     pytest.importorskip("accelerate")
     model = load_tiny(
         device_map="auto",
-        max_memory={"cpu": f"{megabytes}MB"},
+        max_memory={"cpu": "1MB"},
         offload_folder=tmp_path / "offload",
         offload_buffers=True,
     )
@@ -91,27 +86,6 @@ def test_device_map_auto_with_disk_offload(inputs, plain, tmp_path, megabytes):
         each.generate(**inputs, max_new_tokens=4, do_sample=False)[0, prompt:].tolist() for each in (model, load_tiny())
     ]
     assert generated[0] == generated[1]
-
-
-def test_offloaded_model_saves_its_weights(tmp_path):
-    pytest.importorskip("accelerate")
-    model = load_tiny(device_map="auto", max_memory={"cpu": "1MB"}, offload_folder=tmp_path / "offload")
-    model.save_pretrained(tmp_path / "saved")
-    before, after = load_tiny().state_dict(), load_tiny(tmp_path / "saved").state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_device_map_with_parts_on_the_cpu_and_on_disk(inputs, plain, tmp_path):
-    pytest.importorskip("accelerate")
-    device_map = {
-        "model.vision_tower": "disk",
-        "model.multi_modal_projector": "cpu",
-        "model.language_model": "cpu",
-        "lm_head": "disk",
-    }
-    model = load_tiny(device_map=device_map, offload_folder=tmp_path)
-    assert torch.equal(logits_of(model, inputs), plain)
 
 
 ATTENTION: dict[str, Any] = {

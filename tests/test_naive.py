@@ -13,7 +13,6 @@ from tests.naive import (
     naive_keep_mask,
     naive_temporal_loss,
     naive_vision_tower,
-    weights_from_native,
     weights_from_original,
 )
 from tests.paper import KEPT_BLOCKS
@@ -140,44 +139,3 @@ def test_bias_of_border_blocks_follows_the_patch_grid():
     bias = naive_bias(scores, torch.cat([table, torch.where(table >= 0, table + 6, -1)]), patch_grid=(2, 3))
     expected = torch.tensor([[0.0] * 6, [-2.0, -2.0, 0.0, 0.0, 0.0, -2.0]])
     torch.testing.assert_close(bias, expected, rtol=0, atol=1e-5)  # the 1e-6 in the denominator
-
-
-def test_gradients_reach_every_weight():
-    weights = {name: weight.double().requires_grad_() for name, weight in tiny_weights().items()}
-    geometry = NaiveGeometry(num_heads=2, pruning_layer=0, feature_layers=[3, 1], patch_grid=(2, 4))
-    pixels = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1)).double()
-    output = naive_vision_tower(weights, geometry, pixels, [3], pooling_table(3, (2, 4), (2, 2)), 0.3)
-    gradients = torch.autograd.grad(output.pooled_features.square().sum(), list(weights.values()))
-    without_gradient = {name for name, g in zip(weights, gradients, strict=True) if g.abs().max() < 1e-10}
-    # A key's bias shifts all logits of a query alike, so softmax gives it none; only rounding (1e-16) is left.
-    assert without_gradient == {name for name in weights if name.endswith("k_proj.bias")}
-
-
-def test_native_names_are_stripped():
-    names = ["model.vision_tower.patch_embedding.weight", "model.language_model.norm.weight", "lm_head.weight"]
-    weights = weights_from_native({name: torch.zeros(1) for name in names})
-    assert list(weights) == ["vision_tower.patch_embedding.weight"]
-
-
-def tiny_weights() -> dict[str, torch.Tensor]:
-    """Random weights of a four-layer tower of width 4 over 2 x 4 patches, with two feature layers."""
-    generator = torch.Generator().manual_seed(0)
-    linears = {"vision_tower.patch_embedding": (5, 4), "multi_modal_projector.image_projector.down_proj": (6, 3)}
-    linears |= {f"multi_modal_projector.image_projector.{name}_proj": (4, 6) for name in ("gate", "up")}
-    linears |= {f"multi_modal_projector.image_pooling_2d.{name}_proj": (8, 4) for name in "qkv"}
-    linears["multi_modal_projector.image_pooling_2d.o_proj"] = (4, 4)
-    linears |= {f"vision_tower.scorer.token_pooler.{name}_proj": (4, 4) for name in "qkvo"}
-    scorer = {"input": (8, 6), "hidden": (6, 6), "score": (6, 1)}
-    linears |= {f"vision_tower.scorer.{name}_layer": shape for name, shape in scorer.items()}
-    weights = {"vision_tower.positional_embedding": torch.randn(8, 4, generator=generator)}
-    for layer in range(4):
-        name = f"vision_tower.layers.{layer}"
-        linears |= {f"{name}.self_attn.{which}_proj": (4, 4) for which in "qkvo"}
-        linears |= {f"{name}.mlp.fc1": (4, 6), f"{name}.mlp.fc2": (6, 4)}
-        for norm in ("layer_norm1", "layer_norm2"):
-            weights[f"{name}.{norm}.weight"] = 1 + 0.1 * torch.randn(4, generator=generator)
-            weights[f"{name}.{norm}.bias"] = 0.1 * torch.randn(4, generator=generator)
-    for name, (inputs, outputs) in linears.items():
-        weights[f"{name}.weight"] = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
-        weights[f"{name}.bias"] = torch.randn(outputs, generator=generator)
-    return weights

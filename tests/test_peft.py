@@ -48,12 +48,6 @@ def test_lora_and_scorer_are_all_that_is_trained(adapted):
     assert not any("lora" in name and ".language_model." not in name for name in trained)
 
 
-def test_adapted_model_is_another_and_drops_other_blocks(adapted, inputs):
-    base, changed = (model(**inputs, pruning_ratio=0.5) for model in (load_tiny(), adapted))
-    assert not torch.equal(base.token_scores[0], changed.token_scores[0])
-    assert (base.logits.shape != changed.logits.shape) or (base.logits - changed.logits).abs().max() > 1e-2
-
-
 def test_gradients_of_the_task_reach_lora_and_scorer(adapted, inputs):
     labels = inputs["input_ids"].where(inputs["input_ids"] < 1024, -100)
     parameters = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}

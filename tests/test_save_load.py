@@ -53,6 +53,7 @@ def test_folder_holds_all_that_a_checkpoint_needs(saved):
 def test_either_part_saves_all_the_code(tmp_path, part):
     (load_tiny() if part == "model" else STTSProcessor.from_pretrained(TINY)).save_pretrained(tmp_path)
     assert digests(tmp_path, "*.py") == digests(TINY, "*.py")
+    assert not any(file.is_symlink() for file in tmp_path.iterdir())
 
 
 def test_auto_map_names_every_class(saved):
@@ -60,11 +61,6 @@ def test_auto_map_names_every_class(saved):
     assert read_json(saved / "config.json")["auto_map"] == AUTO_CLASSES
     assert processor["auto_map"]["AutoProcessor"] == AUTO_CLASSES["AutoProcessor"]
     assert processor["video_processor"]["auto_map"]["AutoVideoProcessor"] == AUTO_CLASSES["AutoVideoProcessor"]
-
-
-def test_code_is_real_files_and_byte_for_byte_ours(saved):
-    assert not any(file.is_symlink() for file in saved.iterdir())
-    assert digests(saved, "*.py") == digests(TINY, "*.py")
 
 
 def test_weights_are_those_loaded(saved):
@@ -149,7 +145,7 @@ def test_sharded_weights_load_equal(tmp_path, inputs):
     assert torch.equal(logits_of(load_tiny(tmp_path), inputs), logits_of(model, inputs))
 
 
-@pytest.mark.parametrize("shards", ["50GB", "1MB", "100KB"])
+@pytest.mark.parametrize("shards", ["50GB", "100KB"])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_an_offloaded_model_saves_weights_that_load_equal(tmp_path, inputs, place, shards):
     pytest.importorskip("accelerate")
