@@ -48,7 +48,7 @@ def start(
     Runs `stts-hf command` in the folder `here`, and in `within()`. fault: comes before call number `call` of the
     function `at`, named as for `mock.patch`. Raises `AssertionError` where the command hangs or no fault came.
     """
-    start_early("stts_hf.inference.decoding")  # imports PyTorch once, for all
+    start_early("stts_hf.inference.requests")  # imports PyTorch once, for all
     context: Any = multiprocessing.get_context("forkserver")
     # Not files: a limit on the sizes of files would be theirs, too.
     pipes = [context.Pipe(duplex=False) for _ in range(2)]

@@ -17,7 +17,7 @@ from transformers import AutoProcessor
 from stts_hf import register_auto_classes
 from stts_hf.data import frames
 from stts_hf.data.encoding import find_control_token
-from stts_hf.inference.asking import make_prompt
+from stts_hf.inference.requests import make_request
 from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.checkpoints import TINIES
 from tests.clips import write_clip
@@ -141,9 +141,9 @@ def test_a_conversation_is_encoded_or_refused(name: str, first: tuple[list[Any],
     images = [one for one, kind in zip(media, kinds, strict=True) if kind == "image"]
     if find_control_token(processor, *texts) is not None:
         with pytest.raises(ValueError, match=r"messages\[\d\] holds '.*', a control token of the model\. Take it out"):
-            make_prompt(processor, messages, shown, images)
+            make_request(processor, messages, shown, images)
         return
-    prompt = make_prompt(processor, messages, shown, images)
+    prompt = make_request(processor, messages, shown, images)
     options = {"videos": shown or None, "images": images or None, "return_tensors": "pt"}
     if name == "molmo2" and len(shown) > 1:
         with pytest.raises(ValueError, match="At most one video is supported per sample"):  # of the native processor

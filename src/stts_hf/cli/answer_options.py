@@ -73,7 +73,7 @@ def workers_of(arguments: argparse.Namespace) -> int:
 def start_workers_early(arguments: argparse.Namespace) -> None:
     """Lets the processes that decode import PyTorch while this one does."""
     if workers_of(arguments):
-        start_early("stts_hf.inference.decoding")
+        start_early("stts_hf.inference.requests")
 
 
 def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str, ...] = (".jsonl",)) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from stts_hf.data.prompts import find_option
 from stts_hf.data.rows import RowError, row_id
-from stts_hf.inference.asking import Prompt, PromptAnswer
+from stts_hf.inference.engine import PromptAnswer
 from stts_hf.inference.predicting import answer_rows, describe_error, read_prompt
+from stts_hf.inference.requests import Request
 
 from .scoring import find_choice, is_right
 
@@ -90,7 +91,9 @@ def _openly(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "options"} | {"answer": answer}
 
 
-def read_question(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:
+def read_question(
+    processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False
+) -> Request:
     """The prompt of a row's question, its answer left out. Raises `RowError` for a row that cannot be asked."""
     prompt = read_prompt(processor, row, index, allow_urls)
     if row.get("question") is None:

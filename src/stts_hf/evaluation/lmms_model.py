@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
-from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_prompt
+from stts_hf.inference.engine import PromptAnswer, answer_requests
+from stts_hf.inference.requests import Request, make_request
 from stts_hf.modeling.video_sources_stts import is_url
 
 logger = logging.get_logger(__name__)
@@ -133,7 +134,7 @@ class STTS(lmms):
         self, requests: Sequence[Instance], options: Mapping[str, Any]
     ) -> Iterator[tuple[int, PromptAnswer | BaseException]]:
         assert self.pruning_ratio is not None  # a configuration has one
-        prompts: list[Prompt] = []
+        prompts: list[Request] = []
         asked: list[int] = []
         for number, request in enumerate(requests):
             try:
@@ -141,7 +142,7 @@ class STTS(lmms):
                 asked.append(number)
             except (Exception, SystemExit) as error:  # also of the task's own code, which may exit for a missing video
                 yield number, error
-        answers = answer_prompts(
+        answers = answer_requests(
             self.model,
             self.processor,
             prompts,
@@ -153,7 +154,7 @@ class STTS(lmms):
         for place, answer in answers:
             yield asked[place], answer
 
-    def _prompt(self, request: Instance) -> Prompt:
+    def _prompt(self, request: Instance) -> Request:
         """What a task's messages say. Raises `ValueError` for what the model does not take."""
         _, doc_to_messages, _, doc_id, task, split = request.args
         conversation = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
@@ -170,7 +171,7 @@ class STTS(lmms):
             messages.append({"role": message.role, "content": parts})
         if not any(media.values()):  # as some tasks ask where a file is missing
             self._text_only[request.task_name] += 1
-        return make_prompt(self.processor, messages, media["video"], media["image"])
+        return make_request(self.processor, messages, media["video"], media["image"])
 
     def _source(self, part: Any) -> Any:
         """What the processor reads a video or image from."""

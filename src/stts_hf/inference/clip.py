@@ -20,9 +20,9 @@ from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.modeling.settings_stts import PruningSettings, check_pruning_ratio, check_vision_config
 
 from .answering import VideoAnswer, check_batch_size, check_question, conversation, decode_answers, read_video
-from .asking import make_prompt
 from .heads import ReadHeads, read_heads, tokenize_tails
 from .options import generate_options
+from .requests import make_request
 from .streaming import AnswerStream
 
 
@@ -72,7 +72,7 @@ class Clip:
             del self._settings["pruning_ratio"]  # it does not come from the model
         self._lock = threading.Lock()
         self._asked_by: int | None = None  # the thread
-        self._head = make_prompt(processor, conversation("?")).head
+        self._head = make_request(processor, conversation("?")).head
         begun, inputs = read_video(
             processor, video, self._head, pruning_ratio=self.pruning_ratio, processing=processing
         )
@@ -195,7 +195,7 @@ class Clip:
         tails = []
         for question in questions:
             check_question(self.processor, question)
-            prompt = make_prompt(self.processor, conversation(question, after))
+            prompt = make_request(self.processor, conversation(question, after))
             if prompt.head != self._head:
                 raise ValueError(
                     "chat_template puts something before the video that changes with the conversation. Call `answer`."

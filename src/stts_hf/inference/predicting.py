@@ -11,8 +11,9 @@ from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
 
-from .asking import DECODE_TIMEOUT, Prompt, PromptAnswer, answer_prompts, make_prompt
+from .engine import DECODE_TIMEOUT, PromptAnswer, answer_requests
 from .inputs import STAND_INS, StoredVideo
+from .requests import Request, make_request
 
 
 class Predictor:
@@ -27,7 +28,7 @@ class Predictor:
     Args:
         checkpoint, revision, selector, device, dtype, pruning_ratio: as in `stts_hf.load`.
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
-        batch_size, num_workers, decode_timeout: as in `answer_prompts`.
+        batch_size, num_workers, decode_timeout: as in `answer_requests`.
         max_new_tokens: tokens that an answer may have.
         allow_urls: whether videos may be fetched from http(s) URLs.
 
@@ -106,7 +107,7 @@ def answer_rows(
     model: Any,
     processor: Any,
     rows: Iterable[Mapping[str, Any]],
-    read: Callable[[Any, Mapping[str, Any], int, bool], Prompt],
+    read: Callable[[Any, Mapping[str, Any], int, bool], Request],
     *,
     pruning_ratio: float | None = None,
     allow_urls: bool = False,
@@ -115,12 +116,12 @@ def answer_rows(
     """
     Each row, with an `id`, and its answer or what is wrong with it; rows that cannot be read come first. read: makes a
     row's prompt of processor, row, its number and `allow_urls`, or raises `RowError`. pruning_ratio: by default the
-    model's. options: as in `answer_prompts`.
+    model's. options: as in `answer_requests`.
     """
     ratio = resolve_ratio(model.config, pruning_ratio)
     assert ratio is not None  # a model has one
     asked: list[dict[str, Any]] = []
-    prompts: list[Prompt] = []
+    prompts: list[Request] = []
     for index, row in enumerate(rows):
         named = {**row, "id": row_id(row, index)}
         try:
@@ -128,22 +129,22 @@ def answer_rows(
             asked.append(named)
         except RowError as error:
             yield named, error
-    answers = answer_prompts(model, processor, prompts, pruning_ratio=ratio, **options)
+    answers = answer_requests(model, processor, prompts, pruning_ratio=ratio, **options)
     with contextlib.closing(answers):
         for place, answer in answers:
             yield asked[place], answer
 
 
-def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:
+def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Request:
     """What a row (docs/training_data.md) asks, without its answer. Raises `RowError` for one that cannot be asked."""
     sample = read_row(row, index)
     with row_errors(sample.id):
         check_files(sample, allow_urls)
         check_videos(processor, sample)
-        return make_prompt(processor, place_subtitles(processor, sample.messages[:-1]), sample.videos, sample.images)
+        return make_request(processor, place_subtitles(processor, sample.messages[:-1]), sample.videos, sample.images)
 
 
-def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Prompt:
+def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Request:
     """The prompt of a row `{id, video, prompt}`. Raises `RowError` for one that cannot be asked."""
     name = row_id(row, index)
     if row.get("video") is None:

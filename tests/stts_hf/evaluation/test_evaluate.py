@@ -8,7 +8,7 @@ import torch
 
 from stts_hf.evaluation.evaluate import ask_openly, evaluate, read_question, record_of
 from stts_hf.inference import predicting as module
-from stts_hf.inference.asking import PromptAnswer
+from stts_hf.inference.engine import PromptAnswer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 
 MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
@@ -30,12 +30,12 @@ def says(monkeypatch, processor):
     def says(rows: list[dict[str, Any]], *texts: str):
         asked = []
 
-        def answer_prompts(model, processor, prompts, **options):
+        def answer_requests(model, processor, prompts, **options):
             asked.extend(prompts)
             answers = [PromptAnswer(text, 2, 100, 81, 40, 0.5) for text in texts]
             return (pair for pair in enumerate(answers))  # a generator, which can be closed
 
-        monkeypatch.setattr(module, "answer_prompts", answer_prompts)
+        monkeypatch.setattr(module, "answer_requests", answer_requests)
         return list(evaluate(MODEL, processor, rows)), asked
 
     return says

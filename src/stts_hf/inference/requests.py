@@ -1,26 +1,72 @@
-"""Videos and images of prompts decoded ahead of the model, in a thread or in processes that may crash."""
+"""
+What the engine is asked: prompts with their videos and images, decoded ahead of the model, in a thread or in processes
+that may crash.
+"""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 from transformers import BatchFeature
 from transformers.image_utils import load_image
 
 from stts_hf.data import frames
-from stts_hf.data.encoding import open_image
+from stts_hf.data.encoding import check_texts, open_image
 from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
 from stts_hf.data.prefetch import prefetch
 
 from .inputs import StoredVideo
 
-if TYPE_CHECKING:
-    from .asking import Prompt
 
-    Task = tuple[Prompt, bool]
+@dataclass(frozen=True)
+class Request:
+    """
+    One conversation in the words of the chat template, up to where the answer begins.
+
+    head: up to the end of the last video or image, "" where there is none. tail: the rest. videos, images: in the
+    order of the placeholders: paths, URLs or bytes, images also PIL images; a video may be a list of images.
+    """
+
+    head: str
+    tail: str
+    videos: tuple[Any, ...] = ()
+    images: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for prompts whose heads are the same; of media that are no texts, where they are the same objects."""
+        media = (source if isinstance(source, str) else id(source) for source in self.sources)
+        return (self.head, len(self.videos), *media) if self.head else (self.tail, id(self))
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """Videos, then images."""
+        return (*self.videos, *self.images)
+
+
+Task = tuple[Request, bool]  # and whether its head is prepared alone
+
+
+def make_request(
+    processor: Any, messages: Sequence[Mapping[str, Any]], videos: Sequence[Any] = (), images: Sequence[Any] = ()
+) -> Request:
+    """
+    Renders a conversation; `messages` hold parts `{"type": "video"}` and `{"type": "image"}` where media stand.
+
+    Raises:
+        ValueError: a text holds a token that stands for images, videos or turns.
+    """
+    check_texts(processor, messages)
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ends = [text.rfind(token) + len(token) for token in (processor.video_token, processor.image_token) if token in text]
+    end = max(ends, default=0)
+    # With what closes it: only that token says where the text goes on behind a video whose last tokens may be dropped.
+    closing = getattr(processor, "vision_end_token", "<|vision_end|>")
+    end += len(closing) if end and text.startswith(closing, end) else 0
+    return Request(text[:end], text[end:], tuple(videos), tuple(images))
 
 
 @dataclass
@@ -39,7 +85,7 @@ class PreparedHead:
 @contextlib.contextmanager
 def decode_ahead(
     processor: Any,
-    tasks: Iterable["Task"],
+    tasks: Iterable[Task],
     options: Mapping[str, Any],
     num_workers: int,
     ahead: int,
@@ -53,7 +99,7 @@ def decode_ahead(
     """
     prepare = functools.partial(_prepare, processor, options)
 
-    def attempt(function: Callable[["Task"], PreparedHead], task: "Task") -> PreparedHead | Exception:
+    def attempt(function: Callable[[Task], PreparedHead], task: Task) -> PreparedHead | Exception:
         try:
             return function(task)
         except CannotStart:
@@ -74,12 +120,12 @@ def decode_ahead(
         yield decoded
 
 
-def _prepare(processor: Any, options: Mapping[str, Any], task: "Task") -> PreparedHead:
+def _prepare(processor: Any, options: Mapping[str, Any], task: Task) -> PreparedHead:
     prompt, alone = task
     return prepare_head(processor, prompt, options, alone=alone)
 
 
-def prepare_head(processor: Any, prompt: "Prompt", options: Mapping[str, Any], *, alone: bool) -> PreparedHead:
+def prepare_head(processor: Any, prompt: Request, options: Mapping[str, Any], *, alone: bool) -> PreparedHead:
     """Decodes the videos and images of a prompt. alone: whether its head is prepared without the tail."""
 
     def read_image(source: Any) -> Image.Image:

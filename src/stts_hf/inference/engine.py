@@ -15,41 +15,14 @@ from typing import Any
 
 import torch
 
-from stts_hf.data.encoding import check_texts
 from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.shortages import in_halves, is_out_of_memory, too_large
 
 from .answering import check_batch_size, decode_answers, inputs_for, join_prompts, processing_options
-from .decoding import PreparedHead, decode_ahead
 from .heads import read_heads, tokenize_tails
+from .requests import PreparedHead, Request, decode_ahead
 
 DECODE_TIMEOUT = 600.0  # seconds
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """
-    One conversation in the words of the chat template, up to where the answer begins.
-
-    head: up to the end of the last video or image, "" where there is none. tail: the rest. videos, images: in the
-    order of the placeholders: paths, URLs or bytes, images also PIL images; a video may be a list of images.
-    """
-
-    head: str
-    tail: str
-    videos: tuple[Any, ...] = ()
-    images: tuple[Any, ...] = ()
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for prompts whose heads are the same; of media that are no texts, where they are the same objects."""
-        media = (source if isinstance(source, str) else id(source) for source in self.sources)
-        return (self.head, len(self.videos), *media) if self.head else (self.tail, id(self))
-
-    @property
-    def sources(self) -> tuple[Any, ...]:
-        """Videos, then images."""
-        return (*self.videos, *self.images)
 
 
 @dataclass(frozen=True)
@@ -86,29 +59,10 @@ class _Batch:
         return any(len(head) > 1 for head in self.heads)
 
 
-def make_prompt(
-    processor: Any, messages: Sequence[Mapping[str, Any]], videos: Sequence[Any] = (), images: Sequence[Any] = ()
-) -> Prompt:
-    """
-    Renders a conversation; `messages` hold parts `{"type": "video"}` and `{"type": "image"}` where media stand.
-
-    Raises:
-        ValueError: a text holds a token that stands for images, videos or turns.
-    """
-    check_texts(processor, messages)
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ends = [text.rfind(token) + len(token) for token in (processor.video_token, processor.image_token) if token in text]
-    end = max(ends, default=0)
-    # With what closes it: only that token says where the text goes on behind a video whose last tokens may be dropped.
-    closing = getattr(processor, "vision_end_token", "<|vision_end|>")
-    end += len(closing) if end and text.startswith(closing, end) else 0
-    return Prompt(text[:end], text[end:], tuple(videos), tuple(images))
-
-
-def answer_prompts(
+def answer_requests(
     model: Any,
     processor: Any,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Request],
     *,
     pruning_ratio: float,
     batch_size: int = 8,
@@ -121,7 +75,7 @@ def answer_prompts(
     Answers prompts in batches, while the next batch is decoded.
 
     Args:
-        prompts: what `make_prompt` gives; those with one head are answered together, wherever they stand.
+        prompts: what `make_request` gives; those with one head are answered together, wherever they stand.
         pruning_ratio: share `k` of video tokens to drop.
         batch_size: most prompts that the model answers at once. As many videos wait decoded: 64 frames at 378 pixels
             take 110 MB.
@@ -174,7 +128,7 @@ def answer_prompts(
     return answers()
 
 
-def make_batches(prompts: Sequence[Prompt], batch_size: int, share: bool = True) -> Iterator[_Batch]:
+def make_batches(prompts: Sequence[Request], batch_size: int, share: bool = True) -> Iterator[_Batch]:
     """
     All prompts of a head in one batch, and as many heads of one kind (video, image, neither: they differ in length) as
     `batch_size` has room for, in the order of the heads. share: whether heads may be read once; else each prompt has
@@ -198,7 +152,7 @@ def make_batches(prompts: Sequence[Prompt], batch_size: int, share: bool = True)
 def answer_batch(
     model: Any,
     processor: Any,
-    heads: Sequence[Sequence[Prompt]],
+    heads: Sequence[Sequence[Request]],
     prepared: Sequence[PreparedHead],
     batch_size: int,
     *,

@@ -13,7 +13,8 @@ from transformers import AutoProcessor
 from stts_hf import STTSProcessor
 from stts_hf.data.frames import process
 from stts_hf.data.isolated import ProcessDied
-from stts_hf.inference.asking import Prompt, PromptAnswer, answer_prompts, make_batches, make_prompt
+from stts_hf.inference.engine import PromptAnswer, answer_requests, make_batches
+from stts_hf.inference.requests import Request, make_request
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
@@ -36,7 +37,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def prompts(processor, media) -> list[Prompt]:
+def prompts(processor, media) -> list[Request]:
     return make_all(processor, media)
 
 
@@ -49,15 +50,15 @@ def backbone(request, model, processor, media) -> Any:
     return load_talkative(TINIES[request.param]), other, make_all(other, media)
 
 
-def make_all(processor, media) -> list[Prompt]:
+def make_all(processor, media) -> list[Request]:
     return [make(processor, kind, str(media / file) if file else None, text) for kind, file, text in QUESTIONS]
 
 
-def make(processor, kind: str, source: Any, text: str) -> Prompt:
+def make(processor, kind: str, source: Any, text: str) -> Request:
     parts = [{"type": "text", "text": text}]
     if kind == "text":
-        return make_prompt(processor, [{"role": "user", "content": parts}])
-    return make_prompt(processor, [{"role": "user", "content": [{"type": kind}, *parts]}], **{f"{kind}s": [source]})
+        return make_request(processor, [{"role": "user", "content": parts}])
+    return make_request(processor, [{"role": "user", "content": [{"type": kind}, *parts]}], **{f"{kind}s": [source]})
 
 
 def one_by_one(model, processor, prompts, pruning_ratio: float, **options: Any) -> list[tuple[str, int, int, int]]:
@@ -78,7 +79,7 @@ def one_by_one(model, processor, prompts, pruning_ratio: float, **options: Any) 
 
 def answers_of(model, processor, prompts, **options: Any) -> list[PromptAnswer]:
     """The answers in the order of the prompts; none may have failed."""
-    found = dict(answer_prompts(model, processor, prompts, **options))
+    found = dict(answer_requests(model, processor, prompts, **options))
     answers = [answer for _, answer in sorted(found.items()) if isinstance(answer, PromptAnswer)]
     assert len(answers) == len(prompts)
     return answers
@@ -153,7 +154,7 @@ def test_a_clip_is_decoded_and_encoded_once_for_all_its_questions(model, process
 def test_a_damaged_clip_is_an_error_in_its_place_alone(model, processor, prompts, media):
     damaged = make(processor, "video", str(media / "damaged.mp4"), "What moves?")
     asked = [prompts[0], damaged, prompts[7], prompts[2]]
-    answers = dict(answer_prompts(model, processor, asked, pruning_ratio=0.5, **GREEDY))
+    answers = dict(answer_requests(model, processor, asked, pruning_ratio=0.5, **GREEDY))
     assert "damaged.mp4" in str(answers[1])
     expected = one_by_one(model, processor, [prompts[0], prompts[7], prompts[2]], 0.5, **GREEDY)
     written = {place: answer.written for place, answer in answers.items() if isinstance(answer, PromptAnswer)}
@@ -174,7 +175,7 @@ def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prom
     shutil.copy(media / "two.mp4", tmp_path / "deadly.mp4")
     deadly = make(processor, "video", str(tmp_path / "deadly.mp4"), "What moves?")
     asked = [prompts[0], deadly, prompts[4], prompts[2], prompts[3]]
-    found = dict(answer_prompts(model, processor, asked, pruning_ratio=0.5, num_workers=1, **GREEDY))
+    found = dict(answer_requests(model, processor, asked, pruning_ratio=0.5, num_workers=1, **GREEDY))
     error = found.pop(1)
     assert isinstance(error, ProcessDied)
     assert "deadly.mp4' failed: the process ended with SIGSEGV" in str(error)
@@ -196,7 +197,7 @@ def test_a_clip_whose_decoder_hangs_is_an_error_in_its_place_alone(model, prompt
     processor: Any = HangingProcessor.from_pretrained(TINY)
     hangs = make(processor, "video", str(tmp_path / "hangs.mp4"), "What moves?")
     limits: dict[str, Any] = {"num_workers": 1, "decode_timeout": 5.0}
-    found = dict(answer_prompts(model, processor, [hangs, prompts[0]], pruning_ratio=0.5, **limits, **GREEDY))
+    found = dict(answer_requests(model, processor, [hangs, prompts[0]], pruning_ratio=0.5, **limits, **GREEDY))
     assert isinstance(found[0], ProcessDied)
     assert "hangs.mp4' failed: it took longer than 5 seconds" in str(found[0])
     expected = one_by_one(model, processor, [prompts[0]], 0.5, **GREEDY)
@@ -257,4 +258,4 @@ def test_a_control_token_in_a_question_is_refused(processor):
 
 def test_a_batch_of_nothing_is_refused(model, processor, prompts):
     with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
-        answer_prompts(model, processor, prompts, pruning_ratio=0.5, batch_size=0)
+        answer_requests(model, processor, prompts, pruning_ratio=0.5, batch_size=0)
