@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSDataCollator, load_rows
 from stts_hf.checkpoints.families import family_of_checkpoint
-from stts_hf.parts import parts_of
+from stts_hf.model_parts import parts_of
 
 RATES = {"language_model": 1e-5, "vision_tower": 5e-6, "connector": 5e-6, "scorer": 1e-4}  # the paper's
 

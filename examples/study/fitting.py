@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback
 
-from stts_hf.parts import PARTS, SCORER
+from stts_hf.model_parts import PARTS, SCORER
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 

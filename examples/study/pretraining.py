@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from stts_hf import STTSConfig, STTSForConditionalGeneration
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
+from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, parts_of
 from stts_hf.modeling.plan_stts import PruningPlan, VideoFeatures
-from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, SCORER, VISION_TOWER, parts_of
 from stts_hf.training.build import renew_scorer
 
 from .data import load_processor

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.checkpoints.files import fingerprint
+from stts_hf.model_parts import PARTS as MODEL_PARTS
 from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.parts import PARTS as MODEL_PARTS
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
 
 from .data import StudyError, check_dataset, describe_questions, fingerprint_dataset, read_object, write_json

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, PARTS, VISION_TOWER
+from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, PARTS, VISION_TOWER
 
 SEQUENCE, DECODE_TOKEN = "sequence", "decode_per_token"
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser_step"

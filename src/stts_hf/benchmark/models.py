@@ -10,7 +10,7 @@ from stts_hf.auto_classes import register_auto_classes
 from stts_hf.benchmark.evs import AFTER_TOWER
 from stts_hf.benchmark.geometries import geometry_config
 from stts_hf.benchmark.presets import Workload
-from stts_hf.parts import SCORER, module_of
+from stts_hf.model_parts import SCORER, module_of
 
 Models = tuple[PreTrainedModel, PreTrainedModel]  # STTS and its native twin, with the same parameters
 

@@ -14,7 +14,7 @@ from typing import Any
 import gradio as gr
 
 from stts_hf.inference.assistant import VideoAssistant
-from stts_hf.parts import is_scorer_trained
+from stts_hf.model_parts import is_scorer_trained
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .answering import Answerer, Limits

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, parts_of
+from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, parts_of
 from stts_hf.wording import did_you_mean
 
 ADAPTER = "adapter"  # LoRA and DoRA weights, wherever they sit

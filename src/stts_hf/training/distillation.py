@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
-from stts_hf.parts import find_backbone
+from stts_hf.model_parts import find_backbone
 from stts_hf.training.losses import predicted_labels
 
 

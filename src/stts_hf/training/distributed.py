@@ -17,7 +17,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import IterableDataset
 
-from stts_hf.parts import CONNECTOR, LANGUAGE_MODEL, VISION_TOWER, find_backbone, module_of, modules_of
+from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, VISION_TOWER, find_backbone, module_of, modules_of
 
 REMEDIES = {
     "video": "Take an `STTSDataCollator`, which gives every batch one.",

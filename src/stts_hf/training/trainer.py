@@ -16,7 +16,7 @@ from transformers.utils import logging
 from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
-from stts_hf.parts import find_backbone
+from stts_hf.model_parts import find_backbone
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
 from stts_hf.training.distillation import Teaching

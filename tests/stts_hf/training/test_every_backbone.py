@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.cli.main import main
-from stts_hf.parts import PARTS, parts_of
+from stts_hf.model_parts import PARTS, parts_of
 from tests.checkpoints import DAILY, TINIES
 from tests.training_files import train, write_config
 

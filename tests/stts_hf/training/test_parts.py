@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from stts_hf.parts import PARTS, parts_of
+from stts_hf.model_parts import PARTS, parts_of
 from stts_hf.training.arguments import is_adapter
 from tests.stts_hf.training.runs import arguments, trainer
 from tests.tiny import tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
+from stts_hf.model_parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
 from stts_hf.training.scorer_alone import score_videos
 from tests.backbones import BACKBONES, Clip
 from tests.checkpoints import weights_of

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from stts_hf.parts import PARTS, module_of, modules_of, parts_of
+from stts_hf.model_parts import PARTS, module_of, modules_of, parts_of
 from tests.backbones import BACKBONES
 
 every_backbone = pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
