@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from stts_hf.cli import main as command_line
 from stts_hf.inference.predicting import describe_error
 from stts_hf.shortages import is_disk_full, is_forbidden, is_out_of_memory
-from stts_hf.training.config import KINDS as KINDS_OF_SETTINGS
+from stts_hf.training.config import ARGUMENT_CLASSES
 from tests.small_disk import small_disk
 
 KINDS = {"disk": is_disk_full, "rights": is_forbidden, "memory": is_out_of_memory}
@@ -129,7 +129,7 @@ def test_what_takes_less_memory_are_settings_of_the_command(command):
     options = set(re.findall(r"--[a-z-]+", words))
     assert options
     assert options <= commands[command]._option_string_actions.keys()
-    settings = {field.name for kind in KINDS_OF_SETTINGS for field in dataclasses.fields(kind)}
+    settings = {field.name for kind in ARGUMENT_CLASSES for field in dataclasses.fields(kind)}
     assert set(re.findall(r"`(\w+)", words)) <= settings
 
 

@@ -38,11 +38,18 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     *lines, torn = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number} is not JSON ({error})") from error
+        row = parse(line, f"{path}:{number}")
         if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number} is no JSON object")
+            raise ValueError(f"{path}:{number} must be a JSON object, got {type(row).__name__}.")
         rows.append(row)
     return rows, bool(torn)
+
+
+def parse(text: bytes, place: str) -> Any:
+    """What a JSON text holds. Raises `ValueError` that names the `place`."""
+    try:
+        return json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not UTF-8 ({error.reason}). Save the file as UTF-8.") from error
+    except (ValueError, RecursionError) as error:  # nested too deeply, or a number of thousands of digits
+        raise ValueError(f"{place} is not JSON: {error}.") from error

@@ -1,9 +1,10 @@
 """Data sets of rows: JSONL, Parquet or the Hub, through `datasets`."""
 
+import codecs
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import datasets
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 
+from .lines import parse
 from .rows import ANSWER, PROMPT, WITHIN
 
 _FILES = (".jsonl", ".json", ".parquet")
@@ -143,14 +145,15 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
     Not `load_dataset("json")`, which takes the text "12" for a number where a column's values are of several kinds.
     Raises `ValueError` that names file and line.
     """
-    text = _read_text(path)
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        numbered: Iterable[tuple[int, Any]] = enumerate(_parse(text, str(path)), 1)
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    given: list[tuple[int, Any]]
+    if path.suffix == ".json" and content.lstrip().startswith(b"["):
+        given = list(enumerate(parse(content, str(path)), 1))
     else:
-        lines = enumerate(text.split("\n"), 1)
-        numbered = ((number, _parse(line, f"{path}:{number}")) for number, line in lines if line.strip())
+        lines = enumerate(content.split(b"\n"), 1)
+        given = [(number, parse(line, f"{path}:{number}")) for number, line in lines if line.strip()]
     rows = []
-    for number, row in numbered:
+    for number, row in given:
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number} must be an object with columns, got {type(row).__name__}.")
         name = f"{path.name}:{number}" if row.get("id") is None else str(row["id"])
@@ -160,26 +163,6 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) if name in _TEXTS else _dump(row.get(name)) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, features=_json_features({}, names))
-
-
-def _read_text(path: Path) -> str:
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8.") from error
-
-
-def _parse(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply.") from error
-    except ValueError as error:  # also for numbers of thousands of digits
-        raise ValueError(
-            f"{place} is not JSON: {error}. Write one row per line, or in .json a list of rows."
-        ) from error
 
 
 def _dump(value: Any) -> str | None:

@@ -159,7 +159,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, value in (vars(self.model) | vars(self.data) | vars(self.training)).items():
-            if name in COUNTS and value is not None and value < 1:
+            if name in AT_LEAST_ONE and value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}, but must be at least 1.")
         if not self.model.use_peft and ADAPTER in (self.given.get("learning_rates") or {}):
             raise ValueError("`learning_rates` has a rate for LoRA weights, but `use_peft` is false.")
@@ -175,11 +175,11 @@ class TrainConfig:
         return ConfigError(f"{self.source}: `{name}` {problem}")
 
 
-KINDS: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
+ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
 # What a run wants and `TrainingArguments` does not do by default.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
 # Settings of at least 1.
-COUNTS = {
+AT_LEAST_ONE = {
     *("lora_r", "lora_alpha", "pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"),
     "max_answer_tokens",
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -196,7 +196,7 @@ REFUSED = {
 
 # What a resumed run must share with the one before: what the restored optimizer and schedule would ignore, and what
 # makes the rows ahead those of the same epoch. Of model and data that is nearly all.
-_KEPT = {
+_KEPT_ON_RESUME = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed"),
     *("train_sampling_strategy", "length_column_name", "average_tokens_across_devices", "bf16", "fp16", "freeze"),
     *("max_grad_norm", "neftune_noise_alpha", "distillation_weight", "distillation_temperature", "temporal_loss_only"),
@@ -225,8 +225,8 @@ class _Parser(HfArgumentParser):
 def read_words(words: Sequence[str]) -> dict[str, Any]:
     """The settings that words of a command line give. Raises `ConfigError`."""
     prog = "stts-hf train CONFIG"
-    parser = _Parser(KINDS, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
-    hints = {name: str(hint) for kind in KINDS for name, hint in typing.get_type_hints(kind).items()}
+    parser = _Parser(ARGUMENT_CLASSES, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+    hints = {name: str(hint) for kind in ARGUMENT_CLASSES for name, hint in typing.get_type_hints(kind).items()}
     parser.set_defaults(**dict.fromkeys(hints, dataclasses.MISSING))
     found, unknown = parser.parse_known_args(list(words))
     given = {name: [] if v == [EMPTY] else v for name, v in vars(found).items() if v is not dataclasses.MISSING}
@@ -299,7 +299,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bo
     try:
         if not given.get("output_dir"):
             raise ValueError("`output_dir` is missing: the folder that the run is saved in.")
-        model, data, card, training = HfArgumentParser(KINDS).parse_dict(settings)
+        model, data, card, training = HfArgumentParser(ARGUMENT_CLASSES).parse_dict(settings)
         return TrainConfig(model, data, card, training, given, str(file))
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"{file}: {error}") from error
@@ -318,7 +318,9 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"--resume: the configuration of the earlier run cannot be compared: {error}") from error
     new = _with_defaults(config.given)
-    changed = [name for name in new if new[name] != old[name] and (name in _KEPT or name.startswith(_OPTIMIZER))]
+    changed = [
+        name for name in new if new[name] != old[name] and (name in _KEPT_ON_RESUME or name.startswith(_OPTIMIZER))
+    ]
     if changed:
         details = ", ".join(f"`{name}` is {new[name]!r} and was {old[name]!r}" for name in changed)
         raise ConfigError(
@@ -329,7 +331,7 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """All settings with their defaults filled in, for comparison."""
-    defaults = {item.name: item.default for kind in KINDS for item in dataclasses.fields(kind) if item.init}
+    defaults = {item.name: item.default for kind in ARGUMENT_CLASSES for item in dataclasses.fields(kind) if item.init}
     settings: dict[str, Any] = defaults | TRAINING_DEFAULTS | given
     rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: settings["learning_rate"]} | (settings["learning_rates"] or {})
     return settings | {"learning_rates": rates, "freeze": sorted(settings["freeze"] or ())}

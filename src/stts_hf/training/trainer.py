@@ -350,7 +350,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
     def _check_weights(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         shards: list[Any] = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trained]
-        bad = torch.stack([~shard.detach().isfinite().all() for shard in shards]).any().float()
+        finite = [shard.detach().isfinite().all().to(self.args.device) for shard in shards]
+        bad = (~torch.stack(finite)).any().float()
         if self.accelerator.reduce(bad, reduction="sum").item():
             raise FloatingPointError(
                 f"The weights after step {self.state.global_step} are not finite, though the losses are: a gradient "

@@ -106,12 +106,12 @@ def test_a_repository_of_data_files(tmp_path, media):
         ("rows.jsonl", '{"id": 1}\n{"id": ', r"rows.jsonl:2 is not JSON"),
         ("rows.jsonl", "[1]\n", r"rows.jsonl:1 must be an object"),
         ("rows.jsonl", "\n", "holds no rows"),
-        ("rows.jsonl", '{"id": ' + "[" * 100_000, "rows.jsonl:1 is nested too deeply"),
+        ("rows.jsonl", '{"id": ' + "[" * 100_000, "rows.jsonl:1 is not JSON"),
         ("rows.jsonl", '{"id": ' + "9" * 5000 + "}", "rows.jsonl:1 is not JSON"),
-        ("rows.json", "[" * 100_000, "rows.json is nested too deeply"),
+        ("rows.json", "[" * 100_000, "rows.json is not JSON"),
         ("rows.jsonl", b'{"id": 1}\n\n{"id": "\xe9"}', "rows.jsonl:3 is not UTF-8"),
         ("rows.csv", "a,b", "neither JSONL nor Parquet"),
-        ("rows.json", '{\n "data": []\n}', r"rows.json:1 is not JSON: .* in .json a list of rows"),
+        ("rows.json", '{\n "data": []\n}', r"rows.json:1 is not JSON"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, said):

@@ -121,11 +121,6 @@ def test_an_error_amid_the_save_at_the_end_leaves_what_was_there(tmp_path, monke
     assert after["notes.txt"] == b"mine"
 
 
-def test_old_checkpoints_go_when_the_new_one_is_there(tmp_path):
-    trainer(tmp_path, max_steps=5, save_total_limit=2, **EVERY_STEP).train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
-
-
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path):
     options: dict[str, Any] = {
         "eval_strategy": "steps",

@@ -6,7 +6,7 @@ import re
 import pytest
 from transformers import TrainingArguments
 
-from stts_hf.training.config import KINDS, REFUSED, ConfigError, TrainConfig, load_config, read_settings
+from stts_hf.training.config import ARGUMENT_CLASSES, REFUSED, ConfigError, TrainConfig, load_config, read_settings
 from tests.conftest import REPOSITORY
 
 SMALLEST = """\
@@ -57,7 +57,7 @@ def test_lists_are_taken_on_the_command_line_and_in_the_file(load):
 
 
 def test_no_setting_has_the_name_of_another():
-    names = [item.name for kind in KINDS for item in dataclasses.fields(kind)]
+    names = [item.name for kind in ARGUMENT_CLASSES for item in dataclasses.fields(kind)]
     assert len(names) == len(set(names))
 
 

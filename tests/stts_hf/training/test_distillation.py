@@ -143,18 +143,6 @@ def test_the_divergence_falls(tmp_path):
     assert changed
 
 
-def test_logs_and_evaluations_name_it(tmp_path):
-    run = trainer(tmp_path, eval_dataset=Rows(), max_steps=1, per_device_train_batch_size=4, **SCORER_ONLY)
-    run.train()
-    [logs] = [logs for logs in run.state.log_history if "distillation_loss" in logs]
-    assert logs["loss"] == pytest.approx(logs["distillation_loss"] + logs["temporal_loss"], rel=1e-4)
-    alone = run.evaluate()
-    run.args.per_device_eval_batch_size = 4
-    together = run.evaluate()
-    for name in ("eval_loss", "eval_distillation_loss", "eval_temporal_loss"):
-        assert alone[name] == pytest.approx(together[name], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("vision", "options", "message"),
     [

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
 from stts_hf.training.losses import count
 from tests.backbones import BACKBONES, Clip
 from tests.modeling.reference import assert_gradients_equal
-from tests.stts_hf.training.runs import KeepGradients, Rows, collate, logged, trainer, without_ids
+from tests.stts_hf.training.runs import KeepGradients, Rows, collate, logged, trainer
 from tests.tiny import Video, build_inputs, tiny_model
 
 LARGE: dict[str, Any] = {"per_device_train_batch_size": 4}
@@ -49,19 +48,6 @@ def test_both_losses_and_the_weights_stay_those_of_the_large_batch(tmp_path):
         torch.testing.assert_close(accumulated, large, atol=1e-6, rtol=1e-5, msg=name)
     for (name, expected), found in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5, msg=name)
-
-
-def test_plain_trainer_takes_the_mean_of_means(tmp_path):
-    """Why `STTSTrainer` counts: with plain `Trainer`, a label of a short answer weighs more than one of a long."""
-    losses = []
-    for batching in (LARGE, ACCUMULATED):
-        options: dict[str, Any] = {"use_cpu": True, "logging_steps": 1, "report_to": "none", "max_steps": 1, **batching}
-        options |= {"remove_unused_columns": False, "save_strategy": "no", "disable_tqdm": True, **IN_ORDER}
-        arguments = TrainingArguments(output_dir=str(tmp_path), **options)
-        run = Trainer(tiny_model(), arguments, without_ids, Rows())
-        run.train()
-        losses += logged(run, "loss")
-    assert abs(losses[0] - losses[1]) > 1e-2
 
 
 def test_a_micro_batch_without_any_label_adds_nothing(tmp_path):

@@ -130,14 +130,6 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
     assert logged(resumed, "loss") == logged(whole, "loss")
 
 
-def test_a_sigterm_in_the_last_step_is_raised_too(tmp_path):
-    run = trainer(tmp_path, max_steps=2)
-    run.add_callback(SignalAt(2))
-    with pytest.raises(TrainingTerminated):
-        run.train()
-    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-
-
 def test_the_handler_is_there_while_training_alone(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     run = trainer(tmp_path, max_steps=1)
