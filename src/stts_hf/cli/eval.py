@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-options",
         action="store_true",
-        help="ask questions that have options openly: right is who writes the words of the right one",
+        help="ask multiple-choice questions without showing the options; the right option's text counts as correct",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="ANSWERS.jsonl",
-        help="a line per question, and ANSWERS.summary.json beside it; where it is there already, the run goes on",
+        help="one line per question, with ANSWERS.summary.json beside it; the same command continues an existing file",
     )
 
 

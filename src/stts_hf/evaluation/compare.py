@@ -1,10 +1,10 @@
 """
-What answers files of `stts-hf eval` found, and by how much one checkpoint is better than another, with intervals.
+Accuracies of answers files of `stts-hf eval`, and the difference between two checkpoints, with intervals.
 
     python -m stts_hf.evaluation.compare rows.jsonl --answers stts.jsonl --against random.jsonl
 
-Accuracies alone do not say whether a difference is one: questions about a clip stand or fall together, and what makes
-one hard for both checkpoints cancels where they are compared question by question (`stts_hf.evaluation.statistics`).
+Questions about one clip are not independent, so intervals are over clips; checkpoints are compared question by question
+(`stts_hf.evaluation.statistics`).
 """
 
 import argparse
@@ -26,8 +26,8 @@ from .tables import interval, table
 
 def read_right(path: Path, ids: Sequence[str]) -> np.ndarray:
     """
-    (Q,) of the answers to these questions, 100 where right and 0 where wrong or not to be asked. Raises `ValueError`
-    where the file is damaged or does not hold an answer to each of them and no others.
+    (Q,) 100 for each right answer, else 0. Raises `ValueError` where the file is damaged, lacks an answer to one of the
+    questions, or holds others.
     """
     lines, _ = read_lines(path)
     right: dict[str, bool] = {}
@@ -38,31 +38,30 @@ def read_right(path: Path, ids: Sequence[str]) -> np.ndarray:
     missing, other = [name for name in ids if name not in right], right.keys() - set(ids)
     if missing or other:
         raise ValueError(
-            f"{path} answers {len(ids) - len(missing)} of these {len(ids)} questions and {len(other)} others: name the "
-            "rows that it was made of, and let stts-hf eval end"
+            f"{path} answers {len(ids) - len(missing)} of these {len(ids)} questions and {len(other)} others: name its "
+            "own rows, and let stts-hf eval end"
         )
     return np.array([100.0 * right[name] for name in ids])
 
 
 def asked(path: Path) -> dict[str, Any]:
-    """What was asked in an answers file: its rows, and how; empty where no summary lies beside it."""
+    """Rows and manner of an answers file's questions, from the summary beside it; empty without one."""
     settings = read_json(summary_path(path)).get("settings", {})
     return {name: settings.get(name) for name in ("rows", "without_options")} if settings else {}
 
 
 def clip_of(row: Mapping[str, Any]) -> str:
-    """What a row's question shares with others: its videos and images; a text's is its own."""
+    """The videos and images of a row, which other questions may share; a row without any stands alone."""
     media = [row.get("videos") or [], row.get("images") or []]
     return json.dumps(media, default=repr) if any(media) else row["id"]
 
 
 def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.ndarray | None = None) -> str:
     """
-    A table of the percentage of right answers, with intervals over clips and runs: of each group, on the average of
-    those groups that ask about videos (each weighs the same), and of all questions.
+    A table of the percentage of right answers with intervals over clips and runs: of each group, of the mean over the
+    groups about videos, and of all questions.
 
-    rows: Q. answers: (S, Q) of `read_right`, of S runs such as seeds. against: of another method, (S, Q) or (1, Q),
-    which all runs are compared with; its seeds are the answers'.
+    rows: Q. answers: (S, Q) of `read_right`, of S runs such as seeds. against: (S, Q) or (1, Q) of another method.
     """
     bootstrap = Bootstrap([clip_of(row) for row in rows])
     groups = np.array([row.get("group") or "" for row in rows])
