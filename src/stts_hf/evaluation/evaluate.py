@@ -12,69 +12,44 @@ from stts_hf.inference.requests import Request
 
 from .scoring import find_choice, is_right
 
+COUNTS = ("prompt_tokens", "video_tokens", "video_tokens_kept")
+
 
 def evaluate(
-    model: Any,
-    processor: Any,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    pruning_ratio: float | None = None,
-    batch_size: int = 8,
-    num_workers: int = 0,
-    decode_timeout: float | None = 600.0,
-    processing: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 16,
-    allow_urls: bool = False,
+    model: Any, processor: Any, rows: Iterable[Mapping[str, Any]], *, max_new_tokens: int = 16, **options: Any
 ) -> Generator[dict[str, Any], None, None]:
     """
-    Asks every question of `rows` (docs/training_data.md) greedily and says which answers are right. Questions about the
-    same video are answered in one batch; it is decoded, and read by the model, once.
+    Asks every question of `rows` (docs/training_data.md) greedily and scores the answers. Questions about the same
+    video are answered in one batch; it is decoded, and read by the model, once.
 
     Args:
-        model: an STTS model of any backbone, or one made of it.
+        model: an STTS model of any backbone, or one derived from it.
         processor: its processor.
-        rows: dicts with `question`, `answer` and, as the case may be, `options`, `videos`, `images`, `subtitles`, and
-            `type` and `group`, which name what the question is about.
-        pruning_ratio: share `k` of video tokens to drop, by default the model's.
-        batch_size: most questions at once.
-        num_workers: processes that decode; with 0 a thread of this one does.
-        decode_timeout: seconds that such a process may take over one row; None sets no limit.
-        processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
-        max_new_tokens: tokens that an answer may have.
-        allow_urls: whether videos and images may be fetched from http(s) URLs.
+        rows: dicts with `question`, `answer` and optionally `options`, `videos`, `images`, `subtitles`, and `type` and
+            `group`, which name what the question is about.
+        max_new_tokens: maximum number of tokens of an answer.
+        options: of `answer_rows`: `pruning_ratio` (default: the model's), `allow_urls`, and those of `answer_requests`:
+            `batch_size`, `num_workers`, `decode_timeout`, `processing`.
 
     Returns:
         A record for each row, as soon as it is answered, rows that cannot be read first: `id`, `type`, `group`,
-        `written`, `right`, `no_option` (what was written is none of the options), `error` (None where all went well,
-        else what is wrong with the row, and `written` is None), `prompt_tokens`, `video_tokens`, `video_tokens_kept`,
-        and `seconds`, the model's for the batch divided by its questions.
+        `written`, `right`, `no_option` (what was written is none of the options), `error` (what is wrong with the row;
+        then `written` is None), `prompt_tokens`, `video_tokens`, `video_tokens_kept`, and `seconds`, the model's for
+        the batch divided by its questions.
 
     Raises:
-        ValueError: an argument is out of range. What the model raises comes through.
+        ValueError: an argument is out of range. Errors of the model are raised as they are.
     """
-    answers = answer_rows(
-        model,
-        processor,
-        rows,
-        read_question,
-        pruning_ratio=pruning_ratio,
-        batch_size=batch_size,
-        num_workers=num_workers,
-        decode_timeout=decode_timeout,
-        processing=processing,
-        allow_urls=allow_urls,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-    )
-    with contextlib.closing(answers):
+    options |= {"max_new_tokens": max_new_tokens, "do_sample": False}
+    with contextlib.closing(answer_rows(model, processor, rows, read_question, **options)) as answers:
         for row, answer in answers:
             yield record_of(row, answer)
 
 
 def ask_openly(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    The rows without their options: the answer is the right option's words. A row whose options or answer will not do
-    stays as it is, for `evaluate` to say what is wrong.
+    The rows without their options, with the right option's text as answer. A row whose options or answer are wrong
+    stays as it is, so that `evaluate` reports it.
     """
     return [_openly(row) for row in rows]
 
@@ -105,20 +80,17 @@ def read_question(
 
 
 def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:
-    """`evaluate`'s record of a row; what is not known of a row that could not be read is None, or 0 for `seconds`."""
+    """`evaluate`'s record of a row; of a row that could not be read, counts are None and `seconds` is 0."""
     record = {"id": row["id"], "type": row.get("type"), "group": row.get("group")}
     if isinstance(answer, Exception):
-        tokens = dict.fromkeys(("prompt_tokens", "video_tokens", "video_tokens_kept"))
         outcome = {"written": None, "right": False, "no_option": False, "error": describe_error(answer)}
-        return record | outcome | tokens | {"seconds": 0.0}
+        return record | outcome | dict.fromkeys(COUNTS) | {"seconds": 0.0}
     options = row.get("options")
     return record | {
         "written": answer.written,
         "right": is_right(answer.written, row),
         "no_option": options is not None and find_choice(answer.written, options) is None,
         "error": None,
-        "prompt_tokens": answer.prompt_tokens,
-        "video_tokens": answer.video_tokens,
-        "video_tokens_kept": answer.video_tokens_kept,
+        **{name: getattr(answer, name) for name in COUNTS},
         "seconds": answer.seconds,
     }
