@@ -38,6 +38,7 @@ class Termination(TrainerCallback):
     def heard(self) -> Iterator[None]:
         """Handles SIGTERM, until the block ends."""
         self.requested = self.agreed = False
+        self._anywhere = None
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, so SIGTERM ends it without saving.")
             yield
