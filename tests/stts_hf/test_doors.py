@@ -7,6 +7,8 @@ import sys
 import pytest
 
 import stts_hf
+from stts_hf.modeling import settings_stts
+from stts_hf.selectors import SELECTORS
 
 # The standard library alone: no process here imports PyTorch.
 NAMES = """
@@ -29,6 +31,10 @@ def test_nothing_else_is_offered_and_nothing_is_imported_before_its_use():
     assert imported == ""
     assert names == "versions"
     assert dir(stts_hf) == sorted([*stts_hf.__all__, "__version__"])
+
+
+def test_the_table_of_selectors_has_those_of_the_checkpoints_code():
+    assert tuple(SELECTORS) == settings_stts.SELECTORS
 
 
 def test_another_name_is_an_error_of_python():

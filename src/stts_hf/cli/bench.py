@@ -13,6 +13,7 @@ from stts_hf.benchmark.presets import PRESETS, find_preset, vary
 from stts_hf.cli.errors import CommandError
 from stts_hf.cli.options import check_writable, choose_device, count, share
 from stts_hf.cli.progress import note
+from stts_hf.selectors import SELECTORS
 
 HELP = "measure speed, FLOPs and memory beside the stock model"
 
@@ -28,7 +29,7 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "frames": ("frames", {"type": count, "metavar": "T", "help": "frames of each video"}),
     "ratios": ("ratios", {"type": share, "metavar": "K", "help": "pruning ratios, 0 to 1"}),
     "batches": ("batch", {"type": count, "metavar": "B", "help": "rows, each with one video"}),
-    "selectors": ("selector", {"choices": ("scorer", "cosine", "random", "evs"), "help": "evs drops after the ViT"}),
+    "selectors": ("selector", {"choices": (*SELECTORS, "evs"), "help": "evs drops after the ViT"}),
     "pruning_layers": ("pruning_layer", {"type": int, "metavar": "L", "help": "layers after which blocks go, from 0"}),
     "layouts": ("layout", {"choices": ("varlen", "first_fit_descending")}),
     "backends": ("backend", {"choices": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}),

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import SELECTORS, check_writable
+from stts_hf.cli.options import check_writable
+from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
 
 HELP = "make an STTS checkpoint of a stock Molmo2 or Qwen3-VL model, or of a training checkpoint of STTS's authors"

@@ -8,8 +8,7 @@ from typing import Any
 
 from stts_hf.checkpoints import loading
 from stts_hf.cli.errors import CommandError, of_option
-
-SELECTORS = ("scorer", "cosine", "random")  # without PyTorch, for --help
+from stts_hf.selectors import SELECTORS
 
 
 def count(text: str) -> int:

@@ -11,7 +11,6 @@ from stts_hf.cli import answer_report as report
 from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import (
-    SELECTORS,
     add_device_options,
     add_model_options,
     add_url_option,
@@ -23,6 +22,7 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
 from stts_hf.cli.run import generation, trouble_of
+from stts_hf.selectors import SELECTORS, UNTRAINED
 from stts_hf.shortages import is_disk_full
 from stts_hf.wording import percent
 
@@ -158,8 +158,8 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
         return list(dict.fromkeys(asked)), []
     if is_trained:
         return list(SELECTORS), []
-    note(f"The {without}: showing cosine and random only")
-    return ["cosine", "random"], [f"The {without}, so there are only selectors that need no training."]
+    note(f"The {without}: showing {' and '.join(UNTRAINED)} only")
+    return UNTRAINED, [f"The {without}, so there are only selectors that need no training."]
 
 
 def answer_with_each(

@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 
 from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.selectors import SELECTORS
 from stts_hf.shortages import is_disk_full
 from stts_hf.visualize.overlay import write_overlays
 
@@ -81,7 +82,7 @@ class Page:
         self.percent = gr.Slider(
             0, 100, round(100 * ratio), step=5, label="Video tokens to drop, in %", buttons=[], elem_id="drop"
         )
-        choices = [(page.ABOUT[name], name) for name in (first, *others)]
+        choices = [(SELECTORS[name].label, name) for name in (first, *others)]
         self.selector = gr.Radio(choices, value=first, label="Which ones", visible=bool(others))
 
     def _build_chat(self) -> None:

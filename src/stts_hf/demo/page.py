@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from stts_hf.inference.answering import VideoAnswer
+from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
 
 from .answering import Progress
 
 HEIGHT = 48  # of the timeline, in units of its drawing
 WATCHING, STOPPED = '<span class="origin">Watching the video …</span>', '<span class="origin">Stopped.</span>'
-ABOUT = {"scorer": "learned scorer", "cosine": "cosine to the frame before", "random": "at random"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def timeline(seen: VideoAnswer) -> str:
 def origin(progress: Progress) -> str:
     """The line under an answer: whether the clip was held, and how long the first word took."""
     dropped = (
-        f"{percent(progress.pruning_ratio)} dropped, {ABOUT[progress.selector]}"
+        f"{percent(progress.pruning_ratio)} dropped, {SELECTORS[progress.selector].label}"
         if progress.pruning_ratio
         else "nothing dropped"
     )
@@ -115,4 +115,4 @@ def table(runs: Iterable[Progress]) -> str:
 
 
 def _name(ratio: float, selector: str) -> str:
-    return f"{percent(ratio)} dropped, {ABOUT[selector]}" if ratio else "Nothing dropped"
+    return f"{percent(ratio)} dropped, {SELECTORS[selector].label}" if ratio else "Nothing dropped"

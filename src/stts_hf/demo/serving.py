@@ -15,6 +15,7 @@ import gradio as gr
 
 from stts_hf.inference.assistant import VideoAssistant
 from stts_hf.model_parts import is_scorer_trained
+from stts_hf.selectors import SELECTORS, UNTRAINED
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .answering import Answerer, Limits
@@ -107,7 +108,7 @@ def own_folder() -> Path:
 def selectors(assistant: VideoAssistant) -> list[str]:
     """Those that can be chosen, the model's own first: a scorer that was never trained is not offered."""
     own = assistant.model.config.vision_config.selector
-    return list(dict.fromkeys([own, *(["scorer"] if is_scorer_trained(assistant.model) else []), "cosine", "random"]))
+    return list(dict.fromkeys([own, *(SELECTORS if is_scorer_trained(assistant.model) else UNTRAINED)]))
 
 
 def with_selector(assistant: VideoAssistant, selector: str) -> VideoAssistant:

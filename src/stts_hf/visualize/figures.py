@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from stts_hf.selectors import SELECTORS
+
 from .dimming import Array, as_array, check_outputs, dim_dropped_blocks
 
-# Purple and green as in the paper's figures.
-COLOURS = {"scorer": "#7a4fd0", "cosine": "#1f9d61", "random": "#c4761b"}
 OTHER = "#4a6fa5"
 SCORES = "viridis"
 COLUMNS = 8
@@ -19,7 +19,7 @@ COLUMNS = 8
 
 def colour_of(selector: str) -> str:
     """As `#rrggbb`."""
-    return COLOURS.get(selector, OTHER)
+    return SELECTORS[selector].colour if selector in SELECTORS else OTHER
 
 
 def score_range(scores: np.ndarray) -> tuple[float, float]:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from stts_hf.inference.answering import VideoAnswer
+from stts_hf.selectors import SELECTORS
 
 from .dimming import Array, as_array, check_outputs
 from .figures import SCORES, colour_of, score_range
@@ -22,11 +23,6 @@ TEMPLATE = "report.html"
 # In base64 both take a third more: the page stays below 10 MB for up to a thousand frames of 81 blocks.
 MOST_OF_FRAMES, MOST_OF_CLIP = 4_500_000, 2_000_000
 QUALITIES = ((88, 1), (75, 1), (60, 1), (40, 1), (20, 1), (20, 2), (20, 4), (20, 8))  # of JPEG; pixels joined to one
-ABOUT = {
-    "scorer": "learned: the scorer inside the vision tower rates every block",
-    "cosine": "heuristic: what is most like the frame before goes first",
-    "random": "drawn blindly, for comparison",
-}
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def _selector(name: str, column: Column, frames: np.ndarray, baseline: Mapping[s
     relative = (np.nan_to_num(scores, nan=low).clip(low, high) - low) / (high - low or 1.0)
     return {
         "name": name,
-        "about": ABOUT.get(name, ""),
+        "about": SELECTORS[name].about if name in SELECTORS else "",
         "colour": colour_of(name),
         "answer": answer,
         "counts": mask.sum(axis=1).tolist(),

@@ -1,0 +1,26 @@
+"""What ranks the blocks, as users choose and see it. The names are those of the checkpoint's code, without PyTorch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Selector:
+    """label: beside a choice. about: one line for readers. colour: of pictures. is_learned: needs a trained scorer."""
+
+    label: str
+    about: str
+    colour: str
+    is_learned: bool = False
+
+
+# Purple and green as in the paper's figures.
+SELECTORS = {
+    "scorer": Selector(
+        "learned scorer", "learned: the scorer inside the vision tower rates every block", "#7a4fd0", True
+    ),
+    "cosine": Selector(
+        "cosine to the frame before", "heuristic: what is most like the frame before goes first", "#1f9d61"
+    ),
+    "random": Selector("at random", "drawn at random, for comparison", "#c4761b"),
+}
+UNTRAINED = [name for name, selector in SELECTORS.items() if not selector.is_learned]
