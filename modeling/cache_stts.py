@@ -15,9 +15,8 @@ from .sequence_stts import KeptSequence, Tokens
 @dataclass
 class CachedPrompt:
     """
-    What a cache holds of a caller's sequence where tokens were dropped, or have positions that are not their places. It
-    is an attribute of the cache, whatever its class, so that copies of the cache carry it; only `of`, `attach` and
-    `set_aside` touch that attribute.
+    What a cache holds of a caller's sequence where tokens were dropped, or have positions that are not their places:
+    an attribute of the cache, whatever its class, which copies of the cache carry.
 
     kept_indices: (B, columns) place of every column of the cache in the caller's sequence, -1 for filler.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
@@ -75,9 +74,8 @@ class CachedPrompt:
     @contextlib.contextmanager
     def set_aside(cache: Cache | None, after: "CachedPrompt | None") -> Iterator[None]:
         """
-        Takes the note off a cache while native code counts in the cache's own columns. After an error the old one is
-        back, or, where there was none, the note of what is held since, `after`, as one that no prompt fits. Otherwise
-        the caller attaches what the cache holds now.
+        Takes the note off a cache while native code counts in the cache's own columns. An error puts the old one back,
+        or, where there was none, the note `after` the call as unusable; otherwise the caller attaches the new one.
         """
         note = CachedPrompt.of(cache)
         if note is not None:
@@ -171,10 +169,7 @@ class CachedPrompt:
 
 
 def mark_cache(cache: Any, vision: bool = False, skips_padding: bool = False) -> None:
-    """
-    Says on a cache, if it is one, that a call filled it with vision tokens, and that positions skip what a mask hides,
-    as in `generate`. It is said of caches without a note too.
-    """
+    """Marks a cache, with or without a note, as one with vision tokens, or with positions counted by the mask."""
     if isinstance(cache, Cache):
         for name, value in (("holds_vision_tokens", vision), ("positions_skip_padding", skips_padding)):
             if value:
@@ -195,11 +190,11 @@ def forget_marks(cache: Any, num_tokens: int) -> None:
             delattr(cache, name)
 
 
-def take_up(
-    note: CachedPrompt | None, cache: Cache | None, tokens: Tokens, vision: dict[str, Any], pruned_length: int | None
+def resume_cache(
+    cache: Cache | None, tokens: Tokens, vision: dict[str, Any], pruned_length: int | None
 ) -> CachedPrompt:
-    """What a cache with that note holds of the caller's sequence; raises `ValueError` where nothing can follow it."""
-    batch_size, _ = tokens.shape
+    """What a cache holds of the caller's sequence; raises `ValueError` where tokens or `vision` cannot follow it."""
+    note, (batch_size, _) = CachedPrompt.of(cache), tokens.shape
     columns = int(cache.get_seq_length()) if cache is not None else 0
     if vision and columns and getattr(cache, "holds_vision_tokens", False):
         raise ValueError(
@@ -235,13 +230,11 @@ def last_positions(tokens: Tokens, sequence: KeptSequence) -> torch.Tensor:
     return of_tokens.expand(places.shape).gather(-1, shown.gather(-1, (following - 1).clamp_min(0)))
 
 
-def note_after(
+def record_cache(
     cached: CachedPrompt, tokens: Tokens, sequence: KeptSequence, left: Tokens, closes_gaps: bool
 ) -> CachedPrompt:
-    """
-    What a cache holds of the caller's sequence after this call. closes_gaps: whether dropped tokens take no position.
-    """
-    assert left.position_ids is not None  # `what_is_left` makes them
+    """The note on a cache after this call. closes_gaps: whether dropped tokens take no position."""
+    assert left.position_ids is not None  # `gather_tokens` makes them
     token_ids = tokens.input_ids if cached.seen == 0 else None
     if tokens.input_ids is not None and cached.token_ids is not None:
         token_ids = torch.cat([cached.token_ids.to(tokens.device), tokens.input_ids], dim=-1)

@@ -3,7 +3,6 @@ remedy.
 """
 
 import difflib
-import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import TransformersKwargs
 
-from .sequence_stts import Tokens, any_row_is_packed
+from .sequence_stts import Tokens, find_samples, token_order
 from .settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, check_pruning_ratio
 
 MASKED_TEXT_ATTENTION = ("eager", "sdpa", "flex_attention")
@@ -50,23 +49,30 @@ def check_names(kwargs: dict[str, Any], given: Collection[str] = ()) -> dict[str
     return kwargs
 
 
-def holds_packed_rows(tokens: Tokens, cache: Cache | None, text_config: PreTrainedConfig, has_vision: bool) -> bool:
+def holds_packed_rows(
+    tokens: Tokens,
+    cache: Cache | None,
+    num_axes: int,
+    text_config: PreTrainedConfig | None = None,
+    has_vision: bool = True,
+) -> bool:
     """
     Whether rows hold several samples, which a native model may let see each other's images. It looks only where
     `position_ids` are given, since that forces a host-device sync. With flash attention rows of text need no mask: it
     goes by the positions itself; raises `ValueError` where it would not.
     """
     batch_size, length = tokens.shape
-    positions, mask = tokens.position_ids, tokens.padding_mask
+    positions, mask = token_order(tokens.position_ids, num_axes), tokens.padding_mask
     if positions is None or positions.dim() != 2 or positions.shape[1] != length or length == 1:
         return False  # a step of decoding too; a static cache's length lies on the device
     if tokens.attention_mask is not None and (mask is None or mask.shape[1] != length):
         return False
     if cache is not None and cache.get_seq_length() > 0:
         return False
-    if not any_row_is_packed(positions.expand(batch_size, length), mask):
+    samples = find_samples(positions.expand(batch_size, length), mask)
+    if not bool((samples.amax(-1) > 1).any()):
         return False
-    if text_config._attn_implementation in MASKED_TEXT_ATTENTION or has_vision:
+    if has_vision or text_config is None or text_config._attn_implementation in MASKED_TEXT_ATTENTION:
         return True
     if batch_size > 1 or mask is not None:
         raise ValueError(
@@ -137,20 +143,15 @@ def check_runs(name: str, grids: torch.Tensor, found: list[int], block: int, run
     Raises `ValueError` where the runs of placeholders in the text, `found` tokens long, are not those of videos or
     images with `grids` (V, 3) in patches, of which a token takes a `block`: one run for each, or for each frame.
     """
-    read, kind = check_grids(name, grids), name.partition("_")[0]
     expected: list[int] = []
-    for frames, rows, cols in read:
+    for frames, rows, cols in check_grids(name, grids):
         tokens = rows * cols // block
         expected += [tokens] * frames if run_per_frame else [frames * tokens]
-    if found == expected:
-        return
-    pairs = enumerate(itertools.zip_longest(expected, found, fillvalue=0))
-    index, (wanted, there) = next((index, pair) for index, pair in pairs if len(set(pair)) > 1)
-    raise ValueError(
-        f"`{name}` is {read}, so run {index} of the {kind}s' placeholder tokens must have {wanted} tokens, one run for "
-        f"each {'frame' if run_per_frame else kind}, but in the text it has {there}. Text and {kind}s must come from "
-        "the same call of this model's processor."
-    )
+    if found != expected:
+        raise ValueError(
+            f"`{name}` makes runs of {expected} placeholder tokens, but in the text they have {found}. Text and "
+            f"{name.partition('_')[0]}s must come from the same call of this model's processor."
+        )
 
 
 def check_finite(pixel_values_videos: torch.Tensor) -> None:

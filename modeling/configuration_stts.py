@@ -18,12 +18,8 @@ from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2TextConfig,
     Molmo2VisionConfig,
 )
-from transformers.utils import logging
 
 from .settings_stts import PRUNING_FIELDS, PruningConfig, PruningSettings, TrainingSettings, auto_map
-
-logger = logging.get_logger(__name__)
-
 
 AUTO_MAP = auto_map() | {
     "AutoProcessor": "processing_stts.STTSProcessor",

@@ -8,6 +8,7 @@ tubelets, so a video's may be ahead of those of the text that comes after it.
 
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.conversion_mapping import (
@@ -21,8 +22,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from .configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
-from .mrope_generation_stts import MropeGeneration
 from .mrope_stts import MropeBackbone
+from .outputs_stts import PruningHead, with_native_arguments
 from .plan_stts import PruningPlan
 from .vision_stts_qwen2_5_vl import STTSQwen2_5_VLVisionModel
 
@@ -48,6 +49,9 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
         self.language_model = Qwen2_5_VLTextModel(config.text_config)
         self.post_init()
 
+    def native_forward(self, mm_token_type_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
+        return Qwen2_5_VLModel.forward(self, **arguments)
+
     def plan_videos(
         self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
     ) -> PruningPlan:
@@ -62,7 +66,7 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
         return plan
 
 
-class STTSQwen2_5_VLForConditionalGeneration(MropeGeneration, Qwen2_5_VLForConditionalGeneration, GenerationMixin):
+class STTSQwen2_5_VLForConditionalGeneration(PruningHead, Qwen2_5_VLForConditionalGeneration, GenerationMixin):
     """Qwen2.5-VL with video token pruning inside the ViT and the LLM; loads stock Qwen2.5-VL weights too."""
 
     config: STTSQwen2_5_VLConfig
@@ -74,6 +78,8 @@ class STTSQwen2_5_VLForConditionalGeneration(MropeGeneration, Qwen2_5_VLForCondi
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.model_tags = ["stts", "qwen2_5_vl", "video", "token-pruning", "custom_code"]  # of the model card
         self.post_init()
+
+    forward = with_native_arguments(Qwen2_5_VLForConditionalGeneration, PruningHead.forward)
 
 
 # Released checkpoints name their weights otherwise; without these they would load random, with a warning at most.

@@ -5,8 +5,9 @@ All but the parts of the model and their names is in `mrope_stts`: a frame is a 
 the whole prompt, and the native forward takes the features of the kept blocks, deepstack's included.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
@@ -16,8 +17,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from .configuration_stts_qwen3_vl import STTSQwen3VLConfig
-from .mrope_generation_stts import MropeGeneration
 from .mrope_stts import MropeBackbone
+from .outputs_stts import PruningHead, with_native_arguments
 from .vision_stts_qwen3_vl import STTSQwen3VLVisionModel
 
 
@@ -41,8 +42,11 @@ class STTSQwen3VLModel(MropeBackbone, Qwen3VLModel):
         self.language_model = Qwen3VLTextModel(config.text_config)
         self.post_init()
 
+    def native_forward(self, mm_token_type_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
+        return Qwen3VLModel.forward(self, **arguments)
 
-class STTSQwen3VLForConditionalGeneration(MropeGeneration, Qwen3VLForConditionalGeneration, GenerationMixin):
+
+class STTSQwen3VLForConditionalGeneration(PruningHead, Qwen3VLForConditionalGeneration, GenerationMixin):
     """Qwen3-VL with video token pruning inside the ViT and the LLM; loads stock Qwen3-VL weights too."""
 
     config: STTSQwen3VLConfig
@@ -54,6 +58,8 @@ class STTSQwen3VLForConditionalGeneration(MropeGeneration, Qwen3VLForConditional
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.model_tags = ["stts", "qwen3_vl", "video", "token-pruning", "custom_code"]  # of the model card
         self.post_init()
+
+    forward = with_native_arguments(Qwen3VLForConditionalGeneration, PruningHead.forward)
 
 
 STTSQwen3VLForConditionalGeneration.register_for_auto_class("AutoModel")

@@ -8,7 +8,6 @@ from the prompt, the caller or the note on a cache, so calls may alternate, and 
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,24 +16,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested
 
-from .cache_stts import CachedPrompt, forget_marks, needs_note
-from .checks_stts import (
-    check_exclusive,
-    check_finite,
-    check_grids,
-    check_names,
-    check_runs,
-    check_settings,
-    check_tensors,
-    holds_packed_rows,
-)
-from .outputs_stts import PruningModelOutputWithPast
+from .cache_stts import CachedPrompt
+from .checks_stts import check_finite, check_grids, check_runs, check_tensors
 from .plan_stts import PruningPlan, VideoFeatures
-from .pruning_stts import PrunedInputs, PruningBackbone
-from .sequence_stts import Tokens, token_order
+from .pruning_stts import Call, PrunedInputs, PruningBackbone
+from .sequence_stts import Tokens
 
 IMAGE, VIDEO = 1, 2  # in `mm_token_type_ids`
-NATIVE_OUTPUTS = ("last_hidden_state", "past_key_values", "hidden_states", "attentions")
 
 
 class MropeBackbone(PruningBackbone):
@@ -50,7 +38,7 @@ class MropeBackbone(PruningBackbone):
     num_axes = 3
     vision_is_causal = True
     visual: Any
-    # Native code writes here what the next call, of whatever prompt, would go by: it always finds None.
+    # Native code caches the last call's RoPE delta here. We ignore writes and return None, so calls share no state.
     rope_deltas: Any = property(lambda self: None, lambda self, value: None)
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -64,14 +52,15 @@ class MropeBackbone(PruningBackbone):
                 vision[name] = vision[name].cpu()
         return vision
 
-    def goes_through(self, arguments: Collection[str]) -> bool:
-        """Images too: native `generate` would not remember the positions of what it leaves in a cache."""
-        return any(name in arguments for name in (*self.pixels, "mm_encoder_outputs"))
+    def needs_pruning(self, arguments: Collection[str]) -> bool:
+        """Images too: native code would not remember the positions of what it leaves in a cache."""
+        return any(name in arguments for name in (*self.video_inputs, *self.image_inputs, "mm_encoder_outputs"))
 
-    def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
+    def find_placeholders(self, input_ids: torch.Tensor, vision: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Placeholders of videos and of images, (B, L) each."""
-        places = [self.find_token(tokens, name) for name in (self.config.video_token_id, self.config.image_token_id)]
-        return places[0] & with_videos, places[1] & with_images
+        with_videos, with_images = (any(n in vision for n in names) for names in (self.video_inputs, self.image_inputs))
+        videos, images = input_ids == self.config.video_token_id, input_ids == self.config.image_token_id
+        return videos & with_videos, images & with_images
 
     def read_grids(self, vision: dict[str, Any], names: tuple[str, ...]) -> list[tuple[int, int, int]]:
         """
@@ -123,8 +112,19 @@ class MropeBackbone(PruningBackbone):
         native: Any = self
         return native.get_image_features(pixels, grids.to(pixels.device), return_dict=True)
 
-    def merge_inputs(self, pruned: PrunedInputs, by_row: bool = False) -> dict[str, Any]:
-        """Features, and those of the taps of a tower with deepstack, for the native forward, which scatters them."""
+    def merge(self, call: Call, pruned: PrunedInputs) -> dict[str, Any]:
+        """Features go to the native forward, which scatters them."""
+        tokens, encoded = pruned.tokens, self.encoder_outputs(pruned, by_row=False)
+        if not call.packed_rows:
+            return tokens.arguments | encoded
+        positions = self.packed_position_ids(tokens, call.cache)
+        return tokens.arguments | encoded | {"position_ids": positions, "attention_mask": None, "use_cache": False}
+
+    def merge_rows(self, pruned: PrunedInputs) -> dict[str, Any]:
+        return self.encoder_outputs(pruned, by_row=True)
+
+    def encoder_outputs(self, pruned: PrunedInputs, by_row: bool) -> dict[str, Any]:
+        """`mm_encoder_outputs`: features, and those of the taps of a tower with deepstack, together or by row."""
         encoded: list[tuple[str, Any]] = [("video", pruned.video), ("image", pruned.images)]
         outputs = {}
         for index, (name, of) in enumerate((name, of) for name, of in encoded if of is not None):
@@ -145,7 +145,7 @@ class MropeBackbone(PruningBackbone):
         cached: CachedPrompt,
         whole_mask: torch.Tensor | None,
         vision: dict[str, Any],
-        placeholders: tuple[torch.Tensor, ...] | None,
+        placeholders: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """
         Native positions (3, B, L) of the whole prompt, counted anew in each sample of a row. Positions of the caller
@@ -154,7 +154,7 @@ class MropeBackbone(PruningBackbone):
         of the placeholders, and for positions (B, L) that do not count tokens.
         """
         given, types = tokens.position_ids, tokens.mm_token_type_ids
-        if not vision or placeholders is None or (given is not None and given.dim() == 3):
+        if not vision or (given is not None and given.dim() == 3):
             return super().position_tokens(tokens, cached, whole_mask, vision, placeholders)
         if types is None:
             raise ValueError(
@@ -167,10 +167,10 @@ class MropeBackbone(PruningBackbone):
         columns = [torch.full_like(expected, other) if some is None else some.long() for some, other in optional]
         expected, types, shown, samples, counts = torch.stack([expected, types.long(), *columns]).cpu().unbind()
         if not torch.equal(types, expected):
-            self.check_pixels(tokens, types, vision)
             raise ValueError(
-                f"`mm_token_type_ids` must be {VIDEO} for placeholders of videos, {IMAGE} for those of images and 0 "
-                f"elsewhere, but {int((types != expected).sum())} tokens differ; pass what the processor returns."
+                f"`mm_token_type_ids` must be {VIDEO} for placeholders of videos whose pixels are there, {IMAGE} for "
+                f"those of images and 0 elsewhere, but {int((types != expected).sum())} tokens differ; pass all that "
+                "the processor returns."
             )
         rows, masks = samples_as_rows(samples, shown.bool())
         runs = [types[row, mask].unique_consecutive(return_counts=True) for row, mask in zip(rows, masks, strict=True)]
@@ -196,18 +196,6 @@ class MropeBackbone(PruningBackbone):
         positions = positions.to(placeholders[0].device)
         return positions if given is not None and cached.seen else positions + cached.next_position
 
-    def check_pixels(self, tokens: Tokens, types: torch.Tensor, vision: dict[str, Any]) -> None:
-        """Raises `ValueError` where `types` (B, L), on the host, are those of the text, but no pixels came for some."""
-        found = self.find_placeholders(tokens, True, True)
-        if not torch.equal(types, types_of(found).cpu()):
-            return
-        for places, names, kind in zip(found, (self.video_inputs, self.image_inputs), ("video", "image"), strict=True):
-            if vision.keys().isdisjoint(names):
-                raise ValueError(
-                    f"The text has {int(places.sum())} {kind} placeholder tokens, but `{names[0]}` is None. Pass all "
-                    "that the processor returns, or take the placeholders out."
-                )
-
     @can_return_tuple
     def get_video_features(
         self,
@@ -222,67 +210,10 @@ class MropeBackbone(PruningBackbone):
         vision = {self.video_inputs[0]: pixel_values_videos, self.video_inputs[-1]: video_grid_thw}
         return self.encode_call(vision, pruning_ratio, with_temporal_loss, **kwargs)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        mm_token_type_ids: torch.Tensor | None = None,
-        *,
-        pruning_ratio: float | None = None,
-        pruned_length: int | None = None,
-        packed_rows: bool | None = None,
-        with_temporal_loss: bool = False,
-        **kwargs: Any,
-    ) -> tuple | PruningModelOutputWithPast:
+    def packed_position_ids(self, left: Tokens, past_key_values: Cache | None) -> torch.Tensor:
         """
-        As the native forward. pruning_ratio: in place of the config's. pruned_length: the length `L'` that every row
-        gets. packed_rows: whether rows hold several samples, which then fill no cache (None: where `position_ids`
-        (B, L), or the first of (4, B, L), start over). past_key_values: of an earlier call, which this one continues.
-        position_ids: (3, B, L) or (4, B, L); beside videos and images, (B, L) may only count the tokens of each sample.
-        """
-        vision = self.take_vision_inputs(kwargs)
-        check_names(kwargs)
-        check_settings(pruning_ratio, pruned_length)
-        tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
-        tokens.check_one_source()
-        if packed_rows is None:
-            ordered = replace(tokens, position_ids=token_order(position_ids, self.num_axes))
-            packed_rows = holds_packed_rows(ordered, past_key_values, self.config.text_config, bool(vision))
-        forget_marks(past_key_values, tokens.shape[1])
-        pruned, noted = None, needs_note(past_key_values, tokens)
-        has_length = pruned_length not in (None, tokens.shape[1])
-        if vision or noted or packed_rows or has_length:
-            check_exclusive(kwargs, packed_rows or has_length or not vision.keys().isdisjoint(self.pixels))
-            pruned = self.prune(
-                tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss
-            )
-            tokens = pruned.tokens
-            kwargs |= self.merge_inputs(pruned)
-            if packed_rows:
-                tokens, kwargs["use_cache"] = self.part_samples(tokens, past_key_values), False
-        native: Any = super()
-        outputs = native.forward(
-            input_ids=tokens.input_ids,
-            attention_mask=tokens.attention_mask,
-            position_ids=tokens.position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=tokens.inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
-        if pruned is not None and pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
-            pruned.cached_after.attach(outputs.past_key_values)
-        report = {name: outputs.get(name) for name in NATIVE_OUTPUTS} | (pruned.report if pruned else {})
-        return PruningModelOutputWithPast(**report)
-
-    def part_samples(self, left: Tokens, past_key_values: Cache | None) -> Tokens:
-        """
-        What tells the native model samples of a row apart: neither mask nor cache, but positions (4, B, L'), of which
-        the first counts from 0 in each sample, and is 0 in filler, which so parts from everything.
+        What tells the native model samples of a row apart, beside neither mask nor cache: positions (4, B, L'), of
+        which the first counts from 0 in each sample, and is 0 in filler, which so parts from everything.
         """
         flash = is_flash_attention_requested(self.config.text_config)
         padding_mask, samples, positions = left.padding_mask, left.sample_ids, left.position_ids
@@ -290,15 +221,14 @@ class MropeBackbone(PruningBackbone):
             raise ValueError(
                 "Several samples in a row need `position_ids` that start over and no `attention_mask` but one of "
                 "padding, fill no cache, and with flash attention are told apart in a batch of one row alone: leave "
-                "out `past_key_values` and a 4D mask, or use 'sdpa'."
+                "out `past_key_values`, or use 'sdpa'."
             )
         assert positions is not None  # `prune` makes them
         numbers = torch.where(padding_mask.bool(), samples, -1)
         place = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
         starts = (numbers.diff(dim=-1, prepend=numbers[:, :1] - 1) != 0) | (numbers < 0)
         order = place - torch.where(starts, place, 0).cummax(-1).values
-        positions = torch.cat([order[None], positions.expand(self.num_axes, -1, -1)])
-        return replace(left, position_ids=positions, attention_mask=None)
+        return torch.cat([order[None], positions.expand(self.num_axes, -1, -1)])
 
 
 def types_of(placeholders: tuple[torch.Tensor, ...]) -> torch.Tensor:

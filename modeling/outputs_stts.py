@@ -1,35 +1,22 @@
 """What a call returns beside what native models return: what was kept, and the losses."""
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput, can_return_tuple
 
-from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, shorten_targets
-
-
-@dataclass
-class PruningOutput(ModelOutput):
-    """
-    Goes before a native output class.
-
-    Attributes:
-        temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
-        token_scores: per video (T, n), what blocks were ranked by.
-        keep_mask: per video (T, n), which blocks were kept.
-        kept_indices: (B, L') place of every column of `logits` in the caller's sequence, -1 for filler.
-    """
-
-    temporal_loss: torch.Tensor | None = None
-    token_scores: tuple[torch.Tensor, ...] | None = None
-    keep_mask: tuple[torch.Tensor, ...] | None = None
-    kept_indices: torch.Tensor | None = None
+from .checks_stts import CALL_ARGUMENTS
+from .generation_stts import STTSGeneration
+from .pruning_stts import PruningOutput
+from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, shorten_targets, token_order
 
 
 @dataclass
@@ -45,31 +32,17 @@ class TaskOutput(ModelOutput):
 
 
 @dataclass
-class PruningModelOutputWithPast(PruningOutput, BaseModelOutputWithPast):
-    """Of a model without a head, where the native one has no output class of its own."""
-
-
-@dataclass
 class PruningCausalLMOutputWithPast(PruningOutput, TaskOutput, CausalLMOutputWithPast):
     """
-    Logits and the rest on the sequence that is left, where the native model has no output class of its own.
+    Logits and the rest on the sequence that is left.
 
     Attributes:
         loss: `task_loss + temporal_loss_weight * temporal_loss`.
     """
 
 
-if TYPE_CHECKING:
-
-    class NativeHead(PreTrainedModel):
-        """The native class that the mixin below precedes."""
-
-else:
-    NativeHead = object
-
-
-class PruningHead(NativeHead):
-    """Mixin for a model with a head: logits and losses on the sequence that is left."""
+class PruningHead(STTSGeneration):
+    """Mixin for a model with a head: logits and losses on the sequence that is left, and `generate`."""
 
     config: Any
     lm_head: nn.Linear
@@ -81,52 +54,87 @@ class PruningHead(NativeHead):
                 module.config.dtype = module.dtype
         super().save_pretrained(save_directory, *args, **kwargs)
 
-    def read_out(
+    @can_return_tuple
+    def forward(
         self,
-        outputs: Any,
-        tokens: Tokens,
-        targets: dict[str, Any],
-        logits_to_keep: int | torch.Tensor,
-        past_key_values: Cache | None,
-        packed_rows: bool | None,
+        *,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Any:
         """
-        The fields of an output with a head. outputs: those without it. tokens: of the caller. targets: `labels` and
-        `shift_labels` (B, L) as `check_targets` returns them. kwargs: of the native loss.
+        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone.
+
+        Args:
+            labels: (B, L) like the caller's sequence, as are `shift_labels` in their place.
+            logits_to_keep: counts in the sequence that is left.
+            pruning_ratio: `k` in [0, 1] in place of the config's, for this call.
+            pruned_length: the length `L'` that every row gets, shorter ones by filler where the batch is padded, so
+                that all steps of a training have one shape; for calls without a cache.
+            packed_rows: whether rows hold several samples; None looks where `position_ids` start over, which forces a
+                host-device sync.
+            kwargs: of the native forward.
+
+        Raises:
+            ValueError: inputs do not fit.
         """
+        order = token_order(kwargs.get("position_ids"), self.model.num_axes)
+        tokens = Tokens(kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), order)
+        targets = {
+            name: check_shape(name, target, *tokens.shape)
+            for name, target in (("labels", labels), ("shift_labels", shift_labels))
+            if target is not None
+        }
+        with_temporal_loss = bool(targets) or self.training
+        outputs = self.model(**(kwargs | {"return_dict": True}), with_temporal_loss=with_temporal_loss)
         columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, columns])
-        batch_size, length = tokens.shape
         kept_indices = outputs.kept_indices
-        loss = task_loss = None
-        if targets:
-            sample_ids, positions = None, tokens.position_ids
-            if positions is not None and positions.dim() == 2 and packed_rows is not False:
-                mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -length:]
-                sample_ids = find_samples(positions.expand(batch_size, length), mask)
-            options = {"labels": None} | shorten_targets(targets, kept_indices, sample_ids) | kwargs
-            vocab_size = self.config.text_config.vocab_size
-            loss = task_loss = self.loss_function(logits=logits, vocab_size=vocab_size, **options)
-            if outputs.temporal_loss is not None:
-                loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
-        if kept_indices is None and past_key_values is None:
-            kept_indices = KeptSequence.whole(batch_size, length, logits.device).kept_indices
-        return {
-            "loss": loss,
-            "logits": logits,
-            "past_key_values": outputs.past_key_values,
-            "hidden_states": outputs.hidden_states,
-            "attentions": outputs.attentions,
-            "task_loss": task_loss,
-            "temporal_loss": outputs.temporal_loss,
-            "token_scores": outputs.token_scores,
-            "keep_mask": outputs.keep_mask,
+        if kept_indices is None and kwargs.get("past_key_values") is None:
+            kept_indices = KeptSequence.whole(*tokens.shape, tokens.device).kept_indices
+        found = {
+            "logits": self.lm_head(outputs.last_hidden_state[:, columns]),
             "kept_indices": None if kept_indices is None else kept_indices[:, columns],
         }
+        if targets:
+            found |= self.compute_losses(found["logits"], outputs, tokens, targets, **kwargs)
+        names = PruningCausalLMOutputWithPast.__dataclass_fields__
+        return PruningCausalLMOutputWithPast(**{name: found.get(name, outputs.get(name)) for name in names})
+
+    def compute_losses(
+        self,
+        logits: torch.Tensor,
+        outputs: Any,
+        tokens: Tokens,
+        targets: dict[str, torch.Tensor],
+        packed_rows: bool | None = None,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        """`task_loss` and `loss`. targets: `labels` and `shift_labels` (B, L). kwargs: of the native loss."""
+        sample_ids, positions = None, tokens.position_ids
+        if positions is not None and positions.dim() == 2 and packed_rows is not False:
+            mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -tokens.shape[1] :]
+            sample_ids = find_samples(positions.expand(tokens.shape), mask)
+        options = {"labels": None} | shorten_targets(targets, outputs.kept_indices, sample_ids) | kwargs
+        vocab_size = self.config.text_config.vocab_size
+        loss = task_loss = self.loss_function(logits=logits, vocab_size=vocab_size, **options)
+        if outputs.temporal_loss is not None:
+            loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
+        return {"loss": loss, "task_loss": task_loss}
 
 
-def check_targets(tokens: Tokens, **targets: Any) -> dict[str, torch.Tensor]:
-    """`labels` and `shift_labels` (B, L) that are there; raises `ValueError` for other shapes."""
-    batch_size, length = tokens.shape
-    return {n: check_shape(n, given, batch_size, length) for n, given in targets.items() if given is not None}
+def with_native_arguments(native: type[PreTrainedModel], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    `forward` in the arguments of a native model's, in their order, and ours. `generate` and `Trainer` read from the
+    signature which arguments a model takes.
+    """
+    parameters = list(inspect.signature(native.forward).parameters.values())
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in CALL_ARGUMENTS]
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, **dict(zip(names[1:], args, strict=False)), **kwargs)
+
+    call.__signature__ = inspect.Signature([*parameters[:-1], *ours, parameters[-1]])  # type: ignore[attr-defined]
+    return call

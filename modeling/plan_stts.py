@@ -6,6 +6,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .scoring_stts import num_kept_blocks, split_videos
+from .sequence_stts import KeptSequence, gather_columns
 
 
 @dataclass
@@ -114,6 +115,14 @@ class RowPlan:
                 "videos themselves out of the call."
             )
         return cls(rows, read[1] if drops_padding else None, drops_padding, padded_right)
+
+    def gather(
+        self, keeps: torch.Tensor, mask: torch.Tensor | None, num_dropped: list[int], pruned_length: int | None
+    ) -> KeptSequence:
+        """What is left of rows, all of one length, of the tokens that `keeps` (B, L) says."""
+        if self.drops_padding and mask is not None:
+            keeps = keeps & mask.bool()
+        return gather_columns(keeps, self.new_length(num_dropped, keeps, pruned_length), self.padded_right)
 
     def new_length(self, num_dropped: list[int], kept_tokens: torch.Tensor, pruned_length: int | None) -> int:
         """

@@ -15,27 +15,8 @@ from .video_processing_stts import from_molmo2, normalize_videos
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved processor carries the model's code,
-    # which `Trainer` counts on when it pushes a checkpoint in the middle of training. The modules behind
-    # `modeling_stts` are named for transformers 4, which else fails to find them before it reads the version above.
-    from .attention_stts import packed_attention  # noqa: F401
-    from .cache_stts import CachedPrompt  # noqa: F401
-    from .checks_stts import check_tensors  # noqa: F401
-    from .configuration_stts import STTSConfig  # noqa: F401
-    from .frame_times_stts import sample_times  # noqa: F401
-    from .gathered_layout_stts import GatheredSequence  # noqa: F401
-    from .generation_stts import STTSGeneration  # noqa: F401
-    from .layout_stts import FrameSequence  # noqa: F401
+    # which `Trainer` counts on when it pushes a checkpoint in the middle of training.
     from .modeling_stts import STTSForConditionalGeneration  # noqa: F401
-    from .outputs_stts import PruningOutput  # noqa: F401
-    from .plan_stts import PruningPlan  # noqa: F401
-    from .pruning_stts import PruningBackbone  # noqa: F401
-    from .scoring_stts import num_kept_blocks  # noqa: F401
-    from .sequence_stts import KeptSequence  # noqa: F401
-    from .settings_stts import PruningSettings  # noqa: F401
-    from .video_reading_stts import VideoFile  # noqa: F401
-    from .video_sources_stts import is_url  # noqa: F401
-    from .vision_stts import STTSVisionModel  # noqa: F401
-    from .vision_tokens_stts import make_mask  # noqa: F401
 
 _TOKENS = (
     "<im_start>",

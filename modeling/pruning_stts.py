@@ -1,22 +1,45 @@
 """One pass from a call's arguments to what is left of them, the same for `forward` and `generate`.
 
-`plan (host) -> positions -> encode videos (score, bias, drop, encode) -> drop tokens`; merging features into the text
-and running the language model come after. What backbones differ in is behind the hooks of `PruningBackbone`.
+`read call -> native, or plan -> find placeholders -> positions -> encode (score, bias, drop) -> drop tokens -> merge ->
+native forward -> report`. What backbones differ in are the hooks of `PruningBackbone`.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
+from transformers.utils import ModelOutput, can_return_tuple
 
-from .cache_stts import CachedPrompt, note_after, take_up
-from .checks_stts import check_names, check_settings
+from .cache_stts import CachedPrompt, forget_marks, mark_cache, needs_note, record_cache, resume_cache
+from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import PruningPlan, RowPlan, VideoFeatures
-from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, gather_columns, keep_tokens, token_order
+from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, keep_tokens, token_order
+
+
+@dataclass
+class Call:
+    """
+    A call's arguments. vision: those of its videos and images. cache: of an earlier call, which this one continues.
+    pruned_length: the length `L'` that every row gets. packed_rows: None where nobody has looked. pads_left: whether
+    padding moves to the left.
+    """
+
+    tokens: Tokens
+    vision: dict[str, Any] = field(default_factory=dict)
+    cache: Cache | None = None
+    pruning_ratio: float | None = None
+    pruned_length: int | None = None
+    packed_rows: bool | None = None
+    with_temporal_loss: bool = False
+    pads_left: bool = False
+
+    @property
+    def changes_length(self) -> bool:
+        return self.pads_left or self.pruned_length not in (None, self.tokens.shape[1])
 
 
 @dataclass
@@ -24,11 +47,10 @@ class PrunedInputs:
     """
     What is left of a call's arguments.
 
-    tokens: on the sequence that is left (B, L'), but its mask covers cached columns too, (B, columns + L'), or is
-    (B, heads, L', L'). kept_indices: (B, L') in the caller's sequence. video, images: what the hooks returned.
-    features: pairs of a placeholder mask (B, L') and the features that go there in order, the videos' first.
-    features_per_row: how many of the videos' features go to each row, where that is known on the host. cached_after:
-    what a cache will hold, or None where its columns are the caller's tokens and positions.
+    tokens: (B, L'); their mask covers cached columns too, (B, columns + L'). kept_indices: (B, L') in the caller's
+    sequence. cached_after: what a cache will hold, or None where its columns are the caller's tokens and positions.
+    video, images: what the hooks returned. features: pairs of a placeholder mask (B, L') and the features that go there
+    in order, the videos' first. features_per_row: how many of the videos' features go to each row, if known.
     """
 
     tokens: Tokens
@@ -41,8 +63,8 @@ class PrunedInputs:
 
     def by_row(self, index: int, features: torch.Tensor) -> list[torch.Tensor]:
         """
-        `features` (tokens, ...) of the placeholders of pair `index`, one entry per row: beams and samples then repeat
-        whole rows. Forces a host-device sync where the numbers are not known.
+        `features` (tokens, ...) of the placeholders of pair `index`, one entry per row, so that beams and samples
+        repeat whole rows. Forces a host-device sync where the numbers are not known.
         """
         if self.video is not None and index == 0 and self.features_per_row is not None:
             return list(features.split(self.features_per_row))
@@ -50,29 +72,45 @@ class PrunedInputs:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The fields of a `PruningOutput`."""
+        """The fields of outputs that native models do not fill."""
         video = {name: getattr(self.video, name, None) for name in ("temporal_loss", "token_scores", "keep_mask")}
-        return {"kept_indices": self.kept_indices} | video
+        first = self.features[0][1] if self.features else None
+        return {"kept_indices": self.kept_indices, "image_hidden_states": first} | video
 
 
-if TYPE_CHECKING:
-
-    class NativeModel(PreTrainedModel):
-        """The native class that the mixin below precedes."""
-
-else:
-    NativeModel = object
-
-
-class PruningBackbone(NativeModel):
+@dataclass
+class PruningOutput(ModelOutput):
     """
-    Mixin for the model without a head: the hooks by which backbones differ, and the pass itself, `prune`.
+    Goes before a native output class.
 
-    parts: what a module is, by its name: "language_model", "vision_tower", "connector" or "scorer"; of two that contain
-    each other, the inner one says it. video_inputs, image_inputs: names of the arguments that come with videos and with
-    images, the pixels first and the grids last. unread_inputs: names of those that a processor makes and no model
-    reads. num_axes: of positions, 0 where a token has one. vision_is_causal: whether vision tokens see only what is
-    before them, so that more may follow a cache.
+    Attributes:
+        temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
+        token_scores: per video (T, n), what blocks were ranked by.
+        keep_mask: per video (T, n), which blocks were kept.
+        kept_indices: (B, L') place of every column of `logits` in the caller's sequence, -1 for filler.
+        image_hidden_states: (kept blocks, text hidden size) features of the videos, or of images alone.
+    """
+
+    temporal_loss: torch.Tensor | None = None
+    token_scores: tuple[torch.Tensor, ...] | None = None
+    keep_mask: tuple[torch.Tensor, ...] | None = None
+    kept_indices: torch.Tensor | None = None
+    image_hidden_states: torch.Tensor | None = None
+
+
+@dataclass
+class PruningModelOutputWithPast(PruningOutput, BaseModelOutputWithPast):
+    """Of a model without a head."""
+
+
+class PruningBackbone(PreTrainedModel):
+    """
+    Mixin for the model without a head: `forward`, the pass itself, `prune`, and the hooks by which backbones differ.
+
+    parts: "language_model", "vision_tower", "connector" or "scorer" by a module's name; inner names win. video_inputs,
+    image_inputs: arguments that come with videos and with images, pixels first, grids last. unread_inputs: those that a
+    processor makes and no model reads. num_axes: of positions, 0 for one number. vision_is_causal: whether vision
+    tokens see only what is before them, so that more may follow a cache.
     """
 
     parts: ClassVar[dict[str, str]]
@@ -82,6 +120,71 @@ class PruningBackbone(NativeModel):
     num_axes = 0
     vision_is_causal = False
     config: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        mm_token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        pruning_ratio: float | None = None,
+        pruned_length: int | None = None,
+        packed_rows: bool | None = None,
+        with_temporal_loss: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone.
+        `pruning_ratio` replaces the config's for this call; `pruned_length` is the length `L'` that every row gets;
+        `packed_rows` says whether rows hold several samples (None: where `position_ids` start over);
+        `past_key_values` from an earlier call that dropped tokens continues it, in the caller's positions.
+        """
+        tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
+        vision = self.take_vision_inputs(kwargs)
+        call = Call(tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss)
+        self.read_call(call, kwargs)
+        pruned = None
+        if self.is_native(call):
+            arguments = tokens.arguments | vision
+        else:
+            check_exclusive(kwargs, self.encodes(call))
+            pruned = self.prune(call)
+            arguments = self.merge(call, pruned)
+        outputs = self.native_forward(**(kwargs | arguments), past_key_values=past_key_values, return_dict=True)
+        mark_cache(outputs.past_key_values, vision=bool(vision or kwargs.get("mm_encoder_outputs")))
+        if pruned is not None and pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
+            pruned.cached_after.attach(outputs.past_key_values)
+        report = {} if pruned is None else pruned.report
+        names = PruningModelOutputWithPast.__dataclass_fields__
+        return PruningModelOutputWithPast(**{name: report.get(name, outputs.get(name)) for name in names})
+
+    def read_call(self, call: Call, kwargs: dict[str, Any]) -> None:
+        """The door: checks a call's arguments, of which `kwargs` are the native ones, and finds packed rows."""
+        check_names(kwargs)
+        check_settings(call.pruning_ratio, call.pruned_length)
+        call.tokens.check_one_source()
+        forget_marks(call.cache, call.tokens.shape[1])
+        if call.packed_rows is None and (self.num_axes or self.video_inputs[0] not in call.vision):
+            text_config, has_vision = self.config.text_config, bool(call.vision)
+            call.packed_rows = holds_packed_rows(call.tokens, call.cache, self.num_axes, text_config, has_vision)
+
+    def is_native(self, call: Call) -> bool:
+        """Whether nothing is to be dropped, laid out or continued: then the native model does all."""
+        changes = call.packed_rows or call.changes_length or needs_note(call.cache, call.tokens)
+        return not changes and not self.needs_pruning(call.vision)
+
+    def encodes(self, call: Call) -> bool:
+        """Whether features that the caller encoded, `mm_encoder_outputs`, do not fit what becomes of a call."""
+        return bool(
+            call.packed_rows
+            or call.changes_length
+            or not self.vision_is_causal
+            or not call.vision.keys().isdisjoint(self.pixels)
+        )
 
     @property
     def pixels(self) -> tuple[str, str]:
@@ -99,41 +202,23 @@ class PruningBackbone(NativeModel):
                 vision |= {name: value for name, value in given.items() if value is not None}
         return vision
 
-    def goes_through(self, arguments: Collection[str]) -> bool:
-        """Whether `generate` with these arguments goes through `prune`; else native code does all."""
+    # Hooks. The native model's own `forward`:
+    native_forward: Callable[..., Any]
+    # Placeholders of videos and of images, (B, L) bool each, of `input_ids` beside these arguments of vision:
+    find_placeholders: Callable[[torch.Tensor, Collection[str]], tuple[torch.Tensor, torch.Tensor]]
+    # Checks the video inputs of a call and says what stays of each video:
+    plan_videos: Callable[..., PruningPlan]
+    encode_videos: Callable[..., VideoFeatures]
+    # All images of a call, as the native model encodes them; its `pooler_output` is per image:
+    encode_images: Callable[[dict[str, Any]], BaseModelOutputWithPooling]
+    # Arguments of the native forward for what is left:
+    merge: Callable[[Call, PrunedInputs], dict[str, Any]]
+    # `mm_encoder_outputs` for native `generate`: one entry per row, in the order of its placeholders:
+    merge_rows: Callable[[PrunedInputs], dict[str, Any]]
+
+    def needs_pruning(self, arguments: Collection[str]) -> bool:
+        """Whether a call with these arguments goes through `prune`; else native code does all."""
         return self.video_inputs[0] in arguments
-
-    def find_token(self, tokens: Tokens, token_id: int) -> torch.Tensor:
-        """Where a token stands, (B, L) bool."""
-        if tokens.input_ids is not None:
-            return tokens.input_ids == token_id
-        embedding = self.get_input_embeddings()(torch.full((), token_id, device=tokens.device))
-        assert tokens.inputs_embeds is not None  # `shape` comes first
-        return torch.eq(tokens.inputs_embeds, embedding).all(-1)
-
-    def find_placeholders(self, tokens: Tokens, with_videos: bool, with_images: bool) -> tuple[torch.Tensor, ...]:
-        """Placeholders of videos and of images, (B, L) bool each."""
-        raise NotImplementedError
-
-    def plan_videos(
-        self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
-    ) -> PruningPlan:
-        """Checks the video inputs of a call and says what stays of each video."""
-        raise NotImplementedError
-
-    def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
-        raise NotImplementedError
-
-    def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
-        """All images of a call, as the native model encodes them; its `pooler_output` is per image."""
-        raise NotImplementedError
-
-    def merge_inputs(self, pruned: "PrunedInputs", by_row: bool = False) -> dict[str, Any]:
-        """
-        How the native model takes the features: as `mm_encoder_outputs` beside ids or embeddings, with `by_row` one
-        entry per row in the order of its placeholders, as `generate` needs it; or in `inputs_embeds`.
-        """
-        raise NotImplementedError
 
     def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
         """Raises `ValueError` where `generate` would decode otherwise than `forward` does. setting: of `generate`."""
@@ -144,15 +229,17 @@ class PruningBackbone(NativeModel):
         cached: CachedPrompt,
         whole_mask: torch.Tensor | None,
         vision: dict[str, Any],
-        placeholders: tuple[torch.Tensor, ...] | None,
+        placeholders: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """
         Positions (B, L) or (axes, B, L) of the whole prompt, before anything is dropped; `tokens` has those that the
-        caller gave. whole_mask: (B, seen + L) or None. placeholders: what `find_placeholders` found, where it looked.
+        caller gave. whole_mask: (B, seen + L) or None.
         """
         if tokens.position_ids is not None:
             return tokens.position_ids
         return cached.positions_of_new(tokens.shape[1], whole_mask)
+
+    # The pass.
 
     def encode_call(
         self,
@@ -167,97 +254,92 @@ class PruningBackbone(NativeModel):
         plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
         return self.encode_videos(vision[self.video_inputs[0]], plan, **kwargs)
 
-    def prune(
-        self,
-        tokens: Tokens,
-        vision: dict[str, Any],
-        cache: Cache | None = None,
-        pruning_ratio: float | None = None,
-        pruned_length: int | None = None,
-        packed_rows: bool | None = None,
-        with_temporal_loss: bool = False,
-        pads_left: bool = False,
-    ) -> PrunedInputs:
+    def prune(self, call: Call) -> PrunedInputs:
         """
-        Encodes the videos and images of a call and drops the placeholders of dropped blocks.
-
-        vision: the call's `video_inputs` and `image_inputs`. cache: of an earlier call, which this one continues.
-        pruned_length: `L'`. Without videos nothing is dropped, but rows get their length. pads_left: whether padding
-        moves to the left. Raises `ValueError` where text, videos, images and cache do not fit each other.
+        Encodes the videos and images of a call and drops the placeholders of dropped blocks. Without videos nothing is
+        dropped, but rows may get another length. Raises `ValueError` where text, videos, images and cache do not fit.
         """
-        batch_size, length = tokens.shape
-        note, order = CachedPrompt.of(cache), token_order(tokens.position_ids, self.num_axes)
-        cached = take_up(note, cache, tokens, {} if self.vision_is_causal else vision, pruned_length)
-        past_mask, whole_mask, tokens = split_off(tokens, cached, self.num_axes)
-        cached = cached.hide(past_mask)
-        if order is not None and cached.seen == 0 and packed_rows is not False:
-            order = check_shape("position_ids", order, batch_size, length)
-            tokens.sample_ids = find_samples(order, tokens.padding_mask)
-
+        vision = call.vision
+        cached, past_mask, whole_mask, tokens = self.resume(call)
         plan = None
         if self.video_inputs[0] in vision:
-            plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
+            plan = self.plan_videos(vision, call.pruning_ratio, call.with_temporal_loss)
         num_blocks, num_kept, num_dropped = ([], [], []) if plan is None else plan.counts
-        drops = any(num_dropped) or pads_left or pruned_length not in (None, length)
-        found, rows = None, RowPlan(None)
-        if drops or vision:
-            found = self.find_placeholders(
-                tokens, *(not vision.keys().isdisjoint(names) for names in (self.video_inputs, self.image_inputs))
-            )
-            if plan is not None or drops:
-                rows = RowPlan.read(found[0], tokens.padding_mask, num_blocks, pruned_length is not None, pads_left)
-        images: Any = None
-        of_images = torch.empty(0)
-        if found is not None and self.image_inputs[0] in vision:
-            images = self.encode_images(vision)
-            of_images = torch.cat(list(images.pooler_output))
-            check_image_placeholders(found[1], len(of_images), pruned_length is None)
-        # Before the videos' tower runs: what is read back from the device is there at once.
+        drops, may_sync = any(num_dropped) or call.changes_length, call.pruned_length is None
+        assert tokens.input_ids is not None  # `resume` checks it
+        found, rows = self.find_placeholders(tokens.input_ids, vision), RowPlan(None)
+        if plan is not None or drops:
+            rows = RowPlan.read(found[0], tokens.padding_mask, num_blocks, not may_sync, call.pads_left)
+        images = self.encode_images(vision) if self.image_inputs[0] in vision else None
+        of_images = torch.cat(list(images.pooler_output or ())) if images is not None else torch.empty(0)
+        if images is not None:
+            check_image_placeholders(found[1], len(of_images), may_sync)
+        # Before the videos' tower runs, so that a copy to the host does not wait for it.
         tokens.position_ids = self.position_tokens(tokens, cached, whole_mask, vision, found)
         video = None if plan is None else self.encode_videos(vision[self.video_inputs[0]], plan)
-        sequence, dropped = KeptSequence.whole(batch_size, length, tokens.device), None
+
+        keeps = torch.ones_like(found[0])
+        if video is not None and any(num_dropped):
+            keep_mask = torch.cat([mask.flatten() for mask in video.keep_mask])
+            keeps = keep_tokens(found[0], keep_mask.to(keeps.device))
+        sequence = KeptSequence.whole(*tokens.shape, tokens.device)
+        if drops:
+            sequence = rows.gather(keeps, tokens.padding_mask, num_dropped, call.pruned_length)
         closes_gaps = self.config.pruned_position_ids == "compact"
-        if drops and found is not None:
-            sequence, dropped = drop_tokens(tokens, found[0], video, num_dropped, rows, pruned_length, closes_gaps)
-        left = what_is_left(tokens, sequence, dropped, past_mask, getattr(self.config, "pad_token_id", None) or 0)
+        filler_id = getattr(self.config, "pad_token_id", None) or 0
+        left = gather_tokens(tokens, sequence, ~keeps if closes_gaps else None, past_mask, filler_id)
         pruned = PrunedInputs(left, sequence.kept_indices, None, video, images)
         # Otherwise a cache's columns are the caller's tokens, and say the positions.
-        if drops or note is not None or tokens.position_ids.dim() == 3:
-            pruned.cached_after = note_after(cached, tokens, sequence, left, closes_gaps)
-        if video is not None and found is not None:
+        if drops or CachedPrompt.of(call.cache) is not None or tokens.position_ids.dim() == 3:
+            pruned.cached_after = record_cache(cached, tokens, sequence, left, closes_gaps)
+        if video is not None:
             pruned.features.append((sequence.take(found[0], False), torch.cat(video.pooler_output)))
             if rows.rows is not None:
                 pruned.features_per_row = [sum(num_kept[v] for v in videos) for videos in rows.rows]
-        if images is not None and found is not None:
+        if images is not None:
             placeholders = sequence.take(found[1], False)
             if rows.drops_padding:
-                check_image_placeholders(placeholders, len(of_images), pruned_length is None)
+                check_image_placeholders(placeholders, len(of_images), may_sync)
             pruned.features.append((placeholders, of_images))
         return pruned
 
+    def resume(self, call: Call) -> tuple[CachedPrompt, torch.Tensor, torch.Tensor | None, Tokens]:
+        """
+        What the cache holds, the mask of its columns (B, columns), the caller's whole mask (B, seen + L) or None, and
+        the new tokens' arguments (B, L).
+        """
+        tokens = call.tokens
+        if tokens.inputs_embeds is not None:
+            raise ValueError(
+                "`inputs_embeds` came with videos, packed rows, `pruned_length` or a cache of such a call, where ids "
+                "say what each token is. Pass `input_ids` instead."
+            )
+        cached = resume_cache(call.cache, tokens, {} if self.vision_is_causal else call.vision, call.pruned_length)
+        order = token_order(tokens.position_ids, self.num_axes)
+        past_mask, whole_mask, tokens = slice_uncached(tokens, cached, self.num_axes)
+        if order is not None and cached.seen == 0 and call.packed_rows is not False:
+            tokens.sample_ids = find_samples(check_shape("position_ids", order, *tokens.shape), tokens.padding_mask)
+        return cached.hide(past_mask), past_mask, whole_mask, tokens
 
-def split_off(tokens: Tokens, cached: CachedPrompt, num_axes: int) -> tuple[torch.Tensor, torch.Tensor | None, Tokens]:
+
+def slice_uncached(
+    tokens: Tokens, cached: CachedPrompt, num_axes: int
+) -> tuple[torch.Tensor, torch.Tensor | None, Tokens]:
     """
     Cuts a call's arguments where the cache ends: the mask of the cached columns (B, columns), the caller's whole
-    padding mask (B, seen + L) or None, and the new tokens' arguments (B, L). Raises `ValueError` for other lengths.
+    padding mask (B, seen + L) or None, and the new tokens' arguments (B, L). Raises `ValueError` for other shapes.
     """
     batch_size, length = tokens.shape
     seen = KeptSequence(cached.kept_indices, cached.seen)
-    past_mask, whole_mask, mask = seen.take_mask(None), tokens.padding_mask, tokens.attention_mask
-    if isinstance(mask, dict) or (mask is not None and mask.dim() not in (2, 4)):
-        found = "is a dict" if isinstance(mask, dict) else f"has {mask.dim()} dimensions"
-        raise ValueError(
-            f"`attention_mask` {found}, but must be a padding mask (batch, length) or (batch, heads, length, length)."
-        )
-    if whole_mask is not None:
-        if whole_mask.shape[-1] != cached.seen + length:
+    past_mask, mask = seen.take_mask(None), tokens.padding_mask
+    if tokens.attention_mask is not None:
+        if mask is None or mask.shape[-1] != cached.seen + length:
+            found = "of another kind" if mask is None else f"{tuple(mask.shape)}"
             raise ValueError(
-                f"`attention_mask` has {whole_mask.shape[-1]} columns, but the sequence has {length} new tokens after "
-                f"{cached.seen} cached ones. It must cover both, dropped tokens included, or be None."
+                f"`attention_mask` is {found}, but must be a padding mask ({batch_size}, {cached.seen + length}): "
+                f"{length} new tokens after {cached.seen} cached ones, dropped tokens included; or None."
             )
-        if cached.seen:
-            past_mask = seen.take_mask(whole_mask[:, : cached.seen])
-        mask = whole_mask[:, cached.seen :]
+        past_mask = seen.take_mask(mask[:, : cached.seen])
     types, positions = tokens.mm_token_type_ids, tokens.position_ids
     if types is not None:
         if types.shape[-1] == cached.seen + length:
@@ -268,54 +350,25 @@ def split_off(tokens: Tokens, cached: CachedPrompt, num_axes: int) -> tuple[torc
             positions = positions[1:]  # behind what counts the tokens
         axes = int(positions.dim() == 3 and len(positions) == num_axes)
         positions = check_shape("position_ids", positions, batch_size, length, axes, num_axes)
-    return past_mask, whole_mask, replace(tokens, attention_mask=mask, mm_token_type_ids=types, position_ids=positions)
+    new_mask = None if mask is None else mask[:, cached.seen :]
+    return past_mask, mask, replace(tokens, attention_mask=new_mask, mm_token_type_ids=types, position_ids=positions)
 
 
-def drop_tokens(
-    tokens: Tokens,
-    of_videos: torch.Tensor,
-    video: VideoFeatures | None,
-    num_dropped: list[int],
-    rows: RowPlan,
-    pruned_length: int | None,
-    closes_gaps: bool,
-) -> tuple[KeptSequence, torch.Tensor | None]:
-    """
-    What is left of rows without the placeholders of dropped blocks, all of one length, and the tokens (B, L) that
-    positions close up on, or None. of_videos: (B, L) placeholders. num_dropped: tokens that each video loses.
-    """
-    keeps, dropped = torch.ones_like(of_videos), None
-    if video is not None and any(num_dropped):
-        keep_mask = torch.cat([mask.flatten() for mask in video.keep_mask])
-        keeps = keep_tokens(of_videos, keep_mask.to(keeps.device))
-    if closes_gaps:
-        dropped = ~keeps  # without padding: positions close only the gaps of dropped tokens
-    if rows.drops_padding and tokens.padding_mask is not None:
-        keeps = keeps & tokens.padding_mask.bool()
-    return gather_columns(keeps, rows.new_length(num_dropped, keeps, pruned_length), rows.padded_right), dropped
-
-
-def what_is_left(
+def gather_tokens(
     tokens: Tokens, sequence: KeptSequence, dropped: torch.Tensor | None, past_mask: torch.Tensor, filler_id: int
 ) -> Tokens:
     """
     The new tokens' arguments on the sequence that is left, (B, L'); its mask covers cached columns too, (B, columns +
-    L'), or is (B, heads, L', L'). dropped: (B, L) tokens that positions close up on, or None.
+    L'). dropped: (B, L) tokens that positions close up on, or None.
     """
 
     def take(tensor: torch.Tensor | None, filler: float) -> torch.Tensor | None:
         return None if tensor is None else sequence.take(tensor, filler)
 
     assert tokens.position_ids is not None  # set by `prune`
-    mask = tokens.attention_mask
-    if isinstance(mask, torch.Tensor) and mask.dim() == 4:
-        mask = sequence.take_4d_mask(mask)
-    else:
-        mask = torch.cat([past_mask, sequence.take_mask(tokens.padding_mask)], dim=-1)
     return Tokens(
         input_ids=take(tokens.input_ids, filler_id),
-        inputs_embeds=take(tokens.inputs_embeds, 0.0),
-        attention_mask=mask,
+        attention_mask=torch.cat([past_mask, sequence.take_mask(tokens.padding_mask)], dim=-1),
         position_ids=sequence.take_position_ids(tokens.position_ids, dropped, tokens.sample_ids),
         mm_token_type_ids=take(tokens.mm_token_type_ids, 0),
         sample_ids=take(tokens.sample_ids, 0),

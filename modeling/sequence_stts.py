@@ -5,6 +5,7 @@ numbers of tokens: shorter rows then get filler columns, which are masked.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,7 @@ IGNORED_LABEL = -100
 class Tokens:
     """
     A call's arguments per token. input_ids, position_ids, mm_token_type_ids, sample_ids: (B, L). inputs_embeds:
-    (B, L, hidden size), in place of ids or beside them. attention_mask: (B, L), also (B, columns + L) with a cache, or
-    (B, heads, L, L), or one such for each kind of layer, by its name, as native `generate` has them for a static cache.
+    (B, L, hidden size). attention_mask: (B, L), also (B, columns + L) with a cache; other forms are for native code.
     position_ids: also (axes, B, L), where a token has several. sample_ids: which of several samples in a row a token
     belongs to, or None for one sample a row.
     """
@@ -61,6 +61,12 @@ class Tokens:
         tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
         assert tokens is not None  # `shape` comes first
         return tokens.device
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of a native forward."""
+        names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_token_type_ids")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def padding_mask(self) -> torch.Tensor | None:
@@ -122,20 +128,6 @@ class KeptSequence:
             return (~self.is_filler).long()
         return self.take(attention_mask.long(), 0)
 
-    def take_4d_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(B, heads, L, L) mask, bool or additive, as (B, heads, L', L'). Raises `ValueError` for other shapes."""
-        if attention_mask.shape[-2:] != (self.length, self.length):
-            raise ValueError(
-                f"`attention_mask` has shape {tuple(attention_mask.shape)}, but a 4D mask beside videos must be "
-                f"(batch, heads, {self.length}, {self.length}), as long as the sequence both ways. "
-                "Pass the 2D padding mask instead."
-            )
-        index = self.kept_indices.clamp_min(0)
-        masks = attention_mask.expand(index.shape[0], -1, -1, -1)
-        masks = torch.stack([mask[:, rows][:, :, rows] for mask, rows in zip(masks, index, strict=True)])
-        hidden = False if masks.dtype == torch.bool else torch.finfo(masks.dtype).min
-        return masks.masked_fill(self.is_filler[:, None, None, :], hidden)
-
     def take_position_ids(
         self, position_ids: torch.Tensor, dropped: torch.Tensor | None = None, sample_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -160,10 +152,8 @@ def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None
     Samples that share a row: a new one begins wherever (B, L) positions do not grow. Tokens that a (B, L) mask hides
     begin none, whatever their positions. Returns (B, L) numbers.
     """
-    if attention_mask is None:
-        restarts = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) <= 0
-        return restarts.long().cumsum(-1)
-    shown = attention_mask.bool()
+    mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask
+    shown = mask.bool()
     place = torch.arange(shown.shape[-1], device=shown.device).expand_as(shown)
     last_shown = nn.functional.pad(torch.where(shown, place, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
     grows = position_ids > position_ids.gather(-1, last_shown.clamp_min(0))
@@ -179,13 +169,6 @@ def token_order(position_ids: torch.Tensor | None, num_axes: int) -> torch.Tenso
     if not num_axes or not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3:
         return position_ids  # `Tokens.shape` refuses what is no tensor
     return position_ids[0] if len(position_ids) == 1 + num_axes else None
-
-
-def any_row_is_packed(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> bool:
-    """Whether a row of (B, L) positions holds more than one sample, by `find_samples`; forces a host-device sync."""
-    shown = torch.ones_like(position_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    samples = find_samples(position_ids, shown)
-    return bool((torch.where(shown, samples, 0).amax(-1) > 1).any())
 
 
 def keep_tokens(video_placeholders: torch.Tensor, keep_mask: torch.Tensor) -> torch.Tensor:

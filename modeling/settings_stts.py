@@ -48,26 +48,24 @@ def check_loss_weight(value: float) -> None:
 @dataclass(kw_only=True, repr=False, eq=False)
 class PruningSettings:
     r"""
-    What a vision config says of pruning. Goes beside a native vision config, under `@strict`.
+    Pruning fields of a vision config. Goes beside a native vision config, under `@strict`.
 
     pruning_ratio (`float`, *optional*, defaults to 0.5):
         Share `k` in [0, 1] of each video's blocks that is dropped. Every call may override it.
     pruning_layer (`int`, *optional*, defaults to 3):
         Zero-based layer `l`: layers `0..l` run on all patches, layer `l + 1` takes the bias, later ones see survivors.
     selector (`str`, *optional*, defaults to `"scorer"`):
-        What ranks the blocks: `"scorer"` (learned), `"cosine"` (most similar to the previous frame goes first, needs
-        no training) or `"random"`.
+        `"scorer"` (learned), `"cosine"` (most similar to the previous frame goes first, untrained) or `"random"`.
     selector_seed (`int`, *optional*, defaults to 0):
-        Seed of `selector="random"`. Every video is drawn from this seed, so that a video's result does not depend on
-        its batch. In training mode the global generator is used instead.
+        Seed of `"random"`, the same for each video. In training mode the global generator is used instead.
     score_rescaling (`str`, *optional*, defaults to `"row"`):
         Range over which scores are stretched to `[e^-2, 1]` before the logarithm: each `"row"` of the patch grid
         (released checkpoints), each `"frame"`, or `"none"` (the paper's plain logarithm).
     packing (`str`, *optional*, defaults to `"varlen"`):
         Layout of the surviving patches: `"varlen"` (one flat sequence) or `"first_fit_descending"` (Algorithm 1).
     refill_single_frame_bins (`bool`, *optional*, defaults to `False`):
-        Whether a frame that is alone in its bin keeps its dropped patches as context until the ViT ends, as the
-        released training code does. Needs `packing="first_fit_descending"`.
+        Whether a frame alone in its bin keeps its dropped patches as context until the ViT ends, as in the released
+        training code. Needs `packing="first_fit_descending"`.
     """
 
     pruning_ratio: float | int = validated_field(check_ratio_field, default=0.5)
@@ -168,10 +166,10 @@ else:
 
 class PruningConfig(ModelConfig):
     """
-    Mixin that goes before a native model config, under `@strict`: it takes settings of the vision config as arguments,
-    a stock checkpoint as one of its own, and saves an entry for every auto class that a checkpoint serves.
+    Mixin that goes before a native model config, under `@strict`: takes settings of the vision config as arguments,
+    loads stock checkpoints, and saves an entry for every auto class.
 
-    native: the stock config's class. family: what its users call it. vision_model_type: of the vision config.
+    native: the stock config's class. family: its name in messages. vision_model_type: of the vision config.
     vision_settings: fields of the vision config that are arguments too. vision_names: what files call the vision
     config. auto_classes: the `auto_map` of a checkpoint.
     """
@@ -210,8 +208,8 @@ class PruningConfig(ModelConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """
-        As in transformers; settings of the vision config may be given as `kwargs`. They and those of training are there
-        when the config is checked, where transformers would set them afterwards.
+        As in transformers; `kwargs` may hold settings of the vision config. They and those of training are set before
+        the config is checked; transformers would set them afterwards.
         """
         given = {name: kwargs.pop(name) for name in (*cls.vision_settings, *TRAINING_FIELDS) if name in kwargs}
         return super().from_dict(config_dict | given, **kwargs)
@@ -221,9 +219,8 @@ class PruningConfig(ModelConfig):
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
-        As in transformers; a stock checkpoint's configuration becomes an STTS one, with a note on the scorer. Raises
-        `OSError` where there is no `config.json` (transformers would use the sizes of a large model) and `ValueError`
-        for any other model's.
+        As in transformers; a stock checkpoint's configuration becomes an STTS one, with a warning about the scorer.
+        Raises `OSError` where there is no `config.json` and `ValueError` for another model's.
         """
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if not config:

@@ -61,8 +61,7 @@ def make_mask(
     """
     tokens = pruned.tokens
     samples, padding_mask, types = tokens.sample_ids, tokens.padding_mask, tokens.mm_token_type_ids
-    if padding_mask is None:
-        return tokens.attention_mask
+    assert padding_mask is not None  # `gather_tokens` makes it
     # Always given: a plain causal mask may be left out, and gaps in the positions then look like packed samples.
     blocks = torch.full_like(pruned.kept_indices, -1)
     if types is not None:

@@ -1,67 +1,45 @@
-"""The walks in docs/reading.md are the orders in which real calls go through the code."""
+"""Each name in the walks of docs/reading.md is defined in the file that its row, or the last one above it, gives."""
 
+import ast
 import re
-import sys
-from collections import Counter
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from pathlib import Path
 
-import torch
+import pytest
 
-from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from tests.clips import write_clip
 from tests.conftest import REPOSITORY
-from tests.training_files import train, write_config, write_data
+
+SOURCES = [REPOSITORY / "modeling", REPOSITORY / "src" / "stts_hf"]
 
 
-def called_by(function: Callable[[], Any]) -> tuple[list[str], Any]:
-    """Qualified names of our functions that a call goes through, in order, and what it returns."""
-    names: list[str] = []
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and "/stts_hf/" in frame.f_code.co_filename:
-            names.append(frame.f_code.co_qualname)
-
-    sys.setprofile(note)
-    try:
-        result = function()
-    finally:
-        sys.setprofile(None)
-    return names, result
-
-
-def listed_under(heading: str) -> list[str]:
+def rows(heading: str) -> list[tuple[str, str]]:
+    """Name and file of each row."""
     section = (REPOSITORY / "docs" / "reading.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| `([\w.]+)` \|", section, re.M)
+    found, file = [], ""
+    for name, given in re.findall(r"^\| `([\w.]+)` \| (?:`([\w/]+)`)? ?\|", section, re.M):
+        file = given or file
+        found.append((name, file))
+    return found
 
 
-def check_walk(names: list[str], heading: str, repeated: dict[str, int]) -> None:
-    """All listed calls come in the page's order, each once but for those `repeated` so many times."""
-    listed = listed_under(heading)
-    happened = [name for name in names if name in listed]
-    assert list(dict.fromkeys(happened)) == listed
-    assert {name: count for name, count in Counter(happened).items() if count > 1} == repeated
+def defined_in(file: Path) -> set[str]:
+    """Functions, and methods with their class, of a file."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return names
 
 
-def test_from_processor_to_logits(hub_configs, tmp_path):
-    processor = STTSProcessor.from_pretrained(hub_configs / "stts-tiny")
-    model = STTSForConditionalGeneration.from_pretrained(hub_configs / "stts-tiny").eval()
-    clip = str(write_clip(tmp_path / "clip.mp4", 10))
-    before, inputs = called_by(
-        lambda: processor(text=["<|video|> What?"], videos=[clip], num_frames=3, return_tensors="pt")
-    )
-    with torch.no_grad():
-        after, output = called_by(lambda: model(**inputs))
-    assert output.logits.shape[:2] == output.kept_indices.shape
-    layers_from_the_drop_on = 4  # of 6, with the pruning layer 1
-    check_walk(before + after, "From `processor(...)` to `logits`", {"packed_attention": layers_from_the_drop_on})
-
-
-def test_from_a_yaml_file_to_the_first_gradient(tmp_path):
-    more = 'pack_to: 700\nsave_strategy: "no"\nreport_to: none\n'
-    config = write_config(tmp_path, write_data(tmp_path, clips=3), tmp_path / "out", more=more)
-    names, status = called_by(lambda: train(config))
-    assert status == 0
-    repeated = {"render": 3, "count_tokens": 3, "encode": 3}  # each row once
-    check_walk(names, "From a YAML file to the first gradient", repeated)
+@pytest.mark.parametrize(
+    ("heading", "most_files"),
+    [("From `processor(...)` to `logits`", 10), ("From a YAML file to the first gradient", 12)],
+)
+def test_names_of_a_walk_are_where_it_says(heading, most_files):
+    walk = rows(heading)
+    assert len(walk) > 10
+    for name, file in walk:
+        (path,) = (folder / f"{file}.py" for folder in SOURCES if (folder / f"{file}.py").is_file())
+        assert name in defined_in(path), (name, file)
+    assert len({file for _, file in walk}) <= most_files

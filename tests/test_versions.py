@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from transformers.dynamic_module_utils import get_relative_imports
 
 import stts_hf
 from stts_hf.versions import check_versions
@@ -59,20 +58,6 @@ def test_remote_code_names_the_torch_it_needs(monkeypatch):
     pretend(monkeypatch, "torch", "2.8.0")
     with pytest.raises(ImportError, match=r"^torch>=2\.9 is required .* found torch==2\.8\.0"):
         runpy.run_path(str(REPOSITORY / "modeling" / "configuration_stts.py"))
-
-
-@pytest.mark.parametrize("file", ENTRY_FILES)
-def test_an_entry_file_names_all_files_behind_it(file):
-    """transformers 4 copies no others next to it, and would say that one is missing, not that it is too old."""
-
-    def named(file: str) -> set[str]:
-        return {f"{name}.py" for name in get_relative_imports(REPOSITORY / "modeling" / file)}
-
-    behind, left = set(), {file}
-    while left:
-        behind |= left
-        left = set().union(*map(named, left)) - behind
-    assert behind - {file} <= named(file) | {file}, f"name the missing files under TYPE_CHECKING of {file}"
 
 
 @pytest.mark.parametrize("file", ENTRY_FILES)

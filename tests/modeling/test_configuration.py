@@ -12,6 +12,7 @@ from huggingface_hub.errors import (
     StrictDataclassFieldValidationError,
 )
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config, Molmo2VisionConfig
+from transformers.utils import logging
 
 from stts_hf.modeling import configuration_stts
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
@@ -351,7 +352,7 @@ def test_settings_are_arguments_of_from_pretrained_of_an_stts_folder(changed_con
 )
 def test_a_molmo2_folder_warns_of_the_scorer_only_where_it_ranks(settings, warns, tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(configuration_stts.logger, "warning", said.append)
+    monkeypatch.setattr(logging.get_logger(configuration_stts.__name__), "warning", said.append)
     Molmo2Config().save_pretrained(tmp_path)
     STTSConfig.from_pretrained(tmp_path, **settings)
     assert any("untrained" in message for message in said) is warns

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from stts_hf.modeling.sequence_stts import Tokens
 from tests.modeling.reference import (
     CLOSE,
     assert_gradients_equal,
@@ -55,17 +54,6 @@ def test_rows_of_a_batch_equal_the_naive_construction(model, rows, padding_side)
             torch.testing.assert_close(logits_of_row(outputs, inputs, index), expected.logits, **CLOSE)
 
 
-@pytest.mark.parametrize("rows", [BATCHES["different_lengths"], BATCHES["image_and_video_in_one_row"]])
-@pytest.mark.parametrize("pruning_ratio", [0.0, 0.3, 1.0])
-def test_rows_equal_the_naive_construction_at_every_ratio(model, rows, pruning_ratio):
-    inputs = build_inputs(rows)
-    with torch.no_grad():
-        outputs = model(**inputs, pruning_ratio=pruning_ratio)
-        for index, row in enumerate(one_by_one(inputs, rows)):
-            expected = naive_forward(model, row, pruning_ratio)
-            torch.testing.assert_close(logits_of_row(outputs, inputs, index), expected.logits, **CLOSE)
-
-
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_losses_and_gradients_equal_those_of_separate_rows(model, padding_side):
     rows: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9], [6]]
@@ -94,44 +82,6 @@ def check_losses(model, outputs, separate):
     torch.testing.assert_close(outputs.temporal_loss, temporal_loss, atol=1e-6, rtol=0)
     torch.testing.assert_close(outputs.loss, task_loss + temporal_loss, atol=1e-5, rtol=0)
     assert_gradients_equal(gradients(model, outputs.loss), gradients(model, task_loss + temporal_loss))
-
-
-@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5])
-def test_embeddings_in_place_of_ids_give_the_same(model, pruning_ratio):
-    rows = BATCHES["image_and_video_in_one_row"]
-    inputs = build_inputs(rows)
-    with torch.no_grad():
-        expected = model(**inputs, pruning_ratio=pruning_ratio)
-        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
-        outputs = model(**inputs, inputs_embeds=embeds, pruning_ratio=pruning_ratio)
-    assert torch.equal(outputs.kept_indices, expected.kept_indices)
-    for index in range(len(rows)):
-        assert torch.equal(logits_of_row(outputs, inputs, index), logits_of_row(expected, inputs, index))
-
-
-@pytest.mark.parametrize("kind", ["bool", "additive"])
-@pytest.mark.parametrize("expanded", [True, False], ids=["per_row", "one_for_all_rows"])
-def test_a_4d_mask_is_cut_in_step(model, kind, expanded):
-    rows: list[list[Part]] = [[3, Video(4), 5], [2, Video(3), 18]]  # equally long, so that one mask can serve both
-    inputs = build_inputs(rows)
-    with torch.no_grad():
-        expected = model(**inputs)
-        length = inputs["input_ids"].shape[1]
-        vision = inputs["mm_token_type_ids"].bool()
-        masks = torch.ones(length, length, dtype=torch.bool).tril() | (vision[:, :, None] & vision[:, None, :])
-        if not expanded:  # causal among vision tokens, for both rows: only the shape is of interest
-            masks = torch.ones(1, length, length, dtype=torch.bool).tril()
-            expected = model(**{name: value for name, value in inputs.items() if name != "mm_token_type_ids"})
-        masks = masks[:, None]
-        if kind == "additive":
-            masks = torch.where(masks, 0.0, torch.finfo(torch.float32).min)
-        outputs = model(**(inputs | {"attention_mask": masks}))
-    for index in range(2):
-        torch.testing.assert_close(
-            outputs.logits[index, outputs.kept_indices[index] >= 0],
-            expected.logits[index, expected.kept_indices[index] >= 0],
-            **CLOSE,
-        )
 
 
 @pytest.mark.parametrize("rows", [BATCHES["different_lengths"], BATCHES["image_and_video_in_one_row"]])
@@ -163,8 +113,9 @@ def test_images_and_videos_are_told_apart_without_frame_tokens(model, rows):
     inputs = build_inputs(rows)
     ids = inputs["input_ids"]
     wrapped = torch.where(ids == FRAME_START, IMAGE_START, torch.where(ids == FRAME_END, IMAGE_END, ids))
-    expected = model.model.find_placeholders(Tokens(ids), True, True)
-    for ours, theirs in zip(model.model.find_placeholders(Tokens(wrapped), True, True), expected, strict=True):
+    vision = (*model.model.video_inputs, *model.model.image_inputs)
+    expected = model.model.find_placeholders(ids, vision)
+    for ours, theirs in zip(model.model.find_placeholders(wrapped, vision), expected, strict=True):
         assert theirs.any()
         assert torch.equal(ours, theirs)
     with torch.no_grad():

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
-from tests.modeling.reference import CLOSE, Inputs, logits_of_row, one_by_one
+from tests.modeling.reference import CLOSE, Inputs, logits_of_row
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
 
 BATCHES: dict[str, list[list[Part]]] = {
@@ -101,25 +101,6 @@ def test_a_static_cache_is_filled_by_forward(model, rows, positions):
     torch.testing.assert_close(again.logits, further.logits, **CLOSE)
 
 
-@pytest.mark.parametrize("rows", [[[6, Video(3), 4]], [[6, Video(3), 4], [6, Video(2), 16]]], ids=["one", "two"])
-@torch.no_grad()
-def test_a_video_after_cached_text_equals_one_call(model, rows):
-    inputs = build_inputs(rows)
-    whole = model(**inputs)
-    head = {name: inputs[name][:, :6] for name in ("input_ids", "attention_mask")}
-    cache = model(**head, past_key_values=DynamicCache()).past_key_values
-    rest = inputs | {name: inputs[name][:, 6:] for name in ("input_ids", "mm_token_type_ids")}
-    outputs = model(**rest, past_key_values=cache)
-    kept = outputs.kept_indices
-    for row in range(len(rows)):
-        real = kept[row] >= 0
-        expected = whole.logits[row, whole.kept_indices[row] >= 6]
-        torch.testing.assert_close(outputs.logits[row, real], expected, **CLOSE)
-    step = model(input_ids=torch.full((len(rows), 1), 9), past_key_values=cache)
-    further = model(input_ids=torch.full((len(rows), 1), 9), past_key_values=model(**inputs).past_key_values)
-    torch.testing.assert_close(step.logits, further.logits, **CLOSE)
-
-
 @torch.no_grad()
 def test_a_copied_cache_goes_its_own_way(model):
     inputs = build_inputs(BATCHES["padded"])
@@ -144,18 +125,6 @@ def test_forward_goes_on_after_generate(model):
     # The last token of an answer was never an input.
     outputs = model(input_ids=whole["input_ids"][:, -3:], past_key_values=first.past_key_values)
     torch.testing.assert_close(outputs.logits, expected.logits[:, -3:], **CLOSE)
-
-
-@torch.no_grad()
-def test_a_row_of_a_batch_continues_as_it_would_alone(model):
-    rows = BATCHES["padded"]
-    inputs = build_inputs(rows)
-    cache = model(**inputs, use_cache=True).past_key_values
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
-    together = model(input_ids=torch.full((3, 1), 11), attention_mask=mask, past_key_values=cache)
-    for index, row in enumerate(one_by_one(inputs, rows)):
-        alone = model(**with_text(row, torch.tensor([[11]])))
-        torch.testing.assert_close(together.logits[index], alone.logits[0, -1:], **CLOSE)
 
 
 @torch.no_grad()

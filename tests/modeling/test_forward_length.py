@@ -1,12 +1,12 @@
 """`pruned_length`: every row gets the length asked for, and nothing else changes."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from stts_hf.modeling import modeling_stts
+from stts_hf.modeling.pruning_stts import Call
 from stts_hf.modeling.sequence_stts import Tokens
 from stts_hf.modeling.vision_tokens_stts import make_mask
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row, returned_by
@@ -90,7 +90,7 @@ def test_a_padding_mask_for_flash_attention_stays_as_it_is(model):
     model.model.config.text_config._attn_implementation = "flash_attention_2"
     inputs = build_inputs([[9], [6]])
     tokens = Tokens(**{name: inputs.get(name) for name in PER_ROW[:3]})
-    pruned = model.model.prune(tokens, {}, pruned_length=12)
+    pruned = model.model.prune(Call(tokens, pruned_length=12))
     mask = make_mask(model.config.text_config, pruned, torch.zeros(2, 12, 4), None)
     assert mask.bool().tolist() == [[False] * (12 - count) + [True] * count for count in (9, 6)]
 
@@ -145,28 +145,12 @@ def test_a_batch_without_videos_that_fits_is_stock(model):
     assert torch.equal(outputs.logits, expected.logits)
 
 
-def test_a_4d_mask_is_shortened_and_filled(model):
-    inputs = build_inputs([ROWS[0]], labels=True)
-    inputs["attention_mask"] = (
-        inputs["attention_mask"][:, None, None].bool().expand(-1, 1, inputs["input_ids"].shape[1], -1).tril()
-    )
-    expected, outputs = model(**inputs), model(**inputs, pruned_length=50)
-    kept = outputs.kept_indices[0] >= 0
-    assert outputs.logits.shape[1] == 50
-    torch.testing.assert_close(outputs.logits[0, kept], expected.logits[0], **CLOSE)
-
-
 @pytest.mark.parametrize(("rows", "row"), [(ROWS, 0), ([ROWS[1], ROWS[0]], 1), ([ROWS[0]], 0)])
 def test_a_row_too_long_is_named(model, rows, row):
     inputs = build_inputs(rows, labels=True)
     length = longest(model, inputs)
     with pytest.raises(ValueError, match=rf"`pruned_length` is {length - 1}, but row {row} has {length} tokens left"):
         model(**inputs, pruned_length=length - 1)
-
-
-def test_a_text_too_long_is_named(model):
-    with pytest.raises(ValueError, match="`pruned_length` is 8, but row 1 has 9 tokens left"):
-        model(**build_inputs([[4], [9]]), pruned_length=8)
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.0, True, "9"])
@@ -200,10 +184,3 @@ def test_a_cache_filled_with_filler_goes_on_in_the_callers_positions(model):
 def test_generate_refuses_it():
     with pytest.raises(ValueError, match="`pruned_length` is for training"):
         tiny_model().generate(**build_inputs([ROWS[0]]), pruned_length=60, max_new_tokens=1)
-
-
-def test_generate_takes_none():
-    options = {"max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
-    inputs = build_inputs([ROWS[0]])
-    model: Any = tiny_model()
-    assert torch.equal(model.generate(**inputs, **options, pruned_length=None), model.generate(**inputs, **options))

@@ -76,13 +76,6 @@ def test_features_of_rows_are_not_searched_for(model, rows, monkeypatch):
         assert torch.equal(found, expected)
 
 
-def test_pruning_changes_the_answer(model):
-    """Otherwise the tests of this file would show nothing about pruning."""
-    inputs = build_inputs(PROMPTS["one_video"])
-    answers = [model.generate(**inputs, **GREEDY, pruning_ratio=ratio) for ratio in (0.0, 0.5, 1.0)]
-    assert len({tuple(answer[0].tolist()) for answer in answers}) == len(answers)
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "without_cache": {"use_cache": False},
     "static_cache": {"cache_implementation": "static", "disable_compile": True},
@@ -107,19 +100,6 @@ def test_every_way_of_caching_gives_the_tokens_of_recomputing(model, rows, way, 
         expected = model.generate(**inputs, **GREEDY)
     arguments = {name: value() if isinstance(value, type) else value for name, value in way.items()}
     assert torch.equal(model.generate(**inputs, **GREEDY, **arguments), expected)
-
-
-@pytest.mark.parametrize("rows", [PROMPTS["one_video"], PROMPTS["images_and_videos"]], ids=["one", "mixed"])
-def test_beam_search_equals_beam_search_row_by_row(model, rows):
-    inputs = build_inputs(rows)
-    settings = GREEDY | {"num_beams": 3, "num_return_sequences": 2}
-    sequences = model.generate(**inputs, **settings)
-    length = inputs["input_ids"].shape[1]
-    assert torch.equal(sequences[:, :length], inputs["input_ids"].repeat_interleave(2, 0))
-    alone = [model.generate(**row, **settings)[:, -NEW_TOKENS:] for row in one_by_one(inputs, rows)]
-    assert torch.equal(sequences[:, length:], torch.cat(alone))
-    without_cache = model.generate(**inputs, **settings, use_cache=False)
-    assert torch.equal(sequences, without_cache)
 
 
 def test_one_beam_of_many_scores_at_least_as_well_as_greedy(model):
@@ -147,13 +127,6 @@ def test_sampling_equals_drawing_from_recomputed_scores(model, copies):
             drawn = torch.multinomial((scores / 0.7).softmax(-1), num_samples=1)
             prompts = torch.cat([prompts, drawn], dim=-1)
     assert torch.equal(sequences, prompts)
-
-
-def test_embeddings_in_place_of_ids_give_the_same_answer(model):
-    inputs = build_inputs(PROMPTS["images_and_videos"])
-    expected = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
-    assert torch.equal(model.generate(**inputs, **GREEDY, inputs_embeds=embeds), expected)
 
 
 def test_positions_of_the_caller_are_followed(model):

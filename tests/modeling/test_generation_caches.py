@@ -46,20 +46,6 @@ def test_a_second_turn_sees_the_whole_conversation(backbone, any_model, rows, se
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("beside", ["alone", "beside_ids"])
-def test_embeddings_of_a_second_turn(backbone, any_model, beside):
-    inputs, cache = second_turn(any_model, padded_row(backbone))
-    expected = any_model.generate(**inputs, **GREEDY)
-    embeds = any_model.get_input_embeddings()(inputs["input_ids"])
-    given = without_vision(inputs) | {"inputs_embeds": embeds}
-    length = inputs["input_ids"].shape[1]
-    if beside == "alone":
-        del given["input_ids"]
-    found = any_model.generate(**given, **GREEDY, past_key_values=cache)
-    assert torch.equal(found[:, -6:], expected[:, -6:])
-    assert found.shape[1] == (6 if beside == "alone" else length + 6)
-
-
 def test_a_crop_of_hidden_columns_keeps_the_positions(backbone, any_model):
     inputs = build(backbone)
     cache = any_model(**inputs).past_key_values

@@ -30,18 +30,6 @@ def first_turn(model, inputs: Inputs, **settings):
     return model.generate(**inputs, **(GREEDY | settings), return_dict_in_generate=True)
 
 
-@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("rows", PROMPTS.values(), ids=PROMPTS.keys())
-def test_the_whole_conversation_without_a_cache_is_an_ordinary_prompt(model, rows, pruning_ratio):
-    inputs = build_inputs(rows)
-    sequences = model.generate(**inputs, **GREEDY, pruning_ratio=pruning_ratio)
-    turn = longer(inputs, sequences, num_tokens=0)
-    # The answer so far as part of the prompt must be continued as one longer answer would be.
-    continued = model.generate(**turn, **GREEDY, pruning_ratio=pruning_ratio)
-    at_once = model.generate(**inputs, **(GREEDY | {"max_new_tokens": 2 * NEW_TOKENS}), pruning_ratio=pruning_ratio)
-    assert torch.equal(continued, at_once)
-
-
 @pytest.mark.parametrize(
     "form",
     [

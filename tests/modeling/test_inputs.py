@@ -222,20 +222,6 @@ def test_lists_and_arrays_in_place_of_tensors(call, name):
         call(**inputs)
 
 
-def test_a_mask_of_three_dimensions(call):
-    inputs = build_inputs(ROWS)
-    inputs["attention_mask"] = inputs["attention_mask"][:, None]
-    with pytest.raises(ValueError, match=r"`attention_mask` has 3 dimensions, but"):
-        call(**inputs)
-
-
-def test_a_mask_for_each_kind_of_layer(model):
-    inputs = build_inputs(ROWS)
-    inputs["attention_mask"] = {"full_attention": inputs["attention_mask"]}
-    with pytest.raises(ValueError, match=r"`attention_mask` is a dict, but must be a padding mask"):
-        model(**inputs)
-
-
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_labels_of_another_length(model, name):
     inputs = build_inputs(ROWS, labels=True)
@@ -249,15 +235,8 @@ def test_a_mask_of_the_wrong_length(call, columns):
     inputs = build_inputs(ROWS)
     length = inputs["input_ids"].shape[1]
     inputs["attention_mask"] = torch.ones(2, length + columns, dtype=torch.int64)
-    with pytest.raises(ValueError, match=rf"`attention_mask` has {length + columns} columns, .* {length} new tokens"):
+    with pytest.raises(ValueError, match=rf"`attention_mask` .*{length + columns}.*{length} new tokens"):
         call(**inputs)
-
-
-def test_a_4d_mask_of_the_wrong_length(model):
-    inputs = build_inputs(ROWS)
-    inputs["attention_mask"] = torch.ones(2, 1, 7, 7, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"`attention_mask` has shape \(2, 1, 7, 7\), but a 4D mask .* 2D padding"):
-        model(**inputs)
 
 
 @pytest.mark.parametrize("name", ["position_ids", "mm_token_type_ids", "labels"])
@@ -317,3 +296,22 @@ def test_generate_needs_a_2d_mask(model):
     length = inputs["input_ids"].shape[1]
     with pytest.raises(ValueError, match="`attention_mask` has 4 dimensions, but `generate` needs the 2D"):
         model.generate(**inputs | {"attention_mask": torch.ones(1, 1, length, length)}, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [lambda mask: mask[:, None], lambda mask: mask[:, None, None], lambda mask: {"full_attention": mask}],
+    ids=["3d", "4d", "by-layer"],
+)
+def test_masks_that_are_none_of_padding(model, mask):
+    inputs = build_inputs(ROWS)
+    inputs["attention_mask"] = mask(inputs["attention_mask"])
+    with pytest.raises(ValueError, match="`attention_mask` is of another kind, but must be a padding mask"):
+        model(**inputs)
+
+
+def test_embeddings_beside_a_video(call, model):
+    inputs = build_inputs(ROWS)
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    with pytest.raises(ValueError, match=r"`inputs_embeds` .* `input_ids`"):
+        call(**inputs)

@@ -136,19 +136,13 @@ def test_grids_that_are_not_those_of_the_texts_runs_are_refused(model):
     swapped = inputs | {"video_grid_thw": torch.tensor([[2, 2, 6], [3, 4, 6]])}
     by_tubelet = tiny_qwen3_vl.batch(tiny_qwen3_vl.samples([[3, Video(3), 4]]))
     for wrong, message in (
-        (swapped, r"`video_grid_thw` is \[\(2, 2, 6\), .* must have 6 tokens, one run for each video, .* it has 18"),
-        (by_tubelet, "`video_grid_thw` is .* run 0 .* must have 18 tokens, one run for each video, .* it has 6"),
+        (swapped, "`video_grid_thw` makes runs"),
+        (by_tubelet, "`video_grid_thw` makes runs"),
     ):
         with pytest.raises(ValueError, match=message):
             model(**wrong)
         with pytest.raises(ValueError, match=message):
             model.generate(**text_of(wrong), max_new_tokens=2)
-
-
-def test_other_backbones_checkpoints_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "stts_qwen3_vl"}))
-    with pytest.raises(ValueError, match=r"is a .stts_qwen3_vl. model, but must be an STTS or Qwen2\.5-VL checkpoint"):
-        STTSQwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

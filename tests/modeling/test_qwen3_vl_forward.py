@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
 
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.naive_qwen3_vl import naive_forward
 from tests.tiny_qwen3_vl import (
     TEXT_VOCABULARY,
     Image,
-    Inputs,
     Part,
     Video,
     batch,
@@ -70,18 +68,6 @@ def test_the_comparison_notices_positions_off_by_one(model):
         outputs = model(**row, pruning_ratio=0.5)
         wrong = naive_forward(model, row, 0.5, shift=1)
     assert (outputs.logits[0] - wrong.logits).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_embeddings_in_place_of_ids_give_the_same(model, ratio):
-    inputs = batch(samples(BATCHES["several-videos-and-images"]))
-    with torch.no_grad():
-        expected = model(**inputs, pruning_ratio=ratio)
-        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
-        outputs = model(**inputs, inputs_embeds=embeds, pruning_ratio=ratio)
-    assert torch.equal(outputs.kept_indices, expected.kept_indices)
-    real = expected.kept_indices >= 0
-    torch.testing.assert_close(outputs.logits[real], expected.logits[real], **CLOSE)
 
 
 @pytest.mark.parametrize("length", [40, 60])
@@ -162,16 +148,6 @@ def test_gaps_in_positions_are_not_taken_for_packed_samples(model, use_cache, ma
 SAMPLES: list[list[Part]] = [[3, Video(4), 5], [2, Image(), 3, Video(2, 3, 2), Video(1), 6], [4], [1, Video(2), 7]]
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 1.0])
-def test_packed_samples_equal_separate_rows(model, ratio):
-    alone = samples(SAMPLES)
-    with torch.no_grad():
-        outputs = model(**pack(alone), pruning_ratio=ratio)
-        expected = torch.cat([naive_forward(model, row, ratio).logits for row in alone])
-    torch.testing.assert_close(outputs.logits[0], expected, **CLOSE)
-    assert outputs.past_key_values is None
-
-
 def test_loss_and_gradients_of_packed_samples_equal_separate_rows(model):
     alone = samples(SAMPLES)
     packed = pack(alone)
@@ -210,67 +186,6 @@ def test_no_sample_sees_another(model):
 
 
 # Caches.
-
-
-def steps_over_cache(model, inputs: Inputs, columns: list[int], cache: Any, **settings: Any) -> torch.Tensor:
-    """Logits of the last `sum(columns)` text tokens, fed some at a time after a call that holds the rest."""
-    length = inputs["input_ids"].shape[1]
-    start = length - sum(columns)
-    names = ("input_ids", "attention_mask", "mm_token_type_ids")
-    first = {name: value[:, :start] if name in names else value for name, value in inputs.items() if name != "labels"}
-    outputs = model(**first, past_key_values=cache, use_cache=True, **settings)
-    logits = []
-    for count in columns:
-        stop = start + count
-        more = {"input_ids": inputs["input_ids"][:, start:stop], "attention_mask": inputs["attention_mask"][:, :stop]}
-        outputs = model(**more, past_key_values=outputs.past_key_values)
-        logits.append(outputs.logits)
-        start = stop
-    return torch.cat(logits, dim=1)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("rows", [BATCHES["one-video"], BATCHES["several-videos-and-images"]], ids=["one", "several"])
-def test_steps_over_a_cache_equal_recomputing(model, rows, ratio, kind):
-    inputs = batch(samples([[*row, 6] for row in rows]))
-    cache: Any = DynamicCache() if kind == "dynamic" else StaticCache(model.config.text_config, max_cache_len=120)
-    with torch.no_grad():
-        whole = model(**inputs, pruning_ratio=ratio).logits[:, -6:]
-        steps = steps_over_cache(model, inputs, [1, 2, 3], cache, pruning_ratio=ratio)
-    torch.testing.assert_close(steps, whole, **CLOSE)
-
-
-@pytest.mark.parametrize("other", ["video", "image", "text", "generate"])
-def test_a_call_in_between_leaves_nothing_stale(model, other):
-    """Native Qwen3-VL counts on from `rope_deltas`, which the last call that had pixels left in the module."""
-    inputs = batch(samples([[3, Video(4), 9]]))
-    parts: dict[str, Part] = {"video": Video(2, 6, 6), "image": Image(5, 5)}
-    between = batch(samples([[2, parts.get(other, 3), 3]] * 2))
-    del between["labels"], inputs["labels"]
-    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
-    first = {name: value[:, :-6] if name in per_token else value for name, value in inputs.items()}
-    with torch.no_grad():
-        whole = model(**inputs, pruning_ratio=0.5).logits[:, -6:]
-        cache = model(**first, pruning_ratio=0.5).past_key_values
-        if other == "generate":
-            model.generate(**between, max_new_tokens=2, eos_token_id=None)
-        else:
-            model(**between, pruning_ratio=0.0)
-        model.model.rope_deltas = torch.full((2, 1), 40)  # as native code would have left them
-        steps = model(input_ids=inputs["input_ids"][:, -6:], past_key_values=cache).logits
-    torch.testing.assert_close(steps, whole, **CLOSE)
-
-
-def test_text_after_a_call_with_pixels_is_that_of_a_new_model(model):
-    text = batch(samples([[9]]))["input_ids"]
-    with torch.no_grad():
-        expected = tiny_model()(input_ids=text).logits
-        model.model.rope_deltas = torch.full((3, 1), 40)
-        cache = model(input_ids=text[:, :4]).past_key_values
-        assert torch.equal(model(input_ids=text).logits, expected)
-        steps = model(input_ids=text[:, 4:], past_key_values=cache).logits
-    torch.testing.assert_close(steps, expected[:, 4:], **CLOSE)
 
 
 @pytest.mark.parametrize("before", [[5], [3, Video(3), 5], [2, Image(), 3]], ids=["text", "video", "image"])

@@ -49,45 +49,6 @@ def test_greedy_equals_recomputing(model, rows, ratio):
     assert torch.equal(sequences, expected_sequences(model, alone, ratio))
 
 
-def test_pruning_changes_the_answer(model):
-    inputs = text_of(batch(samples(PROMPTS["one-video"])))
-    answers = [model.generate(**inputs, **GREEDY, pruning_ratio=ratio) for ratio in (0.0, 0.5, 1.0)]
-    assert len({tuple(answer[0].tolist()) for answer in answers}) == len(answers)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "without-cache": {"use_cache": False},
-    "static-cache": {"cache_implementation": "static", "disable_compile": True},
-    "own-cache": {"past_key_values": DynamicCache},
-    "chunks-that-split-a-video": {"prefill_chunk_size": 7},
-    "prompt-lookup": {"prompt_lookup_num_tokens": 2},
-}
-
-
-NEEDS = {"chunks-that-split-a-video": since_transformers_5_23}
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=NEEDS.get(way, ())) for way in WAYS])
-@pytest.mark.parametrize("rows", [[[3, Video(4), 25]], PROMPTS["images-and-videos"]], ids=["one", "several"])
-def test_every_way_of_caching_gives_the_tokens_of_greedy(model, rows, way):
-    if way == "prompt-lookup" and len(rows) > 1:
-        pytest.skip("transformers looks up in batches of one row")
-    inputs = text_of(batch(samples(rows)))
-    arguments = {name: value() if isinstance(value, type) else value for name, value in WAYS[way].items()}
-    found = model.generate(**inputs, **GREEDY, **arguments, pruning_ratio=0.5)
-    assert torch.equal(found, model.generate(**inputs, **GREEDY, pruning_ratio=0.5))
-
-
-@pytest.mark.parametrize("rows", [PROMPTS["one-video"], PROMPTS["images-and-videos"]], ids=["one", "several"])
-def test_beam_search_equals_beam_search_row_by_row(model, rows):
-    alone = samples(rows)
-    settings = GREEDY | {"num_beams": 3, "num_return_sequences": 2}
-    sequences = model.generate(**text_of(batch(alone)), **settings)
-    by_row = [model.generate(**text_of(row), **settings)[:, -NEW_TOKENS:] for row in alone]
-    assert torch.equal(sequences[:, -NEW_TOKENS:], torch.cat(by_row))
-    assert torch.equal(sequences, model.generate(**text_of(batch(alone)), **settings, use_cache=False))
-
-
 def test_sampled_copies_are_drawn_from_the_scores_of_the_whole_prompt(model):
     inputs = text_of(batch(samples(PROMPTS["one-video"])))
     settings = GREEDY | {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "return_dict_in_generate": True}
@@ -97,21 +58,6 @@ def test_sampled_copies_are_drawn_from_the_scores_of_the_whole_prompt(model):
         expected = naive_forward(model, inputs).logits[-1]
     torch.testing.assert_close(out.logits[0], expected.expand(3, -1), atol=2e-5, rtol=0)
     assert len({tuple(row) for row in out.sequences.tolist()}) == 3
-
-
-def test_embeddings_in_place_of_ids_give_the_same_answer(model):
-    inputs = text_of(batch(samples(PROMPTS["images-and-videos"])))
-    expected = model.generate(**inputs, **GREEDY)[:, -NEW_TOKENS:]
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
-    assert torch.equal(model.generate(**inputs, **GREEDY, inputs_embeds=embeds), expected)
-
-
-def test_what_was_kept_is_returned(model):
-    inputs = text_of(batch(samples(PROMPTS["one-video"])))
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    assert [tuple(mask.shape) for mask in out.keep_mask] == [(4, 6)]
-    assert int(out.keep_mask[0].sum()) == 12
-    assert out.kept_indices.shape[1] == inputs["input_ids"].shape[1] - 12
 
 
 def test_positions_of_the_caller_are_followed(model):
@@ -175,14 +121,3 @@ def test_a_new_video_in_a_second_turn_equals_recomputing(model):
     expected = model.generate(**turn, **{n: torch.cat([first[n], second[n]]) for n in vision}, **GREEDY)
     found = model.generate(**turn, **{name: second[name] for name in vision}, **GREEDY, past_key_values=cache)
     assert torch.equal(found, expected)
-
-
-def test_forward_goes_on_after_generate(model):
-    inputs = text_of(batch(samples(PROMPTS["different-lengths"])))
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    turn = longer(inputs, out.sequences, num_tokens=4)
-    with torch.no_grad():
-        expected = model(**turn).logits[:, -5:]
-        more = {"input_ids": turn["input_ids"][:, -5:], "attention_mask": turn["attention_mask"]}
-        logits = model(**more, past_key_values=out.past_key_values).logits
-    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=0)

@@ -65,7 +65,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "token-types-missing": (without("mm_token_type_ids"), "`mm_token_type_ids` is None, but positions"),
     "token-types-of-molmo2": (
         change("mm_token_type_ids", lambda types: types.clamp_max(1)),
-        r"`mm_token_type_ids` must be 2 for placeholders of videos, .* but 24 tokens differ",
+        r"`mm_token_type_ids` must be 2 for placeholders of videos .* but 24 tokens differ",
     ),
     "video-grids-missing": (without("video_grid_thw"), "`pixel_values_videos` needs `video_grid_thw`, but it is None"),
     "image-grids-missing": (without("image_grid_thw"), "`pixel_values` needs `image_grid_thw`, but it is None"),
@@ -80,15 +80,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "grids-of-nothing": (change("video_grid_thw", lambda grids: grids * 0), "every video needs at least one frame"),
     "more-tubelets-than-the-text-has": (
         change("video_grid_thw", lambda grids: torch.tensor([[9, 2, 4], [1, 2, 12]])),
-        r"`video_grid_thw` is \[\(9, 2, 4\), .* so run 0 .* must have 2 tokens, .* each frame, but .* it has 6",
+        "`video_grid_thw` makes runs of",
     ),
     "fewer-tubelets-than-the-text-has": (
         change("video_grid_thw", lambda grids: torch.tensor([[1, 12, 6], [2, 2, 6]])),
-        "so run 0 .* must have 18 tokens, .* but in the text it has 6",
+        "`video_grid_thw` makes runs of",
     ),
     "tubelets-of-other-videos": (
         change("video_grid_thw", lambda grids: torch.tensor([[3, 4, 6], [1, 4, 6]])),
-        r"so run 3 .* must have 6 tokens, .* but in the text it has 3\. Text and videos must come from the same call",
+        "`video_grid_thw` makes runs of",
     ),
     "image-grids-of-nothing": (change("image_grid_thw", lambda grids: grids * 0), "every image needs at least one"),
     "grids-of-two-columns": (
@@ -151,30 +151,28 @@ def test_what_does_not_fit_is_refused(call, edit, message):
 
 def test_a_processor_of_qwen_does_not_serve_molmo2():
     inputs = batch(samples(ROWS))
-    with pytest.raises(
-        ValueError, match=r"`pixel_values_videos` needs `video_token_pooling`, but it is None; .* this model"
-    ):
+    with pytest.raises(ValueError, match="needs `image_token_pooling`, but it is None"):
         tiny.tiny_model()(**inputs)
 
 
 def test_a_text_with_one_run_for_all_tubelets_is_refused(call):
     inputs = text_of(sample([3, Video(3), 5], timestamps=False))
-    with pytest.raises(ValueError, match=r"run 0 .* must have 6 tokens, one run for each frame, but .* it has 18"):
+    with pytest.raises(ValueError, match="`video_grid_thw` makes runs of"):
         call(**inputs)
 
 
 def test_grids_of_images_in_another_order_are_refused(call):
     inputs = sample([3, Image(), 2, Image(1, 2), 5])
     inputs["image_grid_thw"] = inputs["image_grid_thw"].flip(0)
-    with pytest.raises(ValueError, match=r"`image_grid_thw` is .* have 2 tokens, one run for each image, .* it has 6"):
+    with pytest.raises(ValueError, match="`image_grid_thw` makes runs of"):
         call(**inputs)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pixel_values_videos", "The text has 24 video placeholder tokens, but `pixel_values_videos` is None"),
-        ("pixel_values", "The text has 6 image placeholder tokens, but `pixel_values` is None"),
+        ("pixel_values_videos", "`mm_token_type_ids` must be 2 .* whose pixels are there, .* but 24 tokens differ"),
+        ("pixel_values", "`mm_token_type_ids` must be 2 .* whose pixels are there, .* but 6 tokens differ"),
     ],
 )
 def test_pixels_that_are_missing_beside_others_are_named(call, name, message):
@@ -190,7 +188,7 @@ def test_packed_samples_fill_no_cache_and_are_not_gone_on_with(model):
         model.generate(**text_of(packed), max_new_tokens=2)
     length = packed["input_ids"].shape[1]
     whole = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-    with pytest.raises(ValueError, match="no `attention_mask` but one of padding"):
+    with pytest.raises(ValueError, match=r"`attention_mask` .* padding mask"):
         model(**packed, attention_mask=whole, packed_rows=True)
     order = packed.pop("position_ids")
     with pytest.raises(ValueError, match="need `position_ids` that start over"):

@@ -23,7 +23,6 @@ CORE = [
     "generation",
     "outputs",
     "mrope",
-    "mrope_generation",
     "mrope_tower",
 ]
 BACKBONES = re.compile(r"molmo|qwen|siglip|olmo", re.IGNORECASE)

@@ -83,25 +83,6 @@ def test_a_padding_mask_is_cut_and_filler_is_masked():
     assert sequence().take_mask(mask).tolist() == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-def test_a_4d_mask_is_cut_both_ways_and_filler_is_hidden(dtype):
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(2, 3, 8, 8, generator=generator)
-    mask = mask < 0.5 if dtype == torch.bool else mask
-    taken = sequence().take_4d_mask(mask)
-    assert taken.shape == (2, 3, 5, 5)
-    assert torch.equal(taken[0], mask[0][:, LEFT[0]][:, :, LEFT[0]])
-    assert torch.equal(taken[1, :, 2:, 2:], mask[1][:, LEFT[1][2:]][:, :, LEFT[1][2:]])
-    hidden = False if dtype == torch.bool else torch.finfo(dtype).min
-    assert (taken[1, :, :, :2] == hidden).all()
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 8, 5), (2, 1, 5, 5), (2, 1, 1, 8)], ids=str)
-def test_a_4d_mask_of_another_length_is_refused(shape):
-    with pytest.raises(ValueError, match=r"`attention_mask` has shape .* must be \(batch, heads, 8, 8\)"):
-        sequence().take_4d_mask(torch.ones(shape))
-
-
 def test_original_positions_are_kept():
     positions = torch.arange(8)[None] + 10
     assert sequence().take_position_ids(positions).tolist() == [[10, 11, 13, 16, 17], [0, 0, 10, 13, 17]]

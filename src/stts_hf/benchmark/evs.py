@@ -28,7 +28,7 @@ def prune_after_tower(model: PruningBackbone) -> Iterator[None]:
     Within the block, the `model` without a head drops a video's tokens after its ViT and connector. Its selector ranks
     nothing then, but runs: set "random", which costs nothing.
     """
-    model.encode_videos = functools.partial(encode_then_prune, model.encode_videos)  # type: ignore[method-assign]
+    model.encode_videos = functools.partial(encode_then_prune, model.encode_videos)
     try:
         yield
     finally:

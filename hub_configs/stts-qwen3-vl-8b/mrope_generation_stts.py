@@ -1,1 +1,0 @@
-../../modeling/mrope_generation_stts.py
