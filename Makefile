@@ -71,7 +71,7 @@ test-eval: .venv-eval/.installed
 
 .venv-eval/.installed: pyproject.toml
 	@test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
-	@.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e ".[bench,benchmarks]" pytest==9.2.0
+	@.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e ".[benchmarks,visualize]" pytest==9.2.0
 	@touch $@
 
 # Tests with vLLM, whose requirements (transformers<5.20) exclude ours: in an environment of its own, on a CPU.

@@ -125,7 +125,7 @@ def imports(path: Path) -> set[str]:
     ("room", "extras"),
     [
         ("modeling", ["flash"]),
-        ("src/stts_hf", ["train", "trl", "bench", "eval", "visualize", "demo", "vllm", "ray"]),
+        ("src/stts_hf", ["train", "trl", "eval", "visualize", "demo", "vllm", "ray"]),
         ("src/stts_hf/checkpoints", ["train"]),
         ("src/stts_hf/demo", ["demo"]),
         ("src/stts_hf/inference", ["train", "ray"]),
