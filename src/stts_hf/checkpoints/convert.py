@@ -123,14 +123,7 @@ def convert_checkpoint(
         )
         check_destination(target, overwrite)  # another process may have come first
     result = Conversion(target, num_bytes, str(model.dtype).removeprefix("torch."), trained, found.config)
-    if len(found.dtypes) > 1:
-        several = " and ".join(sorted(found.dtypes))
-        result.notes.append(f"The source's weights are {several}; all are {result.dtype} now.")
-    if not trained and found.config.vision_config.selector == "scorer":
-        result.notes.append(
-            "The scorer is untrained, so what it drops means nothing: train it, or convert with --selector cosine, "
-            "which needs no training."
-        )
+    result.notes = list(notes(found, result))
     return result
 
 
@@ -189,6 +182,18 @@ def fit_weights(source: Source, dtype: torch.dtype, seed: int) -> tuple[Any, boo
     kept_layers = source.config.vision_config.num_hidden_layers
     raise_findings(subject, check_weights(source.tensors, saved_layout(model), source.declared_layers, kept_layers))
     return model, not new_scorer and is_trained(source.tensors)
+
+
+def notes(source: Source, result: Conversion) -> Iterator[str]:
+    """What the user should know."""
+    if len(source.dtypes) > 1:
+        several = " and ".join(sorted(source.dtypes))
+        yield f"The source's weights are {several}; all are {result.dtype} now."
+    if not result.scorer_trained and source.config.vision_config.selector == "scorer":
+        yield (
+            "The scorer is untrained, so what it drops means nothing: train it, or convert with --selector cosine, "
+            "which needs no training."
+        )
 
 
 @contextlib.contextmanager
