@@ -15,7 +15,6 @@ from tests.tiny_qwen3_vl import (
     batch,
     pack,
     samples,
-    tiny_config,
     tiny_model,
 )
 
@@ -53,13 +52,6 @@ def test_losses_and_gradients_equal_those_of_separate_rows(model, ratio):
     expected = torch.cat([naive_forward(model, row, ratio).task_losses for row in alone]).mean()
     torch.testing.assert_close(outputs.task_loss, expected, atol=1e-5, rtol=0)
     assert_gradients_equal(gradients(model, outputs.task_loss), gradients(model, expected))
-
-
-def test_the_loss_is_both_losses():
-    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.25}))
-    outputs = model(**batch(samples(BATCHES["one-video"])))
-    torch.testing.assert_close(outputs.loss, outputs.task_loss + 0.25 * outputs.temporal_loss)
-    assert outputs.temporal_loss > 0
 
 
 def test_the_comparison_notices_positions_off_by_one(model):
