@@ -33,18 +33,6 @@ class Native:
 
 TRAINER = "transformers.trainer.Trainer"
 RELIED_ON = {
-    f"{TRAINER}._get_output_dir": Native(
-        "self, trial",
-        f"{TRAINER}._save_checkpoint",
-        r"self\._get_output_dir\(trial=trial\)",
-        "a checkpoint is written into another folder until it is whole",
-    ),
-    f"{TRAINER}._save_checkpoint": Native(
-        "self, model, trial",
-        f"{TRAINER}._maybe_log_save_evaluate",
-        r"self\._save_checkpoint\(model, trial\)",
-        "a checkpoint moves to its place when it is whole, and weights that are not finite are not saved",
-    ),
     f"{TRAINER}._push_from_checkpoint": Native(
         "self, checkpoint_folder",
         f"{TRAINER}._save_checkpoint",
@@ -56,12 +44,6 @@ RELIED_ON = {
         f"{TRAINER}.save_model",
         r"self\._save\(output_dir, state_dict=state_dict\)",
         "a model moves to its place when it is whole, and every folder with weights gets a model card",
-    ),
-    f"{TRAINER}._get_grad_norm": Native(
-        "self, model, grad_norm",
-        f"{TRAINER}._run_epoch",
-        r"self\._get_grad_norm\(model, grad_norm=grad_norm\)",
-        "the norm of each step is kept, so that a save can tell whether the weights are finite",
     ),
     "transformers.models.molmo2.modeling_molmo2.Molmo2PreTrainedModel._init_weights": Native(
         "self, module",

@@ -13,9 +13,9 @@ from huggingface_hub import snapshot_download
 from tqdm import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from stts_hf.model_parts import SCORER, VISION_TOWER, module_of, modules_of
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
-from stts_hf.parts import SCORER, VISION_TOWER, module_of, modules_of
 from stts_hf.shortages import is_disk_full, is_forbidden
 
 from .atomic_folder import atomic_folder, check_destination

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stts_hf.model_parts import PARTS, SCORER, find_backbone, module_of, parts_of
 from stts_hf.modeling.outputs_stts import TaskOutput
 from stts_hf.modeling.pruning_stts import PruningOutput
-from stts_hf.parts import PARTS, SCORER, find_backbone, module_of, parts_of
 from stts_hf.training.arguments import STTSTrainingArguments
 
 
