@@ -103,11 +103,10 @@ def convert_checkpoint(
     check_options(source, revision, max_shard_size, seed)
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     base_folder = source_folder if base is None else find_folder(base, "base")
-    overrides = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
-    found = read_source(
-        source_folder, base_folder, {name: value for name, value in overrides.items() if value is not None}
-    )
-    model, trained = fit_weights(found, DTYPES[dtype] if dtype else main_dtype(found.tensors), seed)
+    given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    found = read_source(source_folder, base_folder, overrides)
+    model, trained = fit_weights(found, DTYPES[dtype] if dtype else found.dtype, seed)
     num_bytes = byte_size(saved_layout(model), model.dtype)
     check_space(target, num_bytes)
     model.generation_config = generation_config_of(base_folder, found.processor.tokenizer)
