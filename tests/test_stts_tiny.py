@@ -15,7 +15,7 @@ from examples.study import tiny_model
 from examples.study.questions import compose_short
 from examples.study.scenes import Scene, Thing
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.inference.answering import answer_videos
+from stts_hf.inference.engine import answer_videos
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.conftest import REPOSITORY
 

@@ -23,12 +23,12 @@ if _typing.TYPE_CHECKING:
     from stts_hf.data.preparing import prepare_rows as prepare_rows
     from stts_hf.data.rows import RowError as RowError
     from stts_hf.data.sample_packing import PackedDataset as PackedDataset
-    from stts_hf.inference.answering import VideoAnswer as VideoAnswer
-    from stts_hf.inference.answering import answer_videos as answer_videos
+    from stts_hf.inference.answering import Answer as Answer
     from stts_hf.inference.assistant import VideoAssistant as VideoAssistant
     from stts_hf.inference.assistant import load as load
     from stts_hf.inference.clip import Clip as Clip
     from stts_hf.inference.clip import Dialogue as Dialogue
+    from stts_hf.inference.engine import answer_videos as answer_videos
     from stts_hf.modeling.configuration_stts import STTSConfig as STTSConfig
     from stts_hf.modeling.configuration_stts import STTSVisionConfig as STTSVisionConfig
     from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig as STTSQwen2_5_VLConfig
@@ -66,7 +66,8 @@ _NAMES = {
     "data.preparing": ("prepare_rows",),
     "data.sample_packing": ("PackedDataset",),
     "data.rows": ("RowError",),
-    "inference.answering": ("VideoAnswer", "answer_videos"),
+    "inference.answering": ("Answer",),
+    "inference.engine": ("answer_videos",),
     "inference.assistant": ("VideoAssistant", "load"),
     "inference.clip": ("Clip", "Dialogue"),
     "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
@@ -91,6 +92,11 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
+    if name == "VideoAnswer":
+        import warnings
+
+        warnings.warn("stts_hf.VideoAnswer is now stts_hf.Answer.", DeprecationWarning, stacklevel=2)
+        name = "Answer"
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _importlib.import_module(f"{__name__}.versions").check_versions()

@@ -9,7 +9,7 @@ from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import check_writable
 
 if TYPE_CHECKING:
-    from stts_hf.inference.answering import VideoAnswer
+    from stts_hf.inference.answering import Answer
 
 FRAME_SIDE = 480
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
@@ -37,7 +37,7 @@ def check_file(option: str, path: Path) -> None:
     check_writable(option, folder)
 
 
-def print_answer(answer: "VideoAnswer") -> None:
+def print_answer(answer: "Answer") -> None:
     """Prints what was answered about a video, on stdout."""
     if answer.damaged_frames:
         print_lines(damaged=f"{answer.damaged_frames} frames; the whole frame before each is shown instead, once")
@@ -56,7 +56,7 @@ def print_lines(**lines: str) -> None:
         print(f"{label.replace('_', ' ') + ':':<14}{value}", flush=True)
 
 
-def draw(answer: "VideoAnswer", path: Path) -> None:
+def draw(answer: "Answer", path: Path) -> None:
     """
     Decodes the sampled frames once more, small and not squashed, and writes the contact sheet. Raises `CommandError`
     where the video cannot be read again or the file cannot be written.

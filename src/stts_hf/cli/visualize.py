@@ -27,7 +27,7 @@ from stts_hf.shortages import is_disk_full
 from stts_hf.wording import percent
 
 if TYPE_CHECKING:
-    from stts_hf.inference.answering import VideoAnswer
+    from stts_hf.inference.answering import Answer
 
 HELP = "show what selectors keep of a video: contact sheets, the video with dropped blocks dimmed, a web page"
 QUESTION = "What happens in this video?"
@@ -166,10 +166,10 @@ def answer_with_each(
     selectors: Sequence[str],
     model: Any,
     processor: Any,
-    begun: "VideoAnswer",
+    begun: "Answer",
     inputs: Mapping[str, Any],
     arguments: argparse.Namespace,
-) -> dict[str, "VideoAnswer"]:
+) -> dict[str, "Answer"]:
     """What the model answers, and keeps, with each selector."""
     from stts_hf.inference.answering import answer_prepared
 
@@ -206,7 +206,7 @@ def measure(
 
 def write_files(
     folder: Path,
-    answers: Mapping[str, "VideoAnswer"],
+    answers: Mapping[str, "Answer"],
     times: Mapping[str, list[float]],
     facts: Mapping[str, str],
     notes: Sequence[str],
@@ -250,7 +250,7 @@ def write_files(
         clip.unlink()
 
 
-def print_findings(answers: Mapping[str, "VideoAnswer"], times: Mapping[str, list[float]], output: Path) -> None:
+def print_findings(answers: Mapping[str, "Answer"], times: Mapping[str, list[float]], output: Path) -> None:
     """Prints what was found, and where it was written."""
     first = next(iter(answers.values()))
     report.print_lines(question=first.question)

@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stts_hf.inference.answering import VideoAnswer, check_question
+from stts_hf.inference.answering import Answer, check_question
 from stts_hf.inference.assistant import VideoAssistant
 from stts_hf.inference.clip import Clip
 from stts_hf.modeling.video_reading_stts import VideoFile
@@ -45,7 +45,7 @@ class Progress:
         text: the answer so far.
     """
 
-    seen: VideoAnswer
+    seen: Answer
     selector: str
     pruning_ratio: float
     held: bool

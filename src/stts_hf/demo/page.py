@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stts_hf.inference.answering import VideoAnswer
+from stts_hf.inference.answering import Answer
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
 
@@ -40,7 +40,7 @@ def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     return found
 
 
-def timeline(seen: VideoAnswer) -> str:
+def timeline(seen: Answer) -> str:
     """
     Bars, as SVG: for each frame that the model takes, how many of its blocks were kept, from when it is on screen to
     when the next is. The page's script moves a line over them with the player, and the player to where one clicks.

@@ -6,7 +6,7 @@ from typing import Any
 
 from stts_hf.data.prompts import find_option
 from stts_hf.data.rows import RowError, row_id
-from stts_hf.inference.engine import PromptAnswer
+from stts_hf.inference.answering import Answer
 from stts_hf.inference.predicting import answer_rows, describe_error, read_prompt
 from stts_hf.inference.requests import Request
 
@@ -79,7 +79,7 @@ def read_question(
     return prompt
 
 
-def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:
+def record_of(row: Mapping[str, Any], answer: Answer | Exception) -> dict[str, Any]:
     """`evaluate`'s record of a row; of a row that could not be read, counts are None and `seconds` is 0."""
     record = {"id": row["id"], "type": row.get("type"), "group": row.get("group")}
     if isinstance(answer, Exception):
@@ -87,9 +87,9 @@ def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[
         return record | outcome | dict.fromkeys(COUNTS) | {"seconds": 0.0}
     options = row.get("options")
     return record | {
-        "written": answer.written,
-        "right": is_right(answer.written, row),
-        "no_option": options is not None and find_choice(answer.written, options) is None,
+        "written": answer.text,
+        "right": is_right(answer.text, row),
+        "no_option": options is not None and find_choice(answer.text, options) is None,
         "error": None,
         **{name: getattr(answer, name) for name in COUNTS},
         "seconds": answer.seconds,

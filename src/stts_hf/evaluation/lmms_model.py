@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
-from stts_hf.inference.engine import PromptAnswer, answer_requests
+from stts_hf.inference.answering import Answer
+from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import Request, make_request
 from stts_hf.modeling.video_sources_stts import is_url
 
@@ -132,7 +133,7 @@ class STTS(lmms):
 
     def _answers(
         self, requests: Sequence[Instance], options: Mapping[str, Any]
-    ) -> Iterator[tuple[int, PromptAnswer | BaseException]]:
+    ) -> Iterator[tuple[int, Answer | BaseException]]:
         assert self.pruning_ratio is not None  # a configuration has one
         prompts: list[Request] = []
         asked: list[int] = []
@@ -216,13 +217,13 @@ def generation_options(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     return options, [until] if isinstance(until, str) else list(until)
 
 
-def result_of(answer: PromptAnswer | BaseException, until: Sequence[str]) -> GenerationResult:
+def result_of(answer: Answer | BaseException, until: Sequence[str]) -> GenerationResult:
     """What lmms-eval takes for an answer, which ends before any of the texts `until`."""
     if isinstance(answer, BaseException):
         return GenerationResult(text="")
-    ends = [answer.written.find(stop) for stop in until if stop in answer.written]
+    ends = [answer.text.find(stop) for stop in until if stop in answer.text]
     counts = TokenCounts(input_tokens=answer.prompt_tokens, output_tokens=answer.new_tokens)
-    return GenerationResult(text=answer.written[: min(ends, default=None)], token_counts=counts)
+    return GenerationResult(text=answer.text[: min(ends, default=None)], token_counts=counts)
 
 
 def _name(request: Instance) -> str:

@@ -1,12 +1,9 @@
 """Questions about videos: how one is prepared and answered; of many, the next are decoded while the model answers."""
 
-import contextlib
 import dataclasses
-import functools
-import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,14 +12,11 @@ from transformers import BatchFeature
 from stts_hf.data import frames
 from stts_hf.data.collator import join_vision
 from stts_hf.data.encoding import find_control_token
-from stts_hf.data.prefetch import prefetch
-from stts_hf.modeling.settings_stts import check_pruning_ratio, check_vision_config
-from stts_hf.shortages import in_halves
 from stts_hf.wording import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # tensors have no one `==`
-class VideoAnswer:
+class Answer:
     """The answer about one video, or why there is none; all that follows `error` is empty then. `prepare_video` fills
     in what is known before the model answers, `answer_prepared` the rest.
 
@@ -40,9 +34,11 @@ class VideoAnswer:
         keep_mask: (T, n) bool, which blocks were kept; on the host.
         token_scores: (T, n) float32, what they were ranked by; on the host.
         prompt_tokens: tokens of the prompt, `L`, video tokens that were dropped included.
+        new_tokens: tokens of the answer, with the one that ends it.
         tokens_read_before: how many of those that reach the language model a clip held already, from `watch`.
         seconds: what the model took; in a batch, its share of that.
         seconds_waited: how long the model waited for the video to be decoded and preprocessed.
+        others: what was seen of further videos in the same prompt.
     """
 
     video: Any
@@ -56,9 +52,19 @@ class VideoAnswer:
     keep_mask: torch.Tensor | None = dataclasses.field(default=None, repr=False)
     token_scores: torch.Tensor | None = dataclasses.field(default=None, repr=False)
     prompt_tokens: int = 0
+    new_tokens: int = 0
     tokens_read_before: int = 0
     seconds: float = 0.0
     seconds_waited: float = 0.0
+    others: tuple["Answer", ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def text(self) -> str:
+        """What the model wrote; empty where there is an error."""
+        return self.answer or ""
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def num_frames(self) -> int:
@@ -72,108 +78,18 @@ class VideoAnswer:
 
     @property
     def video_tokens(self) -> int:
-        """Blocks of the video, `n * T`: its tokens before any was dropped."""
-        return 0 if self.keep_mask is None else self.keep_mask.numel()
+        """Blocks of all videos, `n * T` of each: their tokens before any was dropped."""
+        return sum(one.keep_mask.numel() for one in (self, *self.others) if one.keep_mask is not None)
 
     @property
     def video_tokens_kept(self) -> int:
-        """`K`."""
-        return 0 if self.keep_mask is None else int(self.keep_mask.sum())
+        """`K`, of all videos."""
+        return sum(int(one.keep_mask.sum()) for one in (self, *self.others) if one.keep_mask is not None)
 
     @property
     def prompt_tokens_kept(self) -> int:
         """Tokens of the prompt that reach the language model, `L'`."""
         return self.prompt_tokens - self.video_tokens + self.video_tokens_kept
-
-
-def answer_videos(
-    model: Any,
-    processor: Any,
-    videos: Iterable[Any],
-    question: str | Iterable[str],
-    *,
-    pruning_ratio: float | None = None,
-    batch_size: int = 1,
-    processing: Mapping[str, Any] | None = None,
-    on_error: Literal["raise", "return"] = "raise",
-    **generate_options: Any,
-) -> Generator[VideoAnswer, None, None]:
-    """Answers a question about each video, one after the other; a thread decodes the next ones meanwhile.
-
-        for answer in answer_videos(model, processor, paths, "What happens?", max_new_tokens=64, on_error="return"):
-            print(answer.video, answer.answer or answer.error)
-
-    Answers come in the order of the videos, each as soon as it, and others of its batch, are there.
-
-    Args:
-        model: an STTS model of any backbone, or one wrapped by PEFT.
-        processor: its processor.
-        videos: paths, URLs, the bytes of files, or arrays of frames, as the processor takes them; need not end.
-        question: one for all videos, or one for each.
-        pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
-        batch_size: videos that the model answers about at once, padded to the longest. By default one: its prompt of
-            thousands of tokens fills a device. 64 frames at 378 pixels take 110 MB, and as many wait as are in a batch.
-        processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
-        on_error: "raise" ends with the error at a video that cannot be read, or that does not fit into memory alone;
-            "return" yields a `VideoAnswer` with that `error` in its place and continues.
-        generate_options: of `model.generate`, such as `max_new_tokens`; its first sequence is the answer.
-
-    Yields:
-        A `VideoAnswer` for each video. Leaving it early (`close()`, or simply dropping it) starts no more videos.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind or out of range; there are more or fewer questions than
-            videos, which shows at the end of the shorter list. What the model itself raises comes through and ends the
-            iteration.
-    """
-    check_vision_config(model.config.vision_config)
-    ratio = check_pruning_ratio(model.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio)
-    _check_batch(videos, batch_size, on_error, generate_options)
-    if isinstance(question, str):
-        pairs: Iterator[tuple[Any, str]] = ((video, question) for video in videos)
-    else:
-        pairs = zip(videos, question, strict=True)
-
-    def prepare(pair: tuple[Any, str]) -> tuple[VideoAnswer, BatchFeature | None]:
-        try:
-            return prepare_video(processor, *pair, pruning_ratio=ratio, processing=processing)
-        except Exception as error:
-            return VideoAnswer(*pair, error=error), None
-
-    def complete(batch: Sequence[tuple[VideoAnswer, BatchFeature | None]]) -> Iterator[VideoAnswer]:
-        readable = [(answer, inputs) for answer, inputs in batch if inputs is not None]
-        call = functools.partial(answer_prepared, model, processor, pruning_ratio=ratio, **generate_options)
-        answered: Iterator[VideoAnswer | MemoryError] = iter(in_halves(call, readable))
-        for answer, inputs in batch:
-            found = answer if inputs is None else next(answered)
-            found = dataclasses.replace(answer, error=found) if isinstance(found, MemoryError) else found
-            if found.error is not None and on_error == "raise":
-                raise found.error
-            yield found
-
-    def answers() -> Generator[VideoAnswer, None, None]:
-        with contextlib.closing(prefetch(prepare, pairs, ahead=max(2, batch_size))) as prepared:
-            batch: list[tuple[VideoAnswer, BatchFeature | None]] = []
-            started = time.perf_counter()
-            for begun, inputs in prepared:
-                batch.append((dataclasses.replace(begun, seconds_waited=time.perf_counter() - started), inputs))
-                if len(batch) == batch_size or (inputs is None and on_error == "raise"):
-                    yield from complete(batch)
-                    batch = []
-                started = time.perf_counter()
-            yield from complete(batch)
-
-    return answers()
-
-
-def _check_batch(videos: Any, batch_size: Any, on_error: Any, generate_options: Mapping[str, Any]) -> None:
-    if isinstance(videos, str | bytes | os.PathLike):
-        raise TypeError(f"videos must be several, got one {type(videos).__name__}; pass a list, even of one video.")
-    check_batch_size(batch_size)
-    if (asked := generate_options.get("num_return_sequences")) not in (None, 1):
-        raise ValueError(f"num_return_sequences is {asked}, but a video gets one answer; leave it out.")
-    if on_error not in ("raise", "return"):
-        raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}.")
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -189,7 +105,7 @@ def prepare_video(
     *,
     pruning_ratio: float,
     processing: Mapping[str, Any] | None = None,
-) -> tuple[VideoAnswer, BatchFeature]:
+) -> tuple[Answer, BatchFeature]:
     """Decodes and preprocesses one video and writes its prompt; arguments and errors as in `answer_videos`.
 
     Returns what is known of the answer, and the arguments of `generate`.
@@ -201,7 +117,7 @@ def prepare_video(
     return dataclasses.replace(begun, question=question), inputs
 
 
-def conversation(question: str, after: Sequence[VideoAnswer] = ()) -> list[dict[str, Any]]:
+def conversation(question: str, after: Sequence[Answer] = ()) -> list[dict[str, Any]]:
     """Messages, for a chat template, of a question about a video. after: turns before it, the first one first."""
     questions = [*(turn.question for turn in after), question]
     messages: list[dict[str, Any]] = []
@@ -215,26 +131,37 @@ def conversation(question: str, after: Sequence[VideoAnswer] = ()) -> list[dict[
 
 def read_video(
     processor: Any, video: Any, prompt: str, *, pruning_ratio: float, processing: Mapping[str, Any] | None = None
-) -> tuple[VideoAnswer, BatchFeature]:
+) -> tuple[Answer, BatchFeature]:
     """As `prepare_video`, for a prompt, or the beginning of one, that is written already."""
-    if video is None or (isinstance(video, list | tuple) and not video):
-        raise ValueError(f"video is {video!r}. Pass a path, a URL, bytes, an open file or the frames of a video.")
-    options = processing_options(processor, processing, pruning_ratio)
-    inputs = frames.process(processor, text=[prompt], videos=[video], **options, return_tensors="pt")
-    metadata = inputs.pop("video_metadata")[0]
-    if metadata.fps is None:  # frames that came without it: the rate that the prompt goes by
-        metadata.fps = frames.get_frames(processor.video_processor)["max_fps"]
-    ((_, rows, columns),) = frames.block_grids(processor, inputs)
-    answer = VideoAnswer(
-        video,
-        "",
-        timestamps=tuple(float(time) for time in metadata.timestamps),
-        damaged_frames=getattr(metadata, "num_damaged", 0),
-        duration=metadata.duration,
-        grid=(rows, columns),
-        prompt_tokens=inputs["input_ids"].shape[1],
-    )
-    return answer, inputs
+    return read_media(processor, prompt, [video], options=processing_options(processor, processing, pruning_ratio))
+
+
+def read_media(
+    processor: Any, prompt: str, videos: Sequence[Any], images: Sequence[Any] = (), *, options: Mapping[str, Any]
+) -> tuple[Answer, BatchFeature]:
+    """What is known of the answer to a prompt, and its inputs. options: of `processing_options`, for videos."""
+    for video in videos:
+        if video is None or (isinstance(video, list | tuple) and not video):
+            raise ValueError(f"video is {video!r}. Pass a path, a URL, bytes, an open file or the frames of a video.")
+    media = {"videos": videos or None, "images": images or None}
+    inputs = frames.process(processor, text=[prompt], **media, return_tensors="pt", **(options if videos else {}))
+    shown = inputs.pop("video_metadata", None) or []
+    seen = []
+    for video, metadata, (_, rows, columns) in zip(videos, shown, frames.block_grids(processor, inputs), strict=True):
+        if metadata.fps is None:  # frames that came without it: the rate that the prompt goes by
+            metadata.fps = frames.get_frames(processor.video_processor)["max_fps"]
+        seen.append(
+            Answer(
+                video,
+                "",
+                timestamps=tuple(float(time) for time in metadata.timestamps),
+                damaged_frames=getattr(metadata, "num_damaged", 0),
+                duration=metadata.duration,
+                grid=(rows, columns),
+            )
+        )
+    first, *others = seen or [Answer(None, "")]
+    return dataclasses.replace(first, prompt_tokens=inputs["input_ids"].shape[1], others=tuple(others)), inputs
 
 
 def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
@@ -258,24 +185,47 @@ def processing_options(processor: Any, processing: Mapping[str, Any] | None, pru
 def answer_prepared(
     model: Any,
     processor: Any,
-    prepared: Sequence[tuple[VideoAnswer, Mapping[str, torch.Tensor]]],
+    prepared: Sequence[tuple[Answer, Mapping[str, torch.Tensor]]],
     **generate_options: Any,
-) -> list[VideoAnswer]:
+) -> list[Answer]:
     """Completes what `prepare_video` began of some videos, in one call of `generate`, which takes the options."""
     started = time.perf_counter()
     inputs = inputs_for(model, join_prompts(processor, [inputs for _, inputs in prepared]))
     output = model.generate(**inputs, **{**generate_options, "return_dict_in_generate": True})
-    written = decode_answers(processor, output.sequences[:, inputs["input_ids"].shape[1] :])
-    seconds = (time.perf_counter() - started) / len(prepared)
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    begun = with_masks([answer for answer, _ in prepared], output.get("keep_mask"), output.get("token_scores"))
+    return complete(model, processor, begun, new, inputs["attention_mask"].sum(-1).tolist(), started)
+
+
+def with_masks(begun: Sequence[Answer], keep_masks: Any, token_scores: Any) -> list[Answer]:
+    """The same with what was kept of their videos. keep_masks, token_scores: (T, n) of each video, None without."""
+    masks, scores = iter(keep_masks or ()), iter(token_scores or ())
+
+    def fill(answer: Answer) -> Answer:
+        if not answer.timestamps:  # it has no video
+            return answer
+        found: dict[str, Any] = {"keep_mask": next(masks).cpu(), "token_scores": next(scores).float().cpu()}
+        return dataclasses.replace(answer, **found, others=tuple(map(fill, answer.others)))
+
+    return list(map(fill, begun))
+
+
+def complete(
+    model: Any, processor: Any, begun: Sequence[Answer], new: Any, lengths: Sequence[int], started: float
+) -> list[Answer]:
+    """The answers whose new tokens these are. lengths: of the prompts. started: when, by `time.perf_counter`."""
+    seconds = (time.perf_counter() - started) / len(begun)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
     return [
         dataclasses.replace(
-            begun,
+            answer,
             answer=words,
-            keep_mask=output["keep_mask"][place].cpu(),
-            token_scores=output["token_scores"][place].float().cpu(),
+            new_tokens=next((count for count, token in enumerate(row.tolist(), 1) if token in ends), len(row)),
+            prompt_tokens=length,
             seconds=seconds,
         )
-        for place, ((begun, _), words) in enumerate(zip(prepared, written, strict=True))
+        for answer, words, row, length in zip(begun, decode_answers(processor, new), new, lengths, strict=True)
     ]
 
 

@@ -9,8 +9,9 @@ import torch
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.modeling.settings_stts import check_pruning_ratio
 
-from .answering import VideoAnswer, answer_videos
+from .answering import Answer
 from .clip import Clip
+from .engine import answer_videos
 from .options import generate_options
 from .streaming import AnswerStream
 
@@ -67,7 +68,7 @@ class VideoAssistant:
     A model that answers questions about videos. What `load` returns; a model and a processor that are there already do
     as well. Several threads may use it at once.
 
-    A video is a path, a URL, the bytes of a file, an open file or decoded frames. Answers are `VideoAnswer`: the words,
+    A video is a path, a URL, the bytes of a file, an open file or decoded frames. Answers are `Answer`: the words,
     and what the model saw (`keep_mask`, `token_scores`, `timestamps`, counts of tokens). Arguments of all methods:
 
     - `pruning_ratio`: share `k` of video tokens to drop, in place of the model's.
@@ -102,7 +103,7 @@ class VideoAssistant:
         pruning_ratio: float | None = None,
         processing: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> VideoAnswer:
+    ) -> Answer:
         """Answers one question about one video. For more questions about it, `watch` it."""
         (answer,) = self.answer_batch(
             [video], [question], pruning_ratio=pruning_ratio, processing=processing, **options
@@ -119,7 +120,7 @@ class VideoAssistant:
         processing: Mapping[str, Any] | None = None,
         on_error: Literal["raise", "return"] = "raise",
         **options: Any,
-    ) -> list[VideoAnswer]:
+    ) -> list[Answer]:
         """
         Answers a question about each of several videos, in their order; `batch_size` of them at once, while the next
         ones are decoded. For videos without end there is `answer_videos`.

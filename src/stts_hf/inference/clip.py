@@ -19,7 +19,7 @@ from tqdm import tqdm
 from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.modeling.settings_stts import PruningSettings, check_pruning_ratio, check_vision_config
 
-from .answering import VideoAnswer, check_batch_size, check_question, conversation, decode_answers, read_video
+from .answering import Answer, check_batch_size, check_question, conversation, decode_answers, read_video
 from .heads import ReadHeads, read_heads, tokenize_tails
 from .options import generate_options
 from .requests import make_request
@@ -46,7 +46,7 @@ class Clip:
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
 
     Attributes:
-        seen: a `VideoAnswer` without question and answer. Its `timestamps`, `grid`, `keep_mask` (T, n) and
+        seen: an `Answer` without question and answer. Its `timestamps`, `grid`, `keep_mask` (T, n) and
             `token_scores` (T, n) are also the clip's own; `prompt_tokens` and `seconds` are those of reading it.
         pruning_ratio: what it was read with.
 
@@ -122,7 +122,7 @@ class Clip:
         heads = self._heads  # another thread may let it go
         return 0 if heads is None else heads.num_bytes
 
-    def ask(self, question: str, *, after: Sequence[VideoAnswer] = (), **options: Any) -> VideoAnswer:
+    def ask(self, question: str, *, after: Sequence[Answer] = (), **options: Any) -> Answer:
         """
         Answers a question about the video.
 
@@ -138,7 +138,7 @@ class Clip:
         (answer,) = self._answer([question], after, options)
         return answer
 
-    def ask_all(self, questions: Sequence[str], *, batch_size: int = 8, **options: Any) -> list[VideoAnswer]:
+    def ask_all(self, questions: Sequence[str], *, batch_size: int = 8, **options: Any) -> list[Answer]:
         """
         Answers questions about the video in batches, each on its own. `batch_size` copies of what the clip holds are
         made meanwhile. Otherwise as `ask`.
@@ -150,7 +150,7 @@ class Clip:
         batches = [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
         return [answer for batch in batches for answer in self._answer(batch, (), options)]
 
-    def stream(self, question: str, *, after: Sequence[VideoAnswer] = (), **options: Any) -> AnswerStream:
+    def stream(self, question: str, *, after: Sequence[Answer] = (), **options: Any) -> AnswerStream:
         """As `ask`, piece by piece: an iterator of text, whose `answer` is there at its end."""
         return AnswerStream(self.processor, self.ask, question, after=after, **options)
 
@@ -175,9 +175,7 @@ class Clip:
         kept = f"{seen.video_tokens_kept} of {seen.video_tokens} video tokens"
         return f"<Clip of {self._name}: {seen.num_frames} frames, {kept}, {held}>"
 
-    def _answer(
-        self, questions: Sequence[str], after: Sequence[VideoAnswer], options: Mapping[str, Any]
-    ) -> list[VideoAnswer]:
+    def _answer(self, questions: Sequence[str], after: Sequence[Answer], options: Mapping[str, Any]) -> list[Answer]:
         """Answers questions in one batch."""
         if "pruning_ratio" in options:
             raise ValueError(
@@ -190,8 +188,8 @@ class Clip:
             raise ValueError(
                 f"num_beams is {beams!r}, but beam search cannot go on with a clip. Pass num_beams=1, or call `answer`."
             )
-        if any(not isinstance(turn, VideoAnswer) for turn in after):
-            raise TypeError(f"after must hold answers of this clip, VideoAnswer, got {after!r:.80}.")
+        if any(not isinstance(turn, Answer) for turn in after):
+            raise TypeError(f"after must hold answers of this clip, Answer, got {after!r:.80}.")
         tails = []
         for question in questions:
             check_question(self.processor, question)
@@ -268,9 +266,9 @@ class Dialogue:
 
     def __init__(self, clip: Clip):
         self.clip = clip
-        self.turns: list[VideoAnswer] = []
+        self.turns: list[Answer] = []
 
-    def ask(self, question: str, **options: Any) -> VideoAnswer:
+    def ask(self, question: str, **options: Any) -> Answer:
         """As `Clip.ask`, after the turns so far. A question whose answer is interrupted was not asked."""
         answer = self.clip.ask(question, after=self.turns, **options)
         self.turns.append(answer)

@@ -11,7 +11,8 @@ from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
 
-from .engine import DECODE_TIMEOUT, PromptAnswer, answer_requests
+from .answering import Answer
+from .engine import DECODE_TIMEOUT, answer_requests
 from .inputs import STAND_INS, StoredVideo
 from .requests import Request, make_request
 
@@ -112,7 +113,7 @@ def answer_rows(
     pruning_ratio: float | None = None,
     allow_urls: bool = False,
     **options: Any,
-) -> Generator[tuple[dict[str, Any], PromptAnswer | Exception], None, None]:
+) -> Generator[tuple[dict[str, Any], Answer | Exception], None, None]:
     """
     Each row, with an `id`, and its answer or what is wrong with it; rows that cannot be read come first. read: makes a
     row's prompt of processor, row, its number and `allow_urls`, or raises `RowError`. pruning_ratio: by default the
@@ -156,14 +157,19 @@ def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None,
     return dataclasses.replace(prompt, videos=(stored,)) if stored else prompt
 
 
-def record_of(row: Mapping[str, Any], answer: PromptAnswer | Exception) -> dict[str, Any]:
+def record_of(row: Mapping[str, Any], answer: Answer | Exception) -> dict[str, Any]:
     """`Predictor.predict`'s record of a row; what is not known of one with an error is None, or 0 for `seconds`."""
     record = {"id": row["id"], "video": video_name(row), "prompt": row.get("prompt")}
-    counted = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames")
+    counted = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens")
+    of_videos = ("frames", "damaged_frames")
     if isinstance(answer, Exception):
-        return {**record, "answer": None, **dict.fromkeys(counted), "seconds": 0.0, "error": describe_error(answer)}
+        unknown = dict.fromkeys(counted + of_videos)
+        return {**record, "answer": None, **unknown, "seconds": 0.0, "error": describe_error(answer)}
     counts = {name: getattr(answer, name) for name in counted}
-    return {**record, "answer": answer.written, **counts, "seconds": answer.seconds, "error": None}
+    for video in (answer, *answer.others):
+        counts["frames"] = counts.get("frames", 0) + video.num_frames
+        counts["damaged_frames"] = counts.get("damaged_frames", 0) + video.damaged_frames
+    return {**record, "answer": answer.text, **counts, "seconds": answer.seconds, "error": None}
 
 
 def video_name(row: Mapping[str, Any]) -> str | None:

@@ -13,11 +13,11 @@ from PIL import Image
 from transformers import BatchFeature
 from transformers.image_utils import load_image
 
-from stts_hf.data import frames
 from stts_hf.data.encoding import check_texts, open_image
 from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
 from stts_hf.data.prefetch import prefetch
 
+from .answering import Answer, read_media
 from .inputs import StoredVideo
 
 
@@ -47,7 +47,7 @@ class Request:
         return (*self.videos, *self.images)
 
 
-Task = tuple[Request, bool]  # and whether its head is prepared alone
+Task = tuple[Request | Exception, bool]  # or what is wrong with it, and whether its head is prepared alone
 
 
 def make_request(
@@ -71,15 +71,10 @@ def make_request(
 
 @dataclass
 class PreparedHead:
-    """
-    A head, or the one whole prompt that has it, decoded. inputs: of one row, as the processor gives them. frames,
-    damaged_frames: of its videos.
-    """
+    """A head, or the one whole prompt that has it, decoded. inputs: of one row, as the processor gives them."""
 
+    begun: Answer
     inputs: BatchFeature
-    num_videos: int
-    frames: int
-    damaged_frames: int
 
 
 @contextlib.contextmanager
@@ -100,6 +95,8 @@ def decode_ahead(
     prepare = functools.partial(_prepare, processor, options)
 
     def attempt(function: Callable[[Task], PreparedHead], task: Task) -> PreparedHead | Exception:
+        if isinstance(task[0], Exception):
+            return task[0]
         try:
             return function(task)
         except CannotStart:
@@ -122,6 +119,7 @@ def decode_ahead(
 
 def _prepare(processor: Any, options: Mapping[str, Any], task: Task) -> PreparedHead:
     prompt, alone = task
+    assert isinstance(prompt, Request)
     return prepare_head(processor, prompt, options, alone=alone)
 
 
@@ -132,15 +130,12 @@ def prepare_head(processor: Any, prompt: Request, options: Mapping[str, Any], *,
         return load_image(open_image(source, processor))
 
     videos = [video.load() if isinstance(video, StoredVideo) else video for video in prompt.videos]
-    videos = [[read_image(picture) for picture in video] if isinstance(video, list) else video for video in videos]
-    inputs = frames.process(
-        processor,
-        text=[prompt.head if alone else prompt.head + prompt.tail],
-        videos=videos or None,
-        images=[read_image(image) for image in prompt.images] or None,
-        return_tensors="pt",
-        **(options if videos else {}),
-    )
-    shown = inputs.pop("video_metadata", None) or []
-    damaged = sum(getattr(metadata, "num_damaged", 0) for metadata in shown)
-    return PreparedHead(inputs, len(videos), sum(len(metadata.timestamps) for metadata in shown), damaged)
+    videos = [
+        [read_image(picture) for picture in video]
+        if isinstance(video, list) and not any(hasattr(picture, "shape") for picture in video)
+        else video
+        for video in videos
+    ]
+    text = prompt.head if alone else prompt.head + prompt.tail
+    images = [read_image(image) for image in prompt.images]
+    return PreparedHead(*read_media(processor, text, videos, images, options=options))

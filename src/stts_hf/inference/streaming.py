@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TextIteratorStreamer
 
-from .answering import VideoAnswer
+from .answering import Answer
 
 
 class AnswerStream:
@@ -19,28 +19,28 @@ class AnswerStream:
     (`close()`, or simply dropping the stream) ends it at the next token.
 
     Attributes:
-        answer: the whole `VideoAnswer`, once the last piece was taken; before that None, and of a stream that was left.
+        answer: the whole `Answer`, once the last piece was taken; before that None, and of a stream that was left.
     """
 
     def __init__(
         self,
         processor: Any,
-        ask: Callable[..., VideoAnswer],
+        ask: Callable[..., Answer],
         *arguments: Any,
-        turns: list[VideoAnswer] | None = None,
+        turns: list[Answer] | None = None,
         **options: Any,
     ):
         """ask: called in the thread as `ask(*arguments, streamer=..., **options)`. turns: gets the answer too."""
         if "streamer" in options:
             raise TypeError("streamer is what a stream passes itself. Leave it out, or call `ask` or `answer`.")
-        self._taken: list[VideoAnswer] = []
+        self._taken: list[Answer] = []
         streamer = _Pieces(processor.tokenizer, skip_special_tokens=True)
         # They do not know this object, so that they are closed when it is dropped.
         answer = functools.partial(ask, *arguments, streamer=streamer, **options)
         self._pieces = _write(streamer, answer, [self._taken, *([] if turns is None else [turns])])
 
     @property
-    def answer(self) -> VideoAnswer | None:
+    def answer(self) -> Answer | None:
         return self._taken[0] if self._taken else None
 
     def __iter__(self) -> "AnswerStream":
@@ -81,10 +81,10 @@ class _Pieces(TextIteratorStreamer):
 
 
 def _write(
-    streamer: _Pieces, answer: Callable[[], VideoAnswer], taken: Sequence[list[VideoAnswer]]
+    streamer: _Pieces, answer: Callable[[], Answer], taken: Sequence[list[Answer]]
 ) -> Generator[str, None, None]:
     """The pieces. The answer is there long before a slow reader has them all, and `taken` gets it only then."""
-    found: list[VideoAnswer] = []
+    found: list[Answer] = []
 
     def work() -> None:
         try:

@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from PIL import Image
 
-from stts_hf.inference.answering import VideoAnswer
+from stts_hf.inference.answering import Answer
 from stts_hf.selectors import SELECTORS
 
 from .dimming import Array, as_array, check_outputs
@@ -29,7 +29,7 @@ QUALITIES = ((88, 1), (75, 1), (60, 1), (40, 1), (20, 1), (20, 2), (20, 4), (20,
 class Column:
     """What one selector does with the video. times: measured of it, in milliseconds, such as {"vision tower": 12.3}."""
 
-    answer: VideoAnswer
+    answer: Answer
     times: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -220,7 +220,7 @@ def test_interrupting_keeps_what_was_written(run, monkeypatch):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr("stts_hf.inference.engine.inputs_for", interrupt)
+    monkeypatch.setattr("stts_hf.inference.answering.inputs_for", interrupt)
     status, out, err = run("clips/two.mp4", "clips/three.mp4", *PROMPT, "--output", "out.jsonl", "--batch-size", "1")
     assert status == 130
     assert list(lines()) == ["clips/two.mp4"]
@@ -239,7 +239,7 @@ def test_a_video_too_large_for_the_device_is_an_error_alone(run, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(model, inputs)
 
-    monkeypatch.setattr("stts_hf.inference.engine.inputs_for", too_large)
+    monkeypatch.setattr("stts_hf.inference.answering.inputs_for", too_large)
     assert run("clips/two.mp4", "clips/three.mp4", *PROMPT, "--output", "out.jsonl")[0] == 1
     assert lines()["clips/two.mp4"]["answer"] == ANSWER
     error = lines()["clips/three.mp4"]["error"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from stts_hf.benchmark.models import stock_config, stock_twin
 from stts_hf.cli.main import main
-from stts_hf.inference.answering import answer_videos
+from stts_hf.inference.engine import answer_videos
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.clips import write_no_video
 from tests.small_disk import small_disk

@@ -10,11 +10,11 @@ import torch
 
 from stts_hf.demo import page
 from stts_hf.demo.answering import Limits, Progress, check_video
-from stts_hf.inference.answering import VideoAnswer
+from stts_hf.inference.answering import Answer
 from tests.clips import write_clip
 
 # Two frames to a tubelet; the last stands alone.
-SEEN = VideoAnswer(
+SEEN = Answer(
     "clip.mp4",
     "",
     timestamps=(0.0, 1.0, 2.0, 3.0, 6.0),

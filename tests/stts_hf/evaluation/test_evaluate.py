@@ -8,7 +8,7 @@ import torch
 
 from stts_hf.evaluation.evaluate import ask_openly, evaluate, read_question, record_of
 from stts_hf.inference import predicting as module
-from stts_hf.inference.engine import PromptAnswer
+from stts_hf.inference.answering import Answer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 
 MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
@@ -32,7 +32,13 @@ def says(monkeypatch, processor):
 
         def answer_requests(model, processor, prompts, **options):
             asked.extend(prompts)
-            answers = [PromptAnswer(text, 2, 100, 81, 40, 0.5) for text in texts]
+            facts: dict[str, Any] = {
+                "new_tokens": 2,
+                "prompt_tokens": 100,
+                "keep_mask": torch.arange(81)[None] < 40,
+                "seconds": 0.5,
+            }
+            answers = [Answer("clip.mp4", "?", text, **facts) for text in texts]
             return (pair for pair in enumerate(answers))  # a generator, which can be closed
 
         monkeypatch.setattr(module, "answer_requests", answer_requests)

@@ -12,9 +12,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 
+import stts_hf
 from stts_hf.data.frames import process
-from stts_hf.inference import answering
-from stts_hf.inference.answering import VideoAnswer, answer_prepared, answer_videos, prepare_video
+from stts_hf.inference import answering, engine, requests
+from stts_hf.inference.answering import Answer, answer_prepared, prepare_video
+from stts_hf.inference.engine import answer_videos
+from stts_hf.inference.requests import PreparedHead, Request
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from tests.checkpoints import BLOCKS, Recorder, load_talkative
 from tests.clips import write_clip
@@ -53,17 +56,22 @@ def pretend(monkeypatch):
     """A model that needs no processor: `prepare` and `answer` are called in place of the real steps."""
 
     def pretend(prepare=lambda video: None, answer=lambda video: None):
-        def prepare_video(processor, video, question, **options):
-            prepare(video)
-            return VideoAnswer(video, question), {}
+        def prepare_head(processor, request, options, *, alone):
+            prepare(request.videos[0])
+            return PreparedHead(Answer(request.videos[0], request.tail), BatchFeature())
 
         def answer_prepared(model, processor, prepared, **options):
             for begun, _ in prepared:
                 answer(begun.video)
             return [replace(begun, answer=f"{begun.question} {begun.video}") for begun, _ in prepared]
 
-        monkeypatch.setattr(answering, "prepare_video", prepare_video)
-        monkeypatch.setattr(answering, "answer_prepared", answer_prepared)
+        def request_about(processor, video, question):
+            return Request("", question, (video,))
+
+        monkeypatch.setattr(requests, "prepare_head", prepare_head)
+        monkeypatch.setattr(engine, "answer_prepared", answer_prepared)
+        monkeypatch.setattr(engine, "_request_about", request_about)
+        monkeypatch.setattr(engine, "processing_options", lambda *_: {})
         return SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
 
     return pretend
@@ -94,7 +102,7 @@ def test_waiting_is_what_preparing_takes_beyond_answering(pretend, monkeypatch):
             now[0] = 5.0
 
     answers = answer_videos(pretend(prepare), None, range(2), QUESTION)
-    monkeypatch.setattr(answering, "time", SimpleNamespace(perf_counter=read_clock))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=read_clock))
     next(answers)
     assert next(answers).seconds_waited == 5.0
 
@@ -262,7 +270,7 @@ def test_threads_may_share_a_model(model, processor, clips):
     alone = [answer_prepared(model, processor, [video], pruning_ratio=0.5, **few)[0] for video in prepared]
     together = threading.Barrier(4)
 
-    def answer(place: int) -> VideoAnswer:
+    def answer(place: int) -> Answer:
         together.wait(PATIENCE)
         return answer_prepared(model, processor, [prepared[place]], pruning_ratio=0.5, **few)[0]
 
@@ -322,6 +330,14 @@ def test_videos_that_fit_in_smaller_batches_are_answered(model, processor, clips
     assert [type(answer.error) for answer in found] == [MemoryError] * 3
     with pytest.raises(MemoryError, match="does not fit into memory"):
         list(answer_videos(model, processor, clips, QUESTION, **options))
+
+
+def test_an_answer_is_its_text_and_its_old_name_stays_a_release(model, processor, clips):
+    answer = next(answer_videos(model, processor, clips[:1], QUESTION, **FEW))
+    assert str(answer) == answer.text == answer.answer
+    assert str(Answer("clip.mp4", QUESTION, error=ValueError())) == ""
+    with pytest.warns(DeprecationWarning, match=r"stts_hf\.Answer"):
+        assert stts_hf.VideoAnswer is Answer
 
 
 def test_answers_can_be_compared(model, processor, clips):

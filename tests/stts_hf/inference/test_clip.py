@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from stts_hf import Clip, VideoAssistant, register_auto_classes
 from stts_hf.data.frames import process
-from stts_hf.inference.answering import VideoAnswer
+from stts_hf.inference.answering import Answer
 from stts_hf.inference.heads import ReadHeads
 from stts_hf.parts import LANGUAGE_MODEL, VISION_TOWER, module_of
 from tests.checkpoints import Recorder, load_talkative
@@ -83,13 +83,13 @@ def call_anew(model, processor, video, texts, pruning_ratio) -> tuple[str, torch
     return processor.decode(new, skip_special_tokens=True).strip(), recorder.logits(NEW)[0], output
 
 
-def ask(clip, question: str, **options: Any) -> tuple[VideoAnswer, torch.Tensor]:
+def ask(clip, question: str, **options: Any) -> tuple[Answer, torch.Tensor]:
     recorder = Recorder()
     answer = clip.ask(question, logits_processor=[recorder], **GREEDY, **options)
     return answer, recorder.logits(NEW)[0]
 
 
-def check(clip, video: str, question: str, assistant, **options: Any) -> VideoAnswer:
+def check(clip, video: str, question: str, assistant, **options: Any) -> Answer:
     """An answer of the clip, after it was compared with a call's."""
     answer, logits = ask(clip, question)
     written, expected, _ = call(assistant, video, question, **options)
@@ -354,7 +354,7 @@ def test_turns_of_a_dialogue_are_those_of_the_whole_conversation(assistant, five
 
 
 def test_what_was_said_before_is_answers(assistant, five):
-    with pytest.raises(TypeError, match=r"after must hold answers of this clip, VideoAnswer, got \['text'\]"):
+    with pytest.raises(TypeError, match=r"after must hold answers of this clip, Answer, got \['text'\]"):
         assistant.watch(five).ask(QUESTIONS[0], after=["text"])
 
 

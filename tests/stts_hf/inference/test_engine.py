@@ -13,7 +13,8 @@ from transformers import AutoProcessor
 from stts_hf import STTSProcessor
 from stts_hf.data.frames import process
 from stts_hf.data.isolated import ProcessDied
-from stts_hf.inference.engine import PromptAnswer, answer_requests, make_batches
+from stts_hf.inference.answering import Answer
+from stts_hf.inference.engine import answer_requests, make_batches
 from stts_hf.inference.requests import Request, make_request
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
 
@@ -77,17 +78,17 @@ def one_by_one(model, processor, prompts, pruning_ratio: float, **options: Any) 
     return found
 
 
-def answers_of(model, processor, prompts, **options: Any) -> list[PromptAnswer]:
+def answers_of(model, processor, prompts, **options: Any) -> list[Answer]:
     """The answers in the order of the prompts; none may have failed."""
     found = dict(answer_requests(model, processor, prompts, **options))
-    answers = [answer for _, answer in sorted(found.items()) if isinstance(answer, PromptAnswer)]
+    answers = [answer for _, answer in sorted(found.items()) if isinstance(answer, Answer)]
     assert len(answers) == len(prompts)
     return answers
 
 
 def batched(model, processor, prompts, **options: Any) -> list[tuple[str, int, int, int]]:
     answers = answers_of(model, processor, prompts, **options)
-    return [(a.written, a.prompt_tokens, a.video_tokens, a.video_tokens_kept) for a in answers]
+    return [(a.text, a.prompt_tokens, a.video_tokens, a.video_tokens_kept) for a in answers]
 
 
 @pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
@@ -157,7 +158,7 @@ def test_a_damaged_clip_is_an_error_in_its_place_alone(model, processor, prompts
     answers = dict(answer_requests(model, processor, asked, pruning_ratio=0.5, **GREEDY))
     assert "damaged.mp4" in str(answers[1])
     expected = one_by_one(model, processor, [prompts[0], prompts[7], prompts[2]], 0.5, **GREEDY)
-    written = {place: answer.written for place, answer in answers.items() if isinstance(answer, PromptAnswer)}
+    written = {place: answer.text for place, answer in answers.items() if isinstance(answer, Answer)}
     assert written == dict(zip((0, 2, 3), (words for words, *_ in expected), strict=True))
 
 
@@ -180,7 +181,7 @@ def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prom
     assert isinstance(error, ProcessDied)
     assert "deadly.mp4' failed: the process ended with SIGSEGV" in str(error)
     expected = one_by_one(model, processor, [prompts[0], *asked[2:]], 0.5, **GREEDY)
-    written = [answer.written for _, answer in sorted(found.items()) if isinstance(answer, PromptAnswer)]
+    written = [answer.text for _, answer in sorted(found.items()) if isinstance(answer, Answer)]
     assert written == [words for words, *_ in expected]
 
 
@@ -201,8 +202,8 @@ def test_a_clip_whose_decoder_hangs_is_an_error_in_its_place_alone(model, prompt
     assert isinstance(found[0], ProcessDied)
     assert "hangs.mp4' failed: it took longer than 5 seconds" in str(found[0])
     expected = one_by_one(model, processor, [prompts[0]], 0.5, **GREEDY)
-    assert isinstance(found[1], PromptAnswer)
-    assert [found[1].written] == [words for words, *_ in expected]
+    assert isinstance(found[1], Answer)
+    assert [found[1].answer] == [words for words, *_ in expected]
 
 
 @pytest.mark.parametrize("rows_that_fit", [1, 2, 3])
@@ -240,11 +241,11 @@ def test_images_beside_videos_keep_the_options_of_videos(model, processor, promp
 
 def test_new_tokens_end_with_the_one_that_ends_the_answer(processor, prompts):
     for answer in answers_of(load_of_one_answer(), processor, prompts[:3], pruning_ratio=0.5, max_new_tokens=40):
-        assert answer.new_tokens == len(processor.tokenizer(answer.written)["input_ids"]) + 1
+        assert answer.new_tokens == len(processor.tokenizer(answer.text)["input_ids"]) + 1
 
 
 def test_batches_hold_whole_clips_of_one_kind(prompts):
-    batches = [batch.heads for batch in make_batches(prompts, 3)]
+    batches = [[[place for place, _ in head] for head in batch.heads] for batch in make_batches(prompts, 3)]
     assert [[0, 2, 5]] in batches
     assert sorted(place for heads in batches for head in heads for place in head) == list(range(len(prompts)))
     kinds = [{QUESTIONS[place][0] for head in heads for place in head} for heads in batches]

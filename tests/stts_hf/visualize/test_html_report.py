@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stts_hf.inference.answering import VideoAnswer
+from stts_hf.inference.answering import Answer
 from stts_hf.visualize.html_report import MOST_OF_CLIP, Column, write_report
 
 VOID = {"meta", "input", "br", "img", "link", "hr"}
@@ -60,8 +60,8 @@ def answers(frames: int = 5, tubelet: int = 1, rows: int = 2, columns: int = 3, 
     generator = torch.Generator().manual_seed(0)
     size = (-(-frames // tubelet), rows * columns)
 
-    def answer(keep: float) -> VideoAnswer:
-        return VideoAnswer(
+    def answer(keep: float) -> Answer:
+        return Answer(
             "clip.mp4",
             question,
             answer="A ring.",
@@ -184,6 +184,6 @@ def test_without_times_there_is_no_column_for_them(tmp_path):
 def test_answers_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`keep_mask` has shape \(5, 6\), but 4 frames"):
         write(tmp_path / "report.html", answers(), noise(4))
-    failed = {"scorer": VideoAnswer("clip.mp4", "What?", error=ValueError("it is no video"))}
+    failed = {"scorer": Answer("clip.mp4", "What?", error=ValueError("it is no video"))}
     with pytest.raises(ValueError, match="'scorer' without an answer: it is no video"):
         write(tmp_path / "report.html", failed, noise(4))
