@@ -34,7 +34,11 @@ def defined_in(file: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("heading", "most_files"),
-    [("From `processor(...)` to `logits`", 10), ("From a YAML file to the first gradient", 12)],
+    [
+        ("From `processor(...)` to `logits`", 10),
+        ("From a question to its answer", 8),
+        ("From a YAML file to the first gradient", 12),
+    ],
 )
 def test_names_of_a_walk_are_where_it_says(heading, most_files):
     walk = rows(heading)
