@@ -135,6 +135,14 @@ class Stretches:
     left: FrameSequence | None = None
     bins: FrameBins | None = None
 
+    def layout(self, prunes: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Bounds and options of a layer's attention; `prunes` of layer `l + 1`."""
+        if prunes:
+            return self.bounds, {"longest": self.longest, "survivors": self.left}
+        if self.left is not None:
+            return self.left.cu_seqlens, {"longest": self.longest, "bins": self.bins}
+        return self.bounds, {"longest": self.longest}
+
 
 def reorder(blocks: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     """Blocks (G, ...) in another order (G,); None leaves them as they are."""
@@ -275,14 +283,9 @@ class FlatTower(RankingTower):
         states = {-1: hidden_states} if asked else {}  # outputs of layers by their index
         for index, block in enumerate(self.blocks):
             seen = kinds[self.sees_window(index)]
-            options: dict[str, Any] = {"position_embeddings": tuple(rotation), "longest": seen.longest}
-            bounds = seen.bounds
-            if index == layer + 1:
-                options["survivors"] = seen.left
-            elif seen.left is not None:
-                bounds, options["bins"] = seen.left.cu_seqlens, seen.bins
             if seen.left is None or len(seen.left.patch_index):
-                hidden_states = block(hidden_states, bounds, key_bias, **options)
+                bounds, options = seen.layout(prunes=index == layer + 1)
+                hidden_states = block(hidden_states, bounds, key_bias, position_embeddings=tuple(rotation), **options)
             else:  # k = 1: nothing is left to encode
                 hidden_states = hidden_states[:0]
             if asked or index in self.deepstack_visual_indexes:
@@ -296,21 +299,24 @@ class FlatTower(RankingTower):
             elif index == layer + 1:
                 rotation, key_bias = [part[patch_index] for part in rotation], None
 
-        def per_video(features: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            """(K, text hidden size) of each video, in the caller's order of blocks."""
-            return reorder(features, None if rank is None else rank.argsort()).split(pruning.num_kept)
-
-        taps, indexes = [], list(self.deepstack_visual_indexes)
-        for index in sorted(set(indexes)):  # as the native model, in the order of layers
-            tapped = states[index] if index > layer else states[index][patch_index]
-            taps.append(per_video(self.deepstack_merger_list[indexes.index(index)](tapped)))
+        callers = None if rank is None else rank.argsort()  # order of blocks
+        merged = [self.merger(hidden_states), *self.merge_taps(states, patch_index)]  # (K, text hidden size) each
+        pooled, *taps = (reorder(features, callers).split(pruning.num_kept) for features in merged)
         with_loss = pruning.with_temporal_loss and self.config.selector == "scorer"
         return VideoFeatures(
             last_hidden_state=hidden_states,
-            pooler_output=per_video(self.merger(hidden_states)),
+            pooler_output=pooled,
             hidden_states=tuple(states.values()) if asked else None,
             token_scores=pruning.per_video(scores),
             keep_mask=pruning.per_video(keep_mask),
             temporal_loss=temporal_loss(scores, blocks, grids, pruning.detach_temporal_target) if with_loss else None,
             deepstack_features=taps if hasattr(self, "deepstack_merger_list") else None,
         )
+
+    def merge_taps(self, states: dict[int, torch.Tensor], patch_index: torch.Tensor) -> list[torch.Tensor]:
+        """Deepstack's features (K, text hidden size) of the patches (P,) that are left, in the order of layers."""
+        indexes, layer, merged = list(self.deepstack_visual_indexes), self.config.pruning_layer, []
+        for index in sorted(set(indexes)):  # as the native model
+            tapped = states[index] if index > layer else states[index][patch_index]
+            merged.append(self.deepstack_merger_list[indexes.index(index)](tapped))
+        return merged

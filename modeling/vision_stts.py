@@ -237,21 +237,17 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
         block_patches = pruning.block_patches
         blocks, valid = gather_blocks(hidden_states.flatten(0, 1), block_patches)  # (G, S, D)
         token_scores, bias = self.rank_blocks(blocks, pruning.grids, pruning.num_kept, valid)
-        key_bias = None  # (F * N,)
-        if bias is not None:
-            key_bias = spread_to_patches(bias, block_patches, hidden_states.shape[0] * hidden_states.shape[1])
+        num_patches = hidden_states.shape[0] * hidden_states.shape[1]
+        key_bias = None if bias is None else spread_to_patches(bias, block_patches, num_patches)  # (F * N,)
         output = STTSVisionOutput(token_scores=token_scores)
         if pruning.with_temporal_loss and self.config.selector == "scorer":
             output.temporal_loss = temporal_loss(token_scores, blocks, pruning.grids, pruning.detach_temporal_target)
         output.keep_mask, kept_blocks = select_blocks(token_scores, pruning.grids, pruning.num_kept)
 
-        window_size = block_patches.shape[1]
         if kept_blocks.numel() == 0:  # k = 1: nothing is left to encode
-            width = hidden_states.shape[-1] * len(pruning.feature_layers)
-            output.features = blocks.new_zeros(0, window_size, width)
-            output.last_hidden_state = blocks.new_zeros(0, hidden_states.shape[-1])
-            if -1 in states:
-                output.hidden_states = tuple(states.values())
+            output.features = blocks.new_zeros(0, blocks.shape[1], blocks.shape[2] * len(pruning.feature_layers))
+            output.last_hidden_state = blocks.new_zeros(0, blocks.shape[2])
+            output.hidden_states = tuple(states.values()) if asked else None
             return output
         sequence, bins = self.pack_survivors(kept_blocks, pruning, *hidden_states.shape[:2])
         output.valid = sequence.window_valid
@@ -259,8 +255,7 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
             layer = self.layers[index]
             if index == pruning_layer + 1:
                 hidden_states = layer(hidden_states, None, key_bias, sequence)  # (F, N, D) -> (P, D)
-                if bins is not None:
-                    hidden_states = bins.pack(hidden_states)
+                hidden_states = hidden_states if bins is None else bins.pack(hidden_states)
             else:
                 hidden_states = layer(hidden_states, None, sequence=None if bins else sequence, bins=bins)
             if index in wanted:
@@ -269,10 +264,9 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
             states[index] if index > pruning_layer else states[index].flatten(0, 1)[sequence.patch_index]
             for index in pruning.feature_layers
         ]
-        output.features = sequence.windows(torch.cat(features, dim=-1), window_size)  # (K, S, D * feature layers)
+        output.features = sequence.windows(torch.cat(features, dim=-1), blocks.shape[1])  # (K, S, D * feature layers)
         output.last_hidden_state = features[pruning.feature_layers.index(max(pruning.feature_layers))]
-        if -1 in states:
-            output.hidden_states = tuple(states.values())
+        output.hidden_states = tuple(states.values()) if asked else None
         return output
 
     def pack_survivors(
