@@ -148,7 +148,7 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
     The selectors to show, each once, and what to say of those that are not. Raises `CommandError` where a scorer is
     asked for that was never trained.
     """
-    from stts_hf.parts import is_scorer_trained
+    from stts_hf.model_parts import is_scorer_trained
 
     is_trained = is_scorer_trained(model)
     without = f"checkpoint {checkpoint} has no trained scorer"
