@@ -144,13 +144,18 @@ def every_file(folder: Path) -> dict[str, Path]:
     return found
 
 
+def belongs(name: str) -> bool:
+    """Whether a path in a folder is one of a checkpoint's files."""
+    return _BELONGING.fullmatch(name) is not None
+
+
 def checkpoint_files(folder: Path) -> dict[str, Path]:
     """The files and links of a checkpoint, by their path in its folder."""
     templates = folder / "additional_chat_templates"
     entries = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(entries)}
     is_folder = {name for name, path in named.items() if path.is_dir() and not path.is_symlink()}
-    return {name: path for name, path in named.items() if _BELONGING.fullmatch(name) and name not in is_folder}
+    return {name: path for name, path in named.items() if belongs(name) and name not in is_folder}
 
 
 def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterator[Finding]:

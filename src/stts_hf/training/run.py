@@ -1,5 +1,6 @@
 """A run from its configuration to the saved checkpoint, with its plan, its card and the push to the Hub."""
 
+import glob
 import math
 import os
 from collections import Counter
@@ -14,7 +15,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
-from stts_hf.checkpoints.files import check_links, every_file
+from stts_hf.checkpoints.files import belongs, check_links, every_file
 from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data import frames
 from stts_hf.data.rows import ANSWER
@@ -233,22 +234,30 @@ def merge(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
 
 def push(trainer: STTSTrainer, output: Path) -> None:
     """
-    Uploads `output` in one commit, with its card; `Trainer.push_to_hub` would save the model again and write a card of
-    its own. Raises `PushRefused`.
+    Uploads the model or adapter in `output`, the merged model, the configuration and TensorBoard's logs in one commit,
+    with the card; `Trainer.push_to_hub` would save the model again, write another card, and push whatever else lies in
+    the folder. Raises `PushRefused`.
     """
     trainer._finish_current_push()
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     api, repo_id = HfApi(), str(trainer.hub_model_id)
-    if astray := next(check_links(output, every_file(output)), None):
+    goes = {name: path for name, path in every_file(output).items() if _goes_to_hub(name)}
+    if astray := next(check_links(output, goes), None):
         raise PushRefused(f"{output} is not pushed: {astray}")
     with refusals(api, repo_id):
         api.upload_folder(
             repo_id=repo_id,
             folder_path=output,
             commit_message="End of training",
-            ignore_patterns=["_*", "checkpoint-*"],  # as `Trainer` has it
+            allow_patterns=[glob.escape(name) for name in goes],
             revision=trainer.args.hub_revision,
         )
+
+
+def _goes_to_hub(name: str) -> bool:
+    """Whether `push` uploads the file of this path in the output folder."""
+    own = (CONFIG_COPY, "adapter_config.json")
+    return name in own or "events.out.tfevents." in name or belongs(name.removeprefix(f"{MERGED}/"))
 
 
 def write_card(run: TrainingSetup, trainer: STTSTrainer, folder: Path) -> None:

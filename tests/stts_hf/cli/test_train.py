@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from transformers import Trainer
 
 from stts_hf import STTSConfig
@@ -153,11 +154,11 @@ def uploads(monkeypatch) -> list[dict[str, str]]:
     """Every upload as file to text, what is no text left out; the Hub is not asked."""
     found: list[dict[str, str]] = []
 
-    def upload(api, *, folder_path, ignore_patterns, **where):
+    def upload(api, *, folder_path, allow_patterns, **where):
         assert where["repo_id"] == "someone/ours"
         files = [file for file in Path(folder_path).rglob("*") if file.is_file()]
-        texts = [file for file in files if file.suffix in (".md", ".yaml", ".json")]
-        found.append({str(file.relative_to(folder_path)): file.read_text() for file in texts})
+        names = list(filter_repo_objects([str(file.relative_to(folder_path)) for file in files], allow_patterns=allow_patterns))
+        found.append({name: (Path(folder_path) / name).read_text(errors="replace") for name in names})
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
 
@@ -193,10 +194,10 @@ def test_a_folder_of_an_adapter_takes_no_whole_model(data, tmp_path, capsys):
 def test_nothing_is_pushed_that_a_link_leads_to_elsewhere(data, tmp_path, uploads, capsys):
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "assets").symlink_to(tmp_path / "secret")
+    (tmp_path / "out" / "loss.png").symlink_to(tmp_path / "secret")
     config = write_config(tmp_path, data, tmp_path / "out")
     assert train(config, "--push_to_hub=true", "--hub_strategy=end") == 2
-    assert "assets is a link to" in capsys.readouterr().err
+    assert "loss.png is a link to" in capsys.readouterr().err
     assert not uploads
 
 
@@ -208,6 +209,8 @@ def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
     )
     more += "use_peft: true\nlora_r: 4\nmerge_adapter: true\n" if adapter else ""
     config = write_config(tmp_path, data, tmp_path / "out", more=more)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "id_rsa").write_text("mine")
     pushing = ["--push_to_hub=true", "--hub_strategy=end"]
     assert train(config, *pushing) == 0
     [pushed] = uploads
@@ -222,6 +225,8 @@ def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
     assert ("PeftModel.from_pretrained(model, adapter)" in pushed["README.md"]) == adapter
     assert ("adapter_config.json" in pushed) == adapter
     assert "train_config.yaml" in pushed
+    assert not {"id_rsa", "training_args.bin", "trainer_state.json"} & pushed.keys()
+    assert not [name for name in pushed if name.startswith("checkpoint-")]
 
 
 def test_evaluation_batches_are_as_large_as_those_of_training(data, tmp_path):
