@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved model carries the processor's code.
     from .processing_stts import STTSProcessor  # noqa: F401
 
+RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names begin in Molmo2's files and in ours
+
 
 class STTSModel(PruningBackbone, Molmo2Model):
     """Molmo2 without a head, whose videos lose the blocks of least score."""
@@ -194,6 +196,7 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.vocab_size = config.text_config.vocab_size
         self.model_tags = ["stts", "molmo2", "video", "token-pruning", "custom_code"]  # of the model card
+        self.register_load_state_dict_post_hook(refuse_saved_names)
         self.post_init()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -204,6 +207,17 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         super().save_pretrained(save_directory, *args, **kwargs)
 
     forward = with_native_arguments(Molmo2ForConditionalGeneration, PruningHead.forward)
+
+
+def refuse_saved_names(model: nn.Module, incompatible: Any) -> None:
+    """Raises `RuntimeError` for names of a checkpoint's files, which `load_state_dict(strict=False)` passes over."""
+    saved = [name for name in incompatible.unexpected_keys if name.startswith(RELEASED_NAMES)]
+    if saved:
+        raise RuntimeError(
+            f"`state_dict` has names of Molmo2's files, such as {saved[0]!r}, which the model's modules do not have. "
+            "Load the folder with `from_pretrained`; to resume, use `STTSTrainer`, or call "
+            "`stts_hf.training.checkpointing.accept_saved_names(model)` before."
+        )
 
 
 # Without these, original Molmo2 weights would load into random parameters with no more than a warning: transformers

@@ -157,7 +157,9 @@ def uploads(monkeypatch) -> list[dict[str, str]]:
     def upload(api, *, folder_path, allow_patterns, **where):
         assert where["repo_id"] == "someone/ours"
         files = [file for file in Path(folder_path).rglob("*") if file.is_file()]
-        names = list(filter_repo_objects([str(file.relative_to(folder_path)) for file in files], allow_patterns=allow_patterns))
+        names = list(
+            filter_repo_objects([str(file.relative_to(folder_path)) for file in files], allow_patterns=allow_patterns)
+        )
         found.append({name: (Path(folder_path) / name).read_text(errors="replace") for name in names})
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-from stts_hf import STTSForConditionalGeneration
 from stts_hf.training.checkpointing import accept_saved_names
 from tests.stts_hf.training.runs import Rows, logged, trainer, without_ids
 from tests.tiny import tiny_config, tiny_model
@@ -34,12 +33,6 @@ def history(run) -> list[dict[str, float]]:
     return [{k: v for k, v in step.items() if not k.endswith(NOT_REPEATED)} for step in logs]
 
 
-def without_own_loading(model_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of saved files are the trainer's job."""
-    if "load_state_dict" in vars(model_class):
-        monkeypatch.delattr(model_class, "load_state_dict")
-
-
 def noisy_model(seed: int) -> Any:
     """A model that draws random numbers in every step: a random selector, and dropout."""
     text = {"attention_dropout": 0.1}
@@ -56,8 +49,7 @@ def uninterrupted(request, tmp_path_factory) -> tuple[Any, Path, dict[str, Any]]
 
 
 @pytest.mark.parametrize("step", [3, 4], ids=["within_an_epoch", "between_epochs"])
-def test_a_resumed_run_repeats_the_uninterrupted(uninterrupted, step, monkeypatch):
-    without_own_loading(STTSForConditionalGeneration, monkeypatch)
+def test_a_resumed_run_repeats_the_uninterrupted(uninterrupted, step):
     whole, folder, options = uninterrupted
     torch.manual_seed(99)
     run = trainer(folder, model=noisy_model(1), data=Rows(length=14), **options)
@@ -78,8 +70,7 @@ def test_these_runs_do_draw_random_numbers(uninterrupted):
 
 
 @pytest.fixture
-def model_of_files(monkeypatch) -> Callable[[int], Any]:
-    without_own_loading(STTSForConditionalGeneration, monkeypatch)
+def model_of_files() -> Callable[[int], Any]:
 
     def make(seed: int) -> Any:
         model = tiny_model(seed=seed)
@@ -111,8 +102,16 @@ def test_a_file_that_lacks_a_weight_is_refused_as_ever(model_of_files, tmp_path)
     assert model_of_files(1).load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
 
 
-def test_plain_trainer_resumes_with_the_weights_it_saved(tmp_path, monkeypatch):
-    without_own_loading(STTSForConditionalGeneration, monkeypatch)
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_of_saved_files_are_refused_where_nobody_renames_them(tmp_path, strict):
+    """`Trainer` passes them with `strict=False`: the model would keep its weights without a word."""
+    saved = tiny_model(seed=0)
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="accept_saved_names"):
+        tiny_model(seed=1).load_state_dict(load_file(tmp_path / "model.safetensors"), strict)
+
+
+def test_plain_trainer_resumes_with_the_weights_it_saved(tmp_path):
     settings: dict[str, Any] = {"use_cpu": True, "logging_steps": 1, "report_to": "none", "max_steps": 4}
     settings |= {"remove_unused_columns": False, "learning_rate": 1e-2, "save_steps": 2, "disable_tqdm": True}
     runs = []
