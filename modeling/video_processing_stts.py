@@ -5,10 +5,9 @@ from transformers.utils.versions import require_version
 # Before imports that fail without a reason in older versions.
 require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
 
-import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -30,7 +29,6 @@ from transformers.video_utils import VideoMetadata, make_batched_videos
 from .frame_times_stts import STTSVideoMetadata
 from .settings_stts import check_pruning_ratio
 from .video_reading_stts import VideoFile, resize
-from .video_sources_stts import download, is_url
 
 logger = logging.get_logger(__name__)
 
@@ -49,17 +47,11 @@ class STTSVideoProcessorKwargs(Molmo2VideoProcessorKwargs, total=False):
     pruning_ratio (`float`, *optional*):
         Share of the video's tokens that the model will drop, which `test_time_scaling` makes up for. It prunes nothing
         here, so that a call may give it only with `test_time_scaling`.
-    max_download_bytes (`int`, *optional*):
-        Largest file, in bytes, that is downloaded from a URL.
-    max_download_seconds (`float`, *optional*):
-        Longest time that the download of one file may take.
     """
 
     max_fps: int | float | None  # type: ignore[misc]
     test_time_scaling: bool
     pruning_ratio: int | float
-    max_download_bytes: int
-    max_download_seconds: int | float
 
 
 class STTSVideoProcessor(Molmo2VideoProcessor):
@@ -84,8 +76,6 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
     do_normalize = True
     test_time_scaling = False
     pruning_ratio = 0.5
-    max_download_bytes = 2**31
-    max_download_seconds = 600
     valid_kwargs = STTSVideoProcessorKwargs  # type: ignore[assignment]
 
     def __init__(self, **kwargs: Any):
@@ -109,7 +99,11 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             raise ValueError("videos is empty. Pass at least one video, or leave videos out.")
         videos = make_batched_videos(videos)
         metadata = one_each(options["video_metadata"], len(videos))
-        loaded = [self._load(video, metadata[index], index, options) for index, video in enumerate(videos)]
+        reader = _Molmo2Reader(self, options)
+        loaded = [
+            reader.read(video, metadata[index], index, options["input_data_format"])
+            for index, video in enumerate(videos)
+        ]
         kwargs |= {"do_sample_frames": False, "input_data_format": ChannelDimension.FIRST}
         kwargs["video_metadata"] = [found for _, found in loaded]
         return super().preprocess([frames for frames, _ in loaded], **kwargs)
@@ -142,9 +136,9 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         Returns metadata with `frames_indices` and `frame_times`; where frames turn out to be damaged, fewer are shown.
         `kwargs` and errors as in `preprocess`.
         """
-        options = self._options(kwargs)
-        with _open(video, options) as file:
-            return file.describe(file.sample(*options["limits"]) if options["do_sample_frames"] else None)
+        reader = _Molmo2Reader(self, self._options(kwargs))
+        with VideoFile(video) as file:
+            return file.describe(reader.choose(file.describe(), file) if reader.samples else None)
 
     @property
     def block_grid(self) -> tuple[int, int]:
@@ -156,7 +150,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
     def sample_frames(self, metadata: VideoMetadata, **call: Any) -> np.ndarray:  # type: ignore[override]
         """Indices of the frames to show of an array with this metadata; what is not given comes from the settings."""
         call = {name: value for name, value in call.items() if value is not None}
-        return self._sample_array(metadata, self._options(call)["limits"])
+        return self.sample_array(metadata, self._options(call)["limits"])
 
     def _options(self, call: dict[str, Any]) -> dict[str, Any]:
         """All settings, those of a call first, validated; `limits` is the frame budget and the rate they amount to."""
@@ -170,8 +164,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             )
         if num_frames is not None:
             check_count("num_frames", num_frames)
-        for name in ("max_fps", "fps", "max_download_bytes", "max_download_seconds"):
-            if not (options[name] is None and "fps" in name):
+        for name in ("max_fps", "fps"):
+            if options[name] is not None:
                 check_amount(name, options[name])
         ratio = check_pruning_ratio(options["pruning_ratio"])
         if "pruning_ratio" in given and not options["test_time_scaling"]:
@@ -184,7 +178,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         by_rate = fps is not None and "num_frames" not in given
         return options | {"limits": (None, fps) if by_rate else (num_frames, max_fps)}
 
-    def _sample_array(self, metadata: VideoMetadata, limits: tuple[int | None, float | None]) -> np.ndarray:
+    def sample_array(self, metadata: VideoMetadata, limits: tuple[int | None, float | None]) -> np.ndarray:
         if metadata.fps is None:
             metadata.fps = float(limits[1] or self.max_fps or 1)
             logger.warning_once(
@@ -192,55 +186,6 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                 "true timestamps."
             )
         return sample_indices(metadata.total_num_frames, metadata.fps, *limits)
-
-    def _load(
-        self, video: Any, metadata: Any, index: int, options: dict[str, Any]
-    ) -> tuple[torch.Tensor, STTSVideoMetadata]:
-        """The frames to show `(T, 3, height, width)` and their metadata."""
-        limits = options["limits"] if options["do_sample_frames"] else None
-        if isinstance(video, str):
-            source = getattr(video, "source", video)
-            # In the model's size from the start, so that memory does not grow with the video's resolution.
-            size = options["size"]
-            if not hasattr(size, "get"):  # a number or a pair
-                size = get_size_dict(size, default_to_square=options["default_to_square"])
-            target = (size.get("height"), size.get("width"))
-            if None in target:
-                raise ValueError(f"size must have 'height' and 'width', got {size!r}.")
-            interpolation = pil_torch_interpolation_mapping.get(options["resample"], options["resample"])
-            if hasattr(source, "get_frame_at"):
-                return self._read_decoder(source, limits, target, interpolation)
-            with _open(source, options) as file:
-                indices = None if limits is None else file.sample(*limits)
-                return file.read(indices, target, functools.partial(resize, interpolation=interpolation))
-        layout = options["input_data_format"]
-        if isinstance(video, list | tuple):  # paths or URLs of images
-            limits_of_download = options["max_download_bytes"], options["max_download_seconds"]
-            video, layout = load_pictures(video, *limits_of_download), ChannelDimension.LAST
-        frames = frames_tensor(video, index, layout)
-        metadata = checked_metadata(metadata, len(frames), index, limits is not None)
-        if limits is not None:
-            chosen = self._sample_array(metadata, limits).tolist()
-            frames = frames[chosen]
-            metadata.choose(chosen)
-        return frames, metadata
-
-    def _read_decoder(
-        self, decoder: Any, limits: tuple[int | None, float | None] | None, size: tuple[int, int], interpolation: Any
-    ) -> tuple[torch.Tensor, STTSVideoMetadata]:
-        """As `VideoFile.read`, from a torchcodec `VideoDecoder`, which counts frames."""
-        metadata = STTSVideoMetadata(len(decoder), decoder.metadata.average_fps, video_backend="torchcodec")
-        chosen = list(range(len(decoder))) if limits is None else self._sample_array(metadata, limits).tolist()
-        frames, times = torch.empty((len(chosen), 3, *size), dtype=torch.uint8), []
-        for place, index in enumerate(chosen):
-            frame = decoder.get_frame_at(index)
-            picture = frame.data if frame.data.shape[0] == 3 else frame.data.permute(2, 0, 1)
-            metadata.height, metadata.width = picture.shape[1:]
-            frames[place] = resize(picture.cpu(), size, interpolation)
-            times.append(frame.pts_seconds - decoder.metadata.begin_stream_seconds)
-        metadata.frames_indices, metadata.frame_times = chosen, times
-        metadata.duration = decoder.metadata.duration_seconds
-        return frames, metadata
 
 
 def check_count(name: str, value: Any) -> None:
@@ -299,6 +244,98 @@ def from_molmo2(video_processor: Molmo2VideoProcessor) -> STTSVideoProcessor:
     return STTSVideoProcessor(**settings)
 
 
+class FrameReader:
+    """
+    The frames to show of a video in any form, as a processor wants them: one way for files, torchcodec decoders,
+    pictures and arrays of frames.
+
+    samples: whether frames are chosen, or all are shown.
+    """
+
+    samples = True
+
+    def choose(self, metadata: STTSVideoMetadata, file: VideoFile | None = None) -> list[int]:
+        """Indices of the frames to show, of a `file` or of frames that are decoded already."""
+        raise NotImplementedError
+
+    def size(self, num_frames: int, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+        """Height and width of so many frames; `measure` gives those that they have, for one decoded frame."""
+        raise NotImplementedError
+
+    def resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """A picture, uint8 (3, height, width), in another size."""
+        raise NotImplementedError
+
+    def read(self, video: Any, metadata: Any, index: int, layout: Any = None) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        """
+        Frames `(T, 3, height, width)` and what is shown. Those of files are resized as each is decoded, so that memory
+        does not grow with a video's resolution. `index` of the video, for messages. layout: of an array.
+        """
+        source = getattr(video, "source", video)
+        if hasattr(source, "get_frame_at"):
+            return self._read_decoder(source)
+        if isinstance(video, str):
+            with VideoFile(source) as file:
+                shown = file.describe()
+                chosen = self.choose(shown, file) if self.samples else shown.frames_indices or []
+                return file.read(chosen, self.size(len(chosen), lambda: file.measure(chosen)), self.resize)
+        if isinstance(video, Image.Image):
+            video = [video]
+        if isinstance(video, list | tuple) and video and all(hasattr(frame, "shape") for frame in video):
+            _check_sizes({tuple(frame.shape) for frame in video})
+            video = np.stack(video) if isinstance(video[0], np.ndarray) else torch.stack(list(video))
+        elif isinstance(video, list | tuple):
+            if not video:
+                raise ValueError(f"videos[{index}] has no frames. Pass at least one.")
+            video, layout = load_pictures(video), ChannelDimension.LAST
+        frames = frames_tensor(video, index, layout)
+        shown = checked_metadata(metadata, len(frames), index, self.samples)
+        if self.samples:
+            chosen = self.choose(shown)
+            frames = frames[chosen]
+            shown.choose(chosen)
+        return frames, shown
+
+    def _read_decoder(self, decoder: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        """The same of a torchcodec `VideoDecoder`, which counts frames."""
+        about, times = decoder.metadata, []
+        shown = STTSVideoMetadata(len(decoder), about.average_fps, duration=about.duration_seconds)
+        shown.video_backend = "torchcodec"
+        shown.frames_indices = self.choose(shown) if self.samples else list(range(len(decoder)))
+        pictures: Any = []
+        for index in shown.frames_indices:
+            frame = decoder.get_frame_at(index)
+            picture = (frame.data if frame.data.shape[0] == 3 else frame.data.permute(2, 0, 1)).cpu()
+            shown.height, shown.width = measured = picture.shape[1:]
+            pictures.append(self.resize(picture, self.size(len(shown.frames_indices), lambda: measured)))  # noqa: B023
+            times.append(frame.pts_seconds - about.begin_stream_seconds)
+        shown.frame_times = times
+        return torch.stack(pictures), shown
+
+
+class _Molmo2Reader(FrameReader):
+    """Frames in the model's size; those that are decoded already keep theirs, which native preprocessing changes."""
+
+    def __init__(self, processor: STTSVideoProcessor, options: dict[str, Any]):
+        self.processor, self.options, self.samples = processor, options, bool(options["do_sample_frames"])
+
+    def choose(self, metadata: STTSVideoMetadata, file: VideoFile | None = None) -> list[int]:
+        limits = self.options["limits"]
+        return file.sample(*limits) if file else self.processor.sample_array(metadata, limits).tolist()
+
+    def size(self, num_frames: int, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+        size = self.options["size"]
+        if not hasattr(size, "get"):  # a number or a pair
+            size = get_size_dict(size, default_to_square=self.options["default_to_square"])
+        if size.get("height") is None or size.get("width") is None:
+            raise ValueError(f"size must have 'height' and 'width', got {size!r}.")
+        return size["height"], size["width"]
+
+    def resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        resample = self.options["resample"]
+        return resize(picture, size, pil_torch_interpolation_mapping.get(resample, resample))
+
+
 class SourceName(str):
     """Passes for a path, the only form in which transformers lets a file through; `source` is what to read."""
 
@@ -330,10 +367,6 @@ def normalize_videos(videos: Any, name: str = "videos") -> Any:
     return videos
 
 
-def _open(source: Any, options: dict[str, Any]) -> VideoFile:
-    return VideoFile(source, options["max_download_bytes"], options["max_download_seconds"])
-
-
 def open_picture(source: Any) -> Image.Image:
     """The picture in a file, a path or an open one; not decoded. Raises `ValueError` for an EPS drawing."""
     picture = Image.open(source)
@@ -344,25 +377,20 @@ def open_picture(source: Any) -> Image.Image:
     return picture
 
 
-def load_pictures(sources: Sequence[Any], max_bytes: int = 2**31, max_seconds: float = 600.0) -> np.ndarray:
-    """The frames (T, height, width, 3) of a video of pictures: PIL images, paths or URLs; limits as in `download`."""
-
-    def load(source: Any) -> Image.Image:
-        if is_url(source):
-            with download(source, max_bytes, max_seconds) as file:
-                return load_image(open_picture(file)).convert("RGB")
-        return load_image(open_picture(source) if isinstance(source, str) else source).convert("RGB")
-
-    pictures = [load(source) for source in sources]
+def load_pictures(sources: Sequence[Any]) -> np.ndarray:
+    """The frames (T, height, width, 3) of a video of pictures: PIL images, paths, URLs or open files."""
+    pictures = []
+    for source in sources:
+        source = getattr(source, "source", source)
+        is_file = hasattr(source, "read") or (isinstance(source, str) and os.path.exists(source))
+        pictures.append(load_image(open_picture(source) if is_file else source).convert("RGB"))
     _check_sizes({(picture.height, picture.width) for picture in pictures})
     return np.stack([np.asarray(picture) for picture in pictures])
 
 
 def _check_sizes(sizes: set[tuple[int, ...]]) -> None:
     if len(sizes) > 1:
-        raise ValueError(
-            f"The frames of one video must have one size, got (height, width) {sorted(sizes)}. Resize them first."
-        )
+        raise ValueError(f"The frames of one video must have one size, got {sorted(sizes)}. Resize them first.")
 
 
 def one_each(metadata: Any, num_videos: int) -> list[Any]:

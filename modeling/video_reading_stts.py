@@ -1,20 +1,22 @@
 """Frames of a video file, decoding only what leads up to those that are shown.
 
-`VideoFile` reads the packets of a file once without decoding them. That tells when each frame is shown and where the
-keyframes are, at which decoding can start; headers are not trusted, their counts, durations and rates are wrong too
-often. `sample` picks frames, `read` decodes each from the keyframe before it, distant ones in several threads.
+`VideoFile` reads the packets of a file once without decoding them. They say when each frame is shown and where the
+keyframes are, at which decoding can start; counts, durations and rates in headers are wrong too often. `sample` picks
+frames, `read` decodes each from the keyframe before it, distant ones in several threads.
 
 FFmpeg gets the bytes of one file, never a name, and `_FORMATS` names no format that leads to other files or hosts.
 """
 
 import copy
+import io
 import itertools
+import os
 import struct
 import threading
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from fractions import Fraction
@@ -22,11 +24,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from huggingface_hub.utils import httpx
 from torchvision.transforms.v2 import InterpolationMode  # type: ignore[import-untyped]  # it has no types
 from torchvision.transforms.v2 import functional as tvF
 
 from .frame_times_stts import TOLERANCE, STTSVideoMetadata, sample_times
-from .video_sources_stts import ByteStream, checked_source
 
 try:
     import av
@@ -61,7 +63,6 @@ class VideoFile:
 
     Args:
         source: path, http(s) address, bytes, open binary file, or a row `{"bytes": ..., "path": ...}` of `datasets`.
-        max_bytes, max_seconds: limits of a download, see `download`.
 
     Attributes:
         name: what to call the file in messages.
@@ -80,10 +81,10 @@ class VideoFile:
     Warns if the file ends before the duration it claims; what is there is used, with its true times.
     """
 
-    def __init__(self, source: Any, max_bytes: int = 2**31, max_seconds: float = 600.0):
+    def __init__(self, source: Any):
         if av is None:
             raise ImportError("Decoding video files needs PyAV: `pip install av`.")
-        self.name, self._source = checked_source(source, max_bytes, max_seconds)
+        self.name, self._source = checked_source(source)
         self._bytes = ByteStream(self._source, keep_open=hasattr(source, "read"))
         self._container: Any = None
         self.pts: np.ndarray | None = None
@@ -175,6 +176,14 @@ class VideoFile:
             metadata.height, metadata.width = first = frames[0].shape[1:]
             frames = torch.stack([frame if frame.shape[1:] == first else resize(frame, first) for frame in frames])
         return frames, metadata
+
+    def measure(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Height and width of the frames as they are shown, which no header says for sure; decodes one of them."""
+        try:
+            frames, _ = self.read(indices[:1])
+        except ValueError:  # it is damaged
+            frames, _ = self.read(indices)
+        return frames.shape[-2], frames.shape[-1]
 
     def _rewind(self) -> None:
         """Opens the file, or opens it again at its very beginning, where no container fails to go."""
@@ -379,6 +388,63 @@ class VideoFile:
                 yield from self._codec.decode(packet)
             except (av.error.FFmpegError, EOFError):  # damaged: what comes after may be whole
                 yield None
+
+
+class ByteStream:
+    """What FFmpeg sees of a source: bytes without a name. PyAV would take a file's name from its attribute `name`."""
+
+    def __init__(self, source: Any, keep_open: bool = False):
+        if isinstance(source, str | bytes):
+            source = open(source, "rb") if isinstance(source, str) else io.BytesIO(source)  # noqa: SIM115
+        self.read, self.tell, self._seek = source.read, source.tell, source.seek
+        self.close: Callable[[], None] = (lambda: None) if keep_open else source.close
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """As of files, but -1 where there is no such place: damaged files send FFmpeg there, which can go on."""
+        try:
+            return self._seek(offset, whence)
+        except (OSError, ValueError):
+            return -1
+
+
+def held_source(source: Any) -> Any:
+    """What a row of `datasets` holds: its bytes, else its path. Other sources are what they are."""
+    if not isinstance(source, Mapping):
+        return source
+    held = source.get("path") if source.get("bytes") is None else source["bytes"]
+    if held is None:
+        raise ValueError(f"A video given as a dict needs 'bytes' or 'path', got the keys {sorted(map(str, source))}.")
+    return held
+
+
+def checked_source(source: Any) -> tuple[str, Any]:
+    """What to call the source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
+    source = held_source(source)
+    if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
+        try:
+            response = httpx.get(source, follow_redirects=True, timeout=30.0).raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(f"Cannot download {source!r}: {error}. Check the address, or pass a file.") from error
+        return f"the video downloaded from {source!r}", response.content
+    if hasattr(source, "read"):
+        if not isinstance(source.read(0), bytes):
+            raise ValueError("The video file is open as text. Open it in binary mode, 'rb'.")
+        if getattr(source, "seekable", lambda: hasattr(source, "seek"))():
+            return "the open video file", source
+        source = source.read()
+    if isinstance(source, bytes | bytearray | memoryview):
+        if len(source) == 0:
+            raise ValueError("The video's bytes are empty. Read or download them again.")
+        return "the video's bytes", bytes(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"A video must be a path, bytes or an open binary file, got {type(source).__name__}.")
+    path = os.fsdecode(source)
+    if not os.path.isfile(path):
+        held = ": it is a folder" if os.path.isdir(path) else ": it is a pipe or device" if os.path.exists(path) else ""
+        raise ValueError(f"There is no video file {path!r}{held}. Pass the path of an existing file.")
+    if os.path.getsize(path) == 0:
+        raise ValueError(f"The video file {path!r} is empty. Copy or download it again.")
+    return f"video file {path!r}", path
 
 
 def _deliver(

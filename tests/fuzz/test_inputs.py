@@ -15,10 +15,10 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from stts_hf import register_auto_classes
-from stts_hf.data import frames
 from stts_hf.data.encoding import find_control_token
 from stts_hf.inference.requests import make_request
 from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.video import processors as frames
 from tests.checkpoints import TINIES
 from tests.clips import write_clip
 from tests.corpus.yardstick import by_libraries_as_far_as_they_get

@@ -16,8 +16,7 @@ from packaging.version import Version
 from PIL import Image
 
 from stts_hf.modeling import video_reading_stts
-from stts_hf.modeling.video_reading_stts import VideoFile, resize
-from stts_hf.modeling.video_sources_stts import ByteStream
+from stts_hf.modeling.video_reading_stts import ByteStream, VideoFile, resize
 from tests.clips import (
     decode_everything,
     frame_number,

@@ -5,7 +5,7 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,6 @@ from PIL import Image
 
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile
-from stts_hf.modeling.video_sources_stts import download, is_url
 from tests.clips import decode_everything, frame_number, numbered_frame, read_clip, write_clip
 from tests.corpus.files import LEADING_ELSEWHERE
 
@@ -186,27 +185,10 @@ def send(handler: Any, *chunks: bytes) -> None:
         handler.wfile.write(chunk)
 
 
-def test_a_download_is_read_from_its_beginning():
-    with serving(lambda handler: send(handler, b"ab", b"c")) as url, download(url, 100, 30.0) as file:
-        assert file.read() == b"abc"
-
-
 def test_row_with_a_url_is_downloaded(processor, clip):
     with serving(lambda handler: send(handler, clip.read_bytes())) as url:
         outputs = processor({"bytes": None, "path": url}, return_metadata=True)
     assert outputs["video_metadata"][0].total_num_frames == 60
-
-
-@pytest.mark.parametrize("videos", [lambda url: url, lambda url: [[url, url]]], ids=["video", "images"])
-def test_endless_download_ends_at_the_limit_of_size(processor, videos):
-    def endless(handler: Any) -> None:
-        with suppress(OSError):  # the reader has left
-            send(handler)
-            while True:
-                handler.wfile.write(bytes(2**16))
-
-    with serving(endless) as url, pytest.raises(ValueError, match="larger than max_download_bytes=1000000"):
-        processor(videos(url), max_download_bytes=1_000_000)
 
 
 def test_images_at_urls_are_the_frames_of_a_video(processor):
@@ -218,44 +200,9 @@ def test_images_at_urls_are_the_frames_of_a_video(processor):
     assert np.array_equal(outputs["pixel_values_videos"], expected["pixel_values_videos"])
 
 
-@pytest.mark.parametrize("headers", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["in its headers", "in its body"])
-def test_download_that_drips_ends_at_the_limit_of_time(processor, headers):
-    stop = threading.Event()
-
-    def drip(handler: Any) -> None:
-        handler.wfile.write(headers)
-        with suppress(OSError):
-            while not stop.wait(0.02):
-                handler.wfile.write(b"H")
-
-    processor.max_download_seconds = 0.3
-    with serving(drip) as url, pytest.raises(ValueError, match=r"longer than max_download_seconds=0\.3"):
-        processor(url)
-    stop.set()
-
-
 def test_error_of_the_server_is_told():
     with serving(lambda handler: handler.send_error(404)) as url, pytest.raises(ValueError, match="404"):
-        download(url, 1_000_000, 30.0)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("http://a.b/c.mp4", True),
-        ("HTTPS://a.b/c.mp4", True),
-        ({"bytes": None, "path": "https://a.b/c.mp4"}, True),
-        ({"bytes": b"data", "path": "https://a.b/c.mp4"}, False),
-        ("a.mp4", False),
-        ("http.mp4", False),
-        ("ftp://a.b/c.mp4", False),
-        (b"http://a.b", False),
-        (None, False),
-    ],
-    ids=str,
-)
-def test_addresses_are_told_from_files(source, expected):
-    assert is_url(source) is expected
+        VideoFile(url)
 
 
 def test_local_files_open_no_connection_and_write_no_file(clip, monkeypatch):

@@ -131,8 +131,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def open_video(video: str, processor: Any) -> Any:
     """The path, or what an address leads to, downloaded once. Raises `CommandError` where that fails."""
-    from stts_hf.data.frames import download_limits
-    from stts_hf.modeling.video_sources_stts import download, is_url
+    from stts_hf.video.sources import download, download_limits, is_url
 
     if not is_url(video):
         return video

@@ -15,9 +15,9 @@ from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.sequence_stts import align_labels as align_labels
 from stts_hf.modeling.video_processing_stts import open_picture
-from stts_hf.modeling.video_sources_stts import download, is_url
+from stts_hf.video import processors as frames
+from stts_hf.video.sources import download, download_limits, is_url
 
-from . import frames
 from .rows import RowError, Sample, row_errors
 
 IGNORED = -100  # the label of what is not learned
@@ -255,7 +255,7 @@ def find_control_token(processor: Processor, *texts: str) -> str | None:
 def open_image(source: Any, processor: Processor | None = None) -> Image.Image:
     """A path, bytes, PIL image or, with `processor`, a URL; not decoded. Downloads keep to the limits of videos."""
     if processor is not None and is_url(source):
-        with download(source, *frames.download_limits(processor)) as file:
+        with download(source, *download_limits(processor)) as file:
             source = file.read()
     if isinstance(source, Image.Image):
         return source

@@ -12,11 +12,11 @@ from transformers.utils import logging
 
 from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
 from stts_hf.modeling.video_reading_stts import VideoFile
-from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.video.processors import probe
+from stts_hf.video.sources import is_url
 
 from .collator import check_on_error, resolve_ratio
 from .encoding import Processor, check_length, count_tokens, open_image, prompt_of
-from .frames import probe
 from .prefetch import prefetch
 from .rows import PROMPT, RowError, Sample, check_files, read_row, row_errors
 

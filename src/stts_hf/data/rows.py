@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image
 
-from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.video.sources import is_url
 
 from .prompts import choice_messages, subtitle_text
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import gradio as gr
 
-from stts_hf.modeling.video_sources_stts import is_url
 from stts_hf.selectors import SELECTORS
 from stts_hf.shortages import is_disk_full
+from stts_hf.video.sources import is_url
 from stts_hf.visualize.overlay import write_overlays
 
 from . import page

@@ -22,7 +22,7 @@ from stts_hf.data.collator import resolve_ratio
 from stts_hf.inference.answering import Answer
 from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import Request, make_request
-from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.video.sources import is_url
 
 logger = logging.get_logger(__name__)
 

@@ -9,9 +9,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature
 
-from stts_hf.data import frames
 from stts_hf.data.collator import join_vision
 from stts_hf.data.encoding import find_control_token
+from stts_hf.video import processors as frames
 from stts_hf.wording import did_you_mean
 
 

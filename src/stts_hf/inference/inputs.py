@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.data.rows import PLACE, check_files, read_row, row_id
-from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.video.sources import is_url
 
 ENDINGS = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m2ts", ".mts", ".ts"),

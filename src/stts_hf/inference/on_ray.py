@@ -23,7 +23,7 @@ import torch
 
 from stts_hf.data.isolated import CannotStart
 from stts_hf.data.rows import row_id
-from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.video.sources import is_url
 
 from .predicting import Predictor, record_of
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
-from stts_hf.data.frames import OF_VIDEOS
 from stts_hf.modeling.generation_stts import resolve_setting
+from stts_hf.video.processors import OF_VIDEOS
 from stts_hf.wording import did_you_mean
 
 MAX_NEW_TOKENS = 256

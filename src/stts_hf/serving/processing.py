@@ -22,8 +22,8 @@ from vllm.multimodal.processing import (
 )
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader
 
-from stts_hf.data.frames import block_grids, process
 from stts_hf.modeling.scoring_stts import num_kept_blocks
+from stts_hf.video.processors import block_grids, process
 
 VIDEO_LOADER = "stts"
 MODALITIES = ("image", "video")

@@ -20,7 +20,6 @@ from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.checkpoints.files import fingerprint
 from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import explain
-from stts_hf.data import frames
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Processor
 from stts_hf.data.loading import accepts_option, load_rows
@@ -34,6 +33,7 @@ from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from stts_hf.training.scorer_alone import check_scorer_alone, only_scorer_is_trained
 from stts_hf.training.trainer import STTSTrainer
+from stts_hf.video import processors as frames
 
 if TYPE_CHECKING:
     from peft import PeftModel

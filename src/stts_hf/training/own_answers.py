@@ -25,13 +25,13 @@ from transformers.utils import logging
 
 from stts_hf.data.collator import check_on_error
 from stts_hf.data.encoding import Processor, process
-from stts_hf.data.frames import get_frames
 from stts_hf.data.lines import open_lines, read_lines, write_line
 from stts_hf.data.prefetch import prefetch
 from stts_hf.data.preparing import LENGTH, with_column
 from stts_hf.data.rows import ANSWER, PROMPT, RowError, Sample, is_unanswered, read_row, row_errors
 from stts_hf.inference.answering import inputs_for
-from stts_hf.modeling.video_sources_stts import is_url
+from stts_hf.video.processors import get_frames
+from stts_hf.video.sources import is_url
 
 logger = logging.get_logger(__name__)
 

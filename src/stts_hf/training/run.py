@@ -17,7 +17,6 @@ from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
 from stts_hf.checkpoints.files import belongs, check_links, every_file
 from stts_hf.checkpoints.push import PushRefused, refusals
-from stts_hf.data import frames
 from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
@@ -38,6 +37,7 @@ from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check
 from stts_hf.training.losses import LOSSES
 from stts_hf.training.trainer import STTSTrainer
 from stts_hf.versions import __version__
+from stts_hf.video import processors as frames
 from stts_hf.wording import percent
 
 MERGED = "merged"

@@ -11,8 +11,8 @@ from transformers.image_utils import load_image
 
 from stts_hf import RowError, STTSConfig, STTSDataCollator
 from stts_hf.data.encoding import encode
-from stts_hf.data.frames import block_grids, process
 from stts_hf.data.rows import read_row
+from stts_hf.video.processors import block_grids, process
 from tests.checkpoints import BLOCKS, TINY
 from tests.stts_hf.training.samples import image_row, text_row, video_row
 

@@ -11,9 +11,10 @@ from PIL import Image
 
 from stts_hf import RowError, STTSDataCollator, load_rows, prepare_rows
 from stts_hf.data.encoding import encode
-from stts_hf.data.frames import set_frames
 from stts_hf.data.rows import read_row
 from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.video.processors import set_frames
+from stts_hf.video.sources import download_limits
 from tests.clips import write_clip
 from tests.stts_hf.training.samples import image_row, lengths, prepare_each, text_row, user, video_row
 
@@ -140,7 +141,7 @@ def test_nothing_is_fetched_unasked(processor, url, monkeypatch):
 
 
 def test_urls_are_fetched_where_they_are_allowed(processor, monkeypatch):
-    limits = (processor.video_processor.max_download_bytes, processor.video_processor.max_download_seconds)
+    limits = download_limits(processor)
     fetched: list[Any] = []
 
     def fetch(*arguments: Any) -> io.BytesIO:

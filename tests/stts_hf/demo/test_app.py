@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from stts_hf.modeling import video_sources_stts
+from stts_hf.modeling import video_reading_stts
+from stts_hf.video import sources
 from tests.clips import write_audio, write_clip
 from tests.small_disk import small_disk
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
@@ -116,14 +117,15 @@ FILE_DATA = {"_type": "gradio.FileData"}
 def test_no_address_is_fetched_and_no_form_of_a_path_gets_round_the_uploads(served, monkeypatch, kind):
     fetched: list[str] = []
 
-    def fetch(url: str, *limits: float) -> Any:
+    def fetch(url: str, *limits: float, **options: Any) -> Any:
         fetched.append(url)
         raise ValueError("fetched")
 
     async def fetch_for_gradio(url: str, cache_dir: str) -> Any:  # it fetches from public addresses alone
         fetch(url)
 
-    monkeypatch.setattr(video_sources_stts, "download", fetch)
+    monkeypatch.setattr(sources, "download", fetch)
+    monkeypatch.setattr(video_reading_stts.httpx, "get", fetch)
     monkeypatch.setattr(gradio.processing_utils, "async_ssrf_protected_download", fetch_for_gradio)
     address = "http://127.0.0.1:1/a.mp4"
     given: Any = {

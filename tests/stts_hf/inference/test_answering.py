@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 
 import stts_hf
-from stts_hf.data.frames import process
 from stts_hf.inference import answering, engine, requests
 from stts_hf.inference.answering import Answer, answer_prepared, prepare_video
 from stts_hf.inference.engine import answer_videos
 from stts_hf.inference.requests import PreparedHead, Request
 from stts_hf.modeling.scoring_stts import num_kept_blocks
+from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, Recorder, load_talkative
 from tests.clips import write_clip
 

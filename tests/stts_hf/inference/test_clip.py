@@ -14,10 +14,10 @@ from transformers import AutoProcessor, DynamicCache, GenerationConfig, LogitsPr
 from transformers.cache_utils import DynamicLayer
 
 from stts_hf import Clip, VideoAssistant, register_auto_classes
-from stts_hf.data.frames import process
 from stts_hf.inference.answering import Answer
 from stts_hf.inference.heads import ReadHeads
 from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, module_of
+from stts_hf.video.processors import process
 from tests.checkpoints import Recorder, load_talkative
 from tests.conftest import REPOSITORY
 

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoProcessor
 
 from stts_hf import STTSProcessor
-from stts_hf.data.frames import process
 from stts_hf.data.isolated import ProcessDied
 from stts_hf.inference.answering import Answer
 from stts_hf.inference.engine import answer_requests, make_batches
 from stts_hf.inference.requests import Request, make_request
+from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from stts_hf.data.frames import process
+from stts_hf.video.processors import process
 from tests.checkpoints import TINIES, TINY, load_talkative
 from tests.clips import numbered_frame, write_clip
 

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm`")
 import torch
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-from stts_hf.data.frames import process
+from stts_hf.video.processors import process
 from tests.checkpoints import TINIES, messages, write_small_clip
 
 pytestmark = pytest.mark.vllm

@@ -1,1 +1,0 @@
-../../modeling/video_sources_stts.py
