@@ -55,13 +55,15 @@ def process(
     """
     if videos is None or (isinstance(videos, list | tuple) and not videos):
         return processor(text=text, videos=None, images=images, **options)
-    video_kwargs = pop_video_kwargs(options)
     processor = copy.copy(processor)
     processor.video_processor = copy.copy(processor.video_processor)
-    set_frames(processor.video_processor, **{name: video_kwargs.pop(name) for name in LIMITS & video_kwargs.keys()})
+    video_kwargs = options["videos_kwargs"] = dict(options.get("videos_kwargs") or {})
+    for given in (options, video_kwargs):
+        set_frames(processor.video_processor, **{name: given.pop(name) for name in LIMITS.keys() & given.keys()})
     with downloaded(videos, *download_limits(processor)) as videos:
         if reads_files(processor):
-            return processor(text=text, videos=videos, images=images, videos_kwargs=video_kwargs, **options)
+            return processor(text=text, videos=videos, images=images, **options)
+        video_kwargs = pop_video_kwargs(options)
         metadata = one_each(video_kwargs.pop("video_metadata", None), len(videos))
         samples = video_kwargs.pop("do_sample_frames", None)
         wants_metadata = video_kwargs.pop("return_metadata", False)
