@@ -104,6 +104,7 @@ def test_each_stage_learns_and_leaves_the_rest(processor, model):
     assert torch.equal(model.model.vision_tower.scorer.input_layer.weight, scorer)
 
 
+@pytest.mark.slow
 def test_the_base_is_a_whole_checkpoint_and_its_stages_are_not_done_twice(tmp_path, monkeypatch):
     steps = dict.fromkeys(STEPS, 2)
 

@@ -86,7 +86,7 @@ FATAL: list[tuple[str, Damage, str]] = [
     ("configuration", edit("config.json", lambda config: config.update(model_type="molmo2")), "'molmo2' model"),
     ("configuration", edit("config.json", lambda config: config["vision_config"].update(pruning_ratio=2)), "ratio"),
     ("code", edit("config.json", lambda config: config["auto_map"].pop("AutoModel")), "None for AutoModel"),
-    ("code", remove("layout_stts.py"), "layout_stts.py is missing, and processing_stts.py needs it"),
+    ("code", remove("layout_stts.py"), "layout_stts.py is missing"),
     ("code", lambda folder: dangle(folder / "scoring_stts.py"), "lead nowhere (scoring_stts.py)"),
     (
         "code",
