@@ -1,7 +1,7 @@
 """What a cache holds of a caller's sequence, where its columns or their positions do not say it themselves."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,8 +178,24 @@ def mark_cache(cache: Any, vision: bool = False, skips_padding: bool = False) ->
 
 def needs_note(cache: Cache | None, tokens: Tokens) -> bool:
     """Whether new tokens after a cache get their positions from us: its columns do not say them."""
-    by_mask = tokens.position_ids is None and tokens.padding_mask is not None
+    by_mask = tokens.position_ids is None and tokens.padding_mask is not None and tokens.inputs_embeds is None
     return CachedPrompt.of(cache) is not None or (by_mask and getattr(cache, "positions_skip_padding", False))
+
+
+def holds_vision(cache: Any) -> bool:
+    """Whether a cache has columns of videos or images."""
+    return getattr(cache, "holds_vision_tokens", False) and int(cache.get_seq_length()) > 0
+
+
+def check_new_vision(cache: Any, pixels: Collection[str]) -> None:
+    """Raises `ValueError` for `pixels`, names of arguments, behind cached vision tokens that would attend to them."""
+    if pixels and holds_vision(cache):
+        raise ValueError(
+            f"`{next(iter(pixels))}` came with `past_key_values` that hold a video or image already. Vision tokens "
+            "attend to each other in both directions, so the cached ones would not be the same. Leave out what "
+            "the cache has seen; for anything new, pass the whole conversation with all its videos and images again, "
+            "without `past_key_values`."
+        )
 
 
 def forget_marks(cache: Any, num_tokens: int) -> None:
@@ -190,19 +206,10 @@ def forget_marks(cache: Any, num_tokens: int) -> None:
             delattr(cache, name)
 
 
-def resume_cache(
-    cache: Cache | None, tokens: Tokens, vision: dict[str, Any], pruned_length: int | None
-) -> CachedPrompt:
-    """What a cache holds of the caller's sequence; raises `ValueError` where tokens or `vision` cannot follow it."""
+def resume_cache(cache: Cache | None, tokens: Tokens, pruned_length: int | None) -> CachedPrompt:
+    """What a cache holds of the caller's sequence; raises `ValueError` where tokens cannot follow it."""
     note, (batch_size, _) = CachedPrompt.of(cache), tokens.shape
     columns = int(cache.get_seq_length()) if cache is not None else 0
-    if vision and columns and getattr(cache, "holds_vision_tokens", False):
-        raise ValueError(
-            f"`{next(name for name in vision if name.startswith('pixel_values'))}` came with `past_key_values` that "
-            "hold a video or image already. Vision tokens attend to each other in both directions, so the cached ones "
-            "would not be the same any more. Leave out what the cache has seen; for anything new, pass the whole "
-            "conversation with all its videos and images again, without `past_key_values`."
-        )
     if note is None:
         cached = CachedPrompt.untouched(columns, batch_size, tokens.device, cache)
     else:

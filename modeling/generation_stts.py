@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
-from .cache_stts import CachedPrompt, mark_cache
+from .cache_stts import CachedPrompt, holds_vision, mark_cache
 from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
@@ -86,11 +86,13 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         check_settings(ratio)
         if kwargs.pop("pruned_length", None) is not None:
             raise ValueError("`pruned_length` is for training with `forward`; leave it out of `generate`.")
+        kwargs = {name: value for name, value in kwargs.items() if value is not None or name != "input_ids"}
         if inputs is not None and kwargs.setdefault("input_ids", inputs) is not inputs:
             raise ValueError("`inputs` and `input_ids` are both given; pass the prompt once.")
         cache, config = kwargs.get("past_key_values"), generation_config
         cached, given = CachedPrompt.of(cache), [name for name, value in kwargs.items() if value is not None]
-        if cached is None and not self.model.needs_pruning(given):
+        self.model.check_new_vision(cache, given)
+        if cached is None and not self.model.needs_pruning(given) and not pads_right(cache, kwargs):
             kept_indices = check_native_prompt(kwargs, self.model.num_axes)
             output = native.generate(None, config, **kwargs)
             mark_cache(cache_of(output, cache), skips_padding=True)
@@ -114,6 +116,12 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
             return cast(torch.LongTensor, sequences)
         output.sequences = sequences
         return with_what_was_kept(output, pruned.kept_indices, pruned.video)
+
+
+def pads_right(cache: Cache | None, kwargs: dict[str, Any]) -> bool:
+    """Whether a turn behind cached videos or images is padded on the right, where native `generate` would go on."""
+    mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    return ids is not None and mask is not None and holds_vision(cache) and not bool(mask[:, -1].all())
 
 
 def name_arguments(args: tuple[Any, ...]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -46,6 +46,11 @@ class PruningHead(STTSGeneration):
 
     config: Any
     lm_head: nn.Linear
+    named_arguments: ClassVar[frozenset[str]]  # of `forward`; the others are the loss's
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.named_arguments = frozenset(inspect.signature(cls.forward).parameters)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers. Loading sets the types of sub configs; so a new model is saved like a loaded one."""
@@ -97,7 +102,13 @@ class PruningHead(STTSGeneration):
             "kept_indices": None if kept_indices is None else kept_indices[:, columns],
         }
         if targets:
-            found |= self.compute_losses(found["logits"], outputs, tokens, targets, **kwargs)
+            unread = self.named_arguments.union(
+                self.model.video_inputs, self.model.image_inputs, self.model.unread_inputs
+            )
+            options = {name: value for name, value in kwargs.items() if name not in unread}
+            found |= self.compute_losses(
+                found["logits"], outputs, tokens, targets, kwargs.get("packed_rows"), **options
+            )
         names = PruningCausalLMOutputWithPast.__dataclass_fields__
         return PruningCausalLMOutputWithPast(**{name: found.get(name, outputs.get(name)) for name in names})
 
@@ -134,6 +145,8 @@ def with_native_arguments(native: type[PreTrainedModel], forward: Callable[..., 
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(names) - 1:
+            raise TypeError(f"`forward` takes {len(names) - 1} arguments by their place, but got {len(args)}.")
         return forward(self, **dict(zip(names[1:], args, strict=False)), **kwargs)
 
     call.__signature__ = inspect.Signature([*parameters[:-1], *ours, parameters[-1]])  # type: ignore[attr-defined]

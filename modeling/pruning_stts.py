@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput, can_return_tuple
 
-from .cache_stts import CachedPrompt, forget_marks, mark_cache, needs_note, record_cache, resume_cache
+from .cache_stts import CachedPrompt, check_new_vision, forget_marks, mark_cache, needs_note, record_cache, resume_cache
 from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import PruningPlan, RowPlan, VideoFeatures
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, keep_tokens, token_order
@@ -168,6 +168,7 @@ class PruningBackbone(PreTrainedModel):
         check_settings(call.pruning_ratio, call.pruned_length)
         call.tokens.check_one_source()
         forget_marks(call.cache, call.tokens.shape[1])
+        self.check_new_vision(call.cache, call.vision)
         if call.packed_rows is None and (self.num_axes or self.video_inputs[0] not in call.vision):
             text_config, has_vision = self.config.text_config, bool(call.vision)
             call.packed_rows = holds_packed_rows(call.tokens, call.cache, self.num_axes, text_config, has_vision)
@@ -176,6 +177,11 @@ class PruningBackbone(PreTrainedModel):
         """Whether nothing is to be dropped, laid out or continued: then the native model does all."""
         changes = call.packed_rows or call.changes_length or needs_note(call.cache, call.tokens)
         return not changes and not self.needs_pruning(call.vision)
+
+    def check_new_vision(self, cache: Cache | None, arguments: Collection[str]) -> None:
+        """Raises `ValueError` for pixels among the names of `arguments` where cached vision tokens would see them."""
+        if not self.vision_is_causal:
+            check_new_vision(cache, [name for name in self.pixels if name in arguments])
 
     def encodes(self, call: Call) -> bool:
         """Whether features that the caller encoded, `mm_encoder_outputs`, do not fit what becomes of a call."""
@@ -270,10 +276,10 @@ class PruningBackbone(PreTrainedModel):
         found, rows = self.find_placeholders(tokens.input_ids, vision), RowPlan(None)
         if plan is not None or drops:
             rows = RowPlan.read(found[0], tokens.padding_mask, num_blocks, not may_sync, call.pads_left)
-        images = self.encode_images(vision) if self.image_inputs[0] in vision else None
-        of_images = torch.cat(list(images.pooler_output or ())) if images is not None else torch.empty(0)
-        if images is not None:
-            check_image_placeholders(found[1], len(of_images), may_sync)
+        images = None
+        if self.image_inputs[0] in vision:
+            mask = tokens.padding_mask if rows.drops_padding else None
+            images = self.read_images(call, found[1] if mask is None else found[1] & mask.bool())
         # Before the videos' tower runs, so that a copy to the host does not wait for it.
         tokens.position_ids = self.position_tokens(tokens, cached, whole_mask, vision, found)
         video = None if plan is None else self.encode_videos(vision[self.video_inputs[0]], plan)
@@ -297,11 +303,24 @@ class PruningBackbone(PreTrainedModel):
             if rows.rows is not None:
                 pruned.features_per_row = [sum(num_kept[v] for v in videos) for videos in rows.rows]
         if images is not None:
-            placeholders = sequence.take(found[1], False)
-            if rows.drops_padding:
-                check_image_placeholders(placeholders, len(of_images), may_sync)
-            pruned.features.append((placeholders, of_images))
+            pruned.features.append((sequence.take(found[1], False), torch.cat(list(images.pooler_output or ()))))
         return pruned
+
+    def read_images(self, call: Call, placeholders: torch.Tensor) -> BaseModelOutputWithPooling:
+        """A call's images, encoded. Raises `ValueError` where their tokens are not as many as `placeholders` (B, L)."""
+        count = placeholders.sum()
+        on_host = count.device.type == "cpu" or call.pruned_length is None
+        num_placeholders = int(count) if on_host else None  # read before the tower runs, to wait for nothing
+        images = self.encode_images(call.vision)
+        num_features = sum(map(len, images.pooler_output or ()))
+        if num_placeholders is None:
+            torch._assert_async(count == num_features)
+        elif num_placeholders != num_features:
+            raise ValueError(
+                f"`pixel_values` make {num_features} image tokens by their grids, but the text has {num_placeholders} "
+                "image placeholders. Text and images must come from the same call."
+            )
+        return images
 
     def resume(self, call: Call) -> tuple[CachedPrompt, torch.Tensor, torch.Tensor | None, Tokens]:
         """
@@ -314,7 +333,7 @@ class PruningBackbone(PreTrainedModel):
                 "`inputs_embeds` came with videos, packed rows, `pruned_length` or a cache of such a call, where ids "
                 "say what each token is. Pass `input_ids` instead."
             )
-        cached = resume_cache(call.cache, tokens, {} if self.vision_is_causal else call.vision, call.pruned_length)
+        cached = resume_cache(call.cache, tokens, call.pruned_length)
         order = token_order(tokens.position_ids, self.num_axes)
         past_mask, whole_mask, tokens = slice_uncached(tokens, cached, self.num_axes)
         if order is not None and cached.seen == 0 and call.packed_rows is not False:
@@ -373,14 +392,3 @@ def gather_tokens(
         mm_token_type_ids=take(tokens.mm_token_type_ids, 0),
         sample_ids=take(tokens.sample_ids, 0),
     )
-
-
-def check_image_placeholders(placeholders: torch.Tensor, num_features: int, may_sync: bool) -> None:
-    """Raises `ValueError` where placeholders (B, L) and features differ in number; without a sync, on the device."""
-    if placeholders.device.type != "cpu" and not may_sync:
-        torch._assert_async(placeholders.sum() == num_features)
-    elif int(placeholders.sum()) != num_features:
-        raise ValueError(
-            f"`pixel_values` make {num_features} image tokens by their grids, but the text has "
-            f"{int(placeholders.sum())} image placeholders. Text and images must come from the same call."
-        )

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.backbones import Clip, Picture, Rows
+from tests.backbones import Clip, Picture, Rows, prompt
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, logits_of_row
 from tests.naive import naive_budget
 
@@ -161,3 +161,27 @@ def test_the_tower_returns_hidden_states_where_its_config_says_so(backbone, any_
         return
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_loss_function_gets_what_forward_does_not_name(backbone, any_model, monkeypatch):
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, **others):
+        assert not {name for name in others if name != "shift_labels"}
+        return logits.sum() * 0 + num_items_in_batch
+
+    monkeypatch.setattr(any_model, "loss_function", loss)
+    inputs = prompt(backbone.batch([[3, Clip(2), 3, Picture(), 2]], "left"))
+    output = any_model(**inputs, labels=inputs["input_ids"], num_items_in_batch=7)
+    assert output.task_loss == 7
+
+
+def test_more_arguments_by_their_place_than_there_are_are_refused(backbone, any_model):
+    ids = prompt(backbone.batch([[3]], "left"))["input_ids"]
+    with pytest.raises(TypeError, match="by their place, but got 41"):
+        any_model(ids, *[None] * 40)
+
+
+def test_a_prompt_that_is_given_once(backbone, any_model):
+    ids = prompt(backbone.batch([[3]], "left"))["input_ids"]
+    settings = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = any_model.generate(ids, **settings)
+    assert any_model.generate(ids, input_ids=None, **settings).equal(expected)

@@ -171,9 +171,10 @@ def test_a_turn_behind_a_row_that_ended_early(backbone, any_model, way, then, fi
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize("first", [[[5, Picture(), 3]], [[5, Clip(2), 3]]], ids=["image", "video"])
 @pytest.mark.parametrize("filled_by", ["forward", "generate"])
-def test_a_new_video_behind_cached_vision_tokens(backbone, any_model, filled_by, first, ratio):
+@pytest.mark.parametrize("new", [Picture(), Clip(3)], ids=["new-image", "new-video"])
+def test_new_vision_tokens_behind_cached_ones(backbone, any_model, filled_by, first, ratio, new):
     """Right where vision tokens are causal, else refused: the cached ones would have to see the new ones."""
-    inputs, more = prompt(backbone.batch(first, "left")), prompt(backbone.batch([[3, Clip(3), 4]], "left"))
+    inputs, more = prompt(backbone.batch(first, "left")), prompt(backbone.batch([[3, new, 4]], "left"))
     cache = DynamicCache()
     if filled_by == "generate":
         any_model.generate(**inputs, **(GREEDY | {"max_new_tokens": 1}), past_key_values=cache, pruning_ratio=ratio)
@@ -181,8 +182,11 @@ def test_a_new_video_behind_cached_vision_tokens(backbone, any_model, filled_by,
         any_model(**inputs, past_key_values=cache, pruning_ratio=ratio)
     more["attention_mask"] = torch.ones(1, inputs["input_ids"].shape[1] + more["input_ids"].shape[1]).long()
     if not any_model.model.vision_is_causal:
-        with pytest.raises(ValueError, match=r"`pixel_values_videos` came with `past_key_values` .* video or image"):
+        with pytest.raises(ValueError, match=r"`pixel_values\w*` came with `past_key_values` .* video or image"):
             any_model(**more, past_key_values=cache, pruning_ratio=ratio)
+        ids = torch.cat([inputs["input_ids"], more["input_ids"]], dim=-1)
+        with pytest.raises(ValueError, match=r"`pixel_values\w*` came with `past_key_values`"):
+            any_model.generate(**(more | {"input_ids": ids}), **GREEDY, past_key_values=cache, pruning_ratio=ratio)
         cache.reset()  # then it holds nothing
         more["attention_mask"] = torch.ones_like(more["input_ids"])
         if cache.get_seq_length() == 0:
@@ -196,3 +200,36 @@ def test_a_new_video_behind_cached_vision_tokens(backbone, any_model, filled_by,
         expected = any_model(**whole, pruning_ratio=ratio).logits[:, -4:]
         found = any_model(**more, past_key_values=cache, pruning_ratio=ratio).logits[:, -4:]
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_turn_padded_on_the_right_behind_cached_videos(backbone, any_model, ratio):
+    """As if padded on the left: the answer follows each row's last token."""
+    inputs = prompt(backbone.batch([[3, Clip(2), 3], [3, Clip(2), 3]], "left"))
+    texts = backbone.batch([[3], [6]], "left")["input_ids"]
+    columns, found = inputs["input_ids"].shape[1], []
+    for side in ("left", "right"):
+        more, mask = texts.clone(), torch.ones_like(texts)
+        mask[0, slice(None, 3) if side == "left" else slice(3, None)] = 0
+        more[0, 3:] = more[0, :3] = texts[0, -3:]
+        cache = DynamicCache()
+        any_model.generate(**inputs, **(GREEDY | {"max_new_tokens": 1}), past_key_values=cache, pruning_ratio=ratio)
+        turn = {"input_ids": torch.cat([inputs["input_ids"], more], dim=-1)}
+        turn["attention_mask"] = torch.cat([inputs["attention_mask"], mask], dim=-1)
+        assert turn["input_ids"].shape[1] == columns + 6
+        settings = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+        found.append(any_model.generate(**turn, **settings, past_key_values=cache, pruning_ratio=ratio).logits)
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, **CLOSE)
+
+
+def test_embeddings_over_a_cache_that_generate_filled_with_text(backbone, any_model):
+    inputs = prompt(backbone.batch([[9], [9]], "left"))
+    head = tokens_of(inputs, slice(0, 6))
+    cache = DynamicCache()
+    any_model.generate(**head, **(GREEDY | {"max_new_tokens": 1}), past_key_values=cache)
+    embeds = any_model.get_input_embeddings()(inputs["input_ids"][:, 6:])
+    with torch.no_grad():
+        rest = any_model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], past_key_values=cache).logits
+        whole = any_model(**tokens_of(inputs, slice(None))).logits[:, 6:]
+    torch.testing.assert_close(rest, whole, **CLOSE)

@@ -160,7 +160,7 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 
 def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterator[Finding]:
     """
-    Of a checkpoint's files, or of `files`: each must be a file, or a link to one in the folder that is not hidden, in
+    Of a checkpoint's files, or of `files`: each must be a file, or a link to another of the checkpoint's, to one in
     the Hub cache that the folder is part of, or that equals a code file of this package, as in a preset folder.
     """
     files = checkpoint_files(folder) if files is None else files
@@ -170,7 +170,8 @@ def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterat
             "copy the folder again with cp -rL, which copies what links lead to",
         )
     for name, path in files.items():
-        if path.is_symlink() and path.exists() and not _may_lead_to(folder.resolve(), path.resolve()):
+        in_place = folder.resolve() / name  # elsewhere where the file, or a folder on its way, is a link
+        if path.exists() and path.resolve() != in_place and not _may_lead_to(folder.resolve(), path.resolve()):
             yield Finding(
                 f"{name} is a link to {path.resolve()}, which is no file of this folder",
                 "delete it, or put the file itself there if it belongs to the checkpoint",
@@ -186,5 +187,5 @@ def _may_lead_to(folder: Path, target: Path) -> bool:
     own = INSTALLED_CODE / target.name
     is_own_code = target.suffix == ".py" and own.is_file() and own.read_bytes() == target.read_bytes()
     if target.is_relative_to(folder):
-        return not any(part.startswith(".") for part in target.relative_to(folder).parts)
+        return belongs(target.relative_to(folder).as_posix())
     return is_own_code or any(target.is_relative_to(parent.with_name("blobs")) for parent in snapshots)

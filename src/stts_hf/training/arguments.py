@@ -68,6 +68,9 @@ class STTSTrainingArguments(TrainingArguments):
     log_frame_positions: int = field(
         default=64, metadata={"help": "Number of frame positions whose kept share TensorBoard shows; 0 for none."}
     )
+    hub_strategy: Any = field(
+        default="end", metadata={"help": "When to push; before the end `Trainer` pushes the whole output folder."}
+    )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to drop columns that the model's forward does not name."}
     )

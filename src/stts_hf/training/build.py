@@ -26,8 +26,8 @@ from stts_hf.data.loading import accepts_option, load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows
 from stts_hf.data.rows import ANSWER, PROMPT
 from stts_hf.data.sample_packing import PackedDataset
-from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, PruningConfig
 from stts_hf.model_parts import SCORER, modules_of
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, PruningConfig
 from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts
 from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
 from stts_hf.training.own_answers import answer_rows, mark_unanswered

@@ -19,8 +19,8 @@ from stts_hf.checkpoints.files import belongs, check_links, every_file
 from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
-from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.model_parts import PARTS
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import ADAPTER, rates_of
 from stts_hf.training.build import (
     TrainingSetup,

@@ -83,6 +83,18 @@ def link_out(path: Path) -> None:
     path.symlink_to(secret)
 
 
+def link_out_templates(folder: Path) -> None:
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "secret.jinja").write_text("mine")
+    (folder / "additional_chat_templates").symlink_to(outside)
+
+
+def link_to_a_private_file(folder: Path) -> None:
+    (folder / "id_rsa").write_text("mine")
+    (folder / "LICENSE-x").symlink_to("id_rsa")
+
+
 def traps(folder: Path) -> None:
     """A module that would end the process, named for every class."""
     (folder / "trap.py").write_text(TRAP)
@@ -198,6 +210,10 @@ WAYS |= {
 }
 FILES = ("config.json", "tokenizer.json", TEMPLATE, WEIGHTS)
 WAYS |= {f"{name} linked out": Way(replace(name, link_out), name) for name in FILES}
+WAYS |= {
+    "templates linked out": Way(link_out_templates, "secret.jinja"),
+    "a link to a private file": Way(link_to_a_private_file, "LICENSE-x"),
+}
 WAYS |= {f"{name} linked nowhere": Way(replace(name, lambda path: path.symlink_to("gone")), name) for name in FILES}
 WAYS |= {
     f"{name} linked to a device": Way(replace(name, lambda path: path.symlink_to("/dev/zero")), name) for name in FILES
@@ -210,6 +226,7 @@ TEMPLATES: dict[str, str | bytes] = {
     "that raises": "{{ raise_exception('no') }}",
     "that reaches for classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "of no text": b"\xff\xfe",
+    "without the video": "hello",
 }
 WAYS |= {f"template {kind}": Way(write(TEMPLATE, text), "template") for kind, text in TEMPLATES.items()}
 WAYS |= {

@@ -198,7 +198,7 @@ def test_nothing_is_pushed_that_a_link_leads_to_elsewhere(data, tmp_path, upload
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "loss.png").symlink_to(tmp_path / "secret")
     config = write_config(tmp_path, data, tmp_path / "out")
-    assert train(config, "--push_to_hub=true", "--hub_strategy=end") == 2
+    assert train(config, "--push_to_hub=true") == 2
     assert "loss.png is a link to" in capsys.readouterr().err
     assert not uploads
 
@@ -213,7 +213,7 @@ def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
     config = write_config(tmp_path, data, tmp_path / "out", more=more)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "id_rsa").write_text("mine")
-    pushing = ["--push_to_hub=true", "--hub_strategy=end"]
+    pushing = ["--push_to_hub=true"]
     assert train(config, *pushing) == 0
     [pushed] = uploads
     cards = ["README.md", "merged/README.md"] if adapter else ["README.md"]
