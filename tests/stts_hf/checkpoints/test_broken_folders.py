@@ -226,7 +226,6 @@ TEMPLATES: dict[str, str | bytes] = {
     "that raises": "{{ raise_exception('no') }}",
     "that reaches for classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "of no text": b"\xff\xfe",
-    "without the video": "hello",
 }
 WAYS |= {f"template {kind}": Way(write(TEMPLATE, text), "template") for kind, text in TEMPLATES.items()}
 WAYS |= {
