@@ -7,7 +7,6 @@ from typing import Any
 
 from .files import check_links, check_texts, raise_findings, read_json, usable
 
-AGAIN = "copy the checkpoint again"
 # Of `from_pretrained`'s options those that say where on the Hub, and in which cache, a file is.
 _WHERE = {"revision", "token", "cache_dir", "local_files_only", "subfolder"}
 
@@ -59,7 +58,7 @@ def load_config_and_processor(
 
     if selector not in (None, *SELECTORS):
         raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}")
-    with usable(f"checkpoint {checkpoint} cannot be loaded", AGAIN):
+    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
         _check_folder(checkpoint)
         kind = model_type_of(checkpoint, revision)
     family = (OWN | STOCK).get(str(kind))
@@ -71,7 +70,7 @@ def load_config_and_processor(
             'selector cosine, which needs none (selector="cosine", --selector cosine), or make an STTS checkpoint of '
             "it with stts-hf convert and train that"
         )
-    with usable(f"checkpoint {checkpoint} cannot be loaded: its config.json", AGAIN):
+    with usable(f"checkpoint {checkpoint} cannot be loaded: its config.json", _remedy(checkpoint)):
         config: Any = family.config.from_pretrained(checkpoint, revision=revision or "main")
         raise_findings("it does not describe a model", check_sizes(config))
         if selector is not None:
@@ -88,7 +87,7 @@ def load_processor(checkpoint: str | Path, *, revision: str | None = None) -> An
     from .families import family_of_checkpoint
 
     _check_folder(checkpoint)
-    with usable(f"checkpoint {checkpoint} cannot be loaded: its tokenizer or processor", AGAIN):
+    with usable(f"checkpoint {checkpoint} cannot be loaded: its tokenizer or processor", _remedy(checkpoint)):
         try:  # refused, or transformers asks whether to run foreign code
             processor: Any = family_of_checkpoint(checkpoint, revision).processor.from_pretrained(
                 checkpoint, revision=revision or "main", trust_remote_code=False
@@ -123,7 +122,7 @@ def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, *
     _check_generation_config(checkpoint, config, revision)
     options |= {"config": config, "revision": revision or "main", "use_safetensors": True}
     try:
-        with usable(f"checkpoint {checkpoint} cannot be loaded: its weights", AGAIN):
+        with usable(f"checkpoint {checkpoint} cannot be loaded: its weights", _remedy(checkpoint)):
             model, found = _from_pretrained(checkpoint, config, options)
     except ValueError as error:
         cause = error.__cause__
@@ -206,3 +205,9 @@ def _folder_of_weights(checkpoint: str, options: Mapping[str, Any]) -> Path:
             get_checkpoint_shard_files(checkpoint, str(index), **where)
         folder = index.parent
     return folder
+
+
+def _remedy(checkpoint: str) -> str:
+    if Path(checkpoint).is_dir():
+        return "copy the checkpoint again"
+    return "check its name and the network, and log in where it is a private repository"
