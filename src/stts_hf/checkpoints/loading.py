@@ -207,7 +207,7 @@ def _folder_of_weights(checkpoint: str, options: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _remedy(checkpoint: str) -> str:
+def _remedy(checkpoint: str | Path) -> str:
     if Path(checkpoint).is_dir():
         return "copy the checkpoint again"
     return "check its name and the network, and log in where it is a private repository"
