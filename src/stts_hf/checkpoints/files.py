@@ -59,13 +59,17 @@ def usable(subject: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error) or is_disk_full(error):
-            raise
-        reason = " ".join(str(error).split()).rstrip(".")
-        if not reason or isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | RecursionError):
-            reason = f"{type(error).__name__}: {reason}"
-        reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
-        raise ValueError(f"{subject} ({reason}): {remedy}.") from error
+        raise ValueError(f"{subject} ({reason_of(error)}): {remedy}.") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What a library says is wrong with a file, in brief. Raises a shortage of memory or disk again."""
+    if is_out_of_memory(error) or is_disk_full(error):
+        raise error
+    reason = " ".join(str(error).split()).rstrip(".")
+    if not reason or isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | RecursionError):
+        reason = f"{type(error).__name__}: {reason}"
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
 
 
 def fingerprint(checkpoint: Path) -> str:
