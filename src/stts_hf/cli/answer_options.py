@@ -37,27 +37,29 @@ def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
     """Adds what answers, of which frames, how long and how many at once. max_new_tokens: the default."""
     add_model_options(parser)
     add_selector_option(parser)
-    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
+    parser.add_argument(
+        "--max-fps", type=positive, metavar="R", help="maximum frames per second (default: checkpoint's)"
+    )
     parser.add_argument(
         "--max-new-tokens",
         type=count,
         default=max_new_tokens,
         metavar="N",
-        help=f"longest answer (default: {max_new_tokens})",
+        help=f"maximum new tokens per answer (default: {max_new_tokens})",
     )
-    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions at once (default: 8)")
+    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions per batch (default: 8)")
     parser.add_argument(
         "--workers",
         type=natural,
         metavar="N",
-        help="processes that decode ahead; 0: a thread (default: one a core, 4 at most)",
+        help="processes that decode ahead; 0: one thread (default: one per core, at most 4)",
     )
     parser.add_argument(
         "--decode-timeout",
         type=positive,
         default=600,
         metavar="S",
-        help="seconds a process may take to read one row's videos and images (default: 600)",
+        help="seconds allowed for reading the videos and images of one row (default: 600)",
     )
     add_device_options(parser)
     add_url_option(parser)

@@ -40,17 +40,19 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument(
-        "--preset", choices=PRESETS, metavar="NAME", help=f"what to measure; see --list (default: {DEFAULT_PRESET})"
+        "--preset", choices=PRESETS, metavar="NAME", help=f"workload; --list shows all (default: {DEFAULT_PRESET})"
     )
-    parser.add_argument("--list", action="store_true", help="say what presets there are and what they take, and stop")
+    parser.add_argument("--list", action="store_true", help="print the presets with their values, and exit")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
         help="write result.json and README.md there (default: outputs/bench/PRESET; tiny only prints)",
     )
-    parser.add_argument("--render", action="store_true", help="measure nothing; redo the page of --output's result")
-    axes = parser.add_argument_group("other values than the preset's; every combination of them is measured")
+    parser.add_argument(
+        "--render", action="store_true", help="write the page of an earlier result in --output again; measures nothing"
+    )
+    axes = parser.add_argument_group("values that replace the preset's; every combination is measured")
     for name, (_, argument) in AXES.items():
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", **argument)
     parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds of each workload (default: 3 or 4)")

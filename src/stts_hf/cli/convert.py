@@ -9,7 +9,7 @@ from stts_hf.cli.options import check_writable
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
 
-HELP = "make an STTS checkpoint of a stock Molmo2 or Qwen3-VL model, or of a training checkpoint of STTS's authors"
+HELP = "make an STTS checkpoint from a stock Molmo2 or Qwen-VL model, or from an original STTS training checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,28 +20,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Molmo2 or dense Qwen3-VL folder or Hub repository, or the folder of an original training checkpoint "
         "(model.pt or model_and_optim/, with config.yaml)",
     )
-    parser.add_argument("destination", metavar="DESTINATION", help="folder to write; appears whole or not at all")
+    parser.add_argument(
+        "destination", metavar="DESTINATION", help="folder to write; it is written completely or not at all"
+    )
     parser.add_argument(
         "--base",
         metavar="PATH_OR_REPO",
-        help="stock folder or repository that gives tokenizer, processor and chat template; "
-        "needed for an original training checkpoint",
+        help="stock folder or repository with tokenizer, processor and chat template; "
+        "required for an original training checkpoint",
     )
     parser.add_argument("--revision", help="branch, tag or commit of SOURCE, if it is a repository")
     parser.add_argument(
         "--packing",
         choices=("varlen", "first_fit_descending"),
-        help="layout of the survivors; default: the source's, which is first_fit_descending with refill for a "
-        "training checkpoint of STTS",
+        help="layout of kept patches (default: the source's; an original training checkpoint has "
+        "first_fit_descending with refill)",
     )
     parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
-    parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the source's")
+    parser.add_argument("--selector", choices=SELECTORS, help="selection method")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file of weights (default: 5GB)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: the source's)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of a new scorer's weights (default: 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is at DESTINATION")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: 5GB)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed for a new scorer's weights (default: 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint in DESTINATION")
 
 
 def execute(arguments: argparse.Namespace) -> None:

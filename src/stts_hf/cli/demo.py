@@ -19,7 +19,7 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import import_libraries, note, stage
 
-HELP = "serve a page on which one asks about videos and sees what the model looked at"
+HELP = "serve a web page for asking about videos that shows what the model looked at"
 ABOUT_TINY = "stts-tiny knows a few shapes, colours and letters in made-up clips, and nothing else."
 
 
@@ -32,19 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only); 0.0.0.0: all"
     )
     parser.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860)")
-    parser.add_argument("--max-upload-mb", type=count, default=200, metavar="MB", help="largest file (default: 200)")
-    parser.add_argument("--max-seconds", type=positive, default=600, metavar="S", help="longest video (default: 600)")
+    parser.add_argument(
+        "--max-upload-mb", type=count, default=200, metavar="MB", help="maximum size of an uploaded file (default: 200)"
+    )
+    parser.add_argument(
+        "--max-seconds", type=positive, default=600, metavar="S", help="maximum duration of a video (default: 600)"
+    )
     parser.add_argument(
         "--max-clips",
         type=count,
         default=4,
         metavar="N",
-        help="watched videos held in memory, of all visitors (default: 4)",
+        help="maximum number of encoded videos in memory, over all visitors (default: 4)",
     )
     parser.add_argument(
-        "--max-answers", type=count, default=2, metavar="N", help="answers written at once, others wait (default: 2)"
+        "--max-answers",
+        type=count,
+        default=2,
+        metavar="N",
+        help="maximum number of concurrent answers; further questions wait (default: 2)",
     )
-    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
+    parser.add_argument(
+        "--max-new-tokens", type=count, default=64, metavar="N", help="maximum new tokens per answer (default: 64)"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -4,13 +4,13 @@ import argparse
 
 from stts_hf.cli.errors import CommandError
 
-HELP = "check a checkpoint folder, and say what is wrong with it and how to mend it"
+HELP = "check a checkpoint folder and report each problem with its remedy"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("folder", metavar="FOLDER", help="a checkpoint folder; none of its code runs")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for mere warnings too")
+    parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder; its code is not executed")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 on warnings too")
 
 
 def execute(arguments: argparse.Namespace) -> int:

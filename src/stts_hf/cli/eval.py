@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rows",
         type=Path,
         metavar="ROWS.jsonl",
-        help="questions with their answers, options, videos or images, and type; see docs/evaluation.md",
+        help="JSONL file of questions with answers, options, videos or images, and types; see docs/evaluation.md",
     )
     add_answer_options(parser, max_new_tokens=16)
     parser.add_argument(

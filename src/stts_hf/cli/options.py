@@ -37,31 +37,40 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="PATH_OR_REPO",
-        help="folder or Hub repository of an STTS checkpoint; code that lies in it does not run. "
-        "Default: stts-tiny of a source checkout, which knows a few shapes, colours and letters, and nothing else",
+        help="folder or Hub repository of an STTS checkpoint; its code is not executed. "
+        "Default: stts-tiny of a source checkout, a demo model that knows only a few shapes, colours and letters",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
-    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames to look at (default: checkpoint's)")
     parser.add_argument(
-        "--test-time-scaling", action="store_true", help="look at 1 / (1 - K) times as many frames for the same tokens"
+        "--num-frames", type=count, metavar="N", help="maximum number of frames (default: checkpoint's)"
+    )
+    parser.add_argument(
+        "--test-time-scaling",
+        action="store_true",
+        help="sample 1 / (1 - K) times as many frames, for the same number of tokens",
     )
 
 
 def add_selector_option(parser: argparse.ArgumentParser) -> None:
     """Adds what ranks the tokens."""
-    parser.add_argument("--selector", choices=SELECTORS, help="what ranks the tokens; default: the checkpoint's")
+    parser.add_argument("--selector", choices=SELECTORS, help="selection method (default: checkpoint's)")
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
     """Adds where and in which precision the model runs."""
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps, ...")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ...")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of the model (default: auto)",
+    )
 
 
 def add_url_option(parser: argparse.ArgumentParser) -> None:
     """Adds what may be downloaded."""
-    parser.add_argument("--allow-urls", action="store_true", help="download videos that are http(s) addresses")
+    parser.add_argument("--allow-urls", action="store_true", help="allow http(s) addresses as videos")
 
 
 def processing(arguments: argparse.Namespace) -> dict[str, Any]:

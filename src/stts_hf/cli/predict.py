@@ -25,7 +25,7 @@ from stts_hf.cli.predict_engines import Predict, add_engine_options, check_engin
 from stts_hf.cli.progress import import_libraries, note, progress_bar
 from stts_hf.wording import percent
 
-HELP = "answer about many videos, or many prompts about them; stopped and started, it goes on where it was"
+HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
 OF_PREDICTOR = (
     *("revision", "selector", "device", "dtype", "pruning_ratio"),
@@ -40,16 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INPUT",
         nargs="+",
         help="videos, folders of videos, patterns in quotes ('videos/**/*.mp4'), JSONL or Parquet files of rows "
-        "{id, video, prompt}, data sets of the Hub",
+        "{id, video, prompt}, or data sets of the Hub",
     )
-    parser.add_argument("--prompt", metavar="TEXT", help="what to ask about videos that come without a prompt")
+    parser.add_argument("--prompt", metavar="TEXT", help="prompt for videos without one")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="a row per input, .jsonl or .parquet; where it is there already, the run goes on (default: prints them)",
+        help=".jsonl or .parquet file, one row per input; an existing file is continued (default: standard output)",
     )
-    parser.add_argument("--retry-errors", action="store_true", help="ask rows of --output again that have an error")
+    parser.add_argument(
+        "--retry-errors", action="store_true", help="answer again the rows of --output that have an error"
+    )
     parser.add_argument("--split", help="split of a data set (default: train)")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
     add_answer_options(parser, max_new_tokens=64)

@@ -26,28 +26,26 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("local", "ray"),
         default="local",
-        help="local (default): one model, in this process; ray: one on each GPU or CPU of this machine or a cluster",
+        help="local (default): one model in this process; ray: one model per GPU or CPU of a machine or cluster",
     )
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="Ray cluster; auto: the one that runs on this machine; local: one of its own for this run (default: what "
-        "RAY_ADDRESS says, else local)",
+        help="address of the Ray cluster; auto: the cluster running on this machine; local: a new one for this run "
+        "(default: RAY_ADDRESS, else local)",
+    )
+    parser.add_argument("--models", type=count, metavar="N", help="number of models on Ray (default: as many as fit)")
+    parser.add_argument(
+        "--cpus", type=positive, metavar="N", help="CPUs per model on Ray (default: 1; with a GPU up to 4)"
     )
     parser.add_argument(
-        "--models", type=count, metavar="N", help="models on Ray (default: as many as there is room for)"
-    )
-    parser.add_argument(
-        "--cpus", type=positive, metavar="N", help="CPUs of each model on Ray (default: 1, beside a GPU up to 4)"
-    )
-    parser.add_argument(
-        "--gpus", type=float, metavar="N", help="GPUs of each model on Ray, 0 to 1 (default: 1 where there are some)"
+        "--gpus", type=float, metavar="N", help="GPUs per model on Ray, 0 to 1 (default: 1 if there are any)"
     )
     parser.add_argument(
         "--retries",
         type=natural,
         metavar="N",
-        help="how often a row is done again whose process on Ray ends, at last alone (default: 2)",
+        help="how often Ray retries a row whose process died, the last time alone (default: 2)",
     )
 
 

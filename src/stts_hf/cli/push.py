@@ -12,19 +12,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", help="folder of an STTS checkpoint")
     parser.add_argument("repo_id", metavar="USER/NAME", help="model repository, created if it does not exist")
-    parser.add_argument("--private", action="store_true", help="create it as private")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to push to (default: main)")
-    parser.add_argument("--message", default="Upload STTS checkpoint", help="message of the commit")
-    parser.add_argument("--token", help="access token; default: HF_TOKEN, or the one of `hf auth login`")
-    parser.add_argument("--overwrite", action="store_true", help="also into a repository that holds another model")
+    parser.add_argument("--message", default="Upload STTS checkpoint", help="commit message (default: %(default)s)")
+    parser.add_argument("--token", help="access token (default: HF_TOKEN, then the token of `hf auth login`)")
+    parser.add_argument("--overwrite", action="store_true", help="allow a repository that holds another model")
     parser.add_argument(
         "--include",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="files of the folder to push beside the checkpoint's own, such as 'data/*'; may be given again",
+        help="further files of the folder to push, such as 'data/*'; may be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check the folder, print what would go, and end")
+    parser.add_argument("--dry-run", action="store_true", help="check the folder, print the files to push, and exit")
 
 
 def execute(arguments: argparse.Namespace) -> None:

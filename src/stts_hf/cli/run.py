@@ -22,7 +22,7 @@ from stts_hf.cli.options import (
 from stts_hf.cli.progress import TokenBar, import_libraries, progress_bar, stage
 from stts_hf.wording import percent
 
-HELP = "answer a question about a video, and draw which of its tokens were dropped"
+HELP = "answer a question about a video and draw the dropped tokens"
 PICTURE = Path("contact_sheet.png")
 
 
@@ -32,19 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "videos",
         metavar="VIDEO",
         nargs="+",
-        help="path of a video file, or with --allow-urls its address; several are answered by stts-hf predict",
+        help="video file, or an http(s) address with --allow-urls; for several videos see stts-hf predict",
     )
-    parser.add_argument("question", metavar="QUESTION", help="what to ask about it")
+    parser.add_argument("question", metavar="QUESTION", help="question about the video")
     add_model_options(parser)
     add_selector_option(parser)
-    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
-    parser.add_argument("--output", type=Path, metavar="PATH", help=f"where to write the picture (default: {PICTURE})")
+    parser.add_argument(
+        "--max-new-tokens", type=count, default=64, metavar="N", help="maximum new tokens per answer (default: 64)"
+    )
+    parser.add_argument("--output", type=Path, metavar="PATH", help=f"picture to write (default: {PICTURE})")
     add_device_options(parser)
     add_url_option(parser)
     parser.add_argument(
         "--time",
         action="store_true",
-        help="compare the times of one video's prompt with the stock model and with nothing dropped, after the answer",
+        help="after the answer, time the prompt against the stock model and against no pruning",
     )
 
 

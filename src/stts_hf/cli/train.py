@@ -15,7 +15,7 @@ from stts_hf.versions import check_versions
 if TYPE_CHECKING:
     from stts_hf.training.config import TrainConfig
 
-HELP = "fine-tune as a YAML file says; for several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
+HELP = "fine-tune from a YAML file; on several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         metavar="CHECKPOINT",
-        help="continue from the last whole checkpoint in the output folder, or from CHECKPOINT",
+        help="resume from CHECKPOINT (default: the last complete checkpoint in the output folder)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check configuration and all rows, print the plan, load no weights"
+        "--dry-run",
+        action="store_true",
+        help="check the configuration and all rows and print the plan, without loading weights",
     )
     parser.add_argument(
         "overrides",
         metavar="--SETTING VALUE",
         nargs=argparse.REMAINDER,
-        help="in place of what the file says, such as --max_steps 10; `stts-hf train CONFIG --help` lists all settings",
+        help="replaces a value of the file, such as --max_steps 10; `stts-hf train CONFIG --help` lists all settings",
     )
 
 

@@ -29,7 +29,7 @@ from stts_hf.wording import percent
 if TYPE_CHECKING:
     from stts_hf.inference.answering import Answer
 
-HELP = "show what selectors keep of a video: contact sheets, the video with dropped blocks dimmed, a web page"
+HELP = "compare what selection methods keep of a video: contact sheets, dimmed videos, a web page"
 QUESTION = "What happens in this video?"
 STOCK = "stock model"
 PAGE = "report.html"
@@ -38,25 +38,31 @@ DPI = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("video", metavar="VIDEO", help="path of a video file, or with --allow-urls its address")
+    parser.add_argument("video", metavar="VIDEO", help="video file, or an http(s) address with --allow-urls")
     add_model_options(parser)
     parser.add_argument(
         "--selectors",
         nargs="+",
         choices=SELECTORS,
-        help="what ranks the tokens, side by side (default: all; without a trained scorer cosine and random)",
+        help="selection methods to compare (default: all; without a trained scorer cosine and random)",
     )
-    parser.add_argument("--question", default=QUESTION, help=f'what to ask about it (default: "{QUESTION}")')
-    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="longest answer (default: 64)")
+    parser.add_argument("--question", default=QUESTION, help=f'question about the video (default: "{QUESTION}")')
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="timed prompts of each selector; 0: no times (default: 3)"
+        "--max-new-tokens", type=count, default=64, metavar="N", help="maximum new tokens per answer (default: 64)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="timed prompts per selector; 0 measures nothing (default: 3)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="a new folder for report.html and the other files; it appears whole or not at all",
+        help="new folder for report.html and its files; it is written completely or not at all",
     )
     add_device_options(parser)
     add_url_option(parser)
