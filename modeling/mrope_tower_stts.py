@@ -18,7 +18,7 @@ from transformers.vision_utils import get_vision_position_ids
 from .attention_stts import binned_attention, packed_attention
 from .layout_stts import FrameBins, FrameSequence, bin_frames, frame_bounds, sequence_kept_blocks
 from .plan_stts import PruningPlan, VideoFeatures
-from .scoring_stts import RankingTower, select_blocks, temporal_loss
+from .scoring_stts import SELECTORS, RankingTower, select_blocks, temporal_loss
 
 if TYPE_CHECKING:
 
@@ -302,7 +302,7 @@ class FlatTower(RankingTower):
         callers = None if rank is None else rank.argsort()  # order of blocks
         merged = [self.merger(hidden_states), *self.merge_taps(states, patch_index)]  # (K, text hidden size) each
         pooled, *taps = (reorder(features, callers).split(pruning.num_kept) for features in merged)
-        with_loss = pruning.with_temporal_loss and self.config.selector == "scorer"
+        with_loss = pruning.with_temporal_loss and SELECTORS[self.config.selector].is_learned
         return VideoFeatures(
             last_hidden_state=hidden_states,
             pooler_output=pooled,

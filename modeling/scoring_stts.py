@@ -6,6 +6,8 @@ their number. A video of `T` frames with `rows x cols = n` blocks each is descri
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +102,7 @@ class RankingTower(NativeTower):
     def add_scorer(self, hidden_size: int, intermediate_size: int, num_heads: int, head_dim: int | None = None) -> None:
         """A new scorer, which a stock checkpoint lacks: to be called before `post_init`."""
         self.scorer = TokenScorer(hidden_size, intermediate_size, num_heads, head_dim)
-        if self.config.selector != "scorer":  # no warning: a stock checkpoint has all weights that are used
+        if not SELECTORS[self.config.selector].is_learned:  # no warning: a stock checkpoint has all weights in use
             self._keys_to_ignore_on_load_missing = [r"(^|\.)scorer\."]
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -135,14 +137,34 @@ class RankingTower(NativeTower):
         Scores (G,) of blocks (G, S, D), padding slots zero where `valid` (G, S) is False, and the bias (G,) of layer
         `l + 1`: None for the untrained selectors, and where no video loses anything. num_kept: blocks of each video.
         """
-        if self.config.selector == "cosine":
-            return 1 - temporal_similarity(blocks.detach(), grids), None
-        if self.config.selector == "random":
-            seed = None if self.training else self.config.selector_seed
-            return random_ranking(grids, blocks.device, seed), None
-        scores = self.scorer(blocks, grids, valid)
-        loses = [kept < num_blocks(grid) for kept, grid in zip(num_kept, grids, strict=True)]
-        return scores, score_bias(scores, grids, self.config.score_rescaling, loses) if any(loses) else None
+        selector = SELECTORS[self.config.selector]
+        scores = selector.rank(self, blocks, grids, valid)
+        loses = [kept < math.prod(grid) for kept, grid in zip(num_kept, grids, strict=True)]
+        biased = selector.is_learned and any(loses)
+        return scores, score_bias(scores, grids, self.config.score_rescaling, loses) if biased else None
+
+
+@dataclass(frozen=True)
+class Selector:
+    """
+    rank: takes the tower, blocks (G, S, D) with zeros in padding slots, their grids, and `valid` (G, S) bool or None;
+    returns scores (G,), higher for blocks to keep. is_learned: whether the scores come from the tower's `scorer`; then
+    they bias layer `l + 1` and have a temporal loss.
+    """
+
+    rank: Callable[..., torch.Tensor]
+    is_learned: bool = False
+
+
+SELECTORS = {
+    "scorer": Selector(lambda tower, blocks, grids, valid: tower.scorer(blocks, grids, valid), is_learned=True),
+    "cosine": Selector(lambda tower, blocks, grids, valid: 1 - temporal_similarity(blocks.detach(), grids)),
+    "random": Selector(
+        lambda tower, blocks, grids, valid: random_ranking(
+            grids, blocks.device, None if tower.training else tower.config.selector_seed
+        )
+    ),
+}
 
 
 def previous_frame(blocks: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -157,11 +179,6 @@ def previous_frame(blocks: torch.Tensor, grids: list[tuple[int, int, int]]) -> t
 def split_videos(blocks: torch.Tensor, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
     """Cuts (G, ...) into one (T * n, ...) view per video."""
     return blocks.split([num_frames * rows * cols for num_frames, rows, cols in grids])
-
-
-def num_blocks(grid: tuple[int, int, int]) -> int:
-    """Blocks of a video with grid `(T, rows, cols)`."""
-    return math.prod(grid)
 
 
 def score_bias(

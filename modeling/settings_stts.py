@@ -11,11 +11,11 @@ from huggingface_hub.dataclasses import validated_field
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-Selector = Literal["scorer", "cosine", "random"]
+from .scoring_stts import SELECTORS
+
 ScoreRescaling = Literal["row", "frame", "none"]
 Packing = Literal["varlen", "first_fit_descending"]
 PositionRule = Literal["original", "compact"]
-SELECTORS = get_args(Selector)
 SCORE_RESCALINGS = get_args(ScoreRescaling)
 PACKINGS = get_args(Packing)
 POSITION_RULES = get_args(PositionRule)
@@ -38,6 +38,11 @@ def check_ratio_field(value: float) -> None:
 def check_seed(value: int) -> None:
     if not 0 <= value < 2**63:
         raise ValueError(f"`selector_seed` is {value}, but must be from 0 to 2**63 - 1.")
+
+
+def check_selector(value: str) -> None:
+    if value not in SELECTORS:
+        raise ValueError(f"`selector` is {value!r}, but must be one of {', '.join(map(repr, SELECTORS))}.")
 
 
 def check_loss_weight(value: float) -> None:
@@ -70,7 +75,7 @@ class PruningSettings:
 
     pruning_ratio: float | int = validated_field(check_ratio_field, default=0.5)
     pruning_layer: int = 3
-    selector: Selector = "scorer"
+    selector: str = validated_field(check_selector, default="scorer")
     selector_seed: int = validated_field(check_seed, default=0)
     score_rescaling: ScoreRescaling = "row"
     packing: Packing = "varlen"
@@ -234,7 +239,8 @@ class PruningConfig(ModelConfig):
                 f"checkpoint: {cls.model_type!r} or {cls.native.model_type!r}."
             )
         if model_type == cls.native.model_type:
-            if kwargs.get("selector", "scorer") == "scorer" and kwargs.get("pruning_ratio") != 0:
+            selector = SELECTORS.get(kwargs.get("selector", PruningSettings.selector))
+            if selector is not None and selector.is_learned and kwargs.get("pruning_ratio") != 0:
                 logging.get_logger(cls.__module__).warning(
                     f"{pretrained_model_name_or_path} is a {cls.family} checkpoint: all its weights are used, but "
                     "STTS's scorer is new and untrained, and what it drops means nothing. Train it, or pass "

@@ -32,7 +32,7 @@ from .gathered_layout_stts import (
 )
 from .layout_stts import FrameBins, bin_frames, first_fit_descending
 from .plan_stts import PruningPlan
-from .scoring_stts import RankingTower, select_blocks, temporal_loss
+from .scoring_stts import SELECTORS, RankingTower, select_blocks, temporal_loss
 
 # Per call of the connector: kernels put the batch into a dimension of CUDA's grid, which has this limit.
 MAX_GRID_BLOCKS = 65535
@@ -240,7 +240,7 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
         num_patches = hidden_states.shape[0] * hidden_states.shape[1]
         key_bias = None if bias is None else spread_to_patches(bias, block_patches, num_patches)  # (F * N,)
         output = STTSVisionOutput(token_scores=token_scores)
-        if pruning.with_temporal_loss and self.config.selector == "scorer":
+        if pruning.with_temporal_loss and SELECTORS[self.config.selector].is_learned:
             output.temporal_loss = temporal_loss(token_scores, blocks, pruning.grids, pruning.detach_temporal_target)
         output.keep_mask, kept_blocks = select_blocks(token_scores, pruning.grids, pruning.num_kept)
 

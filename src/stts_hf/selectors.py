@@ -1,4 +1,4 @@
-"""What ranks the blocks, as users choose and see it. The names are those of the checkpoint's code, without PyTorch."""
+"""Selectors as users choose and see them, without PyTorch: names and `is_learned` as in `modeling/scoring_stts.py`."""
 
 from dataclasses import dataclass
 
@@ -23,4 +23,5 @@ SELECTORS = {
     ),
     "random": Selector("at random", "drawn at random, for comparison", "#c4761b"),
 }
+LEARNED = [name for name, selector in SELECTORS.items() if selector.is_learned]
 UNTRAINED = [name for name, selector in SELECTORS.items() if not selector.is_learned]

@@ -30,7 +30,6 @@ WRONG_VALUES = [
     pytest.param("pruning_ratio", "0.5", "float", id="ratio-string"),
     pytest.param("pruning_ratio", None, "float", id="ratio-none"),
     pytest.param("selector", "learned", "'scorer', 'cosine', 'random'", id="selector"),
-    pytest.param("selector", None, "'scorer', 'cosine', 'random'", id="selector-none"),
     pytest.param("selector_seed", -1, "from 0", id="seed-negative"),
     pytest.param("selector_seed", 0.5, "int", id="seed-float"),
     pytest.param("score_rescaling", "column", "'row', 'frame', 'none'", id="rescaling"),

@@ -30,6 +30,7 @@ from stts_hf.benchmark.moving_clips import correlate, draw_clips, share_kept
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.report import SCHEMA
 from stts_hf.benchmark.turns import take_turns
+from stts_hf.selectors import LEARNED
 from stts_hf.shortages import is_out_of_memory
 from stts_hf.versions import __version__
 
@@ -265,7 +266,7 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
                 variant["stages"][stage]["seconds"].append(taken)
 
     order = take_turns(workload.title, variants, repeats, warm_up, run)
-    if workload.selector != "scorer" and workload.mode != "training":
+    if workload.selector not in LEARNED and workload.mode != "training":
         clips = runner.look_at_clips(CLIPS)
         for variant in variants:
             if variant["pruning_ratio"] and variant["status"] == "ok":

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from stts_hf.selectors import UNTRAINED
+
 ALL, PRUNED = (0.0, 0.3, 0.4, 0.5), (0.3, 0.4, 0.5)
 
 
@@ -41,7 +43,7 @@ class Workload:
         words = [self.mode, f"{rows}{self.frames} frames", self.geometry, self.layout, self.backend, self.dtype]
         if self.checkpointing and self.mode == "training":
             words.append("gradient checkpointing")
-        if self.selector != "scorer":
+        if self.selector != Workload.selector:
             words.append(self.selector)
         if self.pruning_layer is not None:
             words.append(f"l = {self.pruning_layer}")
@@ -134,7 +136,7 @@ _PRESETS = {
     "training-free": Preset(
         "the same prompt, pruned without training: cosine in the ViT, EVS after it, random",
         "7 min, 4 GB on 2 CPU cores",
-        tuple(replace(_QWEN_SMALL, selector=selector) for selector in ("cosine", "evs", "random")),
+        tuple(replace(_QWEN_SMALL, selector=selector) for selector in (*UNTRAINED, "evs")),
     ),
     "scaling": Preset(
         "cost per frame from 1 to 1024 frames: the narrow tower on a CPU, So400M on a GPU",

@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from stts_hf.model_parts import SCORER, VISION_TOWER, module_of, modules_of
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
+from stts_hf.selectors import SELECTORS
 from stts_hf.shortages import is_disk_full, is_forbidden
 
 from .atomic_folder import atomic_folder, check_destination
@@ -188,7 +189,7 @@ def notes(source: Source, result: Conversion) -> Iterator[str]:
     if len(source.dtypes) > 1:
         several = " and ".join(sorted(source.dtypes))
         yield f"The source's weights are {several}; all are {result.dtype} now."
-    if not result.scorer_trained and source.config.vision_config.selector == "scorer":
+    if not result.scorer_trained and SELECTORS[source.config.vision_config.selector].is_learned:
         yield (
             "The scorer is untrained, so what it drops means nothing: train it, or convert with --selector cosine, "
             "which needs no training."

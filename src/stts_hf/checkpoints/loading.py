@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stts_hf.selectors import SELECTORS
+
 from .files import check_links, check_texts, raise_findings, read_json, usable
 
 # Of `from_pretrained`'s options those that say where on the Hub, and in which cache, a file is.
@@ -51,8 +53,6 @@ def load_config_and_processor(
     Returns configuration and processor. selector: in place of the configuration's. Raises `ValueError` for a checkpoint
     that cannot be loaded, or has no scorer where that is to select.
     """
-    from stts_hf.modeling.settings_stts import SELECTORS
-
     from .checks import check_sizes
     from .families import OWN, STOCK, model_type_of
 
@@ -64,7 +64,7 @@ def load_config_and_processor(
     family = (OWN | STOCK).get(str(kind))
     if family is None:
         raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
-    if kind not in OWN and selector in (None, "scorer"):
+    if kind not in OWN and (selector is None or SELECTORS[selector].is_learned):
         raise ValueError(
             f"checkpoint {checkpoint} is a stock {family.config.family} model, which has no trained scorer: choose the "
             'selector cosine, which needs none (selector="cosine", --selector cosine), or make an STTS checkpoint of '
@@ -106,7 +106,7 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
     `ValueError` where the weights cannot be loaded, are no safetensors, or lack what the model needs.
     """
     model, new_scorer = load_weights(checkpoint, config, revision=revision, **options)
-    if new_scorer and config.vision_config.selector == "scorer":
+    if new_scorer and SELECTORS[config.vision_config.selector].is_learned:
         raise ValueError(
             f"checkpoint {checkpoint} lacks the weights of the scorer ({', '.join(new_scorer[:3])}, ...): choose "
             'another selector (selector="cosine", --selector cosine), or train one'

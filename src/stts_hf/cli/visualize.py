@@ -22,7 +22,7 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
 from stts_hf.cli.run import generation, trouble_of
-from stts_hf.selectors import SELECTORS, UNTRAINED
+from stts_hf.selectors import LEARNED, SELECTORS, UNTRAINED
 from stts_hf.shortages import is_disk_full
 from stts_hf.wording import percent
 
@@ -78,7 +78,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     device = choose_device(arguments.device)
     # A stock checkpoint is refused where a scorer is asked for, and loaded for those that need none where not.
-    arguments.selector = "scorer" if "scorer" in (arguments.selectors or ()) else "cosine"
+    arguments.selector = next((name for name in arguments.selectors or () if name in LEARNED), UNTRAINED[0])
     config, processor = load_processor(checkpoint, arguments)
     if arguments.pruning_ratio is None:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
@@ -158,8 +158,9 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
     is_trained = is_scorer_trained(model)
     without = f"checkpoint {checkpoint} has no trained scorer"
     if asked is not None:
-        if "scorer" in asked and not is_trained:
-            raise CommandError(f"--selectors scorer: {without}; leave it out, or train it first (stts-hf train)")
+        learned = [name for name in asked if name in LEARNED]
+        if learned and not is_trained:
+            raise CommandError(f"--selectors {learned[0]}: {without}; leave it out, or train it first (stts-hf train)")
         return list(dict.fromkeys(asked)), []
     if is_trained:
         return list(SELECTORS), []

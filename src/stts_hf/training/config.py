@@ -19,7 +19,8 @@ import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
-from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS, SELECTORS
+from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS
+from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import ADAPTER, LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments
 from stts_hf.versions import __version__
 from stts_hf.wording import did_you_mean
@@ -57,7 +58,7 @@ class ModelArguments:
     # Settings of the model's and its vision config; what is left out stays the checkpoint's.
     pruning_ratio: float | None = _arg(None, "Share of a video's blocks to drop, from 0 to 1.")
     pruning_layer: int | None = _arg(None, "Last ViT layer that sees every patch.")
-    selector: str | None = _arg(None, "Ranking of the blocks.", SELECTORS)
+    selector: str | None = _arg(None, "Ranking of the blocks.", tuple(SELECTORS))
     selector_seed: int | None = _arg(None, "Seed of the random selector.")
     score_rescaling: str | None = _arg(None, "Rescaling of scores for the attention bias.", SCORE_RESCALINGS)
     packing: str | None = _arg(None, "Layout of the kept patches in the ViT.", PACKINGS)

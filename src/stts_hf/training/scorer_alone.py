@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from stts_hf.model_parts import PARTS, SCORER, find_backbone, module_of, parts_of
 from stts_hf.modeling.outputs_stts import TaskOutput
 from stts_hf.modeling.pruning_stts import PruningOutput
+from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import STTSTrainingArguments
 
 
@@ -44,7 +45,7 @@ def check_scorer_alone(model: PreTrainedModel, arguments: STTSTrainingArguments)
             f"{setting}, which trains the scorer alone, but {sorted(trained_parts(model))} would be trained. Set "
             f"`freeze: {[part for part in PARTS if part != SCORER]}`, without an adapter, or take that setting out."
         )
-    if config.vision_config.selector != "scorer":
+    if not SELECTORS[config.vision_config.selector].is_learned:
         raise ValueError(
             f"{setting}, but `selector` is {config.vision_config.selector!r}, which has nothing to learn. Set "
             "`selector: scorer`."
