@@ -188,10 +188,10 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         return sample_indices(metadata.total_num_frames, metadata.fps, *limits)
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises `ValueError` for a number of frames that is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises `ValueError` unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 def check_amount(name: str, value: Any) -> None:

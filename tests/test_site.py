@@ -71,7 +71,7 @@ def test_every_public_name_is_in_the_api_with_its_docstring(api, name):
 @pytest.mark.slow
 def test_the_api_shows_shapes_defaults_and_errors(api):
     """Among them an argument that shares its line with others, and a field written as transformers writes them."""
-    answer = documented(api, "stts_hf.inference.answering.Answer")
+    answer = documented(api, "stts_hf.inference.requests.Answer")
     assert "(T, n) bool, which blocks were kept" in words(answer)
     converting = documented(api, "stts_hf.checkpoints.convert.convert_checkpoint")
     rows = [words(row).strip() for row in re.findall(r"<tr.*?</tr>", converting, re.S)]

@@ -12,7 +12,7 @@ from stts_hf.benchmark.meters import TOTAL, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 from stts_hf.benchmark.turns import take_turns
-from stts_hf.inference.heads import ReadHeads, read_heads
+from stts_hf.inference.generate import ReadHeads, read_heads
 
 QUESTIONS = 10
 CALLS, ONE_BY_ONE, TOGETHER = "a call each", "read once, asked one by one", "read once, asked in one batch"

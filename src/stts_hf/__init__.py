@@ -23,12 +23,12 @@ if _typing.TYPE_CHECKING:
     from stts_hf.data.preparing import prepare_rows as prepare_rows
     from stts_hf.data.rows import RowError as RowError
     from stts_hf.data.sample_packing import PackedDataset as PackedDataset
-    from stts_hf.inference.answering import Answer as Answer
     from stts_hf.inference.assistant import VideoAssistant as VideoAssistant
     from stts_hf.inference.assistant import load as load
     from stts_hf.inference.clip import Clip as Clip
     from stts_hf.inference.clip import Dialogue as Dialogue
     from stts_hf.inference.engine import answer_videos as answer_videos
+    from stts_hf.inference.requests import Answer as Answer
     from stts_hf.modeling.configuration_stts import STTSConfig as STTSConfig
     from stts_hf.modeling.configuration_stts import STTSVisionConfig as STTSVisionConfig
     from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig as STTSQwen2_5_VLConfig
@@ -66,7 +66,7 @@ _NAMES = {
     "data.preparing": ("prepare_rows",),
     "data.sample_packing": ("PackedDataset",),
     "data.rows": ("RowError",),
-    "inference.answering": ("Answer",),
+    "inference.requests": ("Answer",),
     "inference.engine": ("answer_videos",),
     "inference.assistant": ("VideoAssistant", "load"),
     "inference.clip": ("Clip", "Dialogue"),

@@ -9,7 +9,7 @@ from stts_hf.cli.errors import CommandError, one_line
 from stts_hf.cli.options import check_writable
 
 if TYPE_CHECKING:
-    from stts_hf.inference.answering import Answer
+    from stts_hf.inference.requests import Answer
 
 FRAME_SIDE = 480
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")

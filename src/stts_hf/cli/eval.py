@@ -61,6 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
     import_libraries()
     from stts_hf.evaluation.evaluate import ask_openly, evaluate, record_of
     from stts_hf.evaluation.scoring import summarize
+    from stts_hf.inference.requests import Answer
 
     device = choose_device(arguments.device)
     rows = read_rows(arguments.rows)
@@ -73,7 +74,7 @@ def execute(arguments: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files(files_of(arguments.rows))}}
     settings |= settings_of(arguments, checkpoint, config)
     settings |= {"without_options": True} if arguments.without_options else {}
-    columns = frozenset(record_of({"id": ""}, ValueError()))
+    columns = frozenset(record_of({"id": ""}, Answer(error=ValueError())))
     with open_output(arguments.output, settings, columns=columns) as (records, write, finish):
         left = [row for row in rows if row["id"] not in records]
         if len(left) < len(rows):

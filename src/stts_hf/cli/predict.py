@@ -71,8 +71,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.engine == "local":
         start_workers_early(arguments)
     import_libraries()
-    from stts_hf.inference.answering import check_question
     from stts_hf.inference.predicting import record_of
+    from stts_hf.inference.requests import Answer, check_question
 
     options = {name: getattr(arguments, name) for name in OF_PREDICTOR}
     options |= {"checkpoint": checkpoint, "processing": processing(arguments)}
@@ -87,7 +87,7 @@ def execute(arguments: argparse.Namespace) -> int:
     settings = {"inputs": list(map(os.path.normpath, arguments.inputs)), "prompt": arguments.prompt}
     settings |= {"split": arguments.split, "subset": arguments.subset}
     settings |= settings_of(arguments, checkpoint, predictor.config)
-    columns = frozenset(record_of({"id": ""}, ValueError()))
+    columns = frozenset(record_of({"id": ""}, Answer(error=ValueError())))
     with open_output(lines, settings, columns=columns, retry_errors=arguments.retry_errors) as (records, write, finish):
         check_same(rows, records, output)
         left = [row for row in rows if row["id"] not in records]

@@ -3,7 +3,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli import answer_report as report
 from stts_hf.cli import predict
@@ -21,6 +21,9 @@ from stts_hf.cli.options import (
 )
 from stts_hf.cli.progress import TokenBar, import_libraries, progress_bar, stage
 from stts_hf.wording import percent
+
+if TYPE_CHECKING:
+    from stts_hf.inference.requests import Answer, Prepared
 
 HELP = "answer a question about a video and draw the dropped tokens"
 PICTURE = Path("contact_sheet.png")
@@ -57,39 +60,57 @@ def execute(arguments: argparse.Namespace) -> int:
         return predict.execute(as_prediction(arguments))
     checkpoint = find_checkpoint(arguments.checkpoint)
     import_libraries()
-    from stts_hf.inference.answering import answer_prepared, check_question, inputs_for, prepare_video
-
-    (video,), question, path = arguments.videos, arguments.question, arguments.output or PICTURE
+    (video,), path = arguments.videos, arguments.output or PICTURE
     device = choose_device(arguments.device)
     config, processor = load_processor(checkpoint, arguments)
     if arguments.pruning_ratio is None:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
-    ratio = arguments.pruning_ratio
-    try:
-        check_question(processor, question)
-        # Before the weights, which may take minutes: a file that cannot be read says so now.
-        with stage(f"Decoding {video}"):
-            prepared = prepare_video(processor, video, question, pruning_ratio=ratio, processing=processing(arguments))
-    except (ValueError, OSError) as error:
-        raise CommandError(one_line(error)) from error
+    # Before the weights, which may take minutes to load: a video that cannot be read is refused now.
+    prepared = decode(arguments, processor, video)
     with stage(f"Loading {checkpoint} on {device}"):
         model = load_model(checkpoint, config, device, arguments)
-    with (
-        stage(f"Answering with {percent(ratio)} of the video tokens dropped"),
-        progress_bar(arguments.max_new_tokens, "token") as bar,
-    ):
-        options = {"streamer": TokenBar(bar), **generation(arguments)}
-        (answer,) = answer_prepared(model, processor, [prepared], **options)
-    report.print_lines(question=question)
+    answer = generate(arguments, model, processor, prepared)
+    report.print_lines(question=answer.question)
     report.print_answer(answer)
     with stage(f"Drawing {path}"):
         report.draw(answer, path)
     report.print_lines(picture=str(path))
     if arguments.time:
         from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
+        from stts_hf.inference.generate import inputs_for
 
-        print_times(time_prompts(compare_with_stock(model, inputs_for(model, prepared[1]), ratio)))
+        inputs = inputs_for(model, prepared.inputs)
+        print_times(time_prompts(compare_with_stock(model, inputs, arguments.pruning_ratio)))
     return 0
+
+
+def decode(arguments: argparse.Namespace, processor: Any, video: Any) -> "Prepared":
+    """The decoded request. Raises `CommandError` where the video cannot be read or the question is refused."""
+    from stts_hf.inference.requests import ask_about, prepare, processing_options
+
+    try:
+        request = ask_about(processor, video, arguments.question)
+        with stage(f"Decoding {video}"):
+            options = processing_options(processor, processing(arguments), arguments.pruning_ratio)
+            return prepare(processor, request, options)
+    except (ValueError, OSError) as error:
+        raise CommandError(one_line(error)) from error
+
+
+def generate(
+    arguments: argparse.Namespace, model: Any, processor: Any, prepared: "Prepared", selector: str = ""
+) -> "Answer":
+    """The greedy answer. selector: named in the progress message."""
+    from stts_hf.inference.generate import answer_prepared
+
+    options = {name: getattr(arguments, name) for name in ("pruning_ratio", "max_new_tokens")}
+    by = f" by {selector}" if selector else ""
+    with (
+        stage(f"Answering with {percent(arguments.pruning_ratio)} of the video tokens dropped{by}"),
+        progress_bar(arguments.max_new_tokens, "token") as bar,
+    ):
+        (answer,) = answer_prepared(model, processor, [prepared], do_sample=False, streamer=TokenBar(bar), **options)
+        return answer
 
 
 def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -127,12 +148,3 @@ def trouble_of(video: str, allow_urls: bool) -> str | None:
     if os.path.isdir(video):
         return "is a folder"
     return "is no regular file, and a pipe cannot be searched" if os.path.exists(video) else "does not exist"
-
-
-def generation(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of `generate`: the greedy answer."""
-    return {
-        "pruning_ratio": arguments.pruning_ratio,
-        "max_new_tokens": arguments.max_new_tokens,
-        "do_sample": False,
-    }

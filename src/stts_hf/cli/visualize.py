@@ -18,16 +18,15 @@ from stts_hf.cli.options import (
     check_writable,
     choose_device,
     count,
-    processing,
 )
-from stts_hf.cli.progress import TokenBar, import_libraries, note, progress_bar, stage
-from stts_hf.cli.run import generation, trouble_of
+from stts_hf.cli.progress import import_libraries, note, stage
+from stts_hf.cli.run import decode, generate, trouble_of
 from stts_hf.selectors import LEARNED, SELECTORS, UNTRAINED
 from stts_hf.shortages import is_disk_full
 from stts_hf.wording import percent
 
 if TYPE_CHECKING:
-    from stts_hf.inference.answering import Answer
+    from stts_hf.inference.requests import Answer
 
 HELP = "compare what selection methods keep of a video: contact sheets, dimmed videos, a web page"
 QUESTION = "What happens in this video?"
@@ -74,7 +73,6 @@ def execute(arguments: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(arguments.checkpoint)
     import_libraries()
     from stts_hf.checkpoints.atomic_folder import atomic_folder
-    from stts_hf.inference.answering import prepare_video
 
     device = choose_device(arguments.device)
     # A stock checkpoint is refused where a scorer is asked for, and loaded for those that need none where not.
@@ -84,22 +82,16 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.pruning_ratio = config.vision_config.pruning_ratio
         check_scaling(arguments)
     video = open_video(arguments.video, processor)
-    with stage(f"Decoding {arguments.video}"):
-        try:
-            begun, inputs = prepare_video(
-                processor,
-                video,
-                arguments.question,
-                pruning_ratio=arguments.pruning_ratio,
-                processing=processing(arguments),
-            )
-        except (ValueError, OSError) as error:
-            raise CommandError(one_line(error)) from error
+    prepared = decode(arguments, processor, video)
     with stage(f"Loading {checkpoint} on {device}"):
         model = load_model(checkpoint, config, device, arguments)
     selectors, notes = usable_selectors(arguments.selectors, model, checkpoint)
-    answers = answer_with_each(selectors, model, processor, begun, inputs, arguments)
-    times = measure(selectors, model, inputs, arguments) if arguments.repeats else {}
+    answers = {}
+    for name in selectors:
+        model.config.vision_config.selector = name
+        answers[name] = generate(arguments, model, processor, prepared, name)
+    times = measure(selectors, model, prepared.inputs, arguments) if arguments.repeats else {}
+    begun = prepared.begun
     facts = {
         "video": Path(arguments.video).name,
         "checkpoint": checkpoint,
@@ -168,36 +160,13 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
     return UNTRAINED, [f"The {without}, so there are only selectors that need no training."]
 
 
-def answer_with_each(
-    selectors: Sequence[str],
-    model: Any,
-    processor: Any,
-    begun: "Answer",
-    inputs: Mapping[str, Any],
-    arguments: argparse.Namespace,
-) -> dict[str, "Answer"]:
-    """What the model answers, and keeps, with each selector."""
-    from stts_hf.inference.answering import answer_prepared
-
-    answers = {}
-    for name in selectors:
-        model.config.vision_config.selector = name
-        with (
-            stage(f"Answering with {percent(arguments.pruning_ratio)} of the video tokens dropped by {name}"),
-            progress_bar(arguments.max_new_tokens, "token") as bar,
-        ):
-            options = {"streamer": TokenBar(bar), **generation(arguments)}
-            (answers[name],) = answer_prepared(model, processor, [(begun, inputs)], **options)
-    return answers
-
-
 def measure(
     selectors: Sequence[str], model: Any, inputs: Mapping[str, Any], arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Times of the prompt in milliseconds, of the stock model and of each selector, as `time_prompts` returns them."""
     from stts_hf.benchmark.models import stock_twin
     from stts_hf.cli.stock_times import time_prompts
-    from stts_hf.inference.answering import inputs_for
+    from stts_hf.inference.generate import inputs_for
 
     given = inputs_for(model, inputs)
     pruned = given | {"pruning_ratio": arguments.pruning_ratio}

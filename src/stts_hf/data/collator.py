@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging
 
 from stts_hf.modeling.settings_stts import check_pruning_ratio
+from stts_hf.modeling.video_processing_stts import check_count
 
 from .encoding import IGNORED, Encoded, Processor, check_length, empty_video, encode
 from .rows import RowError, check_files, read_row
@@ -73,8 +74,8 @@ class STTSDataCollator:
     def __post_init__(self, model_config: Any) -> None:
         check_on_error(self.on_error)
         for name, value in (("max_length", self.max_length), ("pad_to", self.pad_to)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of tokens of at least 1, got {value!r}.")
+            if value is not None:
+                check_count(name, value)
         if self.pad_to is not None and self.max_length is not None and self.max_length > self.pad_to:
             raise ValueError(f"max_length={self.max_length} is more than pad_to={self.pad_to}. Leave max_length out.")
         self.pruning_ratio = resolve_ratio(model_config, self.pruning_ratio)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from stts_hf.modeling.video_processing_stts import check_count
+
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 
@@ -35,8 +37,7 @@ def prefetch(
         ValueError: `num_workers` or `ahead` is out of range.
     """
     for name, value in (("num_workers", num_workers), ("ahead", ahead)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        check_count(name, value)
 
     def results() -> Generator[Prepared, None, None]:
         remaining = iter(items)

@@ -9,9 +9,9 @@ from collections.abc import Generator, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stts_hf.inference.answering import Answer, check_question
 from stts_hf.inference.assistant import VideoAssistant
 from stts_hf.inference.clip import Clip
+from stts_hf.inference.requests import Answer, check_question
 from stts_hf.modeling.video_reading_stts import VideoFile
 
 

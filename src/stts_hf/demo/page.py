@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stts_hf.inference.answering import Answer
+from stts_hf.inference.requests import Answer
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from stts_hf.data.prompts import find_option
 from stts_hf.data.rows import RowError, row_id
-from stts_hf.inference.answering import Answer
 from stts_hf.inference.predicting import answer_rows, describe_error, read_prompt
-from stts_hf.inference.requests import Request
+from stts_hf.inference.requests import Answer, Request
 
 from .scoring import find_choice, is_right
 
@@ -79,11 +78,11 @@ def read_question(
     return prompt
 
 
-def record_of(row: Mapping[str, Any], answer: Answer | Exception) -> dict[str, Any]:
+def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     """`evaluate`'s record of a row; of a row that could not be read, counts are None and `seconds` is 0."""
     record = {"id": row["id"], "type": row.get("type"), "group": row.get("group")}
-    if isinstance(answer, Exception):
-        outcome = {"written": None, "right": False, "no_option": False, "error": describe_error(answer)}
+    if answer.error is not None:
+        outcome = {"written": None, "right": False, "no_option": False, "error": describe_error(answer.error)}
         return record | outcome | dict.fromkeys(COUNTS) | {"seconds": 0.0}
     options = row.get("options")
     return record | {

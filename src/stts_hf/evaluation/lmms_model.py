@@ -19,9 +19,8 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
-from stts_hf.inference.answering import Answer
 from stts_hf.inference.engine import answer_requests
-from stts_hf.inference.requests import Request, make_request
+from stts_hf.inference.requests import Answer, Request, make_request
 from stts_hf.video.sources import is_url
 
 logger = logging.get_logger(__name__)
@@ -153,7 +152,7 @@ class STTS(lmms):
             **options,
         )
         for place, answer in answers:
-            yield asked[place], answer
+            yield asked[place], answer.error or answer
 
     def _prompt(self, request: Instance) -> Request:
         """What a task's messages say. Raises `ValueError` for what the model does not take."""

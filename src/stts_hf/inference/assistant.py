@@ -9,11 +9,10 @@ import torch
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.modeling.settings_stts import check_pruning_ratio
 
-from .answering import Answer
-from .clip import Clip
+from .clip import AnswerStream, Clip
 from .engine import answer_videos
-from .options import generate_options
-from .streaming import AnswerStream
+from .generate import generate_options
+from .requests import Answer
 
 
 def load(

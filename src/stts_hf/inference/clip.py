@@ -1,8 +1,8 @@
 """
-A video that the model has read once, for as many questions as there are.
+A video that the model reads once, for any number of questions.
 
-What pruning keeps does not depend on the text, and chat templates put the video first. So encoding the video and the
-language model's pass over it are the same for every question, and what the cache holds after them is kept.
+Pruning does not depend on the text, and chat templates put the video first. So encoding the video and the language
+model's pass over it are the same for every question, and the cache after them is kept.
 """
 
 import contextlib
@@ -10,20 +10,97 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
 from tqdm import tqdm
+from transformers import TextIteratorStreamer
 
-from stts_hf.modeling.generation_stts import resolve_setting
-from stts_hf.modeling.settings_stts import PruningSettings, check_pruning_ratio, check_vision_config
+from stts_hf.data.collator import resolve_ratio
+from stts_hf.modeling.settings_stts import PruningSettings, check_vision_config
+from stts_hf.modeling.video_processing_stts import check_count
 
-from .answering import Answer, check_batch_size, check_question, conversation, decode_answers, read_video
-from .heads import ReadHeads, read_heads, tokenize_tails
-from .options import generate_options
-from .requests import make_request
-from .streaming import AnswerStream
+from .generate import ReadHeads, answer_tails, generate_options, num_beams, read_heads, with_masks
+from .requests import Answer, ask_about, prepare, processing_options
+
+
+class AnswerStream:
+    """
+    Iterates over pieces of an answer's text, of a character or more, as the model generates them.
+
+    The model starts in a thread when the first piece is asked for; its errors are raised here too. Leaving early
+    (`close()`, or simply dropping the stream) ends it at the next token.
+
+    Attributes:
+        answer: the whole `Answer` after the last piece; before that, and if the stream was left, None.
+    """
+
+    def __init__(self, processor: Any, ask: Callable[..., Answer], *arguments: Any, **options: Any):
+        """ask: called in the thread as `ask(*arguments, streamer=..., **options)`. turns: gets the answer too."""
+        if "streamer" in options:
+            raise TypeError("streamer is what a stream passes itself. Leave it out, or call `ask` or `answer`.")
+        turns = options.pop("turns", None)
+        self._taken: list[Answer] = []
+        streamer = _Pieces(processor.tokenizer, skip_special_tokens=True)
+        # The generator must not reference `self`, or dropping the stream would not close it.
+        lists = [self._taken] if turns is None else [self._taken, turns]
+        self._pieces = _generate(streamer, lambda: ask(*arguments, streamer=streamer, **options), lists)
+
+    @property
+    def answer(self) -> Answer | None:
+        return self._taken[0] if self._taken else None
+
+    def __iter__(self) -> "AnswerStream":
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the answer where it is; returns when the model has stopped."""
+        self._pieces.close()
+
+
+class _Left(Exception):
+    """The reader left the stream."""
+
+
+class _Pieces(TextIteratorStreamer):
+    """
+    Queues an answer's text, token by token: transformers' own streamer waits for spaces, which some languages do not
+    have. Ends `generate` once the reader has left.
+    """
+
+    left = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.left:
+            raise _Left
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
+            return
+        self.token_cache.extend(value.flatten().tolist())
+        text = str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character
+            self.on_finalized_text(text[self.print_len :])
+            self.print_len = len(text)
+
+
+def _generate(
+    streamer: _Pieces, answer: Callable[[], Answer], lists: Sequence[list[Answer]]
+) -> Generator[str, None, None]:
+    """The pieces. The answer may be complete long before a slow reader takes the last one; `lists` get it then."""
+    with ThreadPoolExecutor(1, "answer") as pool:
+        future = pool.submit(answer)
+        future.add_done_callback(lambda _: streamer.on_finalized_text("", stream_end=True))
+        try:
+            yield from (piece for piece in streamer if piece)
+        finally:
+            streamer.left = True
+    for answers in lists:
+        answers.append(future.result())
 
 
 class Clip:
@@ -34,21 +111,20 @@ class Clip:
             print(clip.ask("What happens?").answer)
             answers = clip.ask_all(["Who is there?", "Where is it?"])
 
-    Every answer is that of a call with the video, up to rounding. An answer that is interrupted leaves the clip as it
-    was. Threads that ask one clip wait for each other; those that ask clips of their own do not.
+    Answers equal those of a call with the video, up to rounding. An interrupted answer leaves the clip unchanged.
+    Threads that ask one clip wait for each other; threads that ask different clips do not.
 
     Args:
-        model: an STTS model of any backbone, or one wrapped by PEFT. It must stay as it is: a clip does not notice
-            other weights.
+        model: an STTS model of any backbone, or one wrapped by PEFT. A clip does not notice if its weights change.
         processor: its processor.
         video: as the processor takes it.
-        pruning_ratio: share `k` of video tokens to drop; the model's by default.
+        pruning_ratio: fraction `k` of video tokens to drop; the model's by default.
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
 
     Attributes:
-        seen: an `Answer` without question and answer. Its `timestamps`, `grid`, `keep_mask` (T, n) and
-            `token_scores` (T, n) are also the clip's own; `prompt_tokens` and `seconds` are those of reading it.
-        pruning_ratio: what it was read with.
+        seen: an `Answer` without question and answer; its `prompt_tokens` and `seconds` are those of reading the video.
+        timestamps, grid, keep_mask, token_scores: those of `seen`.
+        pruning_ratio: that the video was read with.
 
     Raises:
         ValueError: the video cannot be read or an argument is out of range.
@@ -64,52 +140,31 @@ class Clip:
         processing: Mapping[str, Any] | None = None,
     ):
         check_vision_config(model.config.vision_config)
-        own = model.config.vision_config.pruning_ratio
-        self.pruning_ratio = check_pruning_ratio(own if pruning_ratio is None else pruning_ratio)
-        self.model, self.processor = model, processor
+        ratio = resolve_ratio(model.config, pruning_ratio)
+        assert ratio is not None  # a model has one
+        self.model, self.processor, self.pruning_ratio = model, processor, ratio
         self._settings = settings_of(model)
         if pruning_ratio is not None:
             del self._settings["pruning_ratio"]  # it does not come from the model
         self._lock = threading.Lock()
-        self._asked_by: int | None = None  # the thread
-        self._head = make_request(processor, conversation("?")).head
-        begun, inputs = read_video(
-            processor, video, self._head, pruning_ratio=self.pruning_ratio, processing=processing
-        )
+        self._used_by: int | None = None  # the thread
+        request = ask_about(processor, video, "?")
+        self._head = request.head
+        prepared = prepare(processor, request, processing_options(processor, processing, ratio), head_only=True)
         started = time.perf_counter()
-        heads = read_heads(model, inputs, self.pruning_ratio)
+        heads = read_heads(model, prepared.inputs, ratio)
         if any(heads.cache.is_sliding):
             raise ValueError(
                 "The model attends within a sliding window (`use_sliding_window`), whose cache cannot be cut back to "
                 "the video. Call `answer`, which reads the video for each question."
             )
-        assert heads.keep_mask is not None  # there is a video
-        assert heads.token_scores is not None
         self._heads: ReadHeads | None = heads
-        self.seen = dataclasses.replace(
-            begun,
-            keep_mask=heads.keep_mask[0].cpu(),
-            token_scores=heads.token_scores[0].float().cpu(),
-            seconds=time.perf_counter() - started,
-        )
-
-    @property
-    def timestamps(self) -> tuple[float, ...]:
-        return self.seen.timestamps
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.seen.grid
-
-    @property
-    def keep_mask(self) -> torch.Tensor:
-        assert self.seen.keep_mask is not None
-        return self.seen.keep_mask
-
-    @property
-    def token_scores(self) -> torch.Tensor:
-        assert self.seen.token_scores is not None
-        return self.seen.token_scores
+        (seen,) = with_masks([prepared.begun], heads.keep_mask, heads.token_scores)
+        self.seen = dataclasses.replace(seen, question="", seconds=time.perf_counter() - started)
+        assert seen.keep_mask is not None  # there is a video
+        assert seen.token_scores is not None
+        self.timestamps, self.grid = seen.timestamps, seen.grid
+        self.keep_mask, self.token_scores = seen.keep_mask, seen.token_scores
 
     @property
     def _name(self) -> str:
@@ -119,7 +174,7 @@ class Clip:
     @property
     def num_bytes(self) -> int:
         """Memory that the clip holds on the model's device; 0 when it is released."""
-        heads = self._heads  # another thread may let it go
+        heads = self._heads  # another thread may release it
         return 0 if heads is None else heads.num_bytes
 
     def ask(self, question: str, *, after: Sequence[Answer] = (), **options: Any) -> Answer:
@@ -129,26 +184,24 @@ class Clip:
         Args:
             question: text.
             after: answers about this clip that come before it in a conversation, the first one first.
-            options: of `model.generate`; without any the likeliest answer, of at most 256 tokens.
+            options: of `model.generate`; without any the greedy answer, of at most 256 tokens.
 
         Raises:
-            TypeError, ValueError: the question is no text, is empty or holds tokens of the model's own; an option is
-                unknown; the clip was released, or the model has other settings than when it read the clip.
+            TypeError, ValueError: the question is not text, is empty or holds a control token; an option is unknown;
+                the clip was released, or the model's settings have changed since it read the clip.
         """
-        (answer,) = self._answer([question], after, options)
+        (answer,) = self._answer([question], after, 1, options)
         return answer
 
     def ask_all(self, questions: Sequence[str], *, batch_size: int = 8, **options: Any) -> list[Answer]:
         """
-        Answers questions about the video in batches, each on its own. `batch_size` copies of what the clip holds are
-        made meanwhile. Otherwise as `ask`.
+        Answers questions about the video in batches, each on its own. Meanwhile the cache exists `batch_size` times
+        more. Otherwise as `ask`.
         """
         if isinstance(questions, str):
             raise TypeError("questions must be several, got one str; pass a list, or call `ask`.")
-        check_batch_size(batch_size)
-        asked = list(questions)
-        batches = [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
-        return [answer for batch in batches for answer in self._answer(batch, (), options)]
+        check_count("batch_size", batch_size)
+        return self._answer(list(questions), (), batch_size, options)
 
     def stream(self, question: str, *, after: Sequence[Answer] = (), **options: Any) -> AnswerStream:
         """As `ask`, piece by piece: an iterator of text, whose `answer` is there at its end."""
@@ -159,8 +212,8 @@ class Clip:
         return Dialogue(self)
 
     def release(self) -> None:
-        """Lets the memory go, after the answer that is being written. What was seen stays; asking is an error then."""
-        with self._alone():
+        """Frees the memory, after the answer that is being generated. `seen` stays; asking is an error then."""
+        with self._exclusive():
             self._heads = None
 
     def __enter__(self) -> Self:
@@ -175,56 +228,38 @@ class Clip:
         kept = f"{seen.video_tokens_kept} of {seen.video_tokens} video tokens"
         return f"<Clip of {self._name}: {seen.num_frames} frames, {kept}, {held}>"
 
-    def _answer(self, questions: Sequence[str], after: Sequence[Answer], options: Mapping[str, Any]) -> list[Answer]:
-        """Answers questions in one batch."""
+    def _answer(
+        self, questions: Sequence[str], after: Sequence[Answer], batch_size: int, options: Mapping[str, Any]
+    ) -> list[Answer]:
         if "pruning_ratio" in options:
             raise ValueError(
                 f"pruning_ratio is {options['pruning_ratio']!r}, but the video was read with {self.pruning_ratio:g} "
                 "before there was a question. Watch it with the other ratio."
             )
         options = generate_options(self.processor, options)
-        beams = resolve_setting("num_beams", options, options.get("generation_config"), self.model.generation_config)
-        if (beams or 1) > 1:
+        if (beams := num_beams(self.model, options)) > 1:
             raise ValueError(
-                f"num_beams is {beams!r}, but beam search cannot go on with a clip. Pass num_beams=1, or call `answer`."
+                f"num_beams is {beams}, but beams cannot reuse a clip. Pass num_beams=1, or call `answer`."
             )
         if any(not isinstance(turn, Answer) for turn in after):
             raise TypeError(f"after must hold answers of this clip, Answer, got {after!r:.80}.")
-        tails = []
+        asked = []
         for question in questions:
-            check_question(self.processor, question)
-            prompt = make_request(self.processor, conversation(question, after))
-            if prompt.head != self._head:
+            request = ask_about(self.processor, self.seen.video, question, after)
+            if request.head != self._head:
                 raise ValueError(
                     "chat_template puts something before the video that changes with the conversation. Call `answer`."
                 )
-            tails.append(prompt.tail)
-        tokens = tokenize_tails(self.processor, tails)
-        rows = torch.zeros(len(tails), dtype=torch.long)
-        with self._going_on() as heads:
-            started = time.perf_counter()
-            cache = heads.cache if len(tails) == 1 else heads.take(rows, keep=True)
-            new, prompts = heads.answer(self.model, cache, rows, tokens, **options)
-            seconds = (time.perf_counter() - started) / len(tails)
-        written = decode_answers(self.processor, new)
-        return [
-            dataclasses.replace(
-                self.seen,
-                question=question,
-                answer=words,
-                prompt_tokens=length,
-                tokens_read_before=heads.columns,
-                seconds=seconds,
-            )
-            for question, words, length in zip(
-                questions, written, prompts["attention_mask"].sum(-1).tolist(), strict=True
-            )
-        ]
+            asked.append((0, dataclasses.replace(self.seen, question=question), request.tail))
+        with self._use_cache() as heads:
+            options |= {"started": time.perf_counter(), "keep": True}
+            found = answer_tails(self.model, self.processor, heads, asked, batch_size, **options)
+            return [dataclasses.replace(answer, tokens_read_before=heads.columns) for answer in found]
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[ReadHeads]:
-        """What the clip holds, for one call, however that ends."""
-        with self._alone():
+    def _use_cache(self) -> Iterator[ReadHeads]:
+        """The cache for one call; cut back to the video before and after it."""
+        with self._exclusive():
             heads = self._heads
             if heads is None:
                 raise ValueError(f"The clip of {self._name} was released. Watch the video again.")
@@ -235,33 +270,33 @@ class Clip:
                         f"{name} of the model was {value!r} when it read the clip, and is {now[name]!r} now. Watch the "
                         "video again, or set it back."
                     )
-            heads.rewind()  # also what an earlier call left that was interrupted while it ended
+            heads.rewind()  # an earlier call may have been interrupted while it did so
             try:
                 yield heads
             finally:
                 heads.rewind()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Keeps other threads out. Raises `ValueError` within a call of this thread, which would wait for itself."""
-        if self._lock.locked() and self._asked_by == threading.get_ident():
+        if self._lock.locked() and self._used_by == threading.get_ident():
             raise ValueError("The clip is answering in this very thread, within a streamer. Ask it when that is done.")
         with self._lock:
-            self._asked_by = threading.get_ident()
+            self._used_by = threading.get_ident()
             try:
                 yield
             finally:
-                self._asked_by = None
+                self._used_by = None
 
 
 class Dialogue:
     """
-    A conversation about a clip: each question is asked with those before it and their answers. The text is read anew
-    each time, the video is not, so any number of dialogues may go on about one clip.
+    A conversation about a clip: each question comes after the earlier ones and their answers. The text is read anew
+    each time, the video is not, so a clip can have any number of dialogues.
 
     Attributes:
-        clip: what it is about.
-        turns: the answers so far. What is taken out of it was never said.
+        clip: the clip.
+        turns: the answers so far; later questions do not see a turn that is removed.
     """
 
     def __init__(self, clip: Clip):
@@ -269,7 +304,7 @@ class Dialogue:
         self.turns: list[Answer] = []
 
     def ask(self, question: str, **options: Any) -> Answer:
-        """As `Clip.ask`, after the turns so far. A question whose answer is interrupted was not asked."""
+        """As `Clip.ask`, after the turns so far. A question whose answer is interrupted is no turn."""
         answer = self.clip.ask(question, after=self.turns, **options)
         self.turns.append(answer)
         return answer
@@ -281,7 +316,7 @@ class Dialogue:
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """What a model goes by when it reads a video, and where it is."""
+    """The model's settings for reading a video, with its device and dtype."""
     vision = model.config.vision_config
     settings = {field.name: getattr(vision, field.name) for field in dataclasses.fields(PruningSettings)}
     settings["pruned_position_ids"] = model.config.pruned_position_ids

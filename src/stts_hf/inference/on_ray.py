@@ -23,9 +23,11 @@ import torch
 
 from stts_hf.data.isolated import CannotStart
 from stts_hf.data.rows import row_id
+from stts_hf.modeling.video_processing_stts import check_count
 from stts_hf.video.sources import is_url
 
 from .predicting import Predictor, record_of
+from .requests import Answer
 
 Row = Mapping[str, Any]
 _BLOCKS = 8  # for each model, so that all end at about the same time
@@ -84,8 +86,7 @@ class RayPredictor:
         gpus: float | None = None,
         retries: int = 2,
     ):
-        if not isinstance(retries, int) or retries < 0:
-            raise ValueError(f"retries must be a whole number of at least 0, got {retries!r}.")
+        check_count("retries", retries, least=0)
         self._options = dict(options)
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._wanted = models, cpus, gpus
@@ -138,7 +139,7 @@ class RayPredictor:
                     yield record
         times = "once" if self._tries == 1 else f"{self._tries} times, at last with this row alone"
         for row in left.values():
-            yield record_of(row, RayFailed(f"the process that was to answer it ended {times}."))
+            yield record_of(row, Answer(error=RayFailed(f"the process that was to answer it ended {times}.")))
 
     def _answer(self, blocks: Sequence[Sequence[Row]], most_lost: int) -> Generator[dict[str, Any], None, None]:
         """Records of rows; blocks whose process dies are left out. most_lost: of them, -1 for all."""
@@ -216,7 +217,7 @@ class _Worker:
                 [record] = self._predictor.predict([row])
             except Exception as error:
                 _end_if_broken(device)
-                record = record_of(row, error)
+                record = record_of(row, Answer(error=error))
             yield self._placed(record, row)
 
     def _placed(self, record: dict[str, Any], row: Row) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
 
-from .answering import Answer
 from .engine import DECODE_TIMEOUT, answer_requests
 from .inputs import STAND_INS, StoredVideo
-from .requests import Request, make_request
+from .requests import Answer, Request, make_request
 
 
 class Predictor:
@@ -110,30 +109,26 @@ def answer_rows(
     rows: Iterable[Mapping[str, Any]],
     read: Callable[[Any, Mapping[str, Any], int, bool], Request],
     *,
-    pruning_ratio: float | None = None,
     allow_urls: bool = False,
     **options: Any,
-) -> Generator[tuple[dict[str, Any], Answer | Exception], None, None]:
+) -> Generator[tuple[dict[str, Any], Answer], None, None]:
     """
-    Each row, with an `id`, and its answer or what is wrong with it; rows that cannot be read come first. read: makes a
-    row's prompt of processor, row, its number and `allow_urls`, or raises `RowError`. pruning_ratio: by default the
-    model's. options: as in `answer_requests`.
+    Each row, with an `id`, and its answer; rows that cannot be read come first. read: makes a row's request of
+    processor, row, its number and `allow_urls`, or raises `RowError`. options: of `answer_requests`.
     """
-    ratio = resolve_ratio(model.config, pruning_ratio)
-    assert ratio is not None  # a model has one
     asked: list[dict[str, Any]] = []
-    prompts: list[Request] = []
+    requests: list[Request] = []
     for index, row in enumerate(rows):
         named = {**row, "id": row_id(row, index)}
         try:
-            prompts.append(read(processor, row, index, allow_urls))
+            requests.append(read(processor, row, index, allow_urls))
             asked.append(named)
         except RowError as error:
-            yield named, error
-    answers = answer_requests(model, processor, prompts, pruning_ratio=ratio, **options)
+            yield named, Answer(error=error)
+    answers = answer_requests(model, processor, requests, **options)
     with contextlib.closing(answers):
-        for place, answer in answers:
-            yield asked[place], answer
+        for index, answer in answers:
+            yield asked[index], answer
 
 
 def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Request:
@@ -157,14 +152,14 @@ def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None,
     return dataclasses.replace(prompt, videos=(stored,)) if stored else prompt
 
 
-def record_of(row: Mapping[str, Any], answer: Answer | Exception) -> dict[str, Any]:
-    """`Predictor.predict`'s record of a row; what is not known of one with an error is None, or 0 for `seconds`."""
+def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """`Predictor.predict`'s record of a row; with an error, counts are None and `seconds` is 0."""
     record = {"id": row["id"], "video": video_name(row), "prompt": row.get("prompt")}
     counted = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens")
     of_videos = ("frames", "damaged_frames")
-    if isinstance(answer, Exception):
+    if answer.error is not None:
         unknown = dict.fromkeys(counted + of_videos)
-        return {**record, "answer": None, **unknown, "seconds": 0.0, "error": describe_error(answer)}
+        return {**record, "answer": None, **unknown, "seconds": 0.0, "error": describe_error(answer.error)}
     counts = {name: getattr(answer, name) for name in counted}
     for video in (answer, *answer.others):
         counts["frames"] = counts.get("frames", 0) + video.num_frames

@@ -1,141 +1,254 @@
-"""
-What the engine is asked: prompts with their videos and images, decoded ahead of the model, in a thread or in processes
-that may crash.
-"""
+"""What the engine is asked and what it returns: a request, its decoded inputs, and the answer."""
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from PIL import Image
 from transformers import BatchFeature
 from transformers.image_utils import load_image
 
-from stts_hf.data.encoding import check_texts, open_image
-from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
-from stts_hf.data.prefetch import prefetch
+from stts_hf.data.encoding import check_texts, find_control_token, open_image
+from stts_hf.video import processors as frames
+from stts_hf.wording import did_you_mean
 
-from .answering import Answer, read_media
 from .inputs import StoredVideo
+
+
+@dataclass(frozen=True, eq=False)  # `==` of tensors is no bool
+class Answer:
+    """
+    The answer to a request about a video, or its error; all fields after `error` are empty then.
+
+    Attributes:
+        video: as it was passed.
+        question: as it was passed.
+        answer: the generated text, without special tokens and surrounding whitespace.
+        error: why there is no answer, else None.
+        timestamps: when each of the frames shown is on screen, in seconds since the first frame of the video; where the
+            model merges several video frames into one of its `T`, more than `T`.
+        damaged_frames: number of sampled frames that are damaged; the intact frame before each is shown instead, once.
+        duration: of the video, in seconds; None for frames that came without it.
+        grid: rows and columns of blocks in a frame, `n` in all.
+        keep_mask: (T, n) bool, which blocks were kept; on the host.
+        token_scores: (T, n) float32, the scores that blocks were ranked by; on the host.
+        prompt_tokens: tokens of the prompt before pruning, `L`.
+        new_tokens: tokens of the answer, including the end token.
+        tokens_read_before: prompt tokens after pruning that a `Clip` had cached already.
+        seconds: time in the model; in a batch, divided by its rows.
+        seconds_waited: how long the model waited for the video to be decoded and preprocessed.
+        others: the same facts about further videos of the prompt.
+    """
+
+    video: Any = None
+    question: str = ""
+    answer: str | None = None
+    error: Exception | None = None
+    timestamps: tuple[float, ...] = ()
+    damaged_frames: int = 0
+    duration: float | None = None
+    grid: tuple[int, int] = (0, 0)
+    keep_mask: torch.Tensor | None = field(default=None, repr=False)
+    token_scores: torch.Tensor | None = field(default=None, repr=False)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    tokens_read_before: int = 0
+    seconds: float = 0.0
+    seconds_waited: float = 0.0
+    others: tuple["Answer", ...] = field(default=(), repr=False)
+
+    @property
+    def text(self) -> str:
+        """The generated text; empty if there is an error."""
+        return self.answer or ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def num_frames(self) -> int:
+        """Number of sampled frames of the video."""
+        return len(self.timestamps)
+
+    @property
+    def tubelet(self) -> int:
+        """How many frames the model merges into one of its `T`; the last may have fewer."""
+        return 1 if self.keep_mask is None else -(-self.num_frames // len(self.keep_mask))
+
+    @property
+    def video_tokens(self) -> int:
+        """Tokens of all videos before pruning, `n * T` of each."""
+        return sum(one.keep_mask.numel() for one in (self, *self.others) if one.keep_mask is not None)
+
+    @property
+    def video_tokens_kept(self) -> int:
+        """`K`, of all videos."""
+        return sum(int(one.keep_mask.sum()) for one in (self, *self.others) if one.keep_mask is not None)
+
+    @property
+    def prompt_tokens_kept(self) -> int:
+        """Tokens of the prompt after pruning, `L'`."""
+        return self.prompt_tokens - self.video_tokens + self.video_tokens_kept
 
 
 @dataclass(frozen=True)
 class Request:
     """
-    One conversation in the words of the chat template, up to where the answer begins.
+    One conversation, rendered by the chat template up to where the answer begins.
 
-    head: up to the end of the last video or image, "" where there is none. tail: the rest. videos, images: in the
-    order of the placeholders: paths, URLs or bytes, images also PIL images; a video may be a list of images.
+    head: up to the end of the last video or image, "" without any. tail: the rest. videos, images: in the order of
+    their placeholders: paths, URLs or bytes, images also PIL images; a video may be a list of images. question: as the
+    answer is to repeat it. error: why it cannot be asked.
     """
 
     head: str
     tail: str
     videos: tuple[Any, ...] = ()
     images: tuple[Any, ...] = ()
+    question: str = ""
+    error: Exception | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for prompts whose heads are the same; of media that are no texts, where they are the same objects."""
-        media = (source if isinstance(source, str) else id(source) for source in self.sources)
+        """Equal for requests with the same head. Media other than texts are the same if they are the same object."""
+        media = (source if isinstance(source, str) else id(source) for source in (*self.videos, *self.images))
         return (self.head, len(self.videos), *media) if self.head else (self.tail, id(self))
 
-    @property
-    def sources(self) -> tuple[Any, ...]:
-        """Videos, then images."""
-        return (*self.videos, *self.images)
+    def failed(self, error: Exception) -> Answer:
+        """Its answer if there is none."""
+        return Answer(self.videos[0] if self.videos else None, self.question, error=error)
 
 
-Task = tuple[Request | Exception, bool]  # or what is wrong with it, and whether its head is prepared alone
+Task = tuple[Request, bool]  # to prepare, and whether only its head
+
+
+@dataclass(eq=False)
+class Prepared:
+    """
+    A request, decoded and tokenized.
+
+    begun: the answer, with what is known before the model runs. inputs: one row, as the processor returns them, empty
+    with `begun.error`. head_only: whether they end with the request's head.
+    """
+
+    begun: Answer
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    head_only: bool = False
 
 
 def make_request(
-    processor: Any, messages: Sequence[Mapping[str, Any]], videos: Sequence[Any] = (), images: Sequence[Any] = ()
+    processor: Any,
+    messages: Sequence[Mapping[str, Any]],
+    videos: Sequence[Any] = (),
+    images: Sequence[Any] = (),
+    question: str = "",
 ) -> Request:
     """
     Renders a conversation; `messages` hold parts `{"type": "video"}` and `{"type": "image"}` where media stand.
 
     Raises:
-        ValueError: a text holds a token that stands for images, videos or turns.
+        ValueError: a text holds a control token.
     """
     check_texts(processor, messages)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ends = [text.rfind(token) + len(token) for token in (processor.video_token, processor.image_token) if token in text]
     end = max(ends, default=0)
-    # With what closes it: only that token says where the text goes on behind a video whose last tokens may be dropped.
+    # The head includes the token that closes a video: the video's own last tokens may be dropped, and the position of
+    # the text behind them would be unknown.
     closing = getattr(processor, "vision_end_token", "<|vision_end|>")
     end += len(closing) if end and text.startswith(closing, end) else 0
-    return Request(text[:end], text[end:], tuple(videos), tuple(images))
+    return Request(text[:end], text[end:], tuple(videos), tuple(images), question)
 
 
-@dataclass
-class PreparedHead:
-    """A head, or the one whole prompt that has it, decoded. inputs: of one row, as the processor gives them."""
-
-    begun: Answer
-    inputs: BatchFeature
-
-
-@contextlib.contextmanager
-def decode_ahead(
-    processor: Any,
-    tasks: Iterable[Task],
-    options: Mapping[str, Any],
-    num_workers: int,
-    ahead: int,
-    timeout: float | None = None,
-) -> Iterator[Iterator[PreparedHead | Exception]]:
+def ask_about(processor: Any, video: Any, question: str, after: Sequence[Answer] = ()) -> Request:
     """
-    What `prepare_head` makes of tasks, prompts and whether their heads are prepared alone, or the error it raises.
-
-    options: of the processor, for videos. num_workers: processes that decode; with 0 a thread of this one does. ahead:
-    how many are decoded while the caller uses one. timeout: seconds that a process may take over one task.
+    The request for a question about a video. after: earlier turns of the conversation. Raises `TypeError` or
+    `ValueError` for a question that `check_question` refuses.
     """
-    prepare = functools.partial(_prepare, processor, options)
-
-    def attempt(function: Callable[[Task], PreparedHead], task: Task) -> PreparedHead | Exception:
-        if isinstance(task[0], Exception):
-            return task[0]
-        try:
-            return function(task)
-        except CannotStart:
-            raise
-        except ProcessDied as error:
-            sources = ", ".join(map(repr, task[0].sources))
-            return ProcessDied(f"Decoding {sources:.200} failed: {error}")
-        except Exception as error:  # decoders raise what they like
-            return error
-
-    with contextlib.ExitStack() as stack:
-        isolated = Isolated(prepare, timeout) if num_workers else None
-        call = functools.partial(attempt, isolated or prepare)
-        results = prefetch(call, tasks, num_workers=max(num_workers, 1), ahead=ahead)
-        decoded = stack.enter_context(contextlib.closing(results))
-        if isolated is not None:
-            stack.enter_context(isolated)  # left first: threads wait for the processes
-        yield decoded
+    check_question(processor, question)
+    messages: list[dict[str, Any]] = []
+    for turn in after:
+        messages.append({"role": "user", "content": [{"type": "text", "text": turn.question}]})
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.text}]})
+    messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
+    messages[0]["content"].insert(0, {"type": "video"})
+    return make_request(processor, messages, [video], question=question)
 
 
-def _prepare(processor: Any, options: Mapping[str, Any], task: Task) -> PreparedHead:
-    prompt, alone = task
-    assert isinstance(prompt, Request)
-    return prepare_head(processor, prompt, options, alone=alone)
+def check_question(processor: Any, question: Any) -> None:
+    """Raises `TypeError` or `ValueError` for a question that is not text, is empty, or holds a control token."""
+    if not isinstance(question, str):
+        raise TypeError(f"question must be a text, got {question!r:.80}, a {type(question).__name__}.")
+    if not question.strip():
+        raise ValueError(f"question is {question!r}, which asks nothing. Ask something about the video.")
+    found = find_control_token(processor, question)
+    if found is not None:
+        raise ValueError(f"question holds {found!r}, a control token of the model. Take it out of the text.")
 
 
-def prepare_head(processor: Any, prompt: Request, options: Mapping[str, Any], *, alone: bool) -> PreparedHead:
-    """Decodes the videos and images of a prompt. alone: whether its head is prepared without the tail."""
+def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
+    """
+    Options of the processor's call for videos, with the ratio that test-time scaling needs. Raises `TypeError` if
+    `processing` is not a mapping, and `ValueError` for an option that the processor would ignore.
+    """
+    if not isinstance(processing, Mapping | None):
+        raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
+    parts = {f"{part}_kwargs" for part in ("videos", "images", "text")}
+    known = frames.OF_VIDEOS | processor.video_processor.valid_kwargs.__annotations__.keys() | parts
+    for name in (processing or {}).keys() - known:
+        advice = did_you_mean(name, known, "Leave it out.")
+        raise ValueError(f"processing has {name!r}, which the processor does not know. {advice}")
+    options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
+    if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
+        options.setdefault("pruning_ratio", pruning_ratio)
+    return options
+
+
+def prepare(processor: Any, request: Request, options: Mapping[str, Any], *, head_only: bool = False) -> Prepared:
+    """
+    Decodes the videos and images of a request, and tokenizes its prompt, or only the head of it. options: of
+    `processing_options`. Raises what the decoder raises.
+    """
+    for video in request.videos:
+        if video is None or (isinstance(video, list | tuple) and not video):
+            raise ValueError(f"video is {video!r}. Pass a path, a URL, bytes, an open file or the frames of a video.")
 
     def read_image(source: Any) -> Image.Image:
         return load_image(open_image(source, processor))
 
-    videos = [video.load() if isinstance(video, StoredVideo) else video for video in prompt.videos]
-    videos = [
-        [read_image(picture) for picture in video]
-        if isinstance(video, list) and not any(hasattr(picture, "shape") for picture in video)
-        else video
-        for video in videos
-    ]
-    text = prompt.head if alone else prompt.head + prompt.tail
-    images = [read_image(image) for image in prompt.images]
-    return PreparedHead(*read_media(processor, text, videos, images, options=options))
+    def read_video(source: Any) -> Any:
+        video = source.load() if isinstance(source, StoredVideo) else source
+        is_pictures = isinstance(video, list) and not any(hasattr(picture, "shape") for picture in video)
+        return [read_image(picture) for picture in video] if is_pictures else video
+
+    inputs: BatchFeature = frames.process(
+        processor,
+        text=[request.head if head_only else request.head + request.tail],
+        videos=[read_video(video) for video in request.videos] or None,
+        images=[read_image(image) for image in request.images] or None,
+        return_tensors="pt",
+        **(options if request.videos else {}),
+    )
+    shown = inputs.pop("video_metadata", None) or []
+    grids = frames.block_grids(processor, inputs)
+    seen = []
+    for video, metadata, (_, rows, columns) in zip(request.videos, shown, grids, strict=True):
+        if metadata.fps is None:  # frames without a rate: the one that the prompt's times assume
+            metadata.fps = frames.get_frames(processor.video_processor)["max_fps"]
+        facts: dict[str, Any] = {"duration": metadata.duration, "grid": (rows, columns)}
+        facts["timestamps"] = tuple(float(time) for time in metadata.timestamps)
+        facts["damaged_frames"] = getattr(metadata, "num_damaged", 0)
+        seen.append(Answer(video, request.question, **facts))
+    first, *others = seen or [Answer(question=request.question)]
+    begun = dataclasses.replace(first, prompt_tokens=inputs["input_ids"].shape[1], others=tuple(others))
+    return Prepared(begun, inputs, head_only)
+
+
+def prepare_task(processor: Any, options: Mapping[str, Any], task: Task) -> Prepared:
+    """`prepare`, as a function of one argument once the first two are bound. Raises the request's own error too."""
+    request, head_only = task
+    if request.error is not None:
+        raise request.error
+    return prepare(processor, request, options, head_only=head_only)

@@ -29,7 +29,7 @@ from stts_hf.data.lines import open_lines, read_lines, write_line
 from stts_hf.data.prefetch import prefetch
 from stts_hf.data.preparing import LENGTH, with_column
 from stts_hf.data.rows import ANSWER, PROMPT, RowError, Sample, is_unanswered, read_row, row_errors
-from stts_hf.inference.answering import inputs_for
+from stts_hf.inference.generate import inputs_for
 from stts_hf.video.processors import get_frames
 from stts_hf.video.sources import is_url
 

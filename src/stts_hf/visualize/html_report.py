@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from PIL import Image
 
-from stts_hf.inference.answering import Answer
+from stts_hf.inference.requests import Answer
 from stts_hf.selectors import SELECTORS
 
 from .dimming import Array, as_array, check_outputs

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stts_hf.cli.main import main
-from stts_hf.inference import answering
+from stts_hf.inference import generate
 from stts_hf.inference.predicting import Predictor
 from tests.checkpoints import ANSWER, BLOCKS
 from tests.clips import write_clip
@@ -211,7 +211,7 @@ def test_a_full_disk_keeps_what_is_done_and_the_next_run_goes_on(run):
 
 
 def test_interrupting_keeps_what_was_written(run, monkeypatch):
-    real = answering.inputs_for
+    real = generate.inputs_for
     calls: list[int] = []
 
     def interrupt(*arguments):
@@ -220,7 +220,7 @@ def test_interrupting_keeps_what_was_written(run, monkeypatch):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr("stts_hf.inference.answering.inputs_for", interrupt)
+    monkeypatch.setattr("stts_hf.inference.generate.inputs_for", interrupt)
     status, out, err = run("clips/two.mp4", "clips/three.mp4", *PROMPT, "--output", "out.jsonl", "--batch-size", "1")
     assert status == 130
     assert list(lines()) == ["clips/two.mp4"]
@@ -232,14 +232,14 @@ def test_interrupting_keeps_what_was_written(run, monkeypatch):
 
 
 def test_a_video_too_large_for_the_device_is_an_error_alone(run, monkeypatch):
-    real = answering.inputs_for
+    real = generate.inputs_for
 
     def too_large(model, inputs):
         if inputs["video_grids"][:, 0].max() == 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(model, inputs)
 
-    monkeypatch.setattr("stts_hf.inference.answering.inputs_for", too_large)
+    monkeypatch.setattr("stts_hf.inference.generate.inputs_for", too_large)
     assert run("clips/two.mp4", "clips/three.mp4", *PROMPT, "--output", "out.jsonl")[0] == 1
     assert lines()["clips/two.mp4"]["answer"] == ANSWER
     error = lines()["clips/three.mp4"]["error"]

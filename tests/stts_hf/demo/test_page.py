@@ -10,7 +10,7 @@ import torch
 
 from stts_hf.demo import page
 from stts_hf.demo.answering import Limits, Progress, check_video
-from stts_hf.inference.answering import Answer
+from stts_hf.inference.requests import Answer
 from tests.clips import write_clip
 
 # Two frames to a tubelet; the last stands alone.

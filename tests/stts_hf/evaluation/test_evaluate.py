@@ -8,7 +8,7 @@ import torch
 
 from stts_hf.evaluation.evaluate import ask_openly, evaluate, read_question, record_of
 from stts_hf.inference import predicting as module
-from stts_hf.inference.answering import Answer
+from stts_hf.inference.requests import Answer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 
 MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
@@ -125,7 +125,7 @@ def test_a_row_that_cannot_be_asked_is_a_record_with_its_error(says, row, messag
 
 
 def test_an_error_that_is_not_the_rows_names_its_kind():
-    assert record_of(OPEN, torch.OutOfMemoryError("No room."))["error"] == "OutOfMemoryError: No room."
+    assert record_of(OPEN, Answer(error=torch.OutOfMemoryError("No room.")))["error"] == "OutOfMemoryError: No room."
 
 
 def test_real_rows_on_a_model_of_one_answer(processor, media):

@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 
 import stts_hf
-from stts_hf.inference import answering, engine, requests
-from stts_hf.inference.answering import Answer, answer_prepared, prepare_video
+from stts_hf.inference import engine
 from stts_hf.inference.engine import answer_videos
-from stts_hf.inference.requests import PreparedHead, Request
+from stts_hf.inference.generate import answer_prepared, inputs_for
+from stts_hf.inference.requests import Answer, Prepared, Request, ask_about, prepare, processing_options
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, Recorder, load_talkative
@@ -56,21 +56,18 @@ def pretend(monkeypatch):
     """A model that needs no processor: `prepare` and `answer` are called in place of the real steps."""
 
     def pretend(prepare=lambda video: None, answer=lambda video: None):
-        def prepare_head(processor, request, options, *, alone):
-            prepare(request.videos[0])
-            return PreparedHead(Answer(request.videos[0], request.tail), BatchFeature())
+        def prepare_task(processor, options, task):
+            prepare(task[0].videos[0])
+            return Prepared(Answer(task[0].videos[0], task[0].tail))
 
         def answer_prepared(model, processor, prepared, **options):
-            for begun, _ in prepared:
-                answer(begun.video)
-            return [replace(begun, answer=f"{begun.question} {begun.video}") for begun, _ in prepared]
+            for one in prepared:
+                answer(one.begun.video)
+            return [replace(one.begun, answer=f"{one.begun.question} {one.begun.video}") for one in prepared]
 
-        def request_about(processor, video, question):
-            return Request("", question, (video,))
-
-        monkeypatch.setattr(requests, "prepare_head", prepare_head)
+        monkeypatch.setattr(engine, "prepare_task", prepare_task)
         monkeypatch.setattr(engine, "answer_prepared", answer_prepared)
-        monkeypatch.setattr(engine, "_request_about", request_about)
+        monkeypatch.setattr(engine, "ask_about", lambda _, video, question: Request("", question, (video,)))
         monkeypatch.setattr(engine, "processing_options", lambda *_: {})
         return SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
 
@@ -263,7 +260,11 @@ def test_what_the_model_raises_comes_through(model, processor, clips):
 
 def test_threads_may_share_a_model(model, processor, clips):
     prepared = [
-        prepare_video(processor, clip, QUESTION, pruning_ratio=0.5, processing={"num_frames": 2 + place})
+        prepare(
+            processor,
+            ask_about(processor, clip, QUESTION),
+            processing_options(processor, {"num_frames": 2 + place}, 0.5),
+        )
         for place, clip in enumerate(clips)
     ]
     few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
@@ -297,6 +298,8 @@ def test_an_answer_has_its_mask_whatever_generate_is_told_to_return(model, proce
         ({"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
         ({"on_error": "skip"}, ValueError, "on_error must be"),
         ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": True}, ValueError, "batch_size must be a whole number.* got True"),
+        ({"num_workers": True}, ValueError, "num_workers must be a whole number.* got True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -350,18 +353,18 @@ def test_pixels_alone_are_cast():
     """Qwen2.5-VL's clock runs on float32 seconds: in bfloat16, 2/3 s are 0.668 s, a whole position off after 180 s."""
     seconds = torch.tensor([2 / 3])
     inputs = BatchFeature({"pixel_values_videos": torch.ones(1, 3), "second_per_grid_ts": seconds})
-    moved = answering.inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), inputs)
+    moved = inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), inputs)
     assert moved["pixel_values_videos"].dtype == torch.bfloat16
     assert torch.equal(moved["second_per_grid_ts"], seconds)
     listed: dict[str, Any] = {"second_per_grid_ts": [2 / 3]}
-    assert answering.inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), listed) == {
+    assert inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), listed) == {
         "second_per_grid_ts": [2 / 3]
     }  # as some versions' processor has it
 
 
 def test_grids_stay_on_the_host_where_the_model_reads_them():
     inputs = BatchFeature({"input_ids": torch.ones(1, 3), "video_grids": torch.tensor([[4, 3, 3]])})
-    moved = answering.inputs_for(SimpleNamespace(device="meta", dtype=torch.bfloat16), inputs)
+    moved = inputs_for(SimpleNamespace(device="meta", dtype=torch.bfloat16), inputs)
     assert moved["input_ids"].device.type == "meta"
     assert moved["video_grids"] is inputs["video_grids"]
     assert inputs["input_ids"].device.type == "cpu"

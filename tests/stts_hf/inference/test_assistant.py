@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 import stts_hf
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.inference.engine import answer_videos
-from stts_hf.inference.options import generate_options
+from stts_hf.inference.generate import generate_options
 from tests.checkpoints import TINY, load_tiny
 from tests.clips import write_audio
 from tests.stts_hf.checkpoints.convert_files import write_qwen3_vl

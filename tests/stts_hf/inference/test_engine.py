@@ -12,9 +12,8 @@ from transformers import AutoProcessor
 
 from stts_hf import STTSProcessor
 from stts_hf.data.isolated import ProcessDied
-from stts_hf.inference.answering import Answer
 from stts_hf.inference.engine import answer_requests, make_batches
-from stts_hf.inference.requests import Request, make_request
+from stts_hf.inference.requests import Answer, Request, make_request
 from stts_hf.modeling.video_processing_stts import FrameReader
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
@@ -60,7 +59,8 @@ def make(processor, kind: str, source: Any, text: str) -> Request:
     parts = [{"type": "text", "text": text}]
     if kind == "text":
         return make_request(processor, [{"role": "user", "content": parts}])
-    return make_request(processor, [{"role": "user", "content": [{"type": kind}, *parts]}], **{f"{kind}s": [source]})
+    media: dict[str, Any] = {f"{kind}s": [source]}
+    return make_request(processor, [{"role": "user", "content": [{"type": kind}, *parts]}], **media)
 
 
 def one_by_one(model, processor, prompts, pruning_ratio: float, **options: Any) -> list[tuple[str, int, int, int]]:
@@ -82,7 +82,7 @@ def one_by_one(model, processor, prompts, pruning_ratio: float, **options: Any) 
 def answers_of(model, processor, prompts, **options: Any) -> list[Answer]:
     """The answers in the order of the prompts; none may have failed."""
     found = dict(answer_requests(model, processor, prompts, **options))
-    answers = [answer for _, answer in sorted(found.items()) if isinstance(answer, Answer)]
+    answers = [found[index] for index in sorted(found) if found[index].error is None]
     assert len(answers) == len(prompts)
     return answers
 
@@ -157,9 +157,9 @@ def test_a_damaged_clip_is_an_error_in_its_place_alone(model, processor, prompts
     damaged = make(processor, "video", str(media / "damaged.mp4"), "What moves?")
     asked = [prompts[0], damaged, prompts[7], prompts[2]]
     answers = dict(answer_requests(model, processor, asked, pruning_ratio=0.5, **GREEDY))
-    assert "damaged.mp4" in str(answers[1])
+    assert "damaged.mp4" in str(answers[1].error)
     expected = one_by_one(model, processor, [prompts[0], prompts[7], prompts[2]], 0.5, **GREEDY)
-    written = {place: answer.text for place, answer in answers.items() if isinstance(answer, Answer)}
+    written = {place: answer.text for place, answer in answers.items() if answer.error is None}
     assert written == dict(zip((0, 2, 3), (words for words, *_ in expected), strict=True))
 
 
@@ -178,11 +178,11 @@ def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prom
     deadly = make(processor, "video", str(tmp_path / "deadly.mp4"), "What moves?")
     asked = [prompts[0], deadly, prompts[4], prompts[2], prompts[3]]
     found = dict(answer_requests(model, processor, asked, pruning_ratio=0.5, num_workers=1, **GREEDY))
-    error = found.pop(1)
+    error = found.pop(1).error
     assert isinstance(error, ProcessDied)
     assert "deadly.mp4' failed: the process ended with SIGSEGV" in str(error)
     expected = one_by_one(model, processor, [prompts[0], *asked[2:]], 0.5, **GREEDY)
-    written = [answer.text for _, answer in sorted(found.items()) if isinstance(answer, Answer)]
+    written = [answer.answer for _, answer in sorted(found.items())]
     assert written == [words for words, *_ in expected]
 
 
@@ -200,10 +200,9 @@ def test_a_clip_whose_decoder_hangs_is_an_error_in_its_place_alone(model, prompt
     hangs = make(processor, "video", str(tmp_path / "hangs.mp4"), "What moves?")
     limits: dict[str, Any] = {"num_workers": 1, "decode_timeout": 5.0}
     found = dict(answer_requests(model, processor, [hangs, prompts[0]], pruning_ratio=0.5, **limits, **GREEDY))
-    assert isinstance(found[0], ProcessDied)
-    assert "hangs.mp4' failed: it took longer than 5 seconds" in str(found[0])
+    assert isinstance(found[0].error, ProcessDied)
+    assert "hangs.mp4' failed: it took longer than 5 seconds" in str(found[0].error)
     expected = one_by_one(model, processor, [prompts[0]], 0.5, **GREEDY)
-    assert isinstance(found[1], Answer)
     assert [found[1].answer] == [words for words, *_ in expected]
 
 
@@ -246,7 +245,7 @@ def test_new_tokens_end_with_the_one_that_ends_the_answer(processor, prompts):
 
 
 def test_batches_hold_whole_clips_of_one_kind(prompts):
-    batches = [[[place for place, _ in head] for head in batch.heads] for batch in make_batches(prompts, 3)]
+    batches = [[[place for place, _ in head] for head in batch] for batch in make_batches(prompts, 3)]
     assert [[0, 2, 5]] in batches
     assert sorted(place for heads in batches for head in heads for place in head) == list(range(len(prompts)))
     kinds = [{QUESTIONS[place][0] for head in heads for place in head} for heads in batches]

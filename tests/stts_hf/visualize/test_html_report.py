@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stts_hf.inference.answering import Answer
+from stts_hf.inference.requests import Answer
 from stts_hf.visualize.html_report import MOST_OF_CLIP, Column, write_report
 
 VOID = {"meta", "input", "br", "img", "link", "hr"}

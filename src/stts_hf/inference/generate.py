@@ -1,0 +1,255 @@
+"""From prepared inputs to answers: one call of `generate`, or heads that are read once and reused for each tail."""
+
+import copy
+import dataclasses
+import inspect
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BatchFeature, GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache
+
+from stts_hf.data.collator import join_vision
+from stts_hf.modeling.cache_stts import CachedPrompt
+from stts_hf.modeling.generation_stts import resolve_setting
+from stts_hf.video.processors import OF_VIDEOS, grids_of
+from stts_hf.wording import did_you_mean
+
+from .requests import Answer, Prepared
+
+MAX_NEW_TOKENS = 256
+_PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
+_LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+
+
+def generate_options(processor: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    `given`, completed to the greedy answer of at most 256 tokens: sampling parameters turn sampling on, and a
+    `generation_config` replaces these defaults. Raises `ValueError` for an option that `generate` does not take from a
+    caller, and `TypeError` for a length that is not a whole number.
+    """
+    options = dict(given)
+    config = options.get("generation_config")
+    of_call = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "kwargs"}
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | of_call
+    for name in given.keys() - known:
+        advice = did_you_mean(name, known, "Leave it out.")
+        if name in OF_VIDEOS:
+            advice = f"It is an option of videos: pass processing={{{name!r}: {given[name]!r}}} with the video."
+        raise ValueError(f"{name} is {given[name]!r}, but `generate` has no such option. {advice}")
+    for name in _LENGTHS:
+        if (length := given.get(name)) is not None and (isinstance(length, bool) or not isinstance(length, int)):
+            raise TypeError(f"{name} must be a whole number of tokens, got {length!r}.")
+    check_one_answer(options)
+    if (ratio := getattr(config, "pruning_ratio", None)) is not None:
+        raise ValueError(f"generation_config has pruning_ratio={ratio!r}. Pass pruning_ratio to `answer` or `watch`.")
+    if resolve_setting("stop_strings", options, config) is not None:
+        options["tokenizer"] = processor.tokenizer
+    if config is None:
+        options.setdefault("do_sample", any(given.get(name) is not None for name in _SAMPLING))
+        if given.get("max_length") is None:
+            options.setdefault("max_new_tokens", MAX_NEW_TOKENS)
+    return options
+
+
+def check_one_answer(options: dict[str, Any]) -> None:
+    """Raises `ValueError` for options of `generate` that ask for several answers to a prompt."""
+    number = resolve_setting("num_return_sequences", options, options.get("generation_config"))
+    if number not in (None, 1):
+        raise ValueError(f"num_return_sequences is {number!r}, but a question gets one answer. Leave it out.")
+
+
+def num_beams(model: Any, options: dict[str, Any]) -> int:
+    """Beams that `generate` would search with. It copies caches for them, so it cannot start from a read head."""
+    return resolve_setting("num_beams", options, options.get("generation_config"), model.generation_config) or 1
+
+
+def answer_prepared(model: Any, processor: Any, prepared: Sequence[Prepared], **options: Any) -> list[Answer]:
+    """Answers whole prompts in one call of `generate`, which takes the options."""
+    started = time.perf_counter()
+    inputs = inputs_for(model, join_prompts(processor, [one.inputs for one in prepared]))
+    output = model.generate(**inputs, **{**options, "return_dict_in_generate": True})
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    begun = with_masks([one.begun for one in prepared], output.get("keep_mask"), output.get("token_scores"))
+    return complete(model, processor, begun, new, inputs["attention_mask"], started)
+
+
+@dataclass
+class ReadHeads:
+    """
+    Heads of prompts that the model has read, which any number of tails can follow.
+
+    tokens: `input_ids`, `attention_mask` and, where there are some, `mm_token_type_ids` of the heads (H, tokens).
+    cache: after the heads. keep_mask, token_scores: (T, n) of each video, None without videos.
+    """
+
+    tokens: dict[str, torch.Tensor]
+    cache: Cache
+    keep_mask: tuple[torch.Tensor, ...] | None
+    token_scores: tuple[torch.Tensor, ...] | None
+
+    def __post_init__(self) -> None:
+        self.columns, self.note = int(self.cache.get_seq_length()), CachedPrompt.of(self.cache)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the cache, including what an interrupted answer left in it."""
+        layers: list[Any] = self.cache.layers
+        return sum(of.untyped_storage().nbytes() for layer in layers for of in (layer.keys, layer.values))
+
+    def take(self, rows: torch.Tensor, keep: bool) -> Cache:
+        """
+        A cache with a copy of the heads `rows` (B,). keep: whether `self.cache` is needed again. If so, both caches
+        share tensors until `batch_select_indices` replaces those of the new one.
+        """
+        cache = self.cache
+        if keep:
+            cache = copy.copy(cache)
+            cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        cache.batch_select_indices(rows)  # on the host, since layers may be on several devices
+        if self.note is not None:
+            self.note.reorder(rows).attach(cache)
+        return cache
+
+    def rewind(self) -> None:
+        """
+        Cuts the cache back to the heads. An interrupted call may have left some layers longer than others, and a
+        layer's keys longer than its values.
+        """
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            layer.keys, layer.values = (of[..., : self.columns, :] for of in (layer.keys, layer.values))
+        if self.note is not None:
+            self.note.attach(self.cache)
+
+    def answer(
+        self, model: Any, cache: Cache, rows: torch.Tensor, tails: Mapping[str, torch.Tensor], **options: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """
+        Returns the new tokens (B, new) after tails, and the whole prompts (B, head tokens + tail tokens). cache: of the
+        heads `rows` (B,). tails: of `tokenize_tails`. options: of `model.generate`.
+        """
+        prompts = {}
+        for name, head in self.tokens.items():
+            tail = tails[name] if name in tails else torch.zeros_like(tails["input_ids"])
+            prompts[name] = torch.cat([head[rows], tail.to(head.device)], dim=-1)
+        options |= {"return_dict_in_generate": True}
+        output = model.generate(**prompts, past_key_values=cache, **options)
+        return output.sequences[:, prompts["input_ids"].shape[1] :], prompts
+
+
+@torch.no_grad()
+def read_heads(model: Any, inputs: Mapping[str, torch.Tensor], pruning_ratio: float) -> ReadHeads:
+    """Runs the model over heads, padded on the right, with their videos and images, as the processor returns them."""
+    moved = inputs_for(model, inputs)
+    output = model(**moved, pruning_ratio=pruning_ratio, use_cache=True, logits_to_keep=1)
+    tokens = {name: moved[name] for name in _PER_TOKEN if name in moved}
+    return ReadHeads(tokens, output.past_key_values, output.get("keep_mask"), output.get("token_scores"))
+
+
+def answer_tails(
+    model: Any,
+    processor: Any,
+    heads: ReadHeads,
+    asked: Sequence[tuple[int, Answer, str]],
+    batch_size: int,
+    *,
+    started: float,
+    keep: bool = False,
+    **options: Any,
+) -> list[Answer]:
+    """
+    Answers tails, at most `batch_size` at once.
+
+    asked: of each tail the row of its head, the answer as far as it is known, and the text. started: when the work
+    began, by `time.perf_counter`. keep: whether the heads are needed again.
+    """
+    new: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
+    for start in range(0, len(asked), batch_size):
+        some = asked[start : start + batch_size]
+        rows = torch.tensor([row for row, *_ in some])
+        in_place = keep and len(asked) == 1  # the caller rewinds
+        cache = heads.cache if in_place else heads.take(rows, keep or start + batch_size < len(asked))
+        tails = tokenize_tails(processor, [tail for *_, tail in some])
+        found, prompts = heads.answer(model, cache, rows, tails, **options)
+        new.extend(found)
+        masks.extend(prompts["attention_mask"])
+    return complete(model, processor, [begun for _, begun, _ in asked], new, masks, started)
+
+
+def tokenize_tails(processor: Any, tails: Sequence[str]) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` (B, tokens), padded on the left."""
+    rows = [torch.tensor(ids) for ids in processor.tokenizer(list(tails), add_special_tokens=False)["input_ids"]]
+    masks = [torch.ones_like(row) for row in rows]
+    return {"input_ids": pad(rows, processor.tokenizer.pad_token_id or 0), "attention_mask": pad(masks)}
+
+
+def with_masks(begun: Sequence[Answer], keep_masks: Any, token_scores: Any) -> list[Answer]:
+    """The same with their videos' keep_masks and token_scores, (T, n) of each video, None without videos."""
+    masks, scores = iter(keep_masks or ()), iter(token_scores or ())
+
+    def fill(answer: Answer) -> Answer:
+        if not answer.timestamps:  # it has no video
+            return answer
+        found: dict[str, Any] = {"keep_mask": next(masks).cpu(), "token_scores": next(scores).float().cpu()}
+        return dataclasses.replace(answer, **found, others=tuple(map(fill, answer.others)))
+
+    return list(map(fill, begun))
+
+
+def complete(
+    model: Any,
+    processor: Any,
+    begun: Sequence[Answer],
+    new: Iterable[torch.Tensor],
+    masks: Iterable[torch.Tensor],
+    started: float,
+) -> list[Answer]:
+    """Answers with these new tokens. masks: attention masks of the prompts. started: by `time.perf_counter`."""
+    tokens = [row.tolist() for row in new]
+    seconds = (time.perf_counter() - started) / max(1, len(begun))
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return [
+        dataclasses.replace(
+            answer,
+            answer=processor.decode(row, skip_special_tokens=True).strip(),
+            new_tokens=next((count for count, token in enumerate(row, 1) if token in ends), len(row)),
+            prompt_tokens=int(mask.sum()),
+            seconds=seconds,
+        )
+        for answer, row, mask in zip(begun, tokens, masks, strict=True)
+    ]
+
+
+def join_prompts(
+    processor: Any, prompts: Sequence[Mapping[str, torch.Tensor]], padding_side: str = "left"
+) -> Mapping[str, torch.Tensor]:
+    """A batch of several prompts that a processor returned one by one."""
+    if len(prompts) == 1:
+        return prompts[0]
+    vision = [{name: value for name, value in prompt.items() if name not in _PER_TOKEN} for prompt in prompts]
+    fill = {"input_ids": processor.tokenizer.pad_token_id or 0}
+    text = {name: pad([one[name][0] for one in prompts], fill.get(name, 0), padding_side) for name in _PER_TOKEN}
+    return {**text, **join_vision(vision)}
+
+
+def pad(rows: Sequence[torch.Tensor], filler: int = 0, padding_side: str = "left") -> torch.Tensor:
+    """Rows (tokens,) as (B, most tokens). A tokenizer that pads keeps state, which is not safe with threads."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=filler, padding_side=padding_side)
+
+
+def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    A processor's output on the model's device, with pixels in its dtype: Qwen2.5-VL's seconds per frame need float32.
+    Grids of videos stay on the host, where the model reads them.
+    """
+    moved = {**BatchFeature(dict(inputs)).to(model.device)}
+    pixels = {name: moved[name].to(model.dtype) for name in moved if name.startswith("pixel_values")}
+    return moved | pixels | grids_of(inputs)
