@@ -217,9 +217,7 @@ def test_a_question_that_holds_a_control_token_is_at_fault(clip, hub_configs, tm
     monkeypatch.chdir(tmp_path)
     assert main(["run", str(clip), f"What is {token}?", "--checkpoint", str(hub_configs / "stts-tiny")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(
-        f"stts-hf run: error: question holds {token!r}, a token that stands for images, videos or turns"
-    )
+    assert last.startswith(f"stts-hf run: error: question holds {token!r}, a control token")
 
 
 def test_an_output_that_is_a_folder_is_one_clear_line(run, tmp_path):
