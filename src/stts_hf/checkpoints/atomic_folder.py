@@ -1,42 +1,34 @@
-"""A folder that appears whole or not at all: written beside its place, flushed to the disk, then renamed.
+"""A folder or file that appears whole or not at all: written beside its place, flushed to the disk, then renamed.
 
 Whatever stops the writing (an error, a full disk, a kill, a power cut), the place holds what it held before, or nothing
-for as long as the next run has not put that back. What a killed run leaves is a hidden sibling.
+until the next run towards it puts that back. What a killed run leaves is hidden beside it.
 """
 
 import contextlib
-import glob
 import hashlib
 import os
 import re
-import secrets
 import shutil
-import socket
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .files import DECIDING, read_json
+from filelock import FileLock, Timeout
 
-_NEW, _OLD = ".stts-new", ".stts-old"
-# What saving, downloading or converting a checkpoint leaves in a folder beside code; anything else is someone's own.
-_CHECKPOINT_FILES = re.compile(
-    DECIDING + r"|additional_chat_templates|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__"
-)
+from .files import decides, read_json
+
+# What saving, downloading or converting a checkpoint leaves in a folder beside settings, weights and code.
+_BESIDE = re.compile(r"additional_chat_templates|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__")
 
 
 @contextlib.contextmanager
 def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Gives a new, empty folder, which becomes `destination` when the `with` block ends without an error.
 
-    With `overwrite` a folder that is there steps aside for it; `recover` puts that back after a kill. Raises
-    `FileExistsError` where one is there without `overwrite`, `OSError` where another process was first.
+    With `overwrite`, an existing folder stays until the new one is complete. Raises `FileExistsError` where one exists
+    without `overwrite`, or another process is writing it.
     """
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    recover(destination)
-    new, old = (_beside(destination, kind) for kind in (_NEW, _OLD))
-    new.mkdir()
-    try:
+    with _beside(destination, timeout=0) as (new, old):
         yield new
         flush(new)
         if destination.exists():
@@ -51,8 +43,6 @@ def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Pat
             raise
         _sync(destination.parent)
         shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -62,11 +52,7 @@ def atomic_file(destination: Path) -> Iterator[Path]:
     a link stands there, its target is written. Mode and owner of a file that was there stay.
     """
     name, destination = destination.name, Path(os.path.realpath(destination))
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    recover(destination)
-    folder = _beside(destination, _NEW)
-    folder.mkdir()
-    try:
+    with _beside(destination) as (folder, _):
         new = folder / name  # by whose ending libraries choose a format
         yield new
         with contextlib.suppress(FileNotFoundError):
@@ -76,9 +62,35 @@ def atomic_file(destination: Path) -> Iterator[Path]:
                 os.chown(new, before.st_uid, before.st_gid)
         _sync(new)
         new.replace(destination)
+        _sync(destination.parent)
+
+
+@contextlib.contextmanager
+def _beside(destination: Path, timeout: float = -1) -> Iterator[tuple[Path, Path]]:
+    """
+    Locks `destination` and gives two hidden paths beside it: a new, empty folder, and the name for what it replaces.
+    Puts back a folder that a killed run was replacing, and removes what else such a run left.
+    """
+    parent, name = destination.parent, _short(destination.name)
+    parent.mkdir(parents=True, exist_ok=True)
+    new, old = parent / f".{name}.stts-new", parent / f".{name}.stts-old"
+    lock = FileLock(parent / f".{name}.stts-lock", timeout=timeout)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise FileExistsError(f"another process is writing {destination}: wait for it, or name another.") from error
+    try:
+        if old.exists() and not destination.exists():
+            old.rename(destination)
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+        new.mkdir()
+        yield new, old
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    _sync(destination.parent)
+        shutil.rmtree(new, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(lock.lock_file)
+        lock.release()
 
 
 def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
@@ -105,43 +117,12 @@ def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
     _sync(destination)
 
 
-def _beside(destination: Path, kind: str) -> Path:
-    """A new name beside `destination`, that says which process it is of."""
-    token = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return destination.with_name(f".{_short(destination.name)}{kind}-{token}")
-
-
 def _short(name: str) -> str:
     """A name, or what stands for a long one, so that it has room for more: names have at most 255 bytes."""
     raw = os.fsencode(name)
     if len(raw) <= 100:
         return name
     return f"{raw[:80].decode(errors='ignore')}-{hashlib.sha256(raw).hexdigest()[:16]}"
-
-
-def recover(destination: Path) -> None:
-    """Removes what killed runs towards `destination` left beside it, and puts back a folder one was replacing."""
-    name = glob.escape(_short(destination.name))
-    for kind in (_OLD, _NEW):
-        for left in sorted(destination.parent.glob(f".{name}{kind}-*")):
-            if is_running(left):
-                continue
-            if kind == _OLD and not destination.exists():
-                left.rename(destination)
-            else:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def is_running(left: Path) -> bool:
-    """Whether the process that made a leftover still runs. One of another machine may."""
-    beginning, process, _ = left.name.rsplit("-", 2)
-    if not beginning.endswith(tuple(f"{kind}-{socket.gethostname()}" for kind in (_NEW, _OLD))) or os.name != "posix":
-        return True
-    try:
-        os.kill(int(process), 0)
-    except OSError as error:  # another user's process may not be signalled
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def flush(folder: Path) -> None:
@@ -193,7 +174,9 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
 
         if read_json(destination / "config.json").get("model_type") in OWN | STOCK:
             code = re.compile(rf".*_({'|'.join(OWN | STOCK)})\.py")
-            foreign = [name for name in foreign if not (_CHECKPOINT_FILES.fullmatch(name) or code.fullmatch(name))]
+            foreign = [
+                name for name in foreign if not (decides(name) or _BESIDE.fullmatch(name) or code.fullmatch(name))
+            ]
     if foreign:
         more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
         raise ValueError(

@@ -1,16 +1,22 @@
-"""The parts of a checkpoint compared with each other; reads no weights. Each check names what is wrong with them."""
+"""The parts of a checkpoint compared with each other; reads no weights. Each check yields what is wrong with them."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
+import torch
+from huggingface_hub.dataclasses import validate_typed_dict
 from transformers import GenerationConfig
+from transformers.utils import logging
+
+from stts_hf.auto_classes import MODEL_CLASSES
+from stts_hf.modeling.settings_stts import check_pruning_ratio
 
 from .families import Family
-from .files import Finding, reason_of, usable
-from .layout import EMBEDDING, Group
-from .tensors import StoredTensor
+from .files import Finding, raise_findings, reason_of, usable
+from .tensors import StoredTensor, main_dtype
 
 
 def check_sizes(config: Any, tensors: Mapping[str, StoredTensor] | None = None) -> Iterator[Finding]:
@@ -33,78 +39,149 @@ def check_sizes(config: Any, tensors: Mapping[str, StoredTensor] | None = None) 
                 yield Finding(f"`{section}.{name}` is {value}", "set it to the model's, at least 1")
 
 
-_WHOLE = ("num_beams", "num_return_sequences", "max_length", "max_new_tokens")
-_FROM_0 = ("top_k", "min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
-_NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
-_FLAGS = ("do_sample", "use_cache", "early_stopping", "renormalize_logits", "remove_invalid_values")
+Number = int | float
+
+
+class GenerationSettings(TypedDict, total=False):
+    """The kinds of what decoding reads of a `generation_config.json`."""
+
+    bos_token_id: int | list[int]
+    eos_token_id: int | list[int]
+    pad_token_id: int
+    decoder_start_token_id: int | list[int]
+    forced_bos_token_id: int
+    forced_eos_token_id: int | list[int]
+    suppress_tokens: list[int]
+    begin_suppress_tokens: list[int]
+    bad_words_ids: list[list[int]]
+    sequence_bias: list[list[Any]]
+    stop_strings: str | list[str]
+    max_length: int
+    max_new_tokens: int
+    min_length: int
+    min_new_tokens: int
+    max_time: Number
+    num_beams: int
+    num_return_sequences: int
+    early_stopping: bool | str
+    do_sample: bool
+    use_cache: bool
+    top_k: int
+    top_p: Number
+    min_p: Number
+    top_h: Number
+    typical_p: Number
+    epsilon_cutoff: Number
+    eta_cutoff: Number
+    temperature: Number
+    repetition_penalty: Number
+    encoder_repetition_penalty: Number
+    length_penalty: Number
+    guidance_scale: Number
+    exponential_decay_length_penalty: list[Number]
+    no_repeat_ngram_size: int
+    encoder_no_repeat_ngram_size: int
+    prompt_lookup_num_tokens: int
+    renormalize_logits: bool
+    remove_invalid_values: bool
+    token_healing: bool
+    watermarking_config: dict[str, Any]
+    cache_config: dict[str, Any]
+    pruning_ratio: Number
 
 
 def check_generation_config(settings: dict[str, Any], config: Any) -> Iterator[Finding]:
-    """Compares the settings that every answer depends on with what they may be, and token ids with the model's."""
-    where = "in generation_config.json"
-    text = config.text_config
+    """Compares the kinds of generation settings with what decoding takes, and token ids with the model's."""
+    where, text = "in generation_config.json", config.text_config
     total = text.vocab_size + (getattr(text, "additional_vocab_size", 0) or 0)
-
-    def is_whole(value: object, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    for name, value in settings.items():
-        needed = None
-        if value is None:
-            continue
-        if name.endswith("_token_id"):
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name, value in given.items():
+        if name.endswith("_token_id") and name in GenerationSettings.__annotations__:
             ids = value if isinstance(value, list) and value else [value]
-            if not all(is_whole(one, 0) and one < total for one in ids):
-                needed = f"a token id from 0 to {total - 1}"
-        elif name in _WHOLE + _FROM_0 and not is_whole(value, int(name in _WHOLE)):
-            needed = f"a whole number of at least {int(name in _WHOLE)}"
-        elif name in _NUMBERS and (not isinstance(value, int | float) or isinstance(value, bool)):
-            needed = "a number"
-        elif name in _FLAGS and not isinstance(value, bool) and value != "never":
-            needed = "true or false"
-        if needed:
-            yield Finding(f"`{name}` {where} is {value!r}", f"it must be {needed}")
+            if not all(type(one) is int and 0 <= one < total for one in ids):
+                yield Finding(f"`{name}` {where} is {value!r}", f"it must be a token id from 0 to {total - 1}")
+                return
+        elif name.startswith(("max_", "num_")) and type(value) is int and value < 1:
+            yield Finding(f"`{name}` {where} is {value}", "it must be at least 1")
             return
-    with usable(f"the settings {where} do not fit each other", "correct or delete them"):
+    known = {name: value for name, value in given.items() if name in GenerationSettings.__annotations__}
+    with usable(f"the settings {where} cannot be used", "correct or delete them"):
+        validate_typed_dict(GenerationSettings, known)  # type: ignore[type-var]
+        check_pruning_ratio(known.get("pruning_ratio", 0))
         GenerationConfig.from_dict(settings).validate()
 
 
-def check_weights(
-    tensors: Mapping[str, StoredTensor], layout: list[Group], declared_layers: int = 0, kept_layers: int = 0
-) -> Iterator[Finding]:
-    """Compares the names and shapes of tensors with the model's.
+def empty_model(config: Any) -> Any:
+    """Returns the model without memory for its weights (on the meta device), for names and shapes."""
+    with torch.device("meta"):
+        return MODEL_CLASSES[type(config)](config)
 
-    Args:
-        declared_layers: ViT layers from `kept_layers` up to this one may be there; the model has no use for them.
-    """
-    used: set[str] = set()
-    missing, wrong_shapes = [], []
-    for group in layout:
-        wanted = group.names_in(tensors)
-        used |= wanted.keys()
-        if absent := [name for name in wanted if name not in tensors]:
-            missing += absent
-            continue
-        wrong = {name for name, shape in wanted.items() if tensors[name].shape != shape}
-        pieces = {name for name in filter(EMBEDDING.fullmatch, wanted) if tensors[name].shape[1:] == wanted[name][1:]}
-        if sum(tensors[name].shape[0] - wanted[name][0] for name in pieces) == 0:
-            wrong -= pieces
-        wrong_shapes += [
-            f"{name} {list(tensors[name].shape)} instead of {list(wanted[name])}" for name in sorted(wrong)
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report and progress bar, which would come before our own sentence."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class WeightComparison:
+    """Weights that a model lacks, those it has no use for, and those of other shapes, which say which."""
+
+    missing: list[str]
+    unexpected: list[str]
+    misshapen: list[str]
+
+    def findings(self) -> Iterator[Finding]:
+        """One that names them, where there are any."""
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of the wrong shape": self.misshapen}
+        texts = [
+            f"{len(names)} tensors are {kind}: {', '.join(names[:4])}"
+            + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            for kind, names in kinds.items()
+            if names
         ]
-    unneeded = rf"(resblocks|vision_tower\.layers)\.({'|'.join(map(str, range(kept_layers, declared_layers)))})\."
-    unexpected = sorted(name for name in tensors.keys() - used if not re.search(unneeded, name))
-    problems = {"missing": missing, "unexpected": unexpected, "of the wrong shape": wrong_shapes}
-    texts = [
-        f"{len(names)} tensors are {kind}: {', '.join(names[:4])}"
-        + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        for kind, names in problems.items()
-        if names
-    ]
-    if texts:
-        only_scorer = all(".scorer." in name for name in missing) and not unexpected and not wrong_shapes
-        remedy = "give it a new scorer with stts-hf convert" if only_scorer else "copy or convert the weights again"
-        yield Finding(f"the weights are not those of the configuration ({'; '.join(texts)})", remedy)
+        if texts:
+            only_scorer = all(map(is_scorer, self.missing)) and not self.unexpected and not self.misshapen
+            remedy = "give it a new scorer with stts-hf convert" if only_scorer else "copy or convert the weights again"
+            yield Finding(f"the weights are not those of the configuration ({'; '.join(texts)})", remedy)
+
+
+def is_scorer(name: str) -> bool:
+    """Whether a weight's name, in files or in the model, is one of the scorer's."""
+    return ".scorer." in name
+
+
+def compare_weights(config: Any, tensors: Mapping[str, StoredTensor]) -> WeightComparison:
+    """
+    Compares names and shapes of tensors with the model's, as transformers loads them; quantised ones are not compared.
+    Raises `ValueError` where no such model can be built, or the weights are of other dtypes.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return WeightComparison([], [], [])
+    raise_findings("config.json and the weights differ", check_sizes(config, tensors))
+    main_dtype(tensors)
+    with usable("config.json describes a model that cannot be built", "correct it, or copy it again"):
+        empty_model(config)  # raises nothing that loading could raise for the weights' sake
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    with usable("the weights are not those of the configuration", "copy or convert them again"), _quiet():
+        _, found = MODEL_CLASSES[type(config)].from_pretrained(
+            None,
+            config=config,
+            state_dict=shapes,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    misshapen = [f"{name} {list(there)} instead of {list(needed)}" for name, there, needed in found["mismatched_keys"]]
+    return WeightComparison(sorted(found["missing_keys"]), sorted(found["unexpected_keys"]), sorted(misshapen))
 
 
 def check_vocabulary(vocabulary: Mapping[str, int], config: Any, family: Family) -> Iterator[Finding]:
@@ -151,8 +228,12 @@ def check_chat_template(processor: Any) -> Iterator[Finding]:
         yield Finding("chat_template.jinja is missing, and prompts cannot be made", "copy that of the base model")
         return
     content = [{"type": "video"}, {"type": "text", "text": "?"}]
-    wrong = "the chat template (chat_template.jinja) makes no prompt about a video"
+    reason = f"it lacks {processor.video_token}"
     try:
-        processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        if processor.video_token in prompt:
+            return
     except Exception as error:  # of Jinja, or of what the template reaches for
-        yield Finding(f"{wrong} ({reason_of(error)})", "copy that of the base model")
+        reason = reason_of(error)
+    what = f"the chat template (chat_template.jinja) makes no prompt about a video ({reason})"
+    yield Finding(what, "copy that of the base model")

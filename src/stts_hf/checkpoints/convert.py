@@ -22,16 +22,18 @@ from stts_hf.shortages import is_disk_full, is_forbidden
 from .atomic_folder import atomic_folder, check_destination
 from .card import inherited_metadata, write_model_card
 from .checks import (
+    WeightComparison,
     check_chat_template,
     check_generation_config,
     check_processor,
     check_sizes,
     check_vocabulary,
-    check_weights,
+    compare_weights,
+    empty_model,
+    is_scorer,
 )
 from .families import OWN, family_of
-from .files import Finding, check_links, raise_findings, read_json, usable
-from .layout import byte_size, empty_model, saved_layout, write_weights
+from .files import Finding, check_folder, raise_findings, read_json, usable
 from .original_weights import is_original, open_original
 from .settings import (
     config_of_hugging_face,
@@ -40,10 +42,9 @@ from .settings import (
     load_processor,
     override,
 )
-from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors
+from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEFAULT_SHARD_SIZE = "5GB"  # as much is in memory
 _SETTING_FILES = ["*.json", "*.jinja", "*.txt", "README.md"]
 
 
@@ -72,7 +73,7 @@ def convert_checkpoint(
     pruning_ratio: float | None = None,
     selector: str | None = None,
     dtype: str | None = None,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda written, total: None,
@@ -105,15 +106,17 @@ def convert_checkpoint(
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     base_folder = source_folder if base is None else find_folder(base, "base")
     given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
-    overrides = {name: value for name, value in given.items() if value is not None}
-    found = read_source(source_folder, base_folder, overrides)
-    model, trained = fit_weights(found, DTYPES[dtype] if dtype else found.dtype, seed)
-    num_bytes = byte_size(saved_layout(model), model.dtype)
+    found = read_source(source_folder, base_folder, {name: value for name, value in given.items() if value is not None})
+    needs_scorer = leave_out_unused(found)
+    model = empty_model(found.config).to(DTYPES[dtype] if dtype else main_dtype(found.tensors))
+    num_bytes = sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize
     check_space(target, num_bytes)
     model.generation_config = generation_config_of(base_folder, found.processor.tokenizer)
     with destination_errors(target, num_bytes), atomic_folder(target, overwrite=overwrite) as folder:
-        write_settings(model, found.processor, folder)
-        write_weights(folder, model, found.tensors, max_shard_size, on_progress)
+        new_scorer = new_scorer_weights(model, seed) if needs_scorer else {}
+        tensors = found.tensors | write_settings(model, found.processor, folder, new_scorer)
+        trained = is_trained(tensors)
+        write_safetensors(folder, tensors, model.dtype, max_shard_size, on_progress)
         write_model_card(
             folder,
             base_model=next((str(origin) for origin in origins.values() if not origin.is_dir()), None),
@@ -130,8 +133,8 @@ def convert_checkpoint(
 @dataclass
 class Source:
     """
-    What is converted: `tensors` by their names in the files, the `dtype` that most have and all `dtypes`, and how many
-    ViT layers the files declare, which may be more than the model has.
+    What is converted: `tensors` by their names in the files, and how many ViT layers the files declare, which may be
+    more than the model has.
     """
 
     folder: Path
@@ -139,14 +142,12 @@ class Source:
     processor: Any
     tensors: dict[str, StoredTensor]
     declared_layers: int
-    dtype: torch.dtype
-    dtypes: set[str]
 
 
 def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> Source:
     """Raises `ValueError` where settings, tokenizer or processor cannot be used or do not fit each other."""
-    original, place = is_original(folder), folder / "config.json"
-    family = OWN[STTSConfig.model_type] if original else family_of(read_json(place).get("model_type"), place)
+    original, path = is_original(folder), folder / "config.json"
+    family = OWN[STTSConfig.model_type] if original else family_of(read_json(path).get("model_type"), path)
     processor = load_processor(base, family)
     read_config = config_of_original if original else config_of_hugging_face
     config, declared_layers = read_config(folder, family, processor)
@@ -159,35 +160,33 @@ def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> Sourc
     vocabulary = processor.tokenizer.get_vocab()
     unfit = [*check_vocabulary(vocabulary, config, family), *check_processor(processor, config, family)]
     raise_findings(f"Tokenizer or processor of {base} do not fit {folder}", unfit)
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    return Source(folder, config, processor, tensors, declared_layers, main_dtype(tensors), dtypes)
+    return Source(folder, config, processor, tensors, declared_layers)
 
 
-def fit_weights(source: Source, dtype: torch.dtype, seed: int) -> tuple[Any, bool]:
+def leave_out_unused(source: Source) -> bool:
     """
-    Returns the model without its weights, and whether its scorer is trained. Adds a scorer where the source has none,
-    and leaves out second copies. Raises `ValueError` where the weights are not the model's.
+    Leaves out ViT layers that the model does not have and second copies of tied weights. Returns whether the source has
+    no scorer. Raises `ValueError` where the weights are not the model's.
     """
-    place = next(source.folder.glob("config.[jy]*"))
-    with usable(
-        f"{place} describes a model that cannot be built", "correct it, or copy it again"
-    ):  # what raises depends on where one is used first
-        model = empty_model(source.config).to(dtype)
-    subject = f"{source.folder} cannot be converted"
-    new_scorer = not any(".scorer." in name for name in source.tensors)
-    if new_scorer:
-        weights = new_scorer_weights(model, seed)
-        source.tensors |= {name: in_memory(weight) for name, weight in weights.items()}
-    raise_findings(subject, leave_out_tied(source.tensors, model))
-    kept_layers = source.config.vision_config.num_hidden_layers
-    raise_findings(subject, check_weights(source.tensors, saved_layout(model), source.declared_layers, kept_layers))
-    return model, not new_scorer and is_trained(source.tensors)
+    layers = range(source.config.vision_config.num_hidden_layers, source.declared_layers)
+    unused = re.compile(rf"(resblocks|vision_tower\.layers)\.({'|'.join(map(str, layers))})\.")
+    for name in [*filter(unused.search, source.tensors)]:
+        del source.tensors[name]
+    with usable(f"{source.folder} cannot be converted", "mend the source"):
+        found = compare_weights(source.config, source.tensors)
+    needs_scorer = not any(map(is_scorer, source.tensors))
+    missing = [name for name in found.missing if not (needs_scorer and is_scorer(name))]
+    problems = WeightComparison(missing, found.unexpected, found.misshapen)
+    tied = leave_out_tied(source.tensors, empty_model(source.config))
+    raise_findings(f"{source.folder} cannot be converted", [*problems.findings(), *tied])
+    return needs_scorer
 
 
 def notes(source: Source, result: Conversion) -> Iterator[str]:
     """What the user should know."""
-    if len(source.dtypes) > 1:
-        several = " and ".join(sorted(source.dtypes))
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in source.tensors.values()}
+    if len(dtypes) > 1:
+        several = " and ".join(sorted(dtypes))
         yield f"The source's weights are {several}; all are {result.dtype} now."
     if not result.scorer_trained and SELECTORS[source.config.vision_config.selector].is_learned:
         yield (
@@ -237,7 +236,7 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
     """Returns a local folder, or that of a downloaded Hub repository. Raises `ValueError` where there is neither."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        raise_findings(f"`{what}` {name} cannot be read", check_links(folder))
+        check_folder(folder)
         return folder.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.exists():
         raise ValueError(f"`{what}` {name} is no folder: pass one, or a repository as user/name.")
@@ -287,9 +286,16 @@ def check_space(destination: Path, num_bytes: int) -> None:
         )
 
 
-def write_settings(model: Any, processor: Any, folder: Path) -> None:
-    """Writes everything but weights and card, as `save_pretrained` of model and processor does."""
+def write_settings(
+    model: Any, processor: Any, folder: Path, weights: dict[str, torch.Tensor]
+) -> dict[str, StoredTensor]:
+    """
+    Writes everything but weights and card, as `save_pretrained` of model and processor does. Returns `weights` under
+    their names in files.
+    """
     processor.save_pretrained(folder)
-    model.save_pretrained(folder, state_dict={})
-    for path in [*folder.glob("*.safetensors"), folder / SAFE_WEIGHTS_INDEX_NAME]:  # that of no weights
+    model.save_pretrained(folder, state_dict=dict(weights))  # which empties it
+    renamed = {name: in_memory(tensor.read()) for name, tensor in open_safetensors(folder).items()} if weights else {}
+    for path in [*folder.glob("*.safetensors"), folder / SAFE_WEIGHTS_INDEX_NAME]:
         path.unlink(missing_ok=True)
+    return renamed

@@ -12,12 +12,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from stts_hf.modeling.settings_stts import PruningConfig
 
 from .atomic_folder import stale_weights
-from .checks import check_generation_config, check_processor, check_sizes, check_vocabulary, check_weights
+from .checks import check_generation_config, check_processor, check_vocabulary, compare_weights
 from .families import OWN
 from .files import INSTALLED_CODE, Finding, check_links, check_texts, read_json, read_section, usable
-from .layout import empty_model, saved_layout
-from .loading import load_processor
-from .tensors import main_dtype, open_safetensors, weight_files
+from .loading import processor_of
+from .tensors import open_safetensors, weight_files
 
 SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
 
@@ -90,19 +89,11 @@ def weights(folder: Path) -> Iterator[Finding]:
         yield Finding(
             f"{', '.join(unread)} is not read, since {first} is", "delete what is of an earlier save", fatal=False
         )
-    tensors, config = open_safetensors(folder), _read_config(folder)
+    config = _read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         what = "the weights are quantised, so their names and shapes were not compared with config.json"
         yield Finding(what, "load the model once to be sure", fatal=False)
-        return
-    main_dtype(tensors)  # refuses weights of other kinds
-    if wrong := list(check_sizes(config, tensors)):
-        yield from wrong
-        return
-    with usable("config.json describes a model that cannot be built", "correct it in config.json"):
-        model = empty_model(config)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in model.all_tied_weights_keys}
-    yield from check_weights(tensors, saved_layout(model))
+    yield from compare_weights(config, open_safetensors(folder)).findings()
 
 
 def tokenizer(folder: Path) -> Iterator[Finding]:
@@ -111,8 +102,9 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
         if not (folder / name).is_file():
             yield Finding(f"{name} is missing", "copy that of the base model")
             return
-    processor, config = load_processor(folder), _read_config(folder)
+    config = _read_config(folder)
     family = OWN[config.model_type]
+    processor = processor_of(folder, family)
     vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     yield from check_vocabulary(vocabulary, config, family)
     yield from check_processor(processor, config, family)

@@ -14,14 +14,27 @@ from typing import Any
 from stts_hf.shortages import is_disk_full, is_out_of_memory
 
 INSTALLED_CODE = Path(__file__).resolve().parents[1] / "modeling"
-# Whatever decides what a checkpoint answers, but for its code.
-DECIDING = (
-    r"((generation_|[^/]*processor_)?config|tokenizer[^/]*|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
-    r"|chat_template\.[^/]*|[^/]*\.safetensors(\.index\.json)?"
-)
-# The files of a checkpoint, by their path in its folder: whatever else lies there is somebody's own.
-_BELONGING = re.compile(
-    rf"(?![._])({DECIDING}|tokenizer\.model|vocab\.txt|additional_chat_templates/[^/]+\.jinja|README\.md"
+# The files that decide what a checkpoint answers, beside weights and code.
+SETTING_FILES = {
+    "config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "adapter_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+}
+WEIGHTS = r"[^/]+\.safetensors(\.index\.json)?"
+# The other files of a checkpoint, by their path in its folder. Whatever else lies there is the user's.
+_OTHERS = re.compile(
+    rf"(?![._])({WEIGHTS}|tokenizer\.model|vocab\.txt|additional_chat_templates/[^/]+\.jinja|README\.md"
     r"|(LICENSE|NOTICE)[^/]*|[^/]+\.(py|png|jpe?g|gif|webp|svg))"
 )
 SECTIONS = ("image_processor", "video_processor", "text_config", "vision_config", "adapter_config")
@@ -74,8 +87,8 @@ def reason_of(error: Exception) -> str:
 
 def fingerprint(checkpoint: Path) -> str:
     """Of a checkpoint folder's weights, configuration, tokenizer, chat template and processor."""
-    named = (path for path in checkpoint.iterdir() if re.fullmatch(DECIDING, path.name))
-    return digest_files(sorted(path for path in named if path.is_file()))  # a pipe or a device never ends
+    named = (path for path in checkpoint.iterdir() if decides(path.name))
+    return digest_files(sorted(path for path in named if path.is_file()))  # reading a pipe or a device never ends
 
 
 def digest_files(paths: Iterable[Path]) -> str:
@@ -120,13 +133,26 @@ def check_texts(folder: Path) -> None:
     is no text; libraries fail over those in many ways.
     """
     for path in sorted(folder.glob("*.json")):
-        if re.fullmatch(DECIDING, path.name):
+        if decides(path.name):
             settings = read_json(path)
             for section in SECTIONS:
                 read_section(settings, section, path)
+            if path.name in ("added_tokens.json", "vocab.json") and not all(
+                type(one) is int for one in settings.values()
+            ):
+                raise ValueError(f"{path} must map tokens to ids: copy it again")
     for path in filter(Path.is_file, folder.glob("*.jinja")):
         with usable(f"{path} is no text", "copy it again"):
             path.read_text(encoding="utf-8")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `ValueError` for links out of a folder, and for settings and templates of wrong kinds."""
+    files = checkpoint_files(folder)
+    used = {name: path for name, path in files.items() if path.suffix != ".py" or not path.exists()}  # code never runs
+    if astray := next(check_links(folder, used), None):
+        raise ValueError(f"{folder} is not whole: {astray}")
+    check_texts(folder)
 
 
 def _is_deep(content: Any) -> bool:
@@ -150,7 +176,12 @@ def every_file(folder: Path) -> dict[str, Path]:
 
 def belongs(name: str) -> bool:
     """Whether a path in a folder is one of a checkpoint's files."""
-    return _BELONGING.fullmatch(name) is not None
+    return name in SETTING_FILES or _OTHERS.fullmatch(name) is not None
+
+
+def decides(name: str) -> bool:
+    """Whether a file's name is that of weights or settings: of what a checkpoint's answers depend on, but for code."""
+    return name in SETTING_FILES or re.fullmatch(WEIGHTS, name) is not None
 
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:

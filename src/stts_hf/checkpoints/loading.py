@@ -1,16 +1,17 @@
 """A checkpoint for use: found, and loaded by this package's code. Code that lies in it never runs."""
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stts_hf.selectors import SELECTORS
 
-from .files import check_links, check_texts, raise_findings, read_json, usable
+from .files import check_folder, raise_findings, read_json, usable
 
-# Of `from_pretrained`'s options those that say where on the Hub, and in which cache, a file is.
-_WHERE = {"revision", "token", "cache_dir", "local_files_only", "subfolder"}
+if TYPE_CHECKING:  # imports models
+    from .families import Family
+
+_OF_DOWNLOADS = {"token", "cache_dir", "local_files_only"}  # among the options of `from_pretrained`
 
 
 def check_checkpoint(checkpoint: str) -> str:
@@ -21,8 +22,6 @@ def check_checkpoint(checkpoint: str) -> str:
     if not path.is_dir():
         if looks_like_a_path or path.exists():
             problem = "is not a folder; pass a checkpoint's folder or user/name"
-    elif astray := next((one for one in check_links(path) if not one.what.split(" ")[0].endswith(".py")), None):
-        problem = f"is not whole: {astray}"
     elif not any(path.glob("*.safetensors")):
         problem = "holds no weights (*.safetensors)"
     if problem is not None:
@@ -75,7 +74,7 @@ def load_config_and_processor(
         raise_findings("it does not describe a model", check_sizes(config))
         if selector is not None:
             config.vision_config.selector = selector
-    return config, load_processor(checkpoint, revision=revision)
+    return config, processor_of(checkpoint, family, revision)
 
 
 def load_processor(checkpoint: str | Path, *, revision: str | None = None) -> Any:
@@ -83,13 +82,24 @@ def load_processor(checkpoint: str | Path, *, revision: str | None = None) -> An
     Returns the processor of an STTS or stock checkpoint, by this package's and transformers' code alone. Raises
     `ValueError` where it cannot be loaded, or makes no prompt about a video.
     """
-    from .checks import check_chat_template
     from .families import family_of_checkpoint
 
-    _check_folder(checkpoint)
+    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
+        _check_folder(checkpoint)
+        family = family_of_checkpoint(checkpoint, revision)
+    return processor_of(checkpoint, family, revision)
+
+
+def processor_of(checkpoint: str | Path, family: "Family", revision: str | None = None) -> Any:
+    """Returns the processor of a checkpoint whose folder was checked; raises `ValueError` as `load_processor`."""
+    from stts_hf.auto_classes import register_auto_classes
+
+    from .checks import check_chat_template
+
+    register_auto_classes()
     with usable(f"checkpoint {checkpoint} cannot be loaded: its tokenizer or processor", _remedy(checkpoint)):
         try:  # refused, or transformers asks whether to run foreign code
-            processor: Any = family_of_checkpoint(checkpoint, revision).processor.from_pretrained(
+            processor: Any = family.processor.from_pretrained(
                 checkpoint, revision=revision or "main", trust_remote_code=False
             )
         except ValueError as error:
@@ -119,92 +129,47 @@ def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, *
     Returns the model, and the names of the scorer's weights that the checkpoint lacks: they are new. Raises
     `ValueError` where others are missing, or any have other shapes; transformers would make them up.
     """
-    _check_generation_config(checkpoint, config, revision)
-    options |= {"config": config, "revision": revision or "main", "use_safetensors": True}
-    try:
-        with usable(f"checkpoint {checkpoint} cannot be loaded: its weights", _remedy(checkpoint)):
-            model, found = _from_pretrained(checkpoint, config, options)
-    except ValueError as error:
-        cause = error.__cause__
-        if isinstance(cause, TypeError) and any(repr(name) in str(cause) for name in options):
-            raise cause from None  # the caller's option, not the checkpoint
-        raise
-    missing, shapes = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
-    lacking = [name for name in missing if ".scorer." not in name]
-    if lacking or shapes:
-        names = lacking or [f"{name} {list(there)} instead of {list(needed)}" for name, there, needed in shapes]
-        kind = "lacks weights that the model needs" if lacking else "holds weights of other shapes than the model's"
-        raise ValueError(
-            f"checkpoint {checkpoint} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): copy the "
-            "weights again, or correct config.json"
-        )
-    return model, missing
-
-
-def _from_pretrained(checkpoint: str, config: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model, and what transformers says of its weights."""
     from stts_hf.auto_classes import MODEL_CLASSES
 
-    from .checks import check_sizes
-    from .layout import empty_model
-    from .tensors import check_headers, main_dtype, open_safetensors
+    from .checks import WeightComparison, check_generation_config, compare_weights, is_scorer
+    from .tensors import open_safetensors
 
-    folder = _folder_of_weights(checkpoint, options)
-    check_headers(folder)  # transformers would list every name
-    if any(folder.glob("*.safetensors")):
-        tensors = open_safetensors(folder)
-        raise_findings("config.json and the weights differ", check_sizes(config, tensors))
-        if getattr(config, "quantization_config", None) is None:
-            main_dtype(tensors)  # refuses integers, which would be cast
+    folder = _folder_of_weights(checkpoint, revision, options)
+    vars(config).pop("transformers_weights", None)  # may name other files than those that are checked
+    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
+        settings = read_json(folder / "generation_config.json")
+        wrong = [*check_generation_config(settings, config)]
+        found = compare_weights(config, open_safetensors(folder))
+    fit = WeightComparison([name for name in found.missing if not is_scorer(name)], [], found.misshapen)
+    raise_findings(f"checkpoint {checkpoint} cannot be loaded", [*wrong, *fit.findings()])
     try:
-        return MODEL_CLASSES[type(config)].from_pretrained(
-            checkpoint, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError):
-        with usable("config.json describes a model that cannot be built", "correct it"):
-            empty_model(config)  # whose fault it is
+        with usable(f"checkpoint {checkpoint} cannot be loaded: its weights", _remedy(checkpoint)):
+            model = MODEL_CLASSES[type(config)].from_pretrained(
+                checkpoint, config=config, revision=revision or "main", use_safetensors=True, **options
+            )
+    except ValueError as error:
+        if isinstance(error.__cause__, TypeError):  # the caller's option, since the checkpoint was checked
+            raise error.__cause__ from None
         raise
+    return model, [name for name in found.missing if is_scorer(name)]
 
 
 def _check_folder(checkpoint: str | Path) -> None:
     if (folder := Path(checkpoint).expanduser()).is_dir():  # else it is one of the Hub
-        check_texts(folder)
+        check_folder(folder)
 
 
-def _check_generation_config(checkpoint: str, config: Any, revision: str | None) -> None:
-    from transformers import GenerationConfig
+def _folder_of_weights(checkpoint: str, revision: str | None, options: Mapping[str, Any]) -> Path:
+    """The checkpoint's folder; that in the cache for a repository of the Hub, whose weights are downloaded."""
+    from huggingface_hub import snapshot_download
 
-    from .checks import check_generation_config
-
-    with usable(f"checkpoint {checkpoint} cannot be loaded: its generation_config.json", "correct it, or delete it"):
-        if (folder := Path(checkpoint).expanduser()).is_dir():
-            settings = read_json(folder / "generation_config.json")
-        else:
-            try:
-                settings = GenerationConfig.from_pretrained(checkpoint, revision=revision or "main").to_dict()
-            except OSError:  # there need be none
-                return
-        raise_findings("it does not fit", check_generation_config(settings, config))
-
-
-def _folder_of_weights(checkpoint: str, options: Mapping[str, Any]) -> Path:
-    """The checkpoint's folder. Of a repository of the Hub the one in the cache that its weights were downloaded to."""
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
-
-    from .tensors import MAX_HEADER_BYTES
-
+    inside = options.get("subfolder") or ""
     if (folder := Path(checkpoint).expanduser()).is_dir():
-        return folder
-    where = {name: options[name] for name in _WHERE & options.keys()}
-    with contextlib.suppress(OSError):  # what is not there, `from_pretrained` says better
-        return Path(str(cached_file(checkpoint, SAFE_WEIGHTS_NAME, **where))).parent
-    with contextlib.suppress(OSError):
-        index = Path(str(cached_file(checkpoint, SAFE_WEIGHTS_INDEX_NAME, **where)))
-        if index.stat().st_size <= MAX_HEADER_BYTES:
-            get_checkpoint_shard_files(checkpoint, str(index), **where)
-        folder = index.parent
-    return folder
+        return folder / inside
+    where = {name: options[name] for name in _OF_DOWNLOADS & options.keys()}
+    files = [str(Path(inside, name)) for name in ("generation_config.json", "model*.safetensors", "model*.index.json")]
+    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
+        return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=files, **where)) / inside
 
 
 def _remedy(checkpoint: str | Path) -> str:

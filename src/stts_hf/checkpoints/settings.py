@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from stts_hf.modeling.settings_stts import PruningConfig
 
 from .families import Family
-from .files import check_texts, read_json, read_section, usable
+from .files import read_json, read_section, usable
 from .original import convert_original_config, load_original_config
 
 
@@ -33,7 +33,6 @@ def load_processor(folder: Path, family: Family) -> Any:
                 f"`processor_class` in {path} is {made_for!r}, but the model is a {stock} one, whose processor is a "
                 f"{family.processor.__name__}: pass --base with a {stock} folder or repository."
             )
-    check_texts(folder)
     remedy = f"copy its files again, or pass --base with another {stock} folder"
     with usable(f"The tokenizer or processor in {folder} cannot be used", remedy):
         settings = family.processor.get_processor_dict(str(folder))[0]

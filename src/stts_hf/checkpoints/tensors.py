@@ -1,5 +1,6 @@
-"""Tensors of a checkpoint's safetensors files, listed without reading them."""
+"""Tensors of a checkpoint's safetensors files: listed without reading them, and written again shard by shard."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -8,31 +9,38 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .files import read_json
 
-MAX_HEADER_BYTES = 4 * 10**6  # of all files together, which is tens of thousands of tensors: no model here has as many
+MAX_HEADER_BYTES = 4 * 10**6  # of all files together: names of tens of thousands of tensors, more than any model has
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, read when asked for. A dtype that no checkpoint of ours has is given by its name."""
+    """A tensor of a checkpoint, read when asked for. A dtype other than float32, bfloat16 and float16 is its name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
     read: Callable[[], torch.Tensor]
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
 
 def in_memory(tensor: torch.Tensor) -> StoredTensor:
-    """The same of a tensor that was made here, or is mapped; reading copies it."""
+    """The same of a tensor in memory or mapped into it; reading copies it."""
     return StoredTensor(tuple(tensor.shape), tensor.dtype, tensor.clone)
 
 
 def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
-    """Returns the floating dtype that most of the numbers have. Raises `ValueError` where there are none."""
+    """Returns the dtype of most elements. Raises `ValueError` for other dtypes, and where there are no tensors."""
     counts: Counter[torch.dtype] = Counter()
     for name, tensor in tensors.items():
         if not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in _DTYPES.values():
@@ -40,7 +48,7 @@ def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
                 f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}, but weights must be float32, bfloat16 or "
                 "float16: convert a checkpoint that is not quantised."
             )
-        counts[tensor.dtype] += math.prod(tensor.shape)
+        counts[tensor.dtype] += tensor.size
     if not counts:
         raise ValueError("the checkpoint's files hold no tensors: copy them again.")
     return counts.most_common(1)[0][0]
@@ -76,18 +84,30 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in a folder. Raises `ValueError` where one is missing, or the index is none."""
+    """
+    Returns the files of weights that transformers reads in a folder. Raises `ValueError` where one is missing, the
+    index is none, or they name more tensors than any model has, and `PermissionError` where one may not be read.
+    """
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    check_headers(folder)
+    indexed = 0
     if single.is_file():
-        return [single]
-    if not index.is_file():
+        files = [single]
+    elif index.is_file():
+        indexed = index.stat().st_size
+        files = shard_files(index) if indexed <= MAX_HEADER_BYTES else []
+    else:
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         remedy = "copy the weights there"
         if pickled:
             remedy = f"{pickled[0]} is a pickle, which may hold code and is never opened; save it as safetensors"
         raise ValueError(f"{folder} holds neither {single.name} nor {index.name}: {remedy}.")
-    return shard_files(index)
+    num_bytes = indexed + sum(map(_header_bytes, files))
+    if num_bytes > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{folder} has {num_bytes:,} bytes of names of tensors, and those of a checkpoint have at most "
+            f"{MAX_HEADER_BYTES:,}: get it from its origin, or do not load it."
+        )
+    return files
 
 
 def shard_files(index: Path) -> list[Path]:
@@ -106,27 +126,46 @@ def shard_files(index: Path) -> list[Path]:
     return [index.parent / shard for shard in shards]
 
 
-def check_headers(folder: Path) -> None:
-    """
-    Raises `ValueError` where the weights of a folder have more names than any model, before a name is read, and
-    `PermissionError` where a file of them may not be read, of which `safe_open` says that there is none.
-    """
-    index, indexed, shards = folder / SAFE_WEIGHTS_INDEX_NAME, 0, []
-    if index.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():  # which would be read in its place
-        indexed = index.stat().st_size
-        shards = shard_files(index) if indexed <= MAX_HEADER_BYTES else []
-    indexed += sum(map(_header_bytes, shards))
-    # An adapter or another model that lies there is no part of these weights, but a configuration may name it.
-    others = [path for path in folder.glob("*.safetensors") if path.is_file() and path not in shards]
-    num_bytes = max([indexed, *map(_header_bytes, others)])
-    if num_bytes > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{folder} has {num_bytes:,} bytes of names of tensors, and those of a checkpoint have at most "
-            f"{MAX_HEADER_BYTES:,}: get it from its origin, or do not load it."
-        )
-
-
 def _header_bytes(path: Path) -> int:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-    return size if size < path.stat().st_size else 0  # of a longer one the library says what is wrong
+    return size if size < path.stat().st_size else 0  # safetensors refuses a longer one
+
+
+def write_safetensors(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    max_shard_size: int | str,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Writes tensors as `save_pretrained` does, with one file in memory at a time. Raises `ValueError` as `cast`."""
+    split = split_torch_state_dict_into_shards(
+        {name: torch.empty(tensor.shape, dtype=dtype, device="meta") for name, tensor in tensors.items()},
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    written, total = 0, sum(tensor.size for tensor in tensors.values()) * dtype.itemsize
+    for file, names in split.filename_to_tensors.items():
+        part = {name: cast(name, tensors[name].read(), dtype).contiguous() for name in names}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        written += sum(tensor.nbytes for tensor in part.values())
+        on_progress(written, total)
+    if split.is_sharded:
+        metadata = {"total_parameters": total // dtype.itemsize, **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor in another dtype. Raises `ValueError` where finite numbers would become infinite."""
+    new = tensor.to(dtype)
+    if dtype != tensor.dtype and bool((tensor.isfinite() & ~new.isfinite()).any()):
+        kind = str(dtype).removeprefix("torch.")
+        wider = "bfloat16" if dtype == torch.float16 else "float32"
+        raise ValueError(
+            f"`{name}` holds numbers beyond {torch.finfo(dtype).max:g}, which {kind} would turn into infinity: pass "
+            f"--dtype {wider}."
+        )
+    return new

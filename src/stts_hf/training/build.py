@@ -15,10 +15,10 @@ from transformers.utils import logging
 
 from stts_hf.auto_classes import register_auto_classes
 from stts_hf.checkpoints import loading
+from stts_hf.checkpoints.checks import empty_model
 from stts_hf.checkpoints.convert import new_scorer_weights
 from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.checkpoints.files import fingerprint
-from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Processor

@@ -26,7 +26,7 @@ from stts_hf.modeling.settings_stts import PRUNING_FIELDS
 from tests.checkpoints import TINIES
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config
 
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}<|im_end|>"
+CHAT_TEMPLATE = "{% for message in messages %}<|video|>{{ message['content'] }}{% endfor %}<|im_end|>"
 CODE_THAT_MUST_NOT_RUN = "raise SystemExit('the code of a source was run')\n"
 
 

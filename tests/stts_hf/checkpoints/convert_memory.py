@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 
-from stts_hf.checkpoints.layout import empty_model, saved_layout
+from stts_hf.checkpoints.checks import empty_model
 from stts_hf.modeling.configuration_stts import STTSConfig
 from tests.fixture_files import checkpoint_fixtures
 from tests.stts_hf.checkpoints.convert_files import write_base
@@ -48,7 +48,7 @@ print(json.dumps({"bytes": result.num_bytes, "peak": max(seen), "imports_alone":
 
 
 def write_shards(folder: Path, layers: int) -> None:
-    """A Molmo2 folder in the original key layout, as the Hub has it, in several files."""
+    """A Molmo2 folder in several files."""
     write_base(folder, side=18)
     text = {
         "hidden_size": WIDTH,
@@ -60,8 +60,8 @@ def write_shards(folder: Path, layers: int) -> None:
     }
     settings = tiny_config(text_overrides=text).to_dict()
     settings["adapter_config"]["text_hidden_size"] = WIDTH
-    layout = saved_layout(empty_model(STTSConfig.from_dict(settings)))
-    shapes = {name: shape for group in layout for name, shape in group.saved.items() if ".scorer." not in name}
+    weights = empty_model(STTSConfig.from_dict(settings)).state_dict()
+    shapes = {name: weight.shape for name, weight in weights.items() if ".scorer." not in name}
     settings["model_type"] = "molmo2"
     settings["vision_config"] = {
         name: value

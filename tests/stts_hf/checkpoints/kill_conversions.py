@@ -59,7 +59,7 @@ def kill_at_random_moments(folder: Path, moments: int, seed: int) -> dict[str, i
             killed = run_and_kill(source, destination, duration * share)
             assert contents(source) == before, "the source has changed"
             state = contents(destination) if destination.exists() else None
-            aside = any(destination.parent.glob(".destination.stts-old-*"))  # killed between the two renames
+            aside = (destination.parent / ".destination.stts-old").exists()  # killed between the two renames
             allowed = (old, new, *([None] if aside else [])) if replacing else (None, new)
             assert state in allowed, f"run {moment} left a folder that is not whole"
             # The next run clears away what the killed one left.

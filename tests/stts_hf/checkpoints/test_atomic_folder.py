@@ -1,12 +1,10 @@
 """Folders that appear whole or not at all."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
-from stts_hf.checkpoints import atomic_folder as rooms
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, move_files, stale_weights
 
 OLD = {"config.json": "old", "model.safetensors": "old", "notes.txt": "mine"}
@@ -90,7 +88,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     rename = Path.rename
 
     def refuse(self: Path, place: Path) -> Path:
-        if rooms._NEW in self.name:
+        if self.name == ".out.stts-new":
             raise OSError("no")
         return rename(self, place)
 
@@ -100,16 +98,21 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     assert found(tmp_path / "out") == OLD
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing tells whether a process runs")
-@pytest.mark.parametrize(("host", "stays"), [("node", False), ("gpu-node", True), ("other", True)])
-def test_what_a_run_on_another_machine_writes_stays(tmp_path, monkeypatch, host, stays):
-    """Machines may share a disk, but not the numbers of their processes."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "node")
-    left = tmp_path / f".out.stts-new-{host}-{2**31 - 1}-0a1b2c3d"
-    left.mkdir()
+def test_a_folder_that_stepped_aside_before_a_kill_is_put_back(tmp_path):
+    fill(tmp_path / ".out.stts-old", OLD)
+    (tmp_path / ".out.stts-new").mkdir()
+    with pytest.raises(FileExistsError, match="out exists"), atomic_folder(tmp_path / "out"):
+        pass
+    assert found(tmp_path / "out") == OLD
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_two_at_once_do_not_write_one_folder(tmp_path):
     with atomic_folder(tmp_path / "out") as folder:
+        with pytest.raises(FileExistsError, match="another process"), atomic_folder(tmp_path / "out"):
+            pass
         fill(folder, NEW)
-    assert left.exists() == stays
+    assert found(tmp_path / "out") == NEW
 
 
 def test_stale_weights_are_those_of_an_earlier_save():
@@ -130,18 +133,6 @@ def test_a_name_as_long_as_names_may_be(tmp_path, name):
     with atomic_file(tmp_path / name) as new:
         new.write_text("new")
     assert found(tmp_path) == {name: "new"}
-
-
-def test_recovery_keeps_to_its_own_name_among_long_ones(tmp_path, monkeypatch):
-    mine, other = (tmp_path / f"{'n' * 240}{end}" for end in ("mine", "other"))
-    left = [rooms._beside(path, rooms._NEW) for path in (mine, other)]
-    for folder in left:
-        folder.mkdir()
-    monkeypatch.setattr(rooms, "is_running", lambda left: False)
-    rooms.recover(mine)
-    assert [folder.exists() for folder in left] == [False, True]
-    rooms.recover(other)
-    assert not os.listdir(tmp_path)
 
 
 def test_a_link_s_target_is_written_and_the_link_stays(tmp_path):

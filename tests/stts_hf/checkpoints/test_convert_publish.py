@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stts_hf.checkpoints import atomic_folder, convert, layout
+from stts_hf.checkpoints import convert, tensors
 from stts_hf.checkpoints.convert import convert_checkpoint
 from tests.conftest import REPOSITORY
 from tests.stts_hf.checkpoints.convert_files import contents, write_molmo2
@@ -52,22 +52,6 @@ def test_overwriting_replaces_the_whole_folder(source, tmp_path):
     assert os.listdir(tmp_path) == ["new"]
 
 
-def test_a_folder_that_stepped_aside_before_a_kill_is_put_back(source, tmp_path):
-    before = old_checkpoint(tmp_path / f".new.stts-old-{atomic_folder.socket.gethostname()}-{ended_process()}-0")
-    atomic_folder.recover(tmp_path / "new")
-    assert contents(tmp_path / "new") == before
-
-
-def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_are_not(source, tmp_path):
-    host = atomic_folder.socket.gethostname()
-    killed = tmp_path / f".new.stts-new-{host}-{ended_process()}-0"
-    running = tmp_path / f".new.stts-new-{host}-{os.getpid()}-0"
-    for folder in (killed, running):
-        folder.mkdir()
-    convert_checkpoint(source, tmp_path / "new")
-    assert sorted(os.listdir(tmp_path)) == sorted(["new", running.name])
-
-
 @pytest.mark.parametrize("config", ["{}", '{"model_type": "llama"}', "[]", "{"], ids=["none", "llama", "list", "cut"])
 def test_a_folder_with_another_config_json_is_never_overwritten(source, tmp_path, config):
     (tmp_path / "app").mkdir()
@@ -85,16 +69,6 @@ def test_a_checkpoint_with_files_of_someone_s_own_is_not_overwritten(source, tmp
     with pytest.raises(ValueError, match=f"{name}.*move that elsewhere"):
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
     assert contents(tmp_path / "new") == before
-
-
-def test_recovery_keeps_to_its_own_name_where_that_holds_wildcards(tmp_path):
-    host = atomic_folder.socket.gethostname()
-    other = tmp_path / f".new.stts-new-{host}-{ended_process()}-0"
-    own = tmp_path / f".ne[w].stts-new-{host}-{ended_process()}-0"
-    other.mkdir()
-    own.mkdir()
-    atomic_folder.recover(tmp_path / "ne[w]")
-    assert os.listdir(tmp_path) == [other.name]
 
 
 def test_a_file_in_the_place_is_refused(source, tmp_path):
@@ -136,12 +110,12 @@ def test_a_limit_on_file_sizes_leaves_nothing(source, tmp_path, limit):
 
 
 def test_a_disk_that_fills_up_keeps_the_old_checkpoint(source, tmp_path, monkeypatch):
-    def write(tensors, path, metadata):
+    def write(part, path, metadata):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = old_checkpoint(tmp_path / "new")
-    monkeypatch.setattr(layout, "save_file", write)
+    monkeypatch.setattr(tensors, "save_file", write)
     with pytest.raises(ValueError, match="Make room"):
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
     assert contents(tmp_path / "new") == before
@@ -172,10 +146,3 @@ def test_progress_ends_at_the_total(source, tmp_path):
     )
     assert seen[-1] == (result.num_bytes, result.num_bytes)
     assert len(seen) == len(list((tmp_path / "new").glob("*.safetensors"))) > 1
-
-
-def ended_process() -> int:
-    """The number of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid

@@ -19,7 +19,7 @@ from stts_hf.cli.main import main
 from tests.stts_hf.checkpoints.convert_files import CODE_THAT_MUST_NOT_RUN, copy, write_base, write_molmo2
 
 Damage = Callable[[Path], object]
-PATCH_TABLE = "model.vision_backbone.image_vit.positional_embedding"
+PATCH_TABLE = "model.vision_tower.positional_embedding"
 
 
 @pytest.fixture(scope="module")

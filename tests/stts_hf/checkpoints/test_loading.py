@@ -49,7 +49,7 @@ def test_a_pickle_is_not_opened(tmp_path):
     folder = shutil.copytree(TINY, tmp_path / "checkpoint")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     config, _ = load_config_and_processor(str(folder))
-    with pytest.raises(ValueError, match=r"cannot be loaded: .*model\.safetensors"):
+    with pytest.raises(ValueError, match=r"cannot be loaded .*pytorch_model\.bin is a pickle"):
         load_model(str(folder), config, torch.device("cpu"))
 
 
@@ -71,11 +71,11 @@ def test_a_scorer_that_is_missing_is_fine_for_selectors_that_do_not_use_it(tmp_p
 
 def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
     folder = without(tmp_path / "checkpoint", "ln_f")
-    with pytest.raises(ValueError, match=r"lacks weights that the model needs \(model\.language_model\.norm\.weight\)"):
+    with pytest.raises(ValueError, match=r"missing: model\.language_model\.norm\.weight"):
         load(str(folder))
     weights = weights_of(TINY) | {"lm_head.weight": torch.zeros(3, 4)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"of other shapes than the model's \(lm_head\.weight \[3, 4\] instead of "):
+    with pytest.raises(ValueError, match=r"of the wrong shape: lm_head\.weight \[3, 4\] instead of "):
         load(str(folder))
 
 

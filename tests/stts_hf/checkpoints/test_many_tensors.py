@@ -15,7 +15,7 @@ from stts_hf.checkpoints.convert import convert_checkpoint
 from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.loading import load_config_and_processor, load_model
 from stts_hf.checkpoints.push import check_folder
-from stts_hf.checkpoints.tensors import check_headers, open_safetensors
+from stts_hf.checkpoints.tensors import open_safetensors
 from tests.checkpoints import TINY
 
 
@@ -95,8 +95,7 @@ def test_so_they_are_in_a_repository_of_the_hub(tmp_path, hub):
     good, shards, evil, worse = done.stdout.splitlines()
     assert good.removeprefix("user/good") == shards.removeprefix("user/shards")
     for line in (evil, worse):
-        assert re.search(r"in time checkpoint user/\w+ cannot be loaded: .* bytes of names of tensors", line), line
-    assert "GET /user/worse/resolve/main/model-1.safetensors" not in hub.requests
+        assert re.search(r"in time checkpoint user/\w+ cannot be loaded .* bytes of names of tensors", line), line
 
 
 def test_the_limit_is_far_above_what_a_model_has_and_below_it_messages_stay_short(tmp_path):
@@ -105,27 +104,3 @@ def test_the_limit_is_far_above_what_a_model_has_and_below_it_messages_stay_shor
     (finding,) = examine(folder)["weights"]
     assert "50000 tensors are unexpected: x0, x1, x10, x100 and 49996 more" in str(finding)
     assert len(str(finding)) < 400
-
-
-def header(path: Path, size: int) -> None:
-    """A file of so many bytes of names, and nothing else."""
-    path.write_bytes(size.to_bytes(8, "little") + b"{}".ljust(size) + b"\0")
-
-
-def test_other_weights_in_the_folder_do_not_count_as_parts_of_these(tmp_path):
-    folder = with_more(tmp_path / "checkpoint", 0, "index")
-    for name in ("one", "two"):
-        header(folder / f"{name}.safetensors", 3_000_000)
-    check_headers(folder)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] |= {"x": "one.safetensors", "y": "two.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"6,\d{3},\d{3} bytes of names"):
-        check_headers(folder)
-
-
-def test_one_that_a_configuration_may_name_is_refused_nevertheless(tmp_path):
-    folder = with_more(tmp_path / "checkpoint", 0, "index")
-    header(folder / "other.safetensors", 5_000_000)
-    with pytest.raises(ValueError, match="5,000,000 bytes of names"):
-        check_headers(folder)
