@@ -39,7 +39,6 @@ TOKENIZER = Tokenizer(WordLevel({str(number): number for number in range(1000)},
 WRITERS = {
     "python": lambda path: Path(path).write_bytes(bytes(100_000)),
     "torch": lambda path: torch.save(torch.zeros(100_000), path),
-    "torch, legacy": lambda path: torch.save(torch.zeros(100_000), path, _use_new_zipfile_serialization=False),
     "safetensors": lambda path: save_file({"a": torch.zeros(100_000)}, path),
     "tokenizers": lambda path: TOKENIZER.save(str(path)),
 }
@@ -82,24 +81,17 @@ def test_errors_and_their_causes(error, kind):
     assert kinds_of(error) == [kind]
 
 
-WORDS = ("No space left on device", "Permission denied", "CUDA out of memory")
-
-
-@pytest.mark.parametrize("words", WORDS)
-@pytest.mark.parametrize("kind", [KeyError, ValueError, TypeError, Exception, SafetensorError, FloatingPointError])
-def test_words_count_where_a_library_says_them_of_the_system(kind, words):
-    """A name in a file may be any of these."""
-    assert kinds_of(kind(words)) == []
-
-
 @pytest.mark.parametrize(
     "error",
     [
+        KeyError("No space left on device"),  # a name in a file may be anything
+        ValueError("CUDA out of memory"),
+        SafetensorError("Permission denied"),
         RuntimeError("shapes do not match"),
         FileNotFoundError(2, "No such file", "Permission denied/clip.mp4"),
         Exception("No such file or directory (os error 2)"),
     ],
-    ids=lambda error: str(error)[:30],
+    ids=repr,
 )
 def test_other_errors_are_none_of_these(error):
     assert kinds_of(error) == []
@@ -138,34 +130,35 @@ def test_what_a_record_says_of_an_error():
     assert [describe_error(error) for error in errors] == ["MemoryError", "no video", "KeyError: 'a'"]
 
 
-@pytest.mark.parametrize("command", command_line.COMMANDS)
+@pytest.fixture
+def run_failing(monkeypatch):
+    """The exit status of a command that raises an error."""
+
+    def run(error: Exception) -> int:
+        def fail(arguments):
+            raise error
+
+        monkeypatch.setitem(command_line.COMMANDS, "doctor", SimpleNamespace(execute=fail, add_arguments=id, HELP=""))
+        return command_line.main(["doctor"])
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory."), r"out of memory \(CUDA out of memory.\): (try|give)"),
-        (OSError(28, os.strerror(28)), "no space is left on the disk.* make room"),
-        (PermissionError(13, os.strerror(13), "place"), "a file or folder is forbidden .*'place'.*: allow it"),
+        (torch.OutOfMemoryError("CUDA out of memory."), r"out of memory \(CUDA out of memory.\)"),
+        (OSError(28, os.strerror(28)), "no space is left on the disk"),
+        (PermissionError(13, os.strerror(13), "place"), "a file or folder is forbidden .*'place'"),
     ],
     ids=["memory", "disk", "rights"],
 )
-def test_every_command_says_so_in_one_line(monkeypatch, capsys, command, error, words):
-    def fail(arguments):
-        raise error
-
-    parsed = SimpleNamespace(command=command)
-    monkeypatch.setattr(command_line, "build_parser", lambda: SimpleNamespace(parse_args=lambda _: parsed))
-    monkeypatch.setitem(command_line.COMMANDS, command, SimpleNamespace(execute=fail))
-    assert command_line.main([]) == 2
+def test_a_command_says_so_in_one_line(run_failing, capsys, error, words):
+    assert run_failing(error) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"stts-hf {command}: error: {words}", line), line
+    assert re.match(f"stts-hf doctor: error: {words}", line), line
 
 
-def test_what_is_none_of_these_keeps_its_traceback(monkeypatch):
-    def fail(arguments):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setitem(command_line.COMMANDS, "doctor", SimpleNamespace(execute=fail))
-    parsed = SimpleNamespace(command="doctor")
-    monkeypatch.setattr(command_line, "build_parser", lambda: SimpleNamespace(parse_args=lambda _: parsed))
+def test_what_is_none_of_these_keeps_its_traceback(run_failing):
     with pytest.raises(RuntimeError, match="a bug"):
-        command_line.main([])
+        run_failing(RuntimeError("a bug"))

@@ -1,7 +1,6 @@
-"""A function in processes of its own: what crashes there, as decoders do over damaged files, ends one call alone."""
+"""A function in other processes: a crash there, as of a decoder over a damaged file, ends one call only."""
 
 import contextlib
-import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -11,10 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, Self, TypeVar
 
-# A process that is forked off one that has imported PyTorch starts in milliseconds, another in seconds. Elsewhere than
-# on Linux, system libraries may not be used in a fork.
+# Forking a process that has imported PyTorch takes milliseconds, starting one takes seconds. Outside Linux, system
+# libraries may not be used after a fork.
 FORKS = sys.platform == "linux"
 
 Item = TypeVar("Item")
@@ -23,35 +23,35 @@ Result = TypeVar("Result")
 
 def start_early(module: str) -> None:
     """
-    Begins to import a function's module in a process of its own, which those of `Isolated` are forked off later, and
-    returns at once. Python has one such process: the first call decides what it imports.
+    Starts Python's fork server, which imports `module`, and returns at once; `Isolated` forks its processes off it.
+    There is one fork server: the first call decides what it imports.
     """
     if FORKS:
         from multiprocessing import forkserver
 
         forkserver.set_forkserver_preload([module])
-        with _deaf_to_ctrl_c():
+        with _ctrl_c_blocked():
             forkserver.ensure_running()
 
 
 class ProcessDied(RuntimeError):
-    """The process of a call ended before the call did, by itself or because the call took too long."""
+    """The process of a call crashed, or was stopped because the call took too long."""
 
 
 class CannotStart(RuntimeError):
-    """No process for a call can be started."""
+    """No process can be started."""
 
 
 class Isolated(Generic[Item, Result]):
     """
-    Calls a function in other processes, one for each thread that calls at the same time; they stay for later calls:
+    Calls a picklable function in other processes, one for each thread that calls at the same time:
 
         with Isolated(decode) as isolated, contextlib.closing(prefetch(isolated, paths, num_workers=4)) as decoded:
             ...
 
-    Processes have one thread for PyTorch each, and end with this one, however it ends; on Linux they come from Python's
-    fork server, which lives on. The function, what it takes and what it returns must be picklable; it goes to a process
-    once. Leaving the `with` block ends calls that are under way.
+    Processes are kept for later calls, get the function once, use one PyTorch thread and end with this process.
+    Leaving the `with` block ends calls that are under way. Not pebble's pool or that of `concurrent.futures`: their
+    processes share a pipe, so one that is killed while it sends a result blocks all later calls.
 
     timeout: seconds that a call may take; None sets no limit.
 
@@ -69,13 +69,20 @@ class Isolated(Generic[Item, Result]):
         start_early(getattr(function, "func", function).__module__)
 
     def __call__(self, item: Item) -> Result:
-        worker = self._take()
+        with self._lock:
+            if self._closed:
+                raise ProcessDied("Its processes were ended.")
+            worker = self._idle.pop() if self._idle else None
+            if new := worker is None:
+                worker = _Worker()
+                self._workers.append(worker)
         try:
-            returned, value = worker.call(item, self._timeout)
+            if new:
+                worker.send_function(self._function)  # may take seconds: the process imports PyTorch
+            returned, value = worker.exchange(item, self._timeout)
         except ProcessDied:
             with self._lock:
                 self._workers.remove(worker)
-            worker.end()
             raise
         with self._lock:
             self._idle.append(worker)
@@ -83,25 +90,13 @@ class Isolated(Generic[Item, Result]):
             return value
         raise value
 
-    def _take(self) -> "_Worker":
-        with self._lock:
-            if self._idle and not self._closed:
-                return self._idle.pop()
-        worker = _Worker(self._function)  # may take seconds: it imports PyTorch
-        with self._lock:
-            if not self._closed:
-                self._workers.append(worker)
-                return worker
-        worker.end()
-        raise ProcessDied("Its processes were ended.")
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._closed = True
-            workers = list(self._workers)  # each leaves the list once its call has ended
+            workers = [*self._workers]  # each leaves the list once its call has ended
         for worker in workers:
             worker.process.terminate()
         for worker in workers:
@@ -111,71 +106,67 @@ class Isolated(Generic[Item, Result]):
 class _Worker:
     """A process that calls a function, one call after the other."""
 
-    def __init__(self, function: Callable[[Any], Any]):
+    def __init__(self) -> None:
         context: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, function), daemon=True)
+        self.process = context.Process(target=_serve, args=(other,), daemon=True)
         try:
-            with _deaf_to_ctrl_c():
+            with _ctrl_c_blocked():
                 self.process.start()
-            other.close()
-            self._receive()
-        except (ProcessDied, OSError) as error:
-            raise CannotStart(
-                f"No process for reading videos can be started: {error} A script that starts some must do so under "
-                '`if __name__ == "__main__":`; num_workers=0 needs none.'
-            ) from error
-
-    def call(self, item: Any, timeout: float | None) -> Any:
-        message = _dump(item)
-        try:
-            self.connection.send_bytes(message)
         except OSError as error:
-            raise ProcessDied(self._end()) from error
-        return self._receive(timeout)
+            raise _cannot_start(error) from error
+        other.close()
 
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.join()
-        self.connection.close()
-
-    def _receive(self, timeout: float | None = None) -> Any:
-        # A process that was forked meanwhile may hold the pipe open, so that its end alone says too little.
-        if not multiprocessing.connection.wait([self.connection, self.process.sentinel], timeout):
-            self.process.kill()
-            raise ProcessDied(f"it took longer than {timeout:g} seconds and was stopped.")
+    def send_function(self, function: Callable[[Any], Any]) -> None:
         try:
-            if self.connection.poll():
-                return pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            pass
-        raise ProcessDied(self._end())
+            self.exchange(function)
+        except ProcessDied as error:
+            raise _cannot_start(error) from error
 
-    def _end(self) -> str:
+    def exchange(self, message: Any, timeout: float | None = None) -> Any:
+        """Sends a message and returns the reply. Raises `ProcessDied`."""
+        with contextlib.suppress(EOFError, OSError):  # the process is gone
+            self.connection.send(message)
+            # The process too: another one, forked meanwhile, may hold its end of the pipe open.
+            if not multiprocessing.connection.wait([self.connection, self.process.sentinel], timeout):
+                self.process.kill()
+                raise ProcessDied(f"it took longer than {timeout:g} seconds and was stopped.")
+            if self.connection.poll():
+                return self.connection.recv()
+        self.connection.close()
         self.process.join()
         code = self.process.exitcode or 0
-        return f"the process ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}."
+        raise ProcessDied(f"the process ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}.")
 
 
-def _serve(connection: Any, function: Callable[[Any], Any]) -> None:
+def _cannot_start(error: Exception) -> CannotStart:
+    return CannotStart(
+        f"No process for reading videos can be started: {error} A script that starts some must do so under "
+        '`if __name__ == "__main__":`; num_workers=0 needs none.'
+    )
+
+
+def _serve(connection: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, OSError):  # whom it works for is gone
-        connection.send_bytes(_dump(None))
+    # PyTorch would hand tensors over in shared memory, of which containers have little.
+    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
+    with contextlib.suppress(EOFError, OSError):  # the caller is gone
+        function = connection.recv()
+        connection.send(None)
         while True:
-            item = pickle.loads(connection.recv_bytes())
+            item = connection.recv()
             try:
-                message = _dump((True, function(item)))
+                connection.send_bytes(ForkingPickler.dumps((True, function(item)), pickle.HIGHEST_PROTOCOL))
             except Exception as error:
-                message = _dump((False, _portable(error)))
-            connection.send_bytes(message)
+                connection.send((False, _portable(error)))
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes started meanwhile never see the Ctrl-C that every process of a terminal gets: this one ends them."""
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Processes started in this block never get SIGINT, which Ctrl-C sends to every process of a terminal."""
     if os.name != "posix":
         yield
         return
@@ -187,25 +178,8 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Pickler(pickle.Pickler):
-    """Tensors as arrays: PyTorch hands them over in shared memory, of which containers have little."""
-
-    def reducer_override(self, value: Any) -> Any:
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            return torch.from_numpy, (value.numpy(),)
-        return NotImplemented
-
-
-def _dump(value: Any) -> memoryview:
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getbuffer()
-
-
 def _portable(error: Exception) -> Exception:
-    """The same error, or its words where another process could not read it."""
+    """The error, or a `ValueError` with its message where it cannot be unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -8,8 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -121,26 +119,6 @@ def test_leaving_ends_calls_under_way():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     with pytest.raises(ProcessDied, match="were ended"):
         isolated(("double", 1))
-
-
-def test_leaving_ends_every_process_while_calls_fail():
-    isolated: Any = Isolated(work)
-    ended = []
-
-    def stand_in(number):
-        worker = SimpleNamespace()
-
-        def terminate():
-            ended.append(number)
-            isolated._workers.remove(worker)  # as its call does in another thread
-
-        worker.process = SimpleNamespace(terminate=terminate, join=lambda: None)
-        return worker
-
-    isolated._workers = [stand_in(number) for number in range(3)]
-    with isolated:
-        pass
-    assert ended == [0, 1, 2]
 
 
 UNGUARDED = """
