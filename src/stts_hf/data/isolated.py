@@ -136,7 +136,8 @@ class _Worker:
         self.connection.close()
         self.process.join()
         code = self.process.exitcode or 0
-        raise ProcessDied(f"the process ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}.")
+        end = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        raise ProcessDied(f"the process ended with {end}.")
 
 
 def _cannot_start(error: Exception) -> CannotStart:

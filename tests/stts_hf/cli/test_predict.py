@@ -1,5 +1,6 @@
 """`stts-hf predict` on a tiny checkpoint: rows, files, what goes on, and what is refused."""
 
+import importlib.util
 import json
 import os
 import re
@@ -23,6 +24,8 @@ from tests.training_files import write_rows
 COLUMNS = ["id", "video", "prompt", "answer", "video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens"]
 COLUMNS += ["frames", "damaged_frames", "seconds", "error"]
 PROMPT = ["--prompt", "What moves?"]
+RAY = ["clips", *PROMPT, "--engine", "ray"]
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +315,8 @@ def test_rows_that_ask_something_else_now_are_another_job(run, here, before, now
         (["rows.jsonl", "--output", "rows.parquet"], "--output rows.jsonl is the file of the questions"),
         (["clips", *PROMPT, "--test-time-scaling", "--pruning-ratio", "1"], "--test-time-scaling needs"),
         (["clips", *PROMPT, "--device", "abacus"], "--device abacus cannot be used here"),
+        (["clips", *PROMPT, "--gpus", "0"], "--gpus needs --engine ray"),
+        pytest.param([*RAY, "--address", "127.0.0.1:1"], "--address 127.0.0.1:1 cannot be used: ", marks=needs_ray),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -365,12 +370,15 @@ def test_a_checkpoint_that_needs_its_own_code_is_refused_without_advice_to_run_i
         assert "trust_remote_code" not in err
 
 
-def test_parquet_without_its_packages_is_refused_before_anything_is_answered(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "extra"), [(["clips", *PROMPT, "--output", "out.parquet"], "train"), (RAY, "ray")], ids=str
+)
+def test_packages_that_are_missing_are_named_before_anything_is_answered(run, monkeypatch, arguments, extra):
     def lacks(extra: str) -> None:
-        raise ImportError(f"pyarrow of {extra} is required.")
+        raise ImportError(f"a package of {extra} is required.")
 
     monkeypatch.setattr("stts_hf.inference.predicting.load_model", None)
     monkeypatch.setattr("stts_hf.cli.errors.check_versions", lacks)
-    status, _, err = run("clips", *PROMPT, "--output", "out.parquet")
+    status, _, err = run(*arguments)
     assert status == 2
-    assert "Writing Parquet needs more packages: pip install 'stts-hf[train]'" in err
+    assert f"pip install 'stts-hf[{extra}]'" in err

@@ -1,10 +1,9 @@
-"""What of a job on Ray is ours: what is done again and how often, where models run, what a worker says of its rows."""
+"""What of a job on Ray is ours: which rows are asked again, where models run, what a worker says of its rows."""
 
 import importlib.util
 import json
 import os
 import pickle
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow
 import pytest
 
 from stts_hf.inference import on_ray
-from stts_hf.inference.on_ray import RayPredictor, Slots, choose_slots, make_blocks
+from stts_hf.inference.on_ray import Slots, choose_slots, connect, predict_on_ray
 from stts_hf.inference.predicting import Predictor
 from tests.checkpoints import load_of_one_answer
 from tests.clips import write_clip
@@ -21,83 +20,62 @@ RAY = importlib.util.find_spec("ray")
 GPUS = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0}]
 
 
-def row(number: int, prompt: str = "What moves?", video: str | None = None) -> dict[str, Any]:
-    return {"id": f"{number}", "video": video or f"{number}.mp4", "prompt": prompt}
+def row(number: int, video: str | None = None) -> dict[str, Any]:
+    return {"id": f"{number}", "video": video or f"{number:02}.mp4", "prompt": "What moves?"}
 
 
-class Deadly(RayPredictor):
-    """Answers at once, in place of Ray; a block ends at a row that kills. Keeps the blocks of each round."""
+@pytest.fixture
+def ask(monkeypatch):
+    """Asks rows about which nothing is computed, in batches of two, where one ends its process; returns errors by id
+    and the sizes of the blocks of each round."""
 
-    def __init__(self, *killers: str, retries: int = 2, models: int = 1):
-        super().__init__({"checkpoint": "none", "batch_size": 2}, retries=retries)
-        self.slots = Slots(models, 1, 0, models)
-        self.killers = killers
-        self.rounds: list[list[list[str]]] = []
+    def ask(rows: list[dict[str, Any]], killer: str | None = None, retries: int = 2):
+        rounds: list[list[int]] = []
 
-    def _answer(self, blocks, most_lost):
-        self.rounds.append([[row["id"] for row in block] for block in blocks])
-        for block in blocks:
-            for asked in block:
-                if asked["id"] in self.killers:
-                    break
-                yield {"id": asked["id"], "error": None}
+        def answer(blocks, *arguments):
+            rounds.append([len(block) for block in blocks])
+            for block in blocks:
+                for asked in block:
+                    if asked["id"] == killer:
+                        break
+                    yield {"id": asked["id"], "error": None}
+
+        monkeypatch.setattr(on_ray, "_answer", answer)
+        records = list(predict_on_ray(rows, {"batch_size": 2}, Slots(1, 1, 0), retries))
+        assert sorted(record["id"] for record in records) == sorted(asked["id"] for asked in rows)
+        return {record["id"]: record["error"] for record in records if record["error"]}, rounds
+
+    return ask
 
 
-def test_a_row_that_always_kills_ends_as_an_error_and_the_others_of_its_block_are_answered():
-    predictor = Deadly("33", models=1)
-    records = {record["id"]: record for record in predictor.predict(map(row, range(64)))}
-    assert sorted(records, key=int) == [str(number) for number in range(64)]
-    assert [name for name, record in records.items() if record["error"]] == ["33"]
-    assert records["33"]["error"] == (
-        "RayFailed: the process that was to answer it ended 3 times, at last with this row alone."
-    )
+def test_a_row_that_always_kills_ends_as_an_error_and_the_others_of_its_block_are_answered(ask):
+    errors, rounds = ask([row(number) for number in range(64)], killer="33")
+    assert errors == {"33": "RayFailed: the process that was to answer it ended, in each of 3 rounds."}
     # 64 rows in 8 blocks; those of a block behind the row that killed, in batches; then each alone.
-    assert [Counter(map(len, blocks)) for blocks in predictor.rounds] == [{8: 8}, {2: 3, 1: 1}, {1: 2}]
+    assert rounds == [[8] * 8, [2, 2, 2, 1], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("retries", "errors", "said"), [(0, ["0", "1"], "ended once."), (1, ["0"], "ended 2 times, at last with this row")]
-)
-def test_the_limit_is_an_option(retries, errors, said):
-    predictor = Deadly("0", retries=retries)
-    records = list(predictor.predict(map(row, range(4))))
-    assert [record["id"] for record in records if record["error"]] == errors
-    assert said in records[-1]["error"]
-    assert len(predictor.rounds) == retries + 1
+@pytest.mark.parametrize(("retries", "errors"), [(0, {"0", "1"}), (1, {"0"})])
+def test_the_limit_is_an_option(ask, retries, errors):
+    found, rounds = ask([row(number) for number in range(4)], killer="0", retries=retries)
+    assert found.keys() == errors
+    assert len(rounds) == retries + 1
 
 
-def test_nothing_is_done_again_where_all_is_answered():
-    predictor = Deadly()
-    assert len(list(predictor.predict(map(row, range(10))))) == 10
-    assert len(predictor.rounds) == 1
-
-
-def test_ids_that_are_there_twice_are_refused():
-    with pytest.raises(ValueError, match="ids of rows must differ"):
-        list(Deadly().predict([row(1), row(1)]))
-
-
-def test_prompts_about_one_video_stay_in_one_block():
-    rows = [row(number, video=f"{number % 3}.mp4") for number in range(12)]
-    assert [[one["id"] for one in block] for block in make_blocks(rows, 8)] == [
-        ["0", "3", "6", "9", "1", "4", "7", "10"],
-        ["2", "5", "8", "11"],
-    ]
-    assert [len(block) for block in make_blocks(rows, 3)] == [4, 4, 4]
+def test_nothing_is_done_again_where_all_is_answered(ask):
+    assert ask([row(number) for number in range(10)]) == ({}, [[2] * 5])
 
 
 @pytest.mark.parametrize(
     ("arguments", "slots"),
     [
-        ((GPUS, "auto"), Slots(12, 4, 1, 12)),
-        ((GPUS, "cpu"), Slots(88, 1, 0, 88)),
-        ((GPUS, "cpu", None, 8), Slots(11, 8, 0, 11)),
-        ((GPUS, "cuda", 20, 1, 0.5), Slots(20, 1, 0.5, 24)),
-        ((GPUS, "auto", 3), Slots(3, 4, 1, 12)),
-        (([{"CPU": 2.0, "GPU": 1.0}], "auto"), Slots(1, 2, 1, 1)),
-        (([{"CPU": 12.0, "GPU": 1.0}], "auto", None, 1, 0.1), Slots(10, 1, 0.1, 10)),
-        (([{"CPU": 2.0}], "auto"), Slots(2, 1, 0, 2)),
-        (([{"CPU": 2.0}], "auto", 5), Slots(5, 1, 0, 2)),
+        ((GPUS, "auto"), Slots(12, 4, 1)),
+        ((GPUS, "cpu"), Slots(88, 1, 0)),
+        ((GPUS, "cpu", None, 8), Slots(11, 8, 0)),
+        ((GPUS, "cuda", 20, 1, 0.5), Slots(20, 1, 0.5)),
+        (([{"CPU": 2.0, "GPU": 1.0}], "auto"), Slots(1, 2, 1)),
+        (([{"CPU": 12.0, "GPU": 1.0}], "auto", None, 1, 0.1), Slots(10, 1, 0.1)),
+        (([{"CPU": 2.0}], "auto"), Slots(2, 1, 0)),
     ],
 )
 def test_a_model_for_each_slot(arguments, slots):
@@ -107,41 +85,30 @@ def test_a_model_for_each_slot(arguments, slots):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (([{"CPU": 2.0}], "cuda"), "gpus 1 and cpus 1 of a model are more .* at most 0 GPUs and 2 CPUs"),
-        (([{"CPU": 2.0}], "auto", None, None, 1), "at most 0 GPUs and 2 CPUs"),
-        (([{"CPU": 2.0}, {"CPU": 4.0}], "auto", None, 5), "cpus 5 .* at most 0 GPUs and 4 CPUs"),
-        ((GPUS, "auto", None, 17, 1), None),
-        ((GPUS, "auto", None, None, 2), "gpus 2 must be from 0 to 1"),
-        ((GPUS, "cpu", None, None, 1), "device cpu and 1 gpus exclude each other"),
-        ((GPUS, "cuda", None, None, 0), "device cuda and 0 gpus exclude each other"),
-        ((GPUS, "cuda:1"), "device cuda:1 must be auto, cpu or cuda on Ray"),
-        (([], "auto"), "at most 0 GPUs and 0 CPUs"),
+        (([{"CPU": 2.0}], "cuda"), "gpus 1 and cpus 1 of a model are more"),
+        (([{"CPU": 2.0}, {"CPU": 4.0}], "auto", None, 5), "cpus 5 "),
+        ((GPUS, "auto", None, None, 2), "gpus 2 "),
+        ((GPUS, "cpu", None, None, 1), "gpus 1 does not fit device cpu"),
+        ((GPUS, "cuda", None, None, 0), "gpus 0 does not fit device cuda"),
+        ((GPUS, "cuda:1"), "device cuda:1"),
+        (([], "auto"), "more than any machine"),
     ],
 )
 def test_slots_that_no_machine_has_are_refused(arguments, words):
-    if words is None:
-        assert choose_slots(*arguments).room == 3  # of the 64 CPUs
-        return
     with pytest.raises(ValueError, match=words):
         choose_slots(*arguments)
 
 
 @pytest.mark.skipif(RAY is None, reason="needs Ray")
-def test_an_address_of_the_client_is_refused():
-    with pytest.raises(ValueError, match=r"address ray://head:10001 is of a Ray client.*ray job submit"):
-        RayPredictor({"checkpoint": "none"}, address="ray://head:10001").__enter__()
-
-
-@pytest.mark.skipif(RAY is None, reason="needs Ray")
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999"])
-def test_an_address_nobody_listens_at_is_refused(address):
-    with pytest.raises(ValueError, match=rf"address {address} cannot be reached: .* `ray start --head`"):
-        RayPredictor({"checkpoint": "none"}, address=address).__enter__()
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "127.0.0.1:1", "nowhere", "127.0.0.1:99999"])
+def test_an_address_without_ray_is_refused(address):
+    with pytest.raises(ValueError, match=rf"address {address} cannot be used: .* `ray start --head`"), connect(address):
+        pass
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, processor) -> Path:
-    """A tiny model that writes one answer, whatever it is asked."""
+def folder(tmp_path_factory, processor) -> Path:
+    """A tiny model that writes one answer, whatever it is asked, and a clip."""
     folder = tmp_path_factory.mktemp("checkpoint")
     load_of_one_answer().save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -149,28 +116,21 @@ def checkpoint(tmp_path_factory, processor) -> Path:
     return folder
 
 
-def work(worker: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a worker says of a block of rows."""
-    table = pyarrow.table({"rows": [pickle.dumps(rows)]})
-    return [json.loads(line) for batch in worker(table) for line in batch["record"]]
-
-
 @pytest.fixture
-def worker(checkpoint, monkeypatch):
-    """A worker in this process; makes one of options."""
-    monkeypatch.chdir(checkpoint)  # it changes the folder
+def work(folder, monkeypatch):
+    """What a worker in this process says of a block of rows."""
+    monkeypatch.chdir(folder)
 
-    def make(driver: str = os.uname().nodename, **options: Any) -> Any:
-        return on_ray._Worker({"checkpoint": str(checkpoint), "device": "cpu"} | options, os.getcwd(), driver)
+    def work(rows: list[dict[str, Any]], driver: str = os.uname().nodename, checkpoint: str = "."):
+        options = {"checkpoint": checkpoint, "device": "cpu", "max_new_tokens": 2}
+        worker: Any = on_ray._Worker(options, str(folder), driver)
+        table = pyarrow.table({"rows": [pickle.dumps(rows)]})
+        return [json.loads(line) for batch in worker(table) for line in batch["record"]]
 
-    return make
+    return work
 
 
-def about_a_clip(number: int) -> list[dict[str, Any]]:
-    return [row(place, video="clip.mp4") for place in range(number)]
-
-
-def test_what_the_model_raises_is_the_error_of_the_row_it_raises_over(worker, monkeypatch):
+def test_what_the_model_raises_is_the_error_of_the_row_it_raises_over(work, monkeypatch):
     real = Predictor.predict
 
     def predict(self, rows):
@@ -180,35 +140,30 @@ def test_what_the_model_raises_is_the_error_of_the_row_it_raises_over(worker, mo
             yield record
 
     monkeypatch.setattr(Predictor, "predict", predict)
-    records = {record["id"]: record["error"] for record in work(worker(max_new_tokens=2), about_a_clip(3))}
+    records = {record["id"]: record["error"] for record in work([row(number, "clip.mp4") for number in range(3)])}
     assert records == {"0": None, "1": "RuntimeError: no kernel for this", "2": None}
 
 
-def test_a_process_whose_gpu_is_lost_ends(worker, monkeypatch):
+def test_a_process_whose_gpu_is_lost_ends(work, monkeypatch):
     def broken(*arguments, **options):
+        monkeypatch.setattr(on_ray.torch, "zeros", broken)
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     def end(status):
         raise SystemExit(status)
 
-    made = worker(max_new_tokens=2)
-    work(made, about_a_clip(1))
     monkeypatch.setattr(Predictor, "predict", broken)
-    monkeypatch.setattr(on_ray.torch, "zeros", broken)
     monkeypatch.setattr(on_ray.os, "_exit", end)
     with pytest.raises(SystemExit):
-        work(made, about_a_clip(2))
+        work([row(1, "clip.mp4")])
 
 
-def test_a_video_that_another_machine_does_not_see_says_where_it_was_looked_for(worker):
-    [here] = work(worker(), [row(1, video="clips/gone.mp4")])
-    [there] = work(worker(driver="another"), [row(1, video="clips/gone.mp4")])
-    place = f"Looked for on {os.uname().nodename}, in {os.getcwd()}: every machine must see the videos."
-    assert here["error"] == "Row '1': videos: the file 'clips/gone.mp4' does not exist."
-    assert there["error"] == f"{here['error']} {place}"
+def test_an_error_on_another_machine_names_it(work, folder):
+    [here] = work([row(1, "gone.mp4")])
+    [there] = work([row(1, "gone.mp4")], driver="another")
+    assert there["error"] == f"{here['error']} (on the machine {os.uname().nodename}, in {folder})"
 
 
-def test_a_checkpoint_that_a_machine_does_not_see_ends_the_job(worker):
-    [said] = work(worker(checkpoint="/not/there"), about_a_clip(2))
+def test_a_checkpoint_that_a_machine_does_not_see_ends_the_job(work):
+    [said] = work([row(1, "clip.mp4")], checkpoint="/not/there")
     assert said["failed"].startswith("checkpoint /not/there cannot be loaded")
-    assert f"(on the machine {os.uname().nodename}, in " in said["failed"]
