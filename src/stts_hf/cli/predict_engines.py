@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.answer_options import natural, workers_of
 from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
-from stts_hf.cli.options import count, positive, share
+from stts_hf.cli.options import count, positive
 from stts_hf.cli.progress import stage
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _RAY_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "models": {"type": count, "metavar": "N", "help": "number of models on Ray (default: as many as fit)"},
     "cpus": {"type": positive, "metavar": "N", "help": "CPUs per model on Ray (default: 1; with a GPU up to 4)"},
-    "gpus": {"type": share, "metavar": "N", "help": "GPUs per model on Ray, 0 to 1 (default: 1 if there are any)"},
+    "gpus": {"type": float, "metavar": "N", "help": "GPUs per model on Ray, 0 to 1 (default: 1 if there are any)"},
     "retries": {"type": natural, "metavar": "N", "help": "retries of rows whose process on Ray died (default: 2)"},
 }
 

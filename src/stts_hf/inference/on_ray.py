@@ -68,12 +68,12 @@ def connect(address: str | None = None) -> Iterator[list[dict[str, float]]]:
 def _connect(address: str) -> None:
     import ray
 
-    own = {"object_store_memory": _OBJECT_STORE, "include_dashboard": False} if address == "local" else {}
+    new: dict[str, Any] = {"object_store_memory": _OBJECT_STORE, "include_dashboard": False}
     try:
         if address not in ("auto", "local"):  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **(new if address == "local" else {}))
     except Exception as error:  # Ray's have no common class
         raise ValueError(
             f"address {address} cannot be used: {error}. Give the host:port that `ray start --head` prints, or leave "
@@ -176,7 +176,8 @@ def _answer(
             max_task_retries=0,
         )
     try:
-        for batch in records.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        batches: Iterable[Any] = records.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+        for batch in batches:
             for record in map(json.loads, batch["record"].to_pylist()):
                 if "failed" in record:
                     raise RayFailed(record["failed"])
