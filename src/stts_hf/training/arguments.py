@@ -11,12 +11,18 @@ from torch import nn
 from transformers import TrainingArguments
 
 from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, parts_of
+from stts_hf.selectors import SELECTORS
 from stts_hf.wording import did_you_mean
 
 ADAPTER = "adapter"  # LoRA and DoRA weights, wherever they sit
 
 # Paper section 4.1.
 PAPER_LEARNING_RATES = {LANGUAGE_MODEL: 1e-5, VISION_TOWER: 5e-6, CONNECTOR: 5e-6, SCORER: 1e-4}
+
+REFUSED = {
+    "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
+    "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",
+}
 
 
 @dataclass
@@ -25,8 +31,8 @@ class STTSTrainingArguments(TrainingArguments):
     Every option of `TrainingArguments`, and those below.
 
     Other defaults: `remove_unused_columns` is off, because the collator needs the rows' own columns;
-    `logging_nan_inf_filter` is off, because a loss that is not finite ends the run; `use_cpu` is on if `torchrun`
-    starts processes on a machine without accelerator.
+    `logging_nan_inf_filter` is off, because a loss that is not finite ends the run; `hub_strategy` is "end"; `use_cpu`
+    is on if `torchrun` starts processes on a machine without accelerator.
 
     Attributes:
         learning_rate: the language model's rate.
@@ -82,7 +88,7 @@ class STTSTrainingArguments(TrainingArguments):
         if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
             self.use_cpu = True  # else accelerate makes every process a run of its own, all in one folder
         super().__post_init__()
-        self.learning_rates = self._complete(self.learning_rates)
+        self.learning_rates = self._complete(self.learning_rates or {})
         self.learning_rate = self.learning_rates[LANGUAGE_MODEL]
         if isinstance(self.freeze, str):
             raise ValueError(f"`freeze` must be a list of parts, such as [{self.freeze!r}], not a string.")
@@ -99,28 +105,23 @@ class STTSTrainingArguments(TrainingArguments):
                 f"`temporal_loss_only` is true, but `distillation_weight` is {self.distillation_weight:g}: there is no "
                 "output to match where no language model runs. Take one of the two out."
             )
-        off = {
-            "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
-            "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",
-        }
-        for name, reason in off.items():
+        for name, reason in REFUSED.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be left out: {reason}.")
 
     @property
     def scorer_alone(self) -> str:
-        """Which setting trains the scorer alone, for messages; empty if none does."""
+        """The setting that trains the scorer alone, for messages; "" if none does."""
         matches = "`distillation_weight` is above 0" if self.distillation_weight else ""
         return "`temporal_loss_only` is true" if self.temporal_loss_only else matches
 
     def _complete(self, given: Any) -> dict[str, float]:
         """The given rates, checked, and the paper's for all other parts."""
-        given = given or {}
         if not isinstance(given, dict):
             raise ValueError(f"`learning_rates` must map parts to rates, such as {{'scorer': 1e-4}}, not {given!r}.")
         check_parts("learning_rates", given, (*PARTS, ADAPTER))
         for part, rate in given.items():
-            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < float("inf"):
+            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
                 raise ValueError(f"`learning_rates` gives {part!r} the rate {rate!r}; it must be a number >= 0.")
         rates = PAPER_LEARNING_RATES | {LANGUAGE_MODEL: self.learning_rate} | given
         if self.learning_rate not in (PAPER_LEARNING_RATES[LANGUAGE_MODEL], rates[LANGUAGE_MODEL]):
@@ -131,55 +132,79 @@ class STTSTrainingArguments(TrainingArguments):
         return rates
 
 
+def check_parts(argument: str, names: Iterable[str], valid: tuple[str, ...]) -> None:
+    """Raises `ValueError` that lists the `valid` parts where `argument` names another."""
+    for name in names:
+        if name not in valid:
+            advice = did_you_mean(str(name), valid, f"Parts: {', '.join(valid)}.")
+            raise ValueError(f"`{argument}` names {name!r}, which is no part of the model. {advice}")
+
+
 def is_adapter(name: str) -> bool:
     """Whether the parameter `name` is a LoRA matrix or a DoRA magnitude."""
     return any(word.startswith("lora_") for word in name.split("."))
 
 
-def rates_of(model: nn.Module, learning_rates: Mapping[str, object]) -> dict[str, str]:
+def rate_keys(model: nn.Module, learning_rates: Mapping[str, object]) -> dict[str, str]:
     """The key of `learning_rates` for each parameter's name: its part, or `adapter` if adapters have a rate."""
-    own = ADAPTER in learning_rates
-    return {name: ADAPTER if own and is_adapter(name) else part for name, part in parts_of(model).items()}
+    with_adapter = ADAPTER in learning_rates
+    return {name: ADAPTER if with_adapter and is_adapter(name) else part for name, part in parts_of(model).items()}
 
 
-def check_parts(argument: str, names: Iterable[str], valid: tuple[str, ...]) -> None:
-    """Raises `ValueError` that lists the `valid` parts where the `argument` names another."""
-    for name in names:
-        if name not in valid:
-            advice = did_you_mean(str(name), valid, "Correct it.")
-            raise ValueError(
-                f"`{argument}` names {name!r}, which is no part of the model. {advice} Parts: {list(valid)}."
-            )
+def trained_parts(model: nn.Module) -> set[str]:
+    """The parts of which some parameter requires a gradient."""
+    parts = parts_of(model)
+    return {parts[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def freeze_parts(model: nn.Module, parts: Iterable[str]) -> None:
+def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
     """
-    Turns off the gradients of all parameters of `parts`. Raises `ValueError` where PEFT trains some of them, and where
-    nothing would be left to train.
+    Turns off the gradients of the parts in `freeze`, or of all but the scorer. Raises `ValueError` if PEFT trains one
+    of them, if nothing is left to learn, and for a rate of adapters that the model does not have.
     """
-    parts, found = set(parts), parts_of(model)
+    keys = parts_of(model)
+    frozen = {*(arguments.freeze or ()), *({*PARTS} - {SCORER} if arguments.scorer_alone else ())}
     for name, parameter in model.named_parameters():
-        if found[name] in parts:
+        if keys[name] in frozen:
             if parameter.requires_grad and (is_adapter(name) or "modules_to_save" in name.split(".")):
                 raise ValueError(
-                    f"`freeze` names {found[name]!r}, but PEFT trains {name!r} in it. Take the part out of `freeze`, "
+                    f"`freeze` names {keys[name]!r}, but PEFT trains {name!r} in it. Take the part out of `freeze`, "
                     "or its modules out of the PEFT config's `target_modules` and `modules_to_save`."
                 )
             parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
         raise ValueError(
-            f"Nothing is left to train: `freeze` is {sorted(parts)}, and no other parameter requires a gradient."
+            f"Nothing is left to train: `freeze` is {sorted(frozen)}, and no other parameter requires a gradient."
         )
+    if ADAPTER in (arguments.learning_rates or {}) and not any(map(is_adapter, trained)):
+        raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
+    if arguments.scorer_alone:
+        vision, weight = model.config.vision_config, model.config.temporal_loss_weight
+        learns_nothing = {  # setting to whether it is wrong, its value and the remedy
+            "selector": (not SELECTORS[vision.selector].is_learned, vision.selector, "scorer"),
+            "temporal_loss_weight": (arguments.temporal_loss_only and not weight, weight, "1.0"),
+            "pruning_ratio": (
+                arguments.distillation_weight and not 0 < vision.pruning_ratio < 1,
+                vision.pruning_ratio,
+                "a number between 0 and 1",
+            ),
+        }
+        for name, (wrong, value, remedy) in learns_nothing.items():
+            if wrong:
+                raise ValueError(
+                    f"{arguments.scorer_alone}, but `{name}` is {value!r}, so the scorer would learn nothing. Set it "
+                    f"to {remedy}."
+                )
 
 
 def require_grads_in_tower(model: nn.Module) -> None:
     """
     Makes the outputs of the vision tower's patch embedding require gradients if the tower has weights to train.
-    `activation_checkpointing_enable` does so for the text embedding.
+    transformers does so for the text embedding.
     """
-    parts = parts_of(model)
-    if any(parameter.requires_grad and parts[name] == VISION_TOWER for name, parameter in model.named_parameters()):
-        for name, module in model.named_modules():  # PEFT's copy of a tower that is trained whole has one too
+    if VISION_TOWER in trained_parts(model):
+        for name, module in model.named_modules():  # PEFT's copy of a fully trained tower has a patch embedding too
             if name.endswith((".patch_embed", ".patch_embedding")):
                 module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
@@ -188,13 +213,11 @@ def split_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, learning_rates: dict[str, float]
 ) -> list[dict[str, object]]:
     """
-    The optimizer's parameter groups, each split by part, with the part's rate as `lr`. The language model's come first,
-    so that theirs is the rate that `Trainer` logs. Raises `ValueError` for a rate for adapters that are not there.
+    The optimizer's parameter groups, each split by part, with the part's rate as `lr`. `Trainer` logs the rate of the
+    first group, so the language model's come first.
     """
-    rates = rates_of(model, learning_rates)
-    keys = {id(parameter): rates[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if ADAPTER in learning_rates and ADAPTER not in keys.values():
-        raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
+    rates = rate_keys(model, learning_rates)
+    keys = {id(parameter): rates[name] for name, parameter in model.named_parameters()}
     groups: list[dict[str, object]] = []
     for key in (*PARTS, ADAPTER):
         for group in optimizer.param_groups:

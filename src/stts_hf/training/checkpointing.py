@@ -27,35 +27,35 @@ SCORER = ".scorer."  # in the names of its weights, which end alike in all files
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """
-    The latest whole checkpoint in `output_dir`, None if there is none. Passes over those that were cut off, with a
-    warning: `Trainer` writes a checkpoint file by file.
+    Returns the latest whole checkpoint in `output_dir`, or None. Skips checkpoints that were cut off, with a warning:
+    `Trainer` writes a checkpoint file by file.
     """
     for folder in reversed(sort_checkpoints(str(output_dir))):
-        missing = what_is_missing(Path(folder))
+        missing = missing_from(Path(folder))
         if missing is None:
             return folder
-        logger.warning(f"Passing over {folder}: {missing}.")
+        logger.warning(f"Skipping {folder}: {missing}.")
     return None
 
 
 def find_checkpoint(output_dir: str | os.PathLike, resume: str | bool | None) -> str | None:
     """
-    The checkpoint to `resume` from: a named one, or with True the last whole one in `output_dir`; None for neither.
-    Raises `ValueError` if it is not whole or does not exist.
+    Returns the checkpoint to `resume` from: a named one, or with True the last whole one in `output_dir`; None for
+    neither. Raises `ValueError` if it is not whole or does not exist.
     """
     if resume is True:
         resume = last_checkpoint(output_dir)
         if resume is None:
             raise ValueError(f"`output_dir` {str(output_dir)!r} holds no whole checkpoint to resume from.")
     elif resume:
-        missing = what_is_missing(Path(resume))
+        missing = missing_from(Path(resume))
         if missing is not None:
             raise ValueError(f"`resume_from_checkpoint` {str(resume)!r} is no whole checkpoint: {missing}.")
     return resume or None
 
 
-def what_is_missing(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, None if it can. `Trainer` writes `trainer_state.json` last."""
+def missing_from(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be resumed, or None. `Trainer` writes `trainer_state.json` last."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     try:
@@ -81,8 +81,8 @@ def what_is_missing(checkpoint: Path) -> str | None:
 @contextlib.contextmanager
 def staged(folder: Path, is_writer: bool) -> Iterator[Path]:
     """
-    Gives a folder in `folder` to save a model into. The writing process then moves its files up, the config last, so an
-    error or a kill leaves the earlier model.
+    Yields a folder in `folder` to save a model into. The writing process then moves its files up, the config last, so
+    that an error or a kill leaves the earlier model.
     """
     stage = folder / STAGE
     if not is_writer:

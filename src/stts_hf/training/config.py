@@ -19,9 +19,10 @@ import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
+from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS
 from stts_hf.selectors import SELECTORS
-from stts_hf.training.arguments import ADAPTER, LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments
+from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments
 from stts_hf.versions import __version__
 from stts_hf.wording import did_you_mean
 
@@ -42,7 +43,7 @@ def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
 
 @dataclass
 class ModelArguments:
-    """Checkpoint, pruning and adapter; the first and the last are named as in TRL's `ModelConfig`."""
+    """Checkpoint, pruning and adapter. Checkpoint and adapter settings have the names of TRL's `ModelConfig`."""
 
     model_name_or_path: str = _arg("", "Folder or Hub id of an STTS, stock Molmo2 or Qwen3-VL checkpoint; needed.")
     model_revision: str = _arg("main", "Branch, tag or commit of a checkpoint on the Hub.")
@@ -55,7 +56,7 @@ class ModelArguments:
         None, "Attention kernel: one name, or one for each of text_config and vision_config."
     )
     new_scorer: bool = _arg(False, "Whether to start from an untrained scorer, drawn from `seed`.")
-    # Settings of the model's and its vision config; what is left out stays the checkpoint's.
+    # Of the model's config and its vision config; by default the checkpoint's.
     pruning_ratio: float | None = _arg(None, "Share of a video's blocks to drop, from 0 to 1.")
     pruning_layer: int | None = _arg(None, "Last ViT layer that sees every patch.")
     selector: str | None = _arg(None, "Ranking of the blocks.", tuple(SELECTORS))
@@ -81,19 +82,15 @@ class ModelArguments:
     merge_adapter: bool = _arg(False, "Whether to save the merged checkpoint too, in `merged` under the output folder.")
 
     def __post_init__(self) -> None:
-        if not self.model_name_or_path:
-            raise ValueError("`model_name_or_path` is missing: the folder or Hub id of a checkpoint.")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"`lora_dropout` is {self.lora_dropout}, but must be from 0 up to, not including, 1.")
         if self.lora_target_modules == []:
             raise ValueError("`lora_target_modules` names nothing. Leave it out for the text model's linear layers.")
         if self.lora_modules_to_save is None:
             self.lora_modules_to_save = ["scorer"]
-        if self.merge_adapter and not self.use_peft:
-            raise ValueError("`merge_adapter` needs an adapter: set `use_peft: true`.")
 
     def given(self, names: Sequence[str]) -> dict[str, Any]:
-        """Those of the fields `names` that were given."""
+        """The values of the fields `names` that are not None."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -116,21 +113,15 @@ class DataArguments:
     num_frames: int | None = _arg(None, "Maximum number of frames of a video; by default the checkpoint's.")
     max_fps: float | None = _arg(None, "Maximum number of frames per second; by default the checkpoint's.")
     check_headers: bool = _arg(True, "Whether to open every video and image before the first step.")
-    # With `distillation_weight`, for rows without an answer, which the unpruned model then writes.
+    # With `distillation_weight`, the unpruned model answers rows that have no answer.
     default_question: str = _arg("Describe this video.", "Question about clips that come without one.")
     max_answer_tokens: int = _arg(128, "Maximum length of an answer that the model writes itself, in tokens.")
 
     def __post_init__(self) -> None:
-        if not self.train_data:
-            raise ValueError("`train_data` is missing: at least one file or data set.")
-        if not self.default_question.strip():
-            raise ValueError("`default_question` is empty. Leave it out, or give the words.")
         if self.max_fps is not None and not 0 < self.max_fps < math.inf:
             raise ValueError(f"`max_fps` is {self.max_fps}, but must be a number of frames per second above 0.")
         if self.pack_to is not None and self.max_length is not None:
             raise ValueError("`max_length` is for unpacked rows. With `pack_to`, that is the limit; leave it out.")
-        if self.max_samples_per_row is not None and self.pack_to is None:
-            raise ValueError("`max_samples_per_row` is for packed rows. Set `pack_to`.")
         limit = self.pack_to or self.max_length
         if self.pad_to is not None and limit is not None and limit > self.pad_to:
             raise ValueError(f"`pad_to` is {self.pad_to}, less than the {limit} tokens that a row may have.")
@@ -138,7 +129,7 @@ class DataArguments:
 
 @dataclass
 class CardArguments:
-    """What the trained checkpoint's card says."""
+    """Contents of the trained checkpoint's card."""
 
     card_name: str | None = _arg(None, "Heading.")
     card_base_model: str | None = _arg(None, "Hub id of the base model.")
@@ -149,7 +140,7 @@ class CardArguments:
 
 @dataclass
 class TrainConfig:
-    """A run's configuration. given: the settings of file and command line alone. source: the file, for messages."""
+    """A run's configuration. given: settings from file and command line, without defaults. source: the file."""
 
     model: ModelArguments
     data: DataArguments
@@ -162,14 +153,8 @@ class TrainConfig:
         for name, value in (vars(self.model) | vars(self.data) | vars(self.training)).items():
             if name in AT_LEAST_ONE and value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}, but must be at least 1.")
-        if not self.model.use_peft and ADAPTER in (self.given.get("learning_rates") or {}):
-            raise ValueError("`learning_rates` has a rate for LoRA weights, but `use_peft` is false.")
         if self.training.eval_strategy != "no" and not self.data.eval_data:
             raise ValueError(f"`eval_strategy` is {self.given['eval_strategy']!r}, but `eval_data` names no rows.")
-
-        for name in ("default_question", "max_answer_tokens", "distillation_temperature"):
-            if name in self.given and not self.training.distillation_weight:
-                raise ValueError(f"`{name}` has no use without `distillation_weight`. Set that, or leave it out.")
 
     def error(self, name: str, problem: object) -> ConfigError:
         """A `ConfigError` about a setting."""
@@ -177,9 +162,13 @@ class TrainConfig:
 
 
 ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
-# What a run wants and `TrainingArguments` does not do by default.
+REQUIRED = {
+    "model_name_or_path": "the folder or Hub id of a checkpoint",
+    "train_data": "at least one file or data set",
+    "output_dir": "the folder that the run is saved in",
+}
+# Defaults of a run that differ from those of `TrainingArguments`.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
-# Settings of at least 1.
 AT_LEAST_ONE = {
     *("lora_r", "lora_alpha", "pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"),
     "max_answer_tokens",
@@ -188,15 +177,10 @@ AT_LEAST_ONE = {
 REFUSED = {
     "resume_from_checkpoint": "Pass --resume on the command line.",
     "hub_token": "Run `hf auth login`, or set HF_TOKEN: settings are kept beside the weights and pushed with them.",
-    "parallelism_config": "It is no YAML; use a configuration of `accelerate launch`.",
     "remove_unused_columns": "Leave it out: the collator needs the rows' own columns.",
-    "use_liger_kernel": "Liger has no kernels for this type of model and would change nothing.",
-    "model_type": "This is the configuration of a model, not of a training. See examples/configs.",
 }
-
-
-# What a resumed run must share with the one before: what the restored optimizer and schedule would ignore, and what
-# makes the rows ahead those of the same epoch. Of model and data that is nearly all.
+# Settings that a resumed run must share with the earlier one: a restored optimizer and schedule would ignore them, or
+# the order of the rows depends on them.
 _KEPT_ON_RESUME = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed"),
     *("train_sampling_strategy", "length_column_name", "average_tokens_across_devices", "bf16", "fp16", "freeze"),
@@ -207,15 +191,14 @@ _OPTIMIZER = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_", "we
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e-5` is one, which PyYAML takes for text."""
+    """Reads `1e-5` as a number, as YAML 1.2 does; PyYAML reads text."""
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
-
-EMPTY = "[]"  # argparse takes no list without a word
+EMPTY = "[]"  # stands for an empty list, for which argparse has no words
 
 
 class _Parser(HfArgumentParser):
@@ -224,7 +207,7 @@ class _Parser(HfArgumentParser):
 
 
 def read_words(words: Sequence[str]) -> dict[str, Any]:
-    """The settings that words of a command line give. Raises `ConfigError`."""
+    """Parses the words of a command line to settings. Raises `ConfigError`."""
     prog = "stts-hf train CONFIG"
     parser = _Parser(ARGUMENT_CLASSES, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
     hints = {name: str(hint) for kind in ARGUMENT_CLASSES for name, hint in typing.get_type_hints(kind).items()}
@@ -242,7 +225,7 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def words_of(file: Path) -> list[str]:
-    """The words of a command line that say what a flat YAML file says. Raises `ConfigError`."""
+    """Turns a flat YAML file into the words of the same command line. Raises `ConfigError`."""
     words: list[str] = []
     try:
         loader = _Loader(file.read_text(encoding="utf-8"))
@@ -268,7 +251,7 @@ def words_of(file: Path) -> list[str]:
 
 
 def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings of the file and, in their place, `overrides`, words of a command line. Raises `ConfigError`."""
+    """Returns the file's settings, replaced by those of `overrides`, words of a command line. Raises `ConfigError`."""
     settings: list[dict[str, Any]] = []
     for source, words in ((file, words_of(Path(file))), ("command line", overrides)):
         try:
@@ -278,28 +261,29 @@ def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     given, replaced = settings
     for name, value in replaced.items():
         earlier = given.pop(name, None)
-        if value not in ("null", ["null"]):  # as if it were not in the file
+        if value not in ("null", ["null"]):  # `--name null` removes a setting
             given[name] = earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
     return given
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bool = True) -> TrainConfig:
     """
-    Reads and checks a configuration file; nothing of what it names is opened.
+    Reads and checks a configuration file, without opening the files that it names.
 
-    overrides: words of the command line, `--learning_rate 1e-5`, in place of what the file says. need_gpu: False takes
-    settings that only a GPU can carry out where there is none, for plans. Raises `ConfigError`, a `ValueError`, that
+    overrides: words of the command line, such as `--learning_rate 1e-5`, which replace the file's settings. need_gpu:
+    False accepts settings for GPUs on a machine without one, for plans. Raises `ConfigError`, a `ValueError`, that
     names the setting.
     """
     given = read_settings(file, overrides)
     settings = TRAINING_DEFAULTS | {"disable_tqdm": not sys.stderr.isatty()} | given
-    if "per_device_train_batch_size" in settings:  # rows are as long as they are in training
+    if "per_device_train_batch_size" in settings:  # evaluation rows are as long
         settings.setdefault("per_device_eval_batch_size", settings["per_device_train_batch_size"])
     if not need_gpu and not torch.accelerator.is_available():
         settings["use_cpu"] = True
     try:
-        if not given.get("output_dir"):
-            raise ValueError("`output_dir` is missing: the folder that the run is saved in.")
+        for name, meaning in REQUIRED.items():
+            if not given.get(name):
+                raise ValueError(f"`{name}` is missing: {meaning}.")
         model, data, card, training = HfArgumentParser(ARGUMENT_CLASSES).parse_dict(settings)
         return TrainConfig(model, data, card, training, given, str(file))
     except (ValueError, TypeError, ImportError) as error:
@@ -312,12 +296,12 @@ def check_unchanged(config: TrainConfig, earlier: Path) -> None:
     `earlier`. Warns without such a file.
     """
     if not earlier.is_file() or not earlier.stat().st_size:  # a full disk leaves an empty one
-        logger.warning(f"{earlier} is missing: whether the run is resumed with its own configuration is not known.")
+        logger.warning(f"{earlier} is missing, so the settings of the earlier run are not checked.")
         return
     try:
         old = _with_defaults(read_settings(earlier))
     except ConfigError as error:
-        raise ConfigError(f"--resume: the configuration of the earlier run cannot be compared: {error}") from error
+        raise ConfigError(f"--resume: the configuration of the earlier run cannot be read: {error}") from error
     new = _with_defaults(config.given)
     changed = [
         name for name in new if new[name] != old[name] and (name in _KEPT_ON_RESUME or name.startswith(_OPTIMIZER))
@@ -339,11 +323,7 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(config: TrainConfig, output: Path) -> None:
-    """Writes the settings, overrides included, into the output folder, atomically."""
+    """Writes the settings, overrides included, to `train_config.yaml` in the output folder, atomically."""
     text = yaml.safe_dump(config.given, sort_keys=False, allow_unicode=True)
-    partial = output / f"_{CONFIG_COPY}"  # `Trainer` pushes nothing that begins with an underscore
-    try:
-        partial.write_text(f"# stts-hf {__version__}, of {config.source}\n{text}", encoding="utf-8")
-        partial.replace(output / CONFIG_COPY)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(output / CONFIG_COPY) as file:
+        file.write_text(f"# stts-hf {__version__}, of {config.source}\n{text}", encoding="utf-8")

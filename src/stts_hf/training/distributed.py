@@ -7,7 +7,7 @@ because its batch has no video, or runs it twice, because its batch has images t
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,43 +20,44 @@ from torch.utils.data import IterableDataset
 from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, VISION_TOWER, find_backbone, module_of, modules_of
 
 REMEDIES = {
-    "video": "Take an `STTSDataCollator`, which gives every batch one.",
+    "video": "Use an `STTSDataCollator`, which gives every batch one.",
     "image": "ZeRO-3 and `pruning_ratio=1` need images in every batch or in none.",
 }
 
 
 def prepare_for_processes(trainer: Any) -> None:
     """
-    With more than one process: turns on the collator's `always_video`, if it has that, and makes FSDP shard the layers
-    of the language model, if none are named. Under FSDP2 in bf16, the losses stay float32. Raises `ValueError` if FSDP
-    would shard parts of the vision tower, or one process would cut batches for the others.
+    With more than one process: turns on the collators' `always_video`, if they have it, makes FSDP shard the language
+    model's layers, if none are named, and keeps the losses in float32 under FSDP2 in bf16. Raises `ValueError` if FSDP
+    would shard parts of the vision tower, or if one process would cut batches for the others.
     """
     if trainer.args.world_size == 1:
         return
     settings = trainer.args.accelerator_config
     streams = isinstance(trainer.train_dataset, IterableDataset) and settings.dispatch_batches is None
     if settings.split_batches or settings.dispatch_batches or streams:
-        raise ValueError(  # a batch holds all videos' frames in one tensor, not one video an entry
-            "`accelerator_config` has one process read batches and cut them for the others, which would tear videos "
-            "apart. Set `accelerator_config={'split_batches': False, 'dispatch_batches': False}`."
+        raise ValueError(  # all frames of a batch are rows of one tensor
+            "`accelerator_config` has one process read batches and cut them for the others, which would cut videos. "
+            "Set `accelerator_config={'split_batches': False, 'dispatch_batches': False}`."
         )
-    if hasattr(trainer.data_collator, "always_video"):
-        trainer.data_collator.always_video = True
+    for collator in (trainer.data_collator, trainer.eval_collator):
+        if hasattr(collator, "always_video"):
+            collator.always_video = True
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and trainer.model is not None:
         wrap_language_model_alone(plugin, trainer.model)
-        # With frozen embeddings (LoRA), a video that loses nothing, such as the black frame, brings no gradient to the
-        # language model's input; without one, FSDP gathers and reduces in another order than the other processes.
+        # With frozen embeddings (LoRA), a video without dropped tokens, such as the black frame, brings no gradient to
+        # the language model's input, and FSDP would gather and reduce in another order than the other processes.
         trainer.model.enable_input_require_grads()
         policy = plugin.mixed_precision_policy
         if getattr(policy, "output_dtype", None) is not None:
-            # accelerate has FSDP2 round all outputs, losses too.
+            # accelerate makes FSDP2 round all outputs, losses included.
             plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
     """Completes and checks the `transformer_cls_names_to_wrap` of accelerate's FSDP plugin for an STTS `model`."""
-    if plugin.auto_wrap_policy is None:  # everything is gathered with the root
+    if plugin.auto_wrap_policy is None:  # all parameters are gathered with the root
         return
     classes = {
         part: {type(module).__name__ for whole in modules_of(model, part).values() for module in whole.modules()}
@@ -70,38 +71,38 @@ def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
         found = "SIZE_BASED_WRAP" if by_size else ", ".join(named)
         raise ValueError(
             "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP and `fsdp_transformer_layer_cls_to_wrap` "
-            f"{', '.join(layers)} alone, not {found}: where parts of the vision tower are gathered by themselves, "
-            "processes with and without images in their batch would wait for each other."
+            f"{', '.join(layers)} alone, not {found}: if parts of the vision tower are gathered separately, processes "
+            "with and without images in their batch wait for each other."
         )
 
 
-def kinds_that_must_agree(trainer: Any) -> tuple[str, ...]:
-    """Which of "video" and "image" must be in every process's micro-batch or in none, unless something ensures it."""
-    state = trainer.accelerator.state
-    if trainer.args.world_size == 1:
-        return ()
-    zero3 = getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", 0) == 3
-    ddp = getattr(trainer.accelerator, "ddp_handler", None)
-    waits = zero3 or getattr(state, "fsdp_plugin", None) is not None or not getattr(ddp, "find_unused_parameters", True)
-    kinds = ("video",) if waits and not getattr(trainer.data_collator, "always_video", False) else ()
-    # At k = 1 a video leaves the later layers and the connector alone, and only images come there.
-    images = zero3 or (waits and trainer.model.config.vision_config.pruning_ratio >= 1)
-    return (*kinds, "image") if images else kinds
+def shared_inputs(trainer: Any) -> dict[str, str]:
+    """
+    The pixel inputs that must be in the micro-batches of all processes or of none, and that the collator does not
+    ensure: argument of the model to "video" or "image".
+    """
+    accelerator = trainer.accelerator
+    zero3 = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "zero_stage", 0) == 3
+    sharded = zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
+    ddp_waits = not getattr(getattr(accelerator, "ddp_handler", None), "find_unused_parameters", True)
+    if trainer.args.world_size == 1 or not (sharded or ddp_waits):
+        return {}
+    _, backbone = find_backbone(trainer.model)
+    video, image = backbone.pixels
+    inputs = {} if getattr(trainer.data_collator, "always_video", False) else {video: "video"}
+    # At k = 1 no video reaches the later layers and the connector, only images do.
+    return inputs | ({image: "image"} if zero3 or trainer.model.config.vision_config.pruning_ratio >= 1 else {})
 
 
-def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.device) -> None:
+def check_batches_agree(trainer: Any, batches: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     """
     Raises `ValueError` on all processes if only some have a video in a micro-batch, so that the step would hang. Costs
     a small reduction a step, unless the collator ensures it.
     """
-    if not (kinds := kinds_that_must_agree(trainer)):
-        return
-    _, backbone = find_backbone(trainer.model)
-    pixels = {"video": backbone.video_inputs[0], "image": backbone.image_inputs[0]}
-    for kind in kinds:
+    for name, kind in shared_inputs(trainer).items():
         present = torch.zeros(trainer.args.gradient_accumulation_steps, device=device)
         for number, batch in enumerate(batches):
-            present[number] = batch.get(pixels[kind]) is not None
+            present[number] = batch.get(name) is not None
         for count in trainer.accelerator.reduce(present, reduction="sum").tolist():
             if count not in (0, trainer.args.world_size):
                 raise ValueError(
@@ -112,7 +113,7 @@ def check_batches_agree(trainer: Any, batches: Sequence[Any], device: torch.devi
 
 @contextlib.contextmanager
 def whole_state_dict(accelerator: Accelerator) -> Iterator[None]:
-    """Has FSDP save the model whole, also if it saves checkpoints in shards."""
+    """Makes FSDP save the whole model, even if it shards checkpoints."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         yield
@@ -126,8 +127,8 @@ def whole_state_dict(accelerator: Accelerator) -> Iterator[None]:
 
 def name_after_own_code(model_class: type) -> None:
     """
-    FSDP2 (`fully_shard`) puts a class of torch's over the model's, and transformers saves the code of the file in which
-    a model's class is defined: let that be ours.
+    Sets the module of an FSDP2 class to that of the model's class. transformers saves the code of the file that defines
+    the class, and FSDP2 (`fully_shard`) derives one in torch.
     """
     if model_class.__module__.startswith("torch."):
         own = next(base for base in model_class.__mro__ if not base.__module__.startswith("torch."))

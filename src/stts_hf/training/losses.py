@@ -5,7 +5,6 @@ over the step, its micro-batches and processes, divided by a count over the step
 divergence, blocks in frames `t >= 1` for the temporal loss. Counts and sums stay on the device until a log reads them.
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,7 +77,7 @@ class PruningMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all, and starts the clock."""
+        """Sets all sums to 0, and starts the clock."""
         self.sums = dict.fromkeys(SUMS, torch.zeros((), device=self.device))
         self.frames = torch.zeros(0, 2, device=self.device)  # (T, 2) blocks kept at each frame position, and all
         self.steps = 0
@@ -86,7 +85,7 @@ class PruningMetrics:
         self.paused: float | None = None
 
     def pause(self) -> None:
-        """Stops the clock until `resume`: evaluations and saves do not count in the tokens per second."""
+        """Stops the clock until `resume`, so that tokens per second exclude evaluations and saves."""
         if self.paused is None:
             self.paused = time.perf_counter()
 
@@ -100,24 +99,21 @@ class PruningMetrics:
         self.sums[name] = self.sums[name] + value
 
     def observe(self, outputs: PruningOutput, batch: Mapping[str, Any]) -> None:
-        """Counts tokens, scores and kept blocks of one call of the model."""
-        tokens = batch["input_ids"]
-        attention_mask = batch.get("attention_mask")
-        shown = attention_mask.sum() if attention_mask is not None and attention_mask.dim() == 2 else tokens.numel()
-        self.add("llm_tokens", shown)
-        self.observe_scores(outputs)
+        """Counts tokens, scores and kept blocks of one call; the scores alone if no language model ran."""
+        for scores in outputs.token_scores or ():
+            self.add("scores", scores.sum())
+            self.add("video_tokens", scores.numel())
+        if outputs.kept_indices is None:
+            return
+        tokens, attention_mask = batch["input_ids"], batch.get("attention_mask")
+        has_mask = attention_mask is not None and attention_mask.dim() == 2
+        self.add("llm_tokens", batch["attention_mask"].sum() if has_mask else tokens.numel())
         for keep_mask in outputs.keep_mask or ():
             kept = keep_mask.sum(dim=1).to(self.device)  # (T,)
             self.add("kept_tokens", kept.sum())
             self.add("llm_tokens", kept.sum() - keep_mask.numel())
             frames = torch.stack([kept, torch.full_like(kept, keep_mask.shape[1])], dim=1).float()  # (T, 2)
             self.frames = pad_sequence([self.frames, frames]).sum(dim=1)
-
-    def observe_scores(self, outputs: PruningOutput) -> None:
-        """Counts scores and blocks."""
-        for scores in outputs.token_scores or ():
-            self.add("scores", scores.sum())
-            self.add("video_tokens", scores.numel())
 
     def read(self, accelerator: Accelerator) -> tuple[dict[str, float], list[float]]:
         """The sums over all processes, with `seconds` as their mean; and the share kept at each frame position."""
@@ -141,42 +137,26 @@ class LossHistory:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets all losses."""
-        self._losses: list[torch.Tensor] = []
-        self._batches: list[tuple[int, tuple[str, ...], Sequence[str] | None]] = []
+        self.batches: list[tuple[int, Sequence[str] | None, dict[str, torch.Tensor]]] = []
 
     def add(self, step: int, losses: Mapping[str, torch.Tensor], ids: Sequence[str] | None) -> None:
         """losses: float32 scalars by name. ids: of the batch's rows, None where the collator adds none."""
-        self._losses.append(torch.stack([loss.to(self.accelerator.device) for loss in losses.values()]))
-        self._batches.append((step, tuple(losses), ids))
+        self.batches.append((step, ids, dict(losses)))
 
     def check(self) -> None:
         """Raises `FloatingPointError` on every process if a loss on any is not finite; names the first such batch."""
-        losses, batches = self._losses, self._batches
-        self.reset()
-        bad = torch.zeros((), device=self.accelerator.device)
-        if losses:
-            bad += (~torch.stack(losses).isfinite()).any()
-        if self.accelerator.num_processes > 1:
-            bad = self.accelerator.reduce(bad, reduction="sum")
-        if not bad.item():
+        batches, self.batches = self.batches, []
+        losses = [loss.to(self.accelerator.device) for _, _, losses in batches for loss in losses.values()]
+        bad = (~torch.stack([*losses, torch.zeros((), device=self.accelerator.device)]).isfinite()).any().float()
+        if not self.accelerator.reduce(bad, reduction="sum").item():
             return
-        process = self.accelerator.process_index
-        values = torch.stack(losses).tolist() if losses else []
         found = [
-            (
-                step,
-                process,
-                ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in zip(names, row, strict=True)),
-                ids,
-            )
-            for (step, names, ids), row in zip(batches, values, strict=True)
-            if not all(map(math.isfinite, row))
+            (step, self.accelerator.process_index, ids, {name: loss.item() for name, loss in losses.items()})
+            for step, ids, losses in batches
+            if not all(loss.isfinite() for loss in losses.values())
         ]
-        step, process, parts, ids = min(gather_object(found[:1]), key=lambda batch: batch[:2])
+        step, process, ids, values = min(gather_object(found[:1]), key=lambda batch: batch[:2])
+        parts = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in values.items())
         rows = "unknown (the collator adds no `sample_ids`)" if ids is None else ", ".join(map(str, ids))
         raise FloatingPointError(
             f"The loss of step {step} is not finite on process {process}: {parts}. Rows of the batch: {rows}. Resume "

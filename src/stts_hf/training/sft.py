@@ -1,9 +1,9 @@
 """
 `trl.SFTTrainer` for STTS models.
 
-TRL computes the loss itself, from the last hidden states and the caller's labels: of a sequence that lost tokens on
-the way these have different lengths, and the temporal loss has no place in it. TRL's own advice for other losses is to
-override `compute_loss`, which is what `STTSSFTTrainer` does.
+TRL computes the loss from the last hidden states and the caller's labels. Dropping tokens gives them different lengths,
+and TRL has no place for the temporal loss, so `STTSSFTTrainer` overrides `compute_loss`, as TRL's documentation
+advises.
 """
 
 from dataclasses import dataclass, fields
@@ -16,23 +16,19 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 
-_AS_THEY_ARE = {"skip_prepare_dataset": True}
-# Options of TRL that know nothing of dropped tokens, or would do nothing here; and why.
-_NOT_USED = {
-    ("packing", "padding_free", "packing_strategy", "eval_packing"): "to pack, use STTSTrainer with a PackedDataset",
-    ("loss_type", "assistant_only_loss", "completion_only_loss"): "the model itself computes the losses of the answers",
-    ("max_length", "truncation_mode", "pad_to_multiple_of"): "an STTSDataCollator's `max_length` is after pruning",
-    ("eos_token", "pad_token", "chat_template_path"): "it is the processor's",
-    ("dataset_text_field", "dataset_num_proc", "shuffle_dataset"): "rows go to the collator as they are",
+# Options of TRL that would compute a wrong loss, because they do not account for dropped tokens; and the remedy.
+_REFUSED = {
+    "packing": "use STTSTrainer with a PackedDataset",
+    "padding_free": "use STTSTrainer with a PackedDataset",
+    "loss_type": "the model computes its losses itself",
 }
 
 
 @dataclass
 class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
     """
-    Every option of `trl.SFTConfig` and of `STTSTrainingArguments`, with the latter's defaults. Rows go to the collator
-    as they are. Raises `ValueError` for TRL's packing, padding and losses, which know nothing of dropped tokens, and
-    for options of its tokenizing, which is left to the collator and the processor.
+    Every option of `trl.SFTConfig` and of `STTSTrainingArguments`, with the latter's defaults. The collator gets the
+    rows as they are, so TRL's options for tokenizing have no effect. Raises `ValueError` for TRL's packing and losses.
     """
 
     _VALID_DICT_FIELDS: ClassVar = [*SFTConfig._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]
@@ -40,21 +36,18 @@ class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         defaults = {field.name: field.default for field in fields(SFTConfig)}
-        for names, reason in _NOT_USED.items():
-            for name in names:
-                value, default = getattr(self, name), defaults[name]
-                if value not in (default, None):
-                    raise ValueError(f"`{name}` must be left at {default!r}, not {value!r}: {reason}.")
-        if self.dataset_kwargs not in (None, {}, _AS_THEY_ARE):
-            raise ValueError(f"`dataset_kwargs` must be {_AS_THEY_ARE}, or left out, not {self.dataset_kwargs!r}.")
-        self.dataset_kwargs = dict(_AS_THEY_ARE)
+        for name, remedy in _REFUSED.items():
+            value, default = getattr(self, name), defaults[name]
+            if value not in (default, None):
+                raise ValueError(f"`{name}` must be left at {default!r}, not {value!r}: {remedy}.")
+        self.dataset_kwargs = {"skip_prepare_dataset": True}
 
 
 class STTSSFTTrainer(STTSTrainer, SFTTrainer):  # type: ignore[misc]
     """
-    `trl.SFTTrainer` with both of STTS's losses, and all that `STTSTrainer` does: rates per part, logs, whole
-    checkpoints. Arguments as in `SFTTrainer`, `peft_config` among them; `args` is an `STTSSFTConfig`, the data sets are
-    those of `load_rows`. Without a `data_collator`, an `STTSDataCollator` is made of `processing_class`.
+    `trl.SFTTrainer` with STTS's losses and the features of `STTSTrainer`. Arguments as in `SFTTrainer`, `peft_config`
+    included; `args` is an `STTSSFTConfig`, data sets come from `load_rows`. Without a `data_collator`, it makes an
+    `STTSDataCollator` of `processing_class`.
     """
 
     def __init__(self, model: Any = None, args: STTSSFTConfig | None = None, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""SIGTERM, as schedulers send it before they kill: finish the step, save, stop training.
+"""SIGTERM, which schedulers send before they kill: finish the step, save, stop training.
 
-transformers' own `enable_jit_checkpoint` waits three seconds, saves in the middle of a step, after its random numbers
-were drawn, and asks no other process; a run resumed from there is another run.
+transformers' `enable_jit_checkpoint` waits three seconds, saves in the middle of a step, after its random numbers were
+drawn, and does not ask other processes, so a resumed run would differ from an uninterrupted one.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 
 
 class TrainingTerminated(Exception):
-    """SIGTERM stopped the training, and a checkpoint is saved."""
+    """SIGTERM stopped the training after a checkpoint was saved."""
 
 
 class Termination(TrainerCallback):
@@ -32,13 +32,13 @@ class Termination(TrainerCallback):
 
     def __init__(self) -> None:
         self.requested = self.agreed = False
-        self._anywhere: tuple[torch.Tensor, torch.Event | None] | None = None
+        self._reached: tuple[torch.Tensor, torch.Event | None] | None = None
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
         """Handles SIGTERM, until the block ends."""
         self.requested = self.agreed = False
-        self._anywhere = None
+        self._reached = None
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, so SIGTERM ends it without saving.")
             yield
@@ -50,23 +50,22 @@ class Termination(TrainerCallback):
             signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
-        self.requested = True  # no logging: the signal may have come in the middle of a write
+        self.requested = True  # no logging: the signal may interrupt a write
 
     def agree(self, requests: torch.Tensor) -> None:
         """
-        Takes the number of processes that SIGTERM has reached, a scalar equal on all of them, at the start of a step.
-        The end of the step reads it, by when the copy to the host has long been made.
+        Takes the number of processes that got SIGTERM, a scalar that is equal on all, at the start of a step. The end
+        of the step reads it, when the asynchronous copy to the host is done.
         """
-        copy = requests.to("cpu", non_blocking=True)
-        on_host = requests.device.type == "cpu"
-        event = None if on_host else torch.accelerator.current_stream(requests.device).record_event()
-        self._anywhere = copy, event
+        copy, is_on_host = requests.to("cpu", non_blocking=True), requests.device.type == "cpu"
+        event = None if is_on_host else torch.accelerator.current_stream(requests.device).record_event()
+        self._reached = copy, event
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self._anywhere is not None:
-            requests, event = self._anywhere
+        if self._reached is not None:
+            requests, event = self._reached
             if event is not None:
                 event.synchronize()
             self.agreed = self.agreed or bool(requests)
@@ -80,18 +79,18 @@ class Termination(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self.agreed:  # saved at the step's end, and there is no time to evaluate
+        if self.agreed:  # the end of the step has saved
             control.should_save = control.should_evaluate = False
         return control
 
 
 def keep_workers_alive(dataloader: DataLoader) -> DataLoader:
     """
-    Returns `dataloader` with workers that ignore SIGTERM: Slurm sends it to the whole process group, and the step in
+    Returns `dataloader` with workers that ignore SIGTERM: Slurm sends it to the whole process group, but the step in
     progress needs them. They end with their parent.
     """
     loader: DataLoader = getattr(dataloader, "base_dataloader", dataloader)
-    if getattr(loader.worker_init_fn, "func", None) is not _ignore_sigterm:  # else kept from an earlier evaluation
+    if getattr(loader.worker_init_fn, "func", None) is not _ignore_sigterm:  # not yet, in an earlier evaluation
         loader.worker_init_fn = functools.partial(_ignore_sigterm, loader.worker_init_fn)
     return dataloader
 

@@ -17,7 +17,7 @@ from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
 from stts_hf.model_parts import find_backbone
-from stts_hf.training.arguments import STTSTrainingArguments, freeze_parts, require_grads_in_tower, split_groups
+from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
 from stts_hf.training.distillation import Teaching
 from stts_hf.training.distributed import (
@@ -27,38 +27,38 @@ from stts_hf.training.distributed import (
     whole_state_dict,
 )
 from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe, normalised_losses
-from stts_hf.training.scorer_alone import ScoringOutput, check_scorer_alone, redirected, score_videos
+from stts_hf.training.scorer_alone import ScoringOutput, redirected, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, keep_workers_alive
 
 logger = logging.get_logger(__name__)
 
-NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # what a collator may add for the trainer
+NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # entries of a batch for the trainer
 
 
 class STTSTrainer(ModelCardTrainerMixin, Trainer):
     """
     `Trainer` for an STTS model of any backbone, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
-    an `STTSTrainingArguments`. docs/training.md says what it logs and how it saves.
+    an `STTSTrainingArguments`. docs/training.md lists its logs and describes its checkpoints.
 
     Batches may hold two lists of str that the model does not get: `sample_ids` to name rows in errors, `skipped_ids`
-    to count what the collator left out. `train` raises `FloatingPointError` with the batch's ids if a loss is not
+    to count rows that the collator left out. `train` raises `FloatingPointError` with the batch's ids if a loss is not
     finite, at the latest when it would log or save, and `TrainingTerminated` once it has saved after SIGTERM.
 
     Args:
-        model: any model of STTS.
+        model: an STTS model.
         args: the training arguments.
-        eval_collator: replaces `data_collator` in `evaluate` and `predict`; such as one whose `replacements` are no
+        eval_collator: replaces `data_collator` in `evaluate` and `predict`, such as one whose `replacements` are no
             training rows.
         kwargs: of `Trainer`.
 
     Raises:
-        TypeError: `args` is something else.
-        ValueError: an option of `Trainer` does not go together with STTS's losses.
+        TypeError: `args` is of another class.
+        ValueError: an option of `Trainer` is incompatible with STTS's losses.
     """
 
     args: STTSTrainingArguments
     model: Any
-    # Both of `Trainer`'s ways to know that `compute_loss` has normalised over the accumulated micro-batches.
+    # This and `model_accepts_loss_kwargs` tell `Trainer` that `compute_loss` normalises over accumulated micro-batches.
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -100,18 +100,17 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 f"`model` is a {type(model).__name__} of type {model_type!r}; it must be an STTS model. `stts-hf "
                 "convert` makes one of a stock checkpoint."
             )
-        freeze_parts(model, self.args.freeze or ())
         if self.args.scorer_alone and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 f"{self.args.scorer_alone}, but FSDP or DeepSpeed would shard the model, of which all but the scorer "
                 "is frozen. Use DDP: examples/accelerate/ddp.yaml."
             )
-        check_scorer_alone(model, self.args)
+        prepare_parts(model, self.args)
         checkpointing = self.args.gradient_checkpointing_kwargs
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
-            # It gives no gradient where no input needs one: with LoRA, or with frozen parts.
+            # It computes no gradients if no input requires one, as with LoRA and with frozen parts.
             require_grads_in_tower(model)
-        if isinstance(model, PreTrainedModel):  # a `PeftModel` loads its adapter by itself
+        if isinstance(model, PreTrainedModel):  # a `PeftModel` loads its own adapter
             accept_saved_names(model)
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -121,12 +120,11 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As in `Trainer`, its groups split by part, each with the part's rate."""
-        new = self.optimizer is None
-        optimizer = super().create_optimizer(model) if model is not None else super().create_optimizer()
-        if new:
-            trained: Any = self.model if model is None else model
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
             rates: Any = self.args.learning_rates
-            optimizer.param_groups = split_groups(optimizer, trained, rates)
+            optimizer.param_groups = split_groups(optimizer, self.model if model is None else model, rates)
         return optimizer
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +135,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         output_dir = str(self.args.output_dir)
         checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
         self.statistics.reset()
-        self.loss_history.reset()
+        self.loss_history.batches.clear()
         with self.termination.heard():
             result = super().train(checkpoint, *args, **kwargs)
         self._step_counts = None
@@ -204,7 +202,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             step = counts.clamp_min(1)
         # Text and images alone are never pruned, so there is nothing to match.
         matches = self.args.distillation_weight and inputs.get(self._backbone.video_inputs[0]) is not None
-        teaching = Teaching.of(self.model, inputs) if matches else None
+        with self.accelerator.autocast():
+            teaching = Teaching.of(self.model, inputs) if matches else None
         outputs = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
         task, temporal = normalised_losses(outputs, counts, step)
         distillation = torch.zeros_like(task)
@@ -214,17 +213,14 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
         losses = dict(zip(LOSSES, (task, temporal, distillation), strict=True))
         loss = scale * self._total(losses)
-        if training and not loss.requires_grad:  # text alone, while only the scorer is trained: nothing to learn
+        if training and not loss.requires_grad:  # only the scorer is trained, and the batch is text
             loss = loss + 0 * next(p for p in model.parameters() if p.requires_grad).sum()
         self._parts_of_loss = {name: losses[name].detach() for name in self._logged_losses}
         statistics = self.statistics if training else self._eval_statistics
         if statistics is not None:
             with torch.no_grad():
                 labels, blocks = counts
-                if alone:
-                    statistics.observe_scores(outputs)
-                else:
-                    statistics.observe(outputs, inputs)
+                statistics.observe(outputs, inputs)
                 statistics.add("labels", labels)
                 statistics.add("blocks", blocks)
                 for name, value in losses.items():
@@ -257,13 +253,11 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     def _total(self, losses: Mapping[str, Any]) -> Any:
         """The loss that is trained on; the divergence replaces the task loss."""
-        weight, temporal = (
-            self.args.distillation_weight,
-            self.model.config.temporal_loss_weight * losses["temporal_loss"],
-        )
+        weight = self.args.distillation_weight
+        total = self.model.config.temporal_loss_weight * losses["temporal_loss"]
         if self.args.temporal_loss_only:
-            return temporal
-        return (weight * losses["distillation_loss"] if weight else losses["task_loss"]) + temporal
+            return total
+        return total + (weight * losses["distillation_loss"] if weight else losses["task_loss"])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the statistics of the steps since the last log in logs of the training loss."""
@@ -282,7 +276,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _log_frame_positions(self, kept_shares: list[float]) -> None:
-        """One curve per frame position, to TensorBoard alone: on the console they would bury the rest."""
+        """Writes one curve per frame position, to TensorBoard alone: they are too many for the console."""
         for callback in self.callback_handler.callbacks:
             writer = getattr(callback, "tb_writer", None)
             if writer is not None and self.is_world_process_zero():
@@ -328,9 +322,9 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        As in `Trainer`. Outside a checkpoint the whole model, also if FSDP saves checkpoints in shards; it replaces an
-        earlier model in the folder when it is whole. Raises `FloatingPointError` in place of a checkpoint whose losses
-        or weights are not finite.
+        As in `Trainer`. Outside a checkpoint it saves the whole model, also if FSDP shards checkpoints, and replaces an
+        earlier model in the folder only once it is complete. Raises `FloatingPointError` instead of saving a checkpoint
+        whose losses or weights are not finite.
         """
         name_after_own_code(type(self.accelerator.unwrap_model(self.model)))
         folder = Path(output_dir or str(self.args.output_dir))
@@ -354,6 +348,6 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         bad = (~torch.stack(finite)).any().float()
         if self.accelerator.reduce(bad, reduction="sum").item():
             raise FloatingPointError(
-                f"The weights after step {self.state.global_step} are not finite, though the losses are: a gradient "
-                "spoilt them, and they are not saved. Resume from the last checkpoint."
+                f"The weights after step {self.state.global_step} are not finite, but the losses are: a gradient was "
+                "not. They are not saved. Resume from the last checkpoint."
             )

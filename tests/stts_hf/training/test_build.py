@@ -1,10 +1,13 @@
 """What is prepared of a configuration before any weights are loaded."""
 
+from typing import Any
+
 import pytest
 
 from stts_hf.data.rows import RowError
-from stts_hf.training.build import open_rows, prepare
+from stts_hf.training.build import load_data, make_trainer, prepare
 from stts_hf.training.config import load_config
+from tests.tiny import tiny_model
 from tests.training_files import row, write_config, write_data, write_rows
 
 
@@ -20,10 +23,10 @@ def files(tmp_path_factory):
 def test_no_row_of_the_training_takes_the_place_of_one_in_an_evaluation(files, on_error):
     config, data = files
     run = prepare(load_config(config, [f"--eval_data={data}", f"--on_error={on_error}"]), progress=False)
-    assert run.collator.replacements is (run.train_rows if on_error == "skip" else None)
-    assert run.eval_collator.replacements is (run.eval_rows if on_error == "skip" else None)
-    assert run.eval_rows is not None
-    assert run.eval_rows is not run.train_rows
+    trainer: Any = make_trainer(run, tiny_model())
+    assert run.rows["eval"] is not run.rows["train"]
+    for name, collator in (("train", trainer.data_collator), ("eval", trainer.eval_collator)):
+        assert collator.replacements is (run.rows[name] if on_error == "skip" else None)
 
 
 def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
@@ -33,8 +36,8 @@ def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
         "stts_hf.training.build.load_rows", lambda source, **options: asked.update({source[0]: options})
     )
     both = load_config(config, ["--train_data=someone/clips", f"--eval_data={data}", "--data_revision=v2"])
-    open_rows(both, "train")
-    open_rows(both, "eval")
+    load_data(both, "train")
+    load_data(both, "eval")
     assert asked["someone/clips"]["revision"] == "v2"
     assert asked[str(data)]["revision"] is None
 

@@ -4,9 +4,8 @@ import dataclasses
 import re
 
 import pytest
-from transformers import TrainingArguments
 
-from stts_hf.training.config import ARGUMENT_CLASSES, REFUSED, ConfigError, TrainConfig, load_config, read_settings
+from stts_hf.training.config import ARGUMENT_CLASSES, ConfigError, TrainConfig, load_config, read_settings
 from tests.conftest import REPOSITORY
 
 SMALLEST = """\
@@ -61,18 +60,6 @@ def test_no_setting_has_the_name_of_another():
     assert len(names) == len(set(names))
 
 
-def test_options_of_training_arguments_that_are_refused_have_a_reason():
-    """Every other one is taken."""
-    options = {item.name for item in dataclasses.fields(TrainingArguments) if item.init}
-    assert options & REFUSED.keys() == {
-        "resume_from_checkpoint",
-        "hub_token",
-        "parallelism_config",
-        "remove_unused_columns",
-        "use_liger_kernel",
-    }
-
-
 # What is put behind SMALLEST (three lines), the place that the message names, and more of it.
 MISTAKES = {
     "unknown key": ("prunning_ratio: 0.5\n", "unknown setting `prunning_ratio`", "'pruning_ratio'?"),
@@ -82,14 +69,12 @@ MISTAKES = {
     "resume in the file": ("resume_from_checkpoint: x\n", "`resume_from_checkpoint`", "Pass --resume"),
     "unknown part": ("learning_rates:\n  scorr: 1e-4\n", "`learning_rates` names 'scorr'", "'scorer'?"),
     "token": ("hub_token: hf_secret\n", "`hub_token`", "hf auth login"),
-    "rate of no adapter": ("learning_rates:\n  adapter: 1e-4\n", "a rate for LoRA weights", "`use_peft` is false"),
     "text for a number": ("max_steps: many\n", "argument --max_steps", "invalid int value: 'many'"),
     "text for a switch": ("bf16: perhaps\n", "argument --bf16", "got perhaps"),
     "unknown selector": ("selector: best\n", "argument --selector", "'scorer', 'cosine'"),
     "key twice": ("output_dir: b\n", "`output_dir` is given twice", ""),
     "adapter without rank": ("lora_r: 0\n", "`lora_r` is 0", "at least 1"),
     "adapter of nothing": ("lora_target_modules: []\n", "`lora_target_modules` names nothing", "Leave it out"),
-    "another model's config": ("model_type: qwen2_5_vl\n", "`model_type`", "of a model"),
     "smoothing": (
         "label_smoothing_factor: 0.1\n",
         "`label_smoothing_factor` is 0.1, but must be left out",

@@ -22,12 +22,12 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from stts_hf import STTSProcessor
 from stts_hf.data.collator import STTSDataCollator
-from stts_hf.training.distributed import kinds_that_must_agree, prepare_for_processes, wrap_language_model_alone
+from stts_hf.training.distributed import prepare_for_processes, shared_inputs, wrap_language_model_alone
 from tests.backbones import BACKBONES
 from tests.checkpoints import TINY
 from tests.conftest import REPOSITORY
 from tests.stts_hf.training.processes import TRAINED, main, write_rows
-from tests.tiny import Video
+from tests.tiny import Video, tiny_config, tiny_model
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 SCENARIOS = {
@@ -298,7 +298,8 @@ def fake_trainer(processes: int, collator: Any) -> Any:
     accelerator = SimpleNamespace(state=SimpleNamespace())
     uncut = SimpleNamespace(split_batches=False, dispatch_batches=None)
     args = SimpleNamespace(world_size=processes, accelerator_config=uncut)
-    return SimpleNamespace(args=args, data_collator=collator, accelerator=accelerator, model=None, train_dataset=None)
+    collators = {"data_collator": collator, "eval_collator": None}
+    return SimpleNamespace(args=args, accelerator=accelerator, model=None, train_dataset=None, **collators)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -324,8 +325,8 @@ def test_what_batches_must_have_in_common(engine, always_video, ratio, kinds):
     trainer = fake_trainer(2, SimpleNamespace(always_video=always_video))
     vars(trainer.accelerator.state).update(engine)
     trainer.accelerator.ddp_handler = SimpleNamespace(find_unused_parameters=True)
-    trainer.model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=ratio)))
-    assert kinds_that_must_agree(trainer) == kinds
+    trainer.model = tiny_model(tiny_config(pruning_ratio=ratio))
+    assert tuple(shared_inputs(trainer).values()) == kinds
 
 
 def plugin(**options: Any) -> FullyShardedDataParallelPlugin:

@@ -103,8 +103,8 @@ def test_a_rate_for_adapters_that_are_not_there_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rates": {"score": 1e-4}}, r"names 'score', .* Did you mean 'scorer'\? Parts: \['language_model', "),
-        ({"learning_rates": {"vit": 1e-4}}, r"names 'vit', which is no part of the model.*Parts: "),
+        ({"learning_rates": {"score": 1e-4}}, r"names 'score', .* Did you mean 'scorer'\?"),
+        ({"learning_rates": {"vit": 1e-4}}, r"names 'vit', .*Parts: language_model, "),
         ({"learning_rates": {"scorer": "1e-4"}}, "gives 'scorer' the rate '1e-4'; it must be a number >= 0"),
         ({"learning_rates": 1e-4}, "must map parts to rates"),
         ({"learning_rates": {"language_model": 1e-4}, "learning_rate": 2e-4}, "Give one of the two"),
