@@ -37,7 +37,7 @@ def defined_in(file: Path) -> set[str]:
     [
         ("From `processor(...)` to `logits`", 10),
         ("From a question to its answer", 8),
-        ("From a YAML file to the first gradient", 12),
+        ("From a YAML file to the first gradient", 8),
     ],
 )
 def test_names_of_a_walk_are_where_it_says(heading, most_files):

@@ -22,6 +22,8 @@ Row = Mapping[str, Any] | Encoded
 _REPLACEMENT_TRIES = 16
 # Tables of places in a tensor of all patches, which shift when samples are joined.
 _POOLING = {"video_token_pooling": "pixel_values_videos", "image_token_pooling": "pixel_values"}
+# A list for the model: FSDP2 and DeepSpeed cast tensors of a batch to bfloat16, which would shift tubelets in time.
+_FLOATS = ("second_per_grid_ts",)
 
 
 @dataclass(eq=False, repr=False)
@@ -203,9 +205,9 @@ def resolve_ratio(model_config: Any, pruning_ratio: float | None) -> float | Non
     return None if pruning_ratio is None else check_pruning_ratio(pruning_ratio)
 
 
-def join_vision(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def join_vision(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
     """Videos and images of several samples, what a processor gives for each, joined."""
-    joined = {}
+    joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for vision in parts for key in vision):
         holders = [vision for vision in parts if key in vision]
         found = [vision[key] for vision in holders]
@@ -214,4 +216,6 @@ def join_vision(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.
             starts = itertools.accumulate(patches[:-1], initial=0)
             found = [torch.where(p >= 0, p + start, p) for p, start in zip(found, starts, strict=True)]
         joined[key] = torch.cat(found)
+        if key in _FLOATS:
+            joined[key] = joined[key].tolist()
     return joined

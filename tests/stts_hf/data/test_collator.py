@@ -10,10 +10,11 @@ from torch.utils.data import DataLoader
 from transformers.image_utils import load_image
 
 from stts_hf import RowError, STTSConfig, STTSDataCollator
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.data.encoding import encode
 from stts_hf.data.rows import read_row
 from stts_hf.video.processors import block_grids, process
-from tests.checkpoints import BLOCKS, TINY
+from tests.checkpoints import BLOCKS, TINIES, TINY
 from tests.stts_hf.training.samples import image_row, text_row, video_row
 
 
@@ -35,8 +36,22 @@ def assert_same(batch, expected):
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
-        else:
-            assert value == expected[name]
+        else:  # a processor makes a tensor of the floats that a batch has in a list
+            wanted = expected[name]
+            assert value == (wanted.tolist() if isinstance(wanted, torch.Tensor) else wanted)
+
+
+def test_seconds_per_tubelet_are_no_tensor(rows):
+    """FSDP2 and DeepSpeed cast all tensors of a batch to bfloat16, in which 2/3 is 0.668; the model takes a list."""
+    folder = TINIES["qwen2_5_vl"]
+    family = family_of_checkpoint(folder)
+    batch = STTSDataCollator(family.processor.from_pretrained(folder))([rows["two"], rows["five"]])
+    assert [type(seconds) for seconds in batch["second_per_grid_ts"]] == [float, float]
+    model, seconds = family.model.from_pretrained(folder).eval(), [2 / 3, 0.1]
+    with torch.no_grad():
+        found = model(**batch | {"second_per_grid_ts": seconds}).logits
+        expected = model(**batch | {"second_per_grid_ts": torch.tensor(seconds)}).logits
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
