@@ -16,8 +16,8 @@ from transformers.trainer_utils import sort_checkpoints
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
+from stts_hf.checkpoints.checks import empty_model
 from stts_hf.checkpoints.files import belongs, check_links, every_file
-from stts_hf.checkpoints.layout import empty_model
 from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
