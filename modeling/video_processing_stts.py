@@ -88,7 +88,9 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             ValueError: a file cannot be read (see `VideoFile`), frames are missing, not finite or contradict their
                 metadata, or a setting is out of range.
         """
-        options = {name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__}
+        options: dict[str, Any] = {
+            name: kwargs.get(name, getattr(self, name, None)) for name in self.valid_kwargs.__annotations__
+        }
         limits = self.frame_limits(**kwargs)
         size: Any = get_size_dict(options["size"], default_to_square=options["default_to_square"])
         if not (size.get("height") and size.get("width")):
@@ -108,7 +110,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
                     read.append(file.read(shown, (size["height"], size["width"]), resizing))
                 continue
             if isinstance(video, list):
-                video, layout = np.stack([load_image(picture) for picture in video]), ChannelDimension.LAST
+                video, layout = np.stack([np.asarray(load_image(picture)) for picture in video]), ChannelDimension.LAST
             choose = functools.partial(self._sample, limits=limits) if options["do_sample_frames"] else None
             read.append(decoded_frames(video, given, f"videos[{index}]", layout, choose))
         kwargs |= {"do_sample_frames": False, "input_data_format": ChannelDimension.FIRST}
@@ -151,7 +153,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
     def frame_limits(self, **call: Any) -> tuple[int | None, float | None]:
         """The most frames to show of a video and its frames per second, by the settings, those of a call first."""
         names = ("num_frames", "fps", "max_fps", "test_time_scaling", "pruning_ratio")
-        num_frames, fps, max_fps, scales, ratio = (call.get(name, getattr(self, name, None)) for name in names)
+        settings: list[Any] = [call.get(name, getattr(self, name, None)) for name in names]
+        num_frames, fps, max_fps, scales, ratio = settings
         given = {name for name, value in call.items() if value is not None}
         if {"fps", "num_frames"} <= given:
             raise ValueError(f"num_frames={num_frames} and fps={fps} exclude each other. Pass num_frames and max_fps.")
@@ -259,7 +262,7 @@ def as_sources(videos: Any) -> Any:
     return source
 
 
-def open_video(source: str) -> VideoFile:
+def open_video(source: str) -> Any:
     """The file at a path, or that a `Source` holds. A `Source` may also hold what does all that a `VideoFile` does."""
     held = getattr(source, "held", source)
     return held if hasattr(held, "describe") else VideoFile(held)

@@ -422,12 +422,14 @@ def _deliver(
     awaited: dict[int, list[int]] = {}  # places by the index wanted there
     for place in places:
         awaited.setdefault(wanted[place], []).append(place)
-    ahead, whole, beyond = deque(awaited), None, 0  # beyond: frames after the last wanted one
+    ahead, beyond = deque(awaited), 0  # beyond: frames after the last wanted one
+    whole: tuple[int, Any] | None = None
     for index, frame in frames:
         while ahead and ahead[0] < index:
             lost = awaited.get(ahead.popleft(), [])
-            for place in lost if whole else []:
-                keep(place, *whole)
+            if whole is not None:
+                for place in lost:
+                    keep(place, *whole)
         if whole is None or index >= whole[0]:
             whole = index, frame
         for place in awaited.pop(index, []):
@@ -435,8 +437,9 @@ def _deliver(
         beyond += index > wanted[places[-1]]
         if not awaited or beyond > REORDER_DEPTH:
             return
-    for place in awaited.get(ahead[0], []) if whole and ahead else []:
-        keep(place, *whole)
+    if whole is not None and ahead:
+        for place in awaited.get(ahead[0], []):
+            keep(place, *whole)
 
 
 def _rank(stream: Any) -> tuple[bool, int, int]:

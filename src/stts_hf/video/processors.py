@@ -216,7 +216,7 @@ def measure(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:
         _, shown = file.read(indices[:1], (1, 1))
     except ValueError:  # it is damaged
         _, shown = file.read(indices, (1, 1))
-    return shown.height, shown.width
+    return int(shown.height or 0), int(shown.width or 0)
 
 
 def pad_to_tubelet(frames: torch.Tensor, tubelet: int) -> torch.Tensor:

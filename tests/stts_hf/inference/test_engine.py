@@ -13,13 +13,8 @@ from transformers import AutoProcessor
 from stts_hf import STTSProcessor
 from stts_hf.data.isolated import ProcessDied
 from stts_hf.inference.engine import answer_requests, make_batches
-<<<<<<< HEAD
 from stts_hf.inference.requests import Answer, Request, make_request
-from stts_hf.modeling.video_processing_stts import FrameReader
-=======
-from stts_hf.inference.requests import Request, make_request
 from stts_hf.modeling.video_reading_stts import VideoFile
->>>>>>> ddc229a (The checkpoint reads files alone; decoders, pictures and probing are the package's)
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
 

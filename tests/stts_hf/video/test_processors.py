@@ -191,7 +191,7 @@ def test_a_checkpoint_may_show_every_frame(native, clips):
 def test_a_class_that_shows_every_frame_says_nothing_of_its_checkpoint(clips, hub_configs):
     settings = Qwen2VLVideoProcessor.from_pretrained(hub_configs / "stts-qwen2-5-vl-tiny")
     assert not settings.do_sample_frames
-    assert len(NativeReader(settings).read(str(clips["wide"]), None, 0)[0]) == 6  # 3.5 s
+    assert len(NativeReader(settings).read(str(clips["wide"]), None, "a video")[0]) == 6  # 3.5 s
 
 
 def test_no_videos_are_none(native):
@@ -246,7 +246,7 @@ def test_what_a_file_becomes_is_known_before(processors, backbone, clips, name):
 def test_a_frame_is_the_one_that_its_index_says(native, clips):
     settings = copy.copy(native.video_processor)
     settings.do_resize = False
-    frames, shown = NativeReader(settings).read(str(clips["wide"]), None, 0)
+    frames, shown = NativeReader(settings).read(str(clips["wide"]), None, "a video")
     assert [frame_number(frame.permute(1, 2, 0).numpy()) for frame in frames] == shown.frames_indices
 
 
@@ -307,7 +307,7 @@ class Decoder:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("backbone", TINIES)
 def test_a_decoder_of_torchcodec_is_what_its_file_is(processors, backbone, clips, channels_last):
-    options = {"text": TEXTS[backbone], "return_tensors": "pt", "return_metadata": True}
+    options: dict[str, Any] = {"text": TEXTS[backbone], "return_tensors": "pt", "return_metadata": True}
     videos = (Decoder(clips["tall"], 3.0, channels_last), clips["tall"])
     ours, of_file = (process(processors[backbone], videos=[video], **options) for video in videos)
     shown, expected = ours.pop("video_metadata")[0], of_file.pop("video_metadata")[0]
