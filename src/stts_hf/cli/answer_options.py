@@ -10,15 +10,7 @@ from typing import Any
 from stts_hf.checkpoints.files import fingerprint
 from stts_hf.cli.answer_report import check_file
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import (
-    add_device_options,
-    add_model_options,
-    add_selector_option,
-    add_url_option,
-    count,
-    positive,
-    processing,
-)
+from stts_hf.cli.options import add_model_options, count, positive, processing
 from stts_hf.cli.progress import note
 from stts_hf.data.isolated import start_early
 
@@ -35,17 +27,9 @@ def natural(text: str) -> int:
 
 def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Adds what answers, of which frames, how long and how many at once. max_new_tokens: the default."""
-    add_model_options(parser)
-    add_selector_option(parser)
+    add_model_options(parser, max_new_tokens)
     parser.add_argument(
         "--max-fps", type=positive, metavar="R", help="maximum frames per second (default: checkpoint's)"
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=count,
-        default=max_new_tokens,
-        metavar="N",
-        help=f"maximum new tokens per answer (default: {max_new_tokens})",
     )
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions per batch (default: 8)")
     parser.add_argument(
@@ -61,8 +45,6 @@ def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
         metavar="S",
         help="seconds allowed for reading the videos and images of one row (default: 600)",
     )
-    add_device_options(parser)
-    add_url_option(parser)
 
 
 def workers_of(arguments: argparse.Namespace) -> int:

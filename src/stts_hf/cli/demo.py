@@ -3,58 +3,35 @@
 import argparse
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from stts_hf.cli.checkpoint_options import TINY, find_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
-from stts_hf.cli.options import (
-    add_device_options,
-    add_model_options,
-    add_selector_option,
-    check_scaling,
-    choose_device,
-    count,
-    positive,
-    processing,
-)
+from stts_hf.cli.options import add_model_options, check_scaling, choose_device, count, positive, processing
 from stts_hf.cli.progress import import_libraries, note, stage
 
 HELP = "serve a web page for asking about videos that shows what the model looked at"
 ABOUT_TINY = "stts-tiny knows a few shapes, colours and letters in made-up clips, and nothing else."
+# Of `Limits`: type, default, metavar and help.
+LIMITS: dict[str, tuple[Callable[[str], float], int, str, str]] = {
+    "upload_mb": (count, 200, "MB", "maximum size of an uploaded file"),
+    "seconds": (positive, 600, "S", "maximum duration of a video"),
+    "clips": (count, 4, "N", "maximum number of encoded videos in memory, over all visitors"),
+    "answers": (count, 2, "N", "maximum number of concurrent answers; further questions wait"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    add_model_options(parser)
-    add_selector_option(parser)
-    add_device_options(parser)
+    add_model_options(parser, max_new_tokens=64, urls=False)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only); 0.0.0.0: all"
     )
     parser.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860)")
-    parser.add_argument(
-        "--max-upload-mb", type=count, default=200, metavar="MB", help="maximum size of an uploaded file (default: 200)"
-    )
-    parser.add_argument(
-        "--max-seconds", type=positive, default=600, metavar="S", help="maximum duration of a video (default: 600)"
-    )
-    parser.add_argument(
-        "--max-clips",
-        type=count,
-        default=4,
-        metavar="N",
-        help="maximum number of encoded videos in memory, over all visitors (default: 4)",
-    )
-    parser.add_argument(
-        "--max-answers",
-        type=count,
-        default=2,
-        metavar="N",
-        help="maximum number of concurrent answers; further questions wait (default: 2)",
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=count, default=64, metavar="N", help="maximum new tokens per answer (default: 64)"
-    )
+    for name, (kind, default, metavar, words) in LIMITS.items():
+        option = f"--max-{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{words} (default: {default})")
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -69,22 +46,10 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.inference.assistant import load
 
     device = choose_device(arguments.device)
-    limits = Limits(
-        upload_mb=arguments.max_upload_mb,
-        seconds=arguments.max_seconds,
-        clips=arguments.max_clips,
-        answers=arguments.max_answers,
-        new_tokens=arguments.max_new_tokens,
-    )
+    limits = Limits(**{name: getattr(arguments, f"max_{name}") for name in (*LIMITS, "new_tokens")})
     with stage(f"Loading {checkpoint} on {device}"), of_option():
-        assistant = load(
-            checkpoint,
-            pruning_ratio=arguments.pruning_ratio,
-            selector=arguments.selector,
-            device=str(device),
-            dtype=arguments.dtype,
-            revision=arguments.revision,
-        )
+        options = {name: getattr(arguments, name) for name in ("pruning_ratio", "selector", "dtype", "revision")}
+        assistant = load(checkpoint, device=str(device), **options)
     page = build(
         assistant,
         limits=limits,

@@ -32,8 +32,10 @@ def positive(text: str) -> float:
     return float(text)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what says which model looks at how much of a video; a command adds itself what ranks the tokens."""
+def add_model_options(
+    parser: argparse.ArgumentParser, max_new_tokens: int, *, selector: bool = True, urls: bool = True
+) -> None:
+    """Adds the model, its frames, device and answer length; and its selector and permission to download."""
     parser.add_argument(
         "--checkpoint",
         metavar="PATH_OR_REPO",
@@ -50,15 +52,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="sample 1 / (1 - K) times as many frames, for the same number of tokens",
     )
-
-
-def add_selector_option(parser: argparse.ArgumentParser) -> None:
-    """Adds what ranks the tokens."""
-    parser.add_argument("--selector", choices=SELECTORS, help="selection method (default: checkpoint's)")
-
-
-def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Adds where and in which precision the model runs."""
     parser.add_argument("--device", default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ...")
     parser.add_argument(
         "--dtype",
@@ -66,11 +59,12 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="dtype of the model (default: auto)",
     )
-
-
-def add_url_option(parser: argparse.ArgumentParser) -> None:
-    """Adds what may be downloaded."""
-    parser.add_argument("--allow-urls", action="store_true", help="allow http(s) addresses as videos")
+    length = f"maximum new tokens per answer (default: {max_new_tokens})"
+    parser.add_argument("--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=length)
+    if selector:
+        parser.add_argument("--selector", choices=SELECTORS, help="selection method (default: checkpoint's)")
+    if urls:
+        parser.add_argument("--allow-urls", action="store_true", help="allow http(s) addresses as videos")
 
 
 def processing(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -9,16 +9,7 @@ from stts_hf.cli import answer_report as report
 from stts_hf.cli import predict
 from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import (
-    add_device_options,
-    add_model_options,
-    add_selector_option,
-    add_url_option,
-    check_scaling,
-    choose_device,
-    count,
-    processing,
-)
+from stts_hf.cli.options import add_model_options, check_scaling, choose_device, processing
 from stts_hf.cli.progress import TokenBar, import_libraries, progress_bar, stage
 from stts_hf.wording import percent
 
@@ -38,14 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="video file, or an http(s) address with --allow-urls; for several videos see stts-hf predict",
     )
     parser.add_argument("question", metavar="QUESTION", help="question about the video")
-    add_model_options(parser)
-    add_selector_option(parser)
-    parser.add_argument(
-        "--max-new-tokens", type=count, default=64, metavar="N", help="maximum new tokens per answer (default: 64)"
-    )
+    add_model_options(parser, max_new_tokens=64)
     parser.add_argument("--output", type=Path, metavar="PATH", help=f"picture to write (default: {PICTURE})")
-    add_device_options(parser)
-    add_url_option(parser)
     parser.add_argument(
         "--time",
         action="store_true",
@@ -143,7 +128,9 @@ def trouble_of(video: str, allow_urls: bool) -> str | None:
     """What keeps a path from being a video file; None where nothing does."""
     if os.path.isfile(video):
         return None
-    if video.lower().startswith(("http://", "https://")):
+    from stts_hf.video.sources import is_url
+
+    if is_url(video):
         return None if allow_urls else "is an address, which is downloaded only with --allow-urls"
     if os.path.isdir(video):
         return "is a folder"

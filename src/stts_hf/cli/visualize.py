@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stts_hf.cli import answer_report as report
 from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
-from stts_hf.cli.options import (
-    add_device_options,
-    add_model_options,
-    add_url_option,
-    check_scaling,
-    check_writable,
-    choose_device,
-    count,
-)
+from stts_hf.cli.options import add_model_options, check_scaling, check_writable, choose_device
 from stts_hf.cli.progress import import_libraries, note, stage
 from stts_hf.cli.run import decode, generate, trouble_of
 from stts_hf.selectors import LEARNED, SELECTORS, UNTRAINED
@@ -38,7 +30,7 @@ DPI = 160
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("video", metavar="VIDEO", help="video file, or an http(s) address with --allow-urls")
-    add_model_options(parser)
+    add_model_options(parser, max_new_tokens=64, selector=False)
     parser.add_argument(
         "--selectors",
         nargs="+",
@@ -46,9 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="selection methods to compare (default: all; without a trained scorer cosine and random)",
     )
     parser.add_argument("--question", default=QUESTION, help=f'question about the video (default: "{QUESTION}")')
-    parser.add_argument(
-        "--max-new-tokens", type=count, default=64, metavar="N", help="maximum new tokens per answer (default: 64)"
-    )
     parser.add_argument(
         "--repeats",
         type=int,
@@ -63,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="new folder for report.html and its files; it is written completely or not at all",
     )
-    add_device_options(parser)
-    add_url_option(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:

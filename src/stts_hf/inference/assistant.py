@@ -33,12 +33,11 @@ def load(
 
     Args:
         checkpoint: folder or Hub repository of an STTS checkpoint of any backbone, or of a stock Molmo2, Qwen3-VL or
-            Qwen2.5-VL, with a selector that needs no training. It is loaded by this package's code: code that lies in
-            it does not run.
-        pruning_ratio: share `k` of video tokens to drop; the checkpoint's by default.
+            Qwen2.5-VL, with a selector that needs no training. Code in the checkpoint is not executed.
+        pruning_ratio: fraction `k` of video tokens to drop; the checkpoint's by default.
         selector: "scorer", "cosine" or "random"; the checkpoint's by default.
-        device: "cpu", "cuda", "cuda:1", ...; a GPU where there is one, by default.
-        dtype: "float32", "bfloat16", ... or PyTorch's; that of the weights by default.
+        device: "cpu", "cuda", "cuda:1", ...; by default a GPU if there is one.
+        dtype: "float32", "bfloat16", ... or a `torch.dtype`; that of the weights by default.
         revision: branch, tag or commit of a Hub repository.
         options: of `from_pretrained`, such as `attn_implementation`, or `device_map` in place of `device`.
 
@@ -64,18 +63,18 @@ def load(
 
 class VideoAssistant:
     """
-    A model that answers questions about videos. What `load` returns; a model and a processor that are there already do
-    as well. Several threads may use it at once.
+    A model that answers questions about videos. `load` returns one; it can also be made of a model and a processor.
+    Several threads may use it at once.
 
-    A video is a path, a URL, the bytes of a file, an open file or decoded frames. Answers are `Answer`: the words,
-    and what the model saw (`keep_mask`, `token_scores`, `timestamps`, counts of tokens). Arguments of all methods:
+    A video is a path, a URL, the bytes of a file, an open file or decoded frames. An `Answer` holds the text and what
+    the model saw (`keep_mask`, `token_scores`, `timestamps`, token counts). Arguments of all methods:
 
-    - `pruning_ratio`: share `k` of video tokens to drop, in place of the model's.
+    - `pruning_ratio`: fraction `k` of video tokens to drop; the model's by default.
     - `processing`: which frames, such as `{"num_frames": 32}`, `{"fps": 1}` or `{"test_time_scaling": True}`.
-    - `options`: of `model.generate`; without any the likeliest answer, of at most 256 tokens.
+    - `options`: of `model.generate`; without any the greedy answer, of at most 256 tokens.
 
-    They raise `TypeError` or `ValueError`, which say what to do, for a question that is no text, is empty or holds
-    tokens of the model's own, a video that cannot be read, and an option that is unknown or out of range.
+    They raise `TypeError` or `ValueError` for a question that is not text, is empty or holds a control token, a video
+    that cannot be read, and an option that is unknown or out of range.
 
     Attributes:
         model: an STTS model of any backbone, or one wrapped by PEFT.
@@ -87,7 +86,7 @@ class VideoAssistant:
 
     @property
     def pruning_ratio(self) -> float:
-        """Share `k` of video tokens to drop where a call does not say; may be set."""
+        """Default fraction `k` of video tokens to drop; can be set."""
         return self.model.config.vision_config.pruning_ratio
 
     @pruning_ratio.setter
@@ -103,11 +102,9 @@ class VideoAssistant:
         processing: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Answer:
-        """Answers one question about one video. For more questions about it, `watch` it."""
-        (answer,) = self.answer_batch(
-            [video], [question], pruning_ratio=pruning_ratio, processing=processing, **options
-        )
-        return answer
+        """Answers one question about a video. To ask several, `watch` it."""
+        given: dict[str, Any] = {"pruning_ratio": pruning_ratio, "processing": processing, **options}
+        return self.answer_batch([video], [question], **given)[0]
 
     def answer_batch(
         self,
@@ -122,33 +119,21 @@ class VideoAssistant:
     ) -> list[Answer]:
         """
         Answers a question about each of several videos, in their order; `batch_size` of them at once, while the next
-        ones are decoded. For videos without end there is `answer_videos`.
+        ones are decoded. `answer_videos` takes videos that do not end.
 
         Args:
             questions: one for each video, or one for all.
-            on_error: "raise", or "return" for an answer with its `error` in the place of a video that cannot be read.
+            on_error: "raise", or "return" an `Answer` with an `error` for a video that cannot be read.
         """
         if not isinstance(videos, str | bytes | os.PathLike):  # which `answer_videos` refuses
             videos = list(videos)
             questions = [questions] * len(videos) if isinstance(questions, str) else list(questions)
             if len(questions) != len(videos):
-                raise ValueError(
-                    f"questions are {len(questions)} and videos {len(videos)}. Pass one question for each, or one for "
-                    "all."
-                )
-        return list(
-            answer_videos(
-                self.model,
-                self.processor,
-                videos,
-                questions,
-                pruning_ratio=pruning_ratio,
-                batch_size=batch_size,
-                processing=processing,
-                on_error=on_error,
-                **generate_options(self.processor, options),
-            )
-        )
+                numbers = f"questions are {len(questions)} and videos {len(videos)}"
+                raise ValueError(f"{numbers}. Pass one question for each, or one for all.")
+        given: dict[str, Any] = {"pruning_ratio": pruning_ratio, "processing": processing, "batch_size": batch_size}
+        given |= generate_options(self.processor, options)
+        return list(answer_videos(self.model, self.processor, videos, questions, on_error=on_error, **given))
 
     def stream(self, video: Any, question: str, **options: Any) -> AnswerStream:
         """As `answer`, piece by piece: an iterator of text, whose `answer` is there at its end."""

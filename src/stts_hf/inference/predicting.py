@@ -11,7 +11,7 @@ from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
 
-from .engine import DECODE_TIMEOUT, answer_requests
+from .engine import answer_requests
 from .inputs import STAND_INS, StoredVideo
 from .requests import Answer, Request, make_request
 
@@ -27,15 +27,14 @@ class Predictor:
 
     Args:
         checkpoint, revision, selector, device, dtype, pruning_ratio: as in `stts_hf.load`.
-        processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
-        batch_size, num_workers, decode_timeout: as in `answer_requests`.
-        max_new_tokens: tokens that an answer may have.
+        max_new_tokens: maximum number of tokens of an answer.
         allow_urls: whether videos may be fetched from http(s) URLs.
+        options: of `answer_requests`: `processing`, `batch_size`, `num_workers`, `decode_timeout`.
 
     Attributes:
         config: the model's.
         processor: of the checkpoint.
-        pruning_ratio: share `k` of video tokens that is dropped.
+        pruning_ratio: fraction `k` of video tokens to drop.
 
     Raises:
         ValueError: there is no such checkpoint or device, or an argument is out of range.
@@ -50,25 +49,14 @@ class Predictor:
         device: str = "auto",
         dtype: str = "auto",
         pruning_ratio: float | None = None,
-        processing: Mapping[str, Any] | None = None,
-        batch_size: int = 8,
-        num_workers: int = 0,
-        decode_timeout: float | None = DECODE_TIMEOUT,
         max_new_tokens: int = 64,
-        allow_urls: bool = False,
+        **options: Any,
     ):
         self.config, self.processor = load_config_and_processor(checkpoint, revision=revision, selector=selector)
         self.pruning_ratio = resolve_ratio(self.config, pruning_ratio)
         self._place = (checkpoint, self.config, choose_device(device))
         self._weights: dict[str, Any] = {"revision": revision, "dtype": dtype}
-        self._options: dict[str, Any] = {
-            "processing": processing,
-            "batch_size": batch_size,
-            "num_workers": num_workers,
-            "decode_timeout": decode_timeout,
-            "allow_urls": allow_urls,
-            "max_new_tokens": max_new_tokens,
-        }
+        self._options = {"max_new_tokens": max_new_tokens, "pruning_ratio": self.pruning_ratio, **options}
 
     @functools.cached_property
     def model(self) -> Any:
@@ -84,20 +72,11 @@ class Predictor:
                 and `prompt`.
 
         Yields:
-            A dict for each row, as soon as it is answered, rows that cannot be read first, with `id`, `video`,
-            `prompt`, `answer` (None where there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`,
-            `new_tokens`, `frames`, `damaged_frames`, `seconds` of the model, for the batch divided by its rows, and
-            `error`, what is wrong with the row, else None.
+            A dict for each row, as soon as it is answered, rows that cannot be read first: `id`, `video`, `prompt`,
+            `answer` (None if there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`, `new_tokens`,
+            `frames`, `damaged_frames`, `seconds` in the model (the batch's, divided by its rows), and `error`.
         """
-        answers = answer_rows(
-            self.model,
-            self.processor,
-            rows,
-            read_asked,
-            pruning_ratio=self.pruning_ratio,
-            do_sample=False,
-            **self._options,
-        )
+        answers = answer_rows(self.model, self.processor, rows, read_asked, do_sample=False, **self._options)
         with contextlib.closing(answers):
             for row, answer in answers:
                 yield record_of(row, answer)
@@ -132,7 +111,7 @@ def answer_rows(
 
 
 def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Request:
-    """What a row (docs/training_data.md) asks, without its answer. Raises `RowError` for one that cannot be asked."""
+    """The request of a row (docs/training_data.md), without its answer. Raises `RowError` for a row that has none."""
     sample = read_row(row, index)
     with row_errors(sample.id):
         check_files(sample, allow_urls)
@@ -141,30 +120,32 @@ def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None
 
 
 def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Request:
-    """The prompt of a row `{id, video, prompt}`. Raises `RowError` for one that cannot be asked."""
+    """The request of a row `{id, video, prompt}`. Raises `RowError` for a row that has none."""
     name = row_id(row, index)
     if row.get("video") is None:
         raise RowError(f"Row {name!r}: video is empty. Name a file.", name)
     stored = row["video"] if isinstance(row["video"], StoredVideo) else None
     columns = {name: row.get(name) for name in (*PLACE, "video")} | STAND_INS
     columns |= {"question": row.get("prompt")} | ({"video": b"?"} if stored else {})
-    prompt = read_prompt(processor, columns, index, allow_urls)
-    return dataclasses.replace(prompt, videos=(stored,)) if stored else prompt
+    request = read_prompt(processor, columns, index, allow_urls)
+    return dataclasses.replace(request, videos=(stored,)) if stored else request
 
 
 def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     """`Predictor.predict`'s record of a row; with an error, counts are None and `seconds` is 0."""
-    record = {"id": row["id"], "video": video_name(row), "prompt": row.get("prompt")}
-    counted = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens")
-    of_videos = ("frames", "damaged_frames")
-    if answer.error is not None:
-        unknown = dict.fromkeys(counted + of_videos)
-        return {**record, "answer": None, **unknown, "seconds": 0.0, "error": describe_error(answer.error)}
-    counts = {name: getattr(answer, name) for name in counted}
-    for video in (answer, *answer.others):
-        counts["frames"] = counts.get("frames", 0) + video.num_frames
-        counts["damaged_frames"] = counts.get("damaged_frames", 0) + video.damaged_frames
-    return {**record, "answer": answer.text, **counts, "seconds": answer.seconds, "error": None}
+    videos = (answer, *answer.others)
+    counts: dict[str, int | None] = {
+        **{
+            name: getattr(answer, name) for name in ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens")
+        },
+        "frames": sum(video.num_frames for video in videos),
+        "damaged_frames": sum(video.damaged_frames for video in videos),
+    }
+    error = None if answer.error is None else describe_error(answer.error)
+    if error is not None:
+        counts = dict.fromkeys(counts)
+    said = {"id": row["id"], "video": video_name(row), "prompt": row.get("prompt"), "answer": answer.answer}
+    return {**said, **counts, "seconds": answer.seconds, "error": error}
 
 
 def video_name(row: Mapping[str, Any]) -> str | None:

@@ -9,27 +9,26 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from PIL import Image
+from datasets.fingerprint import Hasher
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from stts_hf.data.collator import check_on_error
-from stts_hf.data.encoding import Processor, process
+from stts_hf.data.encoding import Processor
 from stts_hf.data.lines import open_lines, read_lines, write_line
-from stts_hf.data.prefetch import prefetch
 from stts_hf.data.preparing import LENGTH, with_column
-from stts_hf.data.rows import ANSWER, PROMPT, RowError, Sample, is_unanswered, read_row, row_errors
-from stts_hf.inference.generate import inputs_for
+from stts_hf.data.rows import ANSWER, PROMPT, RowError, is_unanswered, read_row, row_errors
+from stts_hf.inference.engine import answer_requests
+from stts_hf.inference.requests import Answer, Request
 from stts_hf.video.processors import get_frames
 from stts_hf.video.sources import is_url
 
@@ -64,126 +63,121 @@ def answer_rows(
     progress: bool = True,
 ) -> datasets.Dataset:
     """
-    Has `model` answer the marked rows greedily, at `k = 0`; every process its share. Videos are decoded meanwhile.
+    Answers the marked rows greedily, at `k = 0`; every process its share. Videos are decoded meanwhile.
 
     Args:
         rows: of `mark_unanswered`, then `prepare_rows`.
         model: of any backbone, on its device.
         processor: the one that prepared the rows.
-        folder: where answers are kept as they come, so that a run that is killed does not lose them.
-        identity: tells the model and its settings from others whose answers may lie in `folder`.
+        folder: keeps answers as they come, so that a killed run does not lose them.
+        identity: of the model and its settings; answers in `folder` of other identities are ignored.
         on_error: "raise", or "skip" to leave out rows that cannot be answered, with a warning.
 
     Returns:
-        The rows with their answers, for `prepare_rows`: other words have other lengths.
+        The rows with their answers, for `prepare_rows`, which measures them again.
 
     Raises:
-        RowError: with on_error="raise", for a video that cannot be decoded, or where the model answers nothing.
+        RowError: with on_error="raise", for a video that cannot be decoded, or an empty answer.
     """
     check_on_error(on_error)
     state = PartialState()
     marks: list[str | None] = list(rows[ANSWER]) if ANSWER in rows.column_names else []
-    waiting = [index for index, mark in enumerate(marks) if mark is not None and "room" in json.loads(mark)]
-    if not waiting:
+    rooms = {index: json.loads(mark).get("room") for index, mark in enumerate(marks) if mark is not None}
+    if not (waiting := [index for index, room in rooms.items() if room is not None]):
         return rows
-    author = _Author(model, processor, identity, _read_answers(folder))
     mine = waiting[state.process_index :: state.num_processes]
     found: dict[int, str] = {}
-    prepared = prefetch(lambda index: author.prepare(rows[index]), mine)
-    with _writer(folder, state.process_index) as write, contextlib.closing(prepared):
-        show = progress and state.is_main_process
-        bar = tqdm(prepared, total=len(mine), desc="Answering rows", disable=None if show else True)
-        for index, request in zip(mine, bar, strict=True):
-            try:
-                found[index] = author.answer(request, write)
-            except RowError as error:
-                if on_error == "raise":
-                    raise
-                logger.warning(f"Left out: {error}")
-    answers = dict(gather_object(list(found.items())))
+    asked: deque[tuple[int, str, str]] = deque()  # index, id and key
+
+    with _open_answers(folder, state.process_index) as (known, write):
+
+        def requests() -> Iterator[Request]:
+            for index in mine:
+                name, key, request = _request(rows[index], processor, identity)
+                if key in known:
+                    found[index] = known[key]
+                else:
+                    asked.append((index, name, key))
+                    yield request
+
+        options = {"max_new_tokens": rooms[waiting[0]], "do_sample": False, "num_beams": 1}  # one room for all rows
+        answers = answer_requests(model, processor, requests(), pruning_ratio=0.0, batch_size=1, share=False, **options)
+        bar = tqdm(answers, "Answering rows", len(mine), disable=None if progress and state.is_main_process else True)
+        with contextlib.closing(answers):
+            for _, answer in bar:
+                index, name, key = asked.popleft()
+                try:
+                    found[index] = _text(name, answer)
+                    write({"key": key, "id": name, "answer": answer.text})
+                except RowError as error:
+                    if on_error == "raise":
+                        raise
+                    logger.warning(f"Left out: {error}")
+    return _with_answers(rows, marks, set(waiting), dict(gather_object(list(found.items()))))
+
+
+def _with_answers(
+    rows: datasets.Dataset, marks: list[str | None], waiting: set[int], answers: Mapping[int, str]
+) -> datasets.Dataset:
+    """The rows with `answers` in their marks, without those of `waiting` that have none."""
     for index, answer in answers.items():
         marks[index] = json.dumps({"question": json.loads(marks[index] or "")["question"], "answer": answer})
-    rows = with_column(rows.remove_columns([PROMPT]), ANSWER, marks, "string")
-    rows = rows.remove_columns([LENGTH]) if LENGTH in rows.column_names else rows
-    left_out = set(waiting) - answers.keys()
+    rows = with_column(rows, ANSWER, marks, "string")
+    rows = rows.remove_columns([name for name in (PROMPT, LENGTH) if name in rows.column_names])
+    left_out = waiting - answers.keys()
     return rows.select([index for index in range(len(rows)) if index not in left_out])
 
 
-@dataclass
-class _Author:
-    """known: earlier answers by key."""
-
-    model: PreTrainedModel
-    processor: Processor
-    identity: str
-    known: dict[str, str]
-
-    def prepare(self, row: Mapping[str, Any]) -> tuple[Sample, str, Any] | RowError:
-        """The sample, a key that tells it from all others, and the inputs of its prompt where no answer is known."""
-        sample = read_row(row)
-        assert sample.prompt is not None  # `prepare_rows` made it
-        text, spans = sample.prompt
-        prompt = text[: spans[-1][0]]  # up to the stand-in
-        shown = get_frames(self.processor.video_processor)
-        try:
-            with row_errors(sample.id):
-                media = [digest_media(source) for source in (*sample.videos, *sample.images)]
-                settings = f"{self.identity} {shown['num_frames']} {shown['max_fps']}"
-                key = hashlib.sha256(json.dumps([settings, sample.room, prompt, media]).encode()).hexdigest()
-                return sample, key, None if key in self.known else process(self.processor, sample, prompt)
-        except RowError as error:
-            return error
-
-    def answer(self, request: tuple[Sample, str, Any] | RowError, write: Callable[[dict[str, str]], None]) -> str:
-        """Raises `RowError` for a row that cannot be read, and an empty answer."""
-        if isinstance(request, RowError):
-            raise request
-        sample, key, inputs = request
-        answer = self.known.get(key)
-        if answer is None:
-            answer = _generate(self.model, self.processor, inputs, sample.room)
-            write({"key": key, "id": sample.id, "answer": answer})
-        if not answer:
-            raise RowError(f"Row {sample.id!r}: the unpruned model answers nothing.", sample.id)
-        return answer
+def _text(name: str, answer: Answer) -> str:
+    """The answer's text. Raises its error as one of the row, and also if it is empty."""
+    with row_errors(name):
+        if answer.error is not None:
+            raise answer.error
+        if not answer.text:
+            raise ValueError("the unpruned model answers nothing.")
+    return answer.text
 
 
-@torch.no_grad()
-def _generate(model: Any, processor: Processor, inputs: Any, max_new_tokens: int) -> str:
-    options: dict[str, Any] = {"pruning_ratio": 0.0, "do_sample": False, "num_beams": 1}
-    sequences = model.generate(**inputs_for(model, inputs), **options, max_new_tokens=max_new_tokens)
-    return processor.decode(sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+def _request(row: Mapping[str, Any], processor: Processor, identity: str) -> tuple[str, str, Request]:
+    """A row's id, the key of its answer, which depends on the content of its media, and what to ask."""
+    sample = read_row(row)
+    assert sample.prompt is not None  # `prepare_rows` made it
+    text, spans = sample.prompt
+    prompt = text[: spans[-1][0]]  # up to the stand-in
+    try:
+        with row_errors(sample.id):
+            media = [_digest(source) for source in (*sample.videos, *sample.images)]
+    except RowError as error:
+        return sample.id, "", Request("", "", error=error)
+    key = Hasher.hash([identity, get_frames(processor.video_processor), sample.room, prompt, media])
+    return sample.id, key, Request(prompt, "", tuple(sample.videos), tuple(sample.images))
 
 
-def digest_media(source: Any) -> str:
-    """The SHA-256 of a video's or image's content, wherever it lies; of a URL, that of the address."""
-    if isinstance(source, Image.Image):
-        source = f"{source.mode} {source.size}".encode() + source.tobytes()
-    if isinstance(source, bytes):
-        return hashlib.sha256(source).hexdigest()
-    if is_url(source):
-        return hashlib.sha256(source.encode()).hexdigest()
+def _digest(source: Any) -> str:
+    """A hash of a video's or image's content, wherever it lies; of a URL, that of the address."""
+    if not isinstance(source, str) or is_url(source):
+        return Hasher.hash(source)
     with open(source, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_answers(folder: Path | None) -> dict[str, str]:
-    """The answers in `folder` by their keys. Raises `ValueError` for a file that something else wrote to."""
-    known: dict[str, str] = {}
-    for file in folder.glob(FILES.format("*")) if folder is not None else ():
-        try:
-            known |= {entry["key"]: entry["answer"] for entry in read_lines(file)[0]}
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{file} is damaged ({error}). Delete it: its answers are written again.") from error
-    return known
-
-
 @contextlib.contextmanager
-def _writer(folder: Path | None, process: int) -> Generator[Any, None, None]:
-    """Gives a function that adds an entry to the file of the process, each on the disk before the next."""
+def _open_answers(
+    folder: Path | None, process: int
+) -> Iterator[tuple[dict[str, str], Callable[[Mapping[str, Any]], None]]]:
+    """
+    The answers in `folder` by their keys, and a function that adds one to the file of this process. Raises `ValueError`
+    for a file that something else wrote to.
+    """
     if folder is None:
-        yield lambda entry: None
+        yield {}, lambda entry: None
         return
     folder.mkdir(parents=True, exist_ok=True)
+    known: dict[str, str] = {}
+    for path in folder.glob(FILES.format("*")):
+        try:
+            known |= {entry["key"]: entry["answer"] for entry in read_lines(path)[0]}
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{path} is damaged ({error}). Delete it: its answers are written again.") from error
     with open_lines(folder / FILES.format(process)) as file:
-        yield functools.partial(write_line, file)
+        yield known, functools.partial(write_line, file)

@@ -1,4 +1,4 @@
-"""A frame with its dropped blocks dimmed, which every picture here is made of; and which outputs fit together.
+"""A frame with its dropped blocks dimmed, for every picture here, and the check that outputs fit each other.
 
 Processors resize whole frames, so blocks cover a frame's full extent in proportion, at any resolution.
 """
@@ -59,37 +59,29 @@ def as_array(values: Array) -> np.ndarray:
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
-def check_outputs(
-    frames: np.ndarray,
-    mask: np.ndarray | None,
-    grid: tuple[int, int],
-    timestamps: Sequence[float] | None = None,
-    scores: np.ndarray | None = None,
-    tubelet: int = 1,
-) -> None:
-    """
-    Raises `ValueError` where shapes do not fit: frames (F, H, W, 3), mask and scores (T, n), grid of `n` blocks, F
-    timestamps, `tubelet` frames for one of `T`; `TypeError` for frames that are not uint8 or a mask that is not bool.
-    """
-    if tubelet < 1:
-        raise ValueError(f"`tubelet` is {tubelet}, but must be at least 1.")
+def check_frames(frames: np.ndarray) -> None:
+    """Raises `TypeError` or `ValueError` for anything but uint8 frames (F, H, W, 3)."""
     if frames.dtype != np.uint8:
         raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
     if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
-        raise ValueError(f"`frames` has shape {frames.shape}, but must be (T, H, W, 3) with at least one frame.")
-    check_mask(mask, len(frames), grid, timestamps, scores, tubelet)
+        raise ValueError(f"`frames` has shape {frames.shape}, but must be (F, H, W, 3) with at least one frame.")
 
 
-def check_mask(
-    mask: np.ndarray | None,
+def check_outputs(
     num_frames: int,
+    mask: np.ndarray,
     grid: tuple[int, int],
     timestamps: Sequence[float] | None = None,
     scores: np.ndarray | None = None,
     tubelet: int = 1,
 ) -> None:
-    """What `check_outputs` checks, of frames that are only counted."""
-    if mask is not None and mask.dtype != np.bool_:
+    """
+    Raises `ValueError` unless mask and scores are (T, n), with `n` blocks in `grid` and `tubelet` of F frames for each
+    of `T`, and there are F timestamps; `TypeError` for a mask that is not bool.
+    """
+    if tubelet < 1:
+        raise ValueError(f"`tubelet` is {tubelet}, but must be at least 1.")
+    if mask.dtype != np.bool_:
         raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
     rows, cols = grid
     of_blocks = (math.ceil(num_frames / tubelet), rows * cols)
@@ -98,7 +90,6 @@ def check_mask(
     for name, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"`{name}` has shape {array.shape}, but {num_frames} frames"
-                f"{f', {tubelet} to a tubelet,' if tubelet > 1 else ''} with a `grid` of {rows} x {cols} blocks "
-                f"need {shape}."
+                f"`{name}` has shape {array.shape}, but {num_frames} frames, {tubelet} to a tubelet, with a `grid` of "
+                f"{rows} x {cols} blocks need {shape}."
             )

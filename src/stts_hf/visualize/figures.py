@@ -10,7 +10,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from stts_hf.selectors import SELECTORS
 
-from .dimming import Array, as_array, check_outputs, dim_dropped_blocks
+from .dimming import Array, as_array, check_frames, check_outputs, dim_dropped_blocks
 
 OTHER = "#4a6fa5"
 SCORES = "viridis"
@@ -57,8 +57,9 @@ def comparison(
     """
     frames = as_array(frames)
     masks = {name: as_array(mask) for name, mask in keep_masks.items()}
+    check_frames(frames)
     for mask in masks.values():
-        check_outputs(frames, mask, grid, timestamps, None, tubelet)
+        check_outputs(len(frames), mask, grid, timestamps, None, tubelet)
     if columns < 1:
         raise ValueError(f"`columns` is {columns}, but must be at least 1.")
     places = np.unique(np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)).tolist()

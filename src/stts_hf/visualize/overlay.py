@@ -12,8 +12,8 @@ from PIL import Image
 from stts_hf.modeling.video_reading_stts import VideoFile
 
 from .clip_files import video_writer
-from .dimming import Array, as_array, check_mask, dim_dropped_blocks, fit, frame_at
-from .frames import VideoStream, on_screen
+from .dimming import Array, as_array, check_outputs, dim_dropped_blocks, fit, frame_at
+from .frames import VideoStream
 
 LONGEST_SIDE = 640  # pixels
 MAX_FPS = 30
@@ -51,7 +51,7 @@ def write_overlays(
         raise ValueError("Browsers play H.264, but the installed PyAV has no libx264. Install it by `pip install av`.")
     masks = {path: as_array(mask) for path, mask in keep_masks.items()}
     for mask in masks.values():
-        check_mask(mask, len(timestamps), grid, timestamps, None, tubelet)
+        check_outputs(len(timestamps), mask, grid, timestamps, None, tubelet)
     with VideoStream(video) as file, contextlib.ExitStack() as opened:
         indices = moments_to_show(file, timestamps)
         starts = file.times[indices]
@@ -75,4 +75,4 @@ def moments_to_show(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
     if file.fps <= MAX_FPS * 1.02 and len(file.times) <= MAX_FRAMES:
         return list(range(len(file.times)))
     moments = np.arange(0, file.duration, max(1 / MAX_FPS, file.duration / MAX_FRAMES))
-    return on_screen(file, np.union1d(moments, timestamps).tolist())
+    return file.at(np.union1d(moments, timestamps).tolist())

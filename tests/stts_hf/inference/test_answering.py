@@ -135,21 +135,6 @@ def test_answers_are_those_of_one_call_after_the_other(any_model, any_processor,
         assert (answer.prompt_tokens, answer.prompt_tokens_kept) == (length, seen.kept_indices.shape[1])
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ("stts-qwen3-vl-tiny", "`pixel_values_videos` needs `video_token_pooling`"),
-        ("stts-tiny", "`pixel_values_videos` needs `video_grid_thw`"),
-    ],
-)
-def test_a_processor_of_another_backbone_is_one_clear_error(hub_configs, clips, other, said):
-    names = ["stts-tiny", "stts-qwen3-vl-tiny"]
-    model = AutoModelForMultimodalLM.from_pretrained(hub_configs / names[names.index(other) - 1]).eval()
-    processor = AutoProcessor.from_pretrained(hub_configs / other)
-    with pytest.raises(ValueError, match=said):
-        list(answer_videos(model, processor, clips[:1], QUESTION, **FEW))
-
-
 def test_a_model_with_adapters_answers_too(hub_configs, processor, clips):
     model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny", trust_remote_code=True)
     adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj")).eval()
@@ -182,6 +167,11 @@ def test_error_is_returned_in_the_videos_place(model, processor, clips, words):
     assert "words.mp4" in str(second.error)
     assert (second.video, second.question, second.answer) == (words, QUESTION, None)
     assert (second.num_frames, second.video_tokens, second.prompt_tokens_kept) == (0, 0, 0)
+    answers = answer_videos(model, processor, [clips[0], words, clips[1]], QUESTION, **FEW)
+    assert next(answers).video == clips[0]
+    with pytest.raises(ValueError, match=r"words\.mp4"):
+        next(answers)
+    assert next(answers, None) is None
 
 
 def test_a_question_with_a_placeholder_is_an_error_that_names_it(model, processor, clips):
@@ -189,14 +179,6 @@ def test_a_question_with_a_placeholder_is_an_error_that_names_it(model, processo
     first, second = answer_videos(model, processor, clips[:2], questions, on_error="return", **FEW)
     assert "question holds '<|video|>'" in str(first.error)
     assert second.error is None
-
-
-def test_error_ends_it_by_default(model, processor, clips, words):
-    answers = answer_videos(model, processor, [clips[0], words, clips[1]], QUESTION, **FEW)
-    assert next(answers).video == clips[0]
-    with pytest.raises(ValueError, match=r"Cannot read video file '.*words\.mp4'"):
-        next(answers)
-    assert next(answers, None) is None
 
 
 def test_a_batch_answers_as_its_videos_would_alone(any_folder, any_processor, clips, words):
@@ -229,11 +211,6 @@ def test_an_error_in_a_batch_comes_after_the_answers_before_it(pretend):
     assert [next(answers).video, next(answers).video] == [0, 1]
     with pytest.raises(ValueError, match="no video"):
         next(answers)
-
-
-def test_each_video_may_have_its_own_question(pretend):
-    answers = answer_videos(pretend(), None, iter("abc"), iter("xyz"))
-    assert [answer.answer for answer in answers] == ["x a", "y b", "z c"]
 
 
 def test_more_videos_than_questions_are_an_error_after_the_last_pair(pretend):
@@ -315,56 +292,25 @@ def test_a_stock_model_is_refused_at_once():
         answer_videos(model, None, [], QUESTION)
 
 
-def test_videos_that_fit_in_smaller_batches_are_answered(model, processor, clips, monkeypatch):
-    """A device's memory, as a stand-in that takes two rows at once."""
-    expected = [answer.answer for answer in answer_videos(model, processor, clips, QUESTION, **FEW)]
-    generate, fits = model.generate, 2
-
-    def limited(**inputs):
-        if len(inputs["input_ids"]) > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return generate(**inputs)
-
-    monkeypatch.setattr(model, "generate", limited)
-    options: dict[str, Any] = {"batch_size": 3, **FEW}
-    assert [answer.answer for answer in answer_videos(model, processor, clips, QUESTION, **options)] == expected
-    fits = 0
-    found = list(answer_videos(model, processor, clips, QUESTION, on_error="return", **options))
-    assert [type(answer.error) for answer in found] == [MemoryError] * 3
-    with pytest.raises(MemoryError, match="does not fit into memory"):
-        list(answer_videos(model, processor, clips, QUESTION, **options))
-
-
 def test_an_answer_is_its_text_and_its_old_name_stays_a_release(model, processor, clips):
     answer = next(answer_videos(model, processor, clips[:1], QUESTION, **FEW))
     assert str(answer) == answer.text == answer.answer
     assert str(Answer("clip.mp4", QUESTION, error=ValueError())) == ""
     with pytest.warns(DeprecationWarning, match=r"stts_hf\.Answer"):
         assert stts_hf.VideoAnswer is Answer
+    assert answer == answer != Answer(answer=answer.answer, keep_mask=answer.keep_mask)
 
 
-def test_answers_can_be_compared(model, processor, clips):
-    first, second = (next(answer_videos(model, processor, clips[:1], QUESTION, **FEW)) for _ in range(2))
-    assert first == first
-    assert first != second
-
-
-def test_pixels_alone_are_cast():
+def test_pixels_alone_are_cast_and_grids_stay_on_the_host():
     """Qwen2.5-VL's clock runs on float32 seconds: in bfloat16, 2/3 s are 0.668 s, a whole position off after 180 s."""
     seconds = torch.tensor([2 / 3])
     inputs = BatchFeature({"pixel_values_videos": torch.ones(1, 3), "second_per_grid_ts": seconds})
     moved = inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), inputs)
     assert moved["pixel_values_videos"].dtype == torch.bfloat16
     assert torch.equal(moved["second_per_grid_ts"], seconds)
-    listed: dict[str, Any] = {"second_per_grid_ts": [2 / 3]}
-    assert inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), listed) == {
-        "second_per_grid_ts": [2 / 3]
-    }  # as some versions' processor has it
-
-
-def test_grids_stay_on_the_host_where_the_model_reads_them():
+    listed: dict[str, Any] = {"second_per_grid_ts": [2 / 3]}  # as some versions' processor has it
+    assert inputs_for(SimpleNamespace(device="cpu", dtype=torch.bfloat16), listed) == listed
     inputs = BatchFeature({"input_ids": torch.ones(1, 3), "video_grids": torch.tensor([[4, 3, 3]])})
     moved = inputs_for(SimpleNamespace(device="meta", dtype=torch.bfloat16), inputs)
     assert moved["input_ids"].device.type == "meta"
-    assert moved["video_grids"] is inputs["video_grids"]
-    assert inputs["input_ids"].device.type == "cpu"
+    assert moved["video_grids"] is inputs["video_grids"]  # where the model reads them

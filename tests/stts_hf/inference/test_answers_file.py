@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from stts_hf.data.lines import read_lines
 from stts_hf.inference.answers_file import AnswersError, open_answers, summary_path
 from tests.small_disk import small_disk
 
@@ -55,7 +54,7 @@ def test_an_id_is_never_a_path(path):
     assert visible(path.parent) == [path.name, summary_path(path).name]
 
 
-@pytest.mark.parametrize("cut", [1, 5, -1])
+@pytest.mark.parametrize("cut", [1, -1])
 def test_a_line_that_a_kill_tore_is_dropped(path, cut):
     write(path, record("a"), record("b"))
     last = path.read_bytes().splitlines(keepends=True)[-1]
@@ -64,24 +63,11 @@ def test_a_line_that_a_kill_tore_is_dropped(path, cut):
     assert ids(path) == ["a", "b", "c"]
 
 
-def test_questions_with_an_error_are_asked_again(path):
+def test_questions_with_an_error_are_asked_again_and_ids_that_are_no_text_answer_none(path):
     write(path, record("a", error="gone"), record("b"))
+    path.write_text(path.read_text() + json.dumps(record(["c"])) + "\n")
     assert write(path).keys() == {"b"}
     assert ids(path) == ["b"]
-
-
-@pytest.mark.parametrize("name", [["a"], {}, 3, None], ids=str)
-def test_a_line_whose_id_is_no_text_answers_no_question(path, name):
-    write(path, record("a"), record("b"))
-    path.write_text(path.read_text() + json.dumps(record("c") | {"id": name}) + "\n")
-    assert write(path).keys() == {"a", "b"}
-    assert ids(path) == ["a", "b"]
-
-
-def test_nothing_is_left_beside_the_two_files(path):
-    write(path, record("a", error="gone"))
-    write(path, record("a"))
-    assert visible(path.parent) == ["answers.jsonl", "answers.summary.json"]
 
 
 def test_sums_are_there_when_all_answers_are(path):
@@ -149,13 +135,6 @@ def test_a_file_of_something_else_is_refused(path, content):
     assert path.read_text() == content
 
 
-def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    path.write_text("[" * 200_000 + "\n")
-    with pytest.raises(ValueError, match=r"answers\.jsonl:1 is not JSON"):
-        read_lines(path)
-
-
 def test_a_damaged_line_in_the_middle_is_refused_by_number(path):
     write(path, record("a"), record("b"))
     path.write_text("x\n" + path.read_text())
@@ -164,19 +143,12 @@ def test_a_damaged_line_in_the_middle_is_refused_by_number(path):
 
 
 def test_two_processes_do_not_write_to_one_file(path):
-    with open_answers(path, SETTINGS), pytest.raises(AnswersError, match="Another process writes to"):
-        write(path)
-    write(path, record("a", error="gone"))
-    with open_answers(path, SETTINGS), pytest.raises(AnswersError, match="Another process writes to"):
-        write(path)
-
-
-def test_a_process_that_is_refused_changes_nothing(path):
     with open_answers(path, SETTINGS) as file:
         with pytest.raises(AnswersError, match="Another process writes to"):
             write(path, settings=SETTINGS | {"pruning_ratio": 0.3})
-        file.write(record("a"))
-    assert write(path).keys() == {"a"}
+        file.write(record("a", error="gone"))
+    with open_answers(path, SETTINGS), pytest.raises(AnswersError, match="Another process writes to"):
+        write(path)
 
 
 def test_a_full_disk_keeps_whole_lines_and_the_next_run_goes_on(path):
@@ -186,13 +158,6 @@ def test_a_full_disk_keeps_whole_lines_and_the_next_run_goes_on(path):
     assert 0 < len(there) < 8
     write(path, *(record(name) for name in "abcdefgh" if name not in there))
     assert sorted(ids(path)) == list("abcdefgh")
-
-
-def test_a_disk_full_from_the_start_blocks_no_later_run(path):
-    with small_disk(5), pytest.raises(AnswersError, match="cannot be written"):
-        write(path, record("a"))
-    write(path, record("a"))
-    assert ids(path) == ["a"]
 
 
 def test_runs_killed_at_any_moment_leave_each_answer_once(path):

@@ -1,11 +1,9 @@
 """A clip that was read once: every answer is that of a call of processor and `generate` with the whole prompt."""
 
 import functools
-import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,8 +96,9 @@ def check(clip, video: str, question: str, assistant, **options: Any) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("selector", ["scorer", "cosine", "random"])
+@pytest.mark.parametrize(
+    ("selector", "ratio"), [("scorer", 0.0), ("scorer", 0.5), ("scorer", 1.0), ("cosine", 0.5), ("random", 0.5)]
+)
 def test_answers_are_those_of_calls_with_the_video(assistant, five, monkeypatch, selector, ratio):
     monkeypatch.setattr(assistant.model.config.vision_config, "selector", selector)
     with assistant.watch(five, pruning_ratio=ratio) as clip:
@@ -129,11 +128,10 @@ def test_compact_positions_are_gone_on_with(assistant, five, monkeypatch):
         check(clip, five, question, assistant)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_questions_in_a_batch_get_the_answers_they_get_alone(assistant, five, batch_size, ratio):
+def test_questions_in_a_batch_get_the_answers_they_get_alone(assistant, five, ratio):
     clip, recorder = assistant.watch(five, pruning_ratio=ratio), Recorder()
-    together = clip.ask_all(QUESTIONS, batch_size=batch_size, logits_processor=[recorder], **GREEDY)
+    together = clip.ask_all(QUESTIONS, batch_size=2, logits_processor=[recorder], **GREEDY)
     for question, found, logits in zip(QUESTIONS, together, recorder.logits(NEW), strict=True):
         written, expected, _ = call(assistant, five, question, pruning_ratio=ratio)
         alone = clip.ask(question, **GREEDY)
@@ -161,13 +159,6 @@ def test_the_video_is_encoded_and_read_once(assistant, five):
     assert len(encoded) == 1
     assert columns == clip.ask(QUESTIONS[0], **GREEDY).tokens_read_before
     assert max(length for _, length, _ in read[1:]) < columns
-
-
-def test_clips_take_turns(assistant, two, five):
-    first, second = assistant.watch(five), assistant.watch(two, pruning_ratio=0.25)
-    for question in QUESTIONS:
-        check(first, five, question, assistant)
-        check(second, two, question, assistant, pruning_ratio=0.25)
 
 
 class Failing:
@@ -266,12 +257,11 @@ def be_interrupted_while_cutting_back(clip, monkeypatch):
     ],
     ids=["error", "ctrl-c", "within-a-layer", "cutting-back", "close", "drop"],
 )
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_an_interrupted_answer_leaves_the_clip_as_it_was(assistant, five, monkeypatch, interrupt, ratio):
-    clip = assistant.watch(five, pruning_ratio=ratio)
+def test_an_interrupted_answer_leaves_the_clip_as_it_was(assistant, five, monkeypatch, interrupt):
+    clip = assistant.watch(five)
     interrupt(clip, monkeypatch)
     for question in QUESTIONS[::2]:
-        check(clip, five, question, assistant, pruning_ratio=ratio)
+        check(clip, five, question, assistant)
 
 
 def test_two_threads_stream_from_clips_of_their_own(assistant, two, five):
@@ -357,11 +347,6 @@ def test_turns_of_a_dialogue_are_those_of_the_whole_conversation(assistant, five
     assert clip.ask(QUESTIONS[2], **GREEDY).prompt_tokens < dialogue.turns[2].prompt_tokens
 
 
-def test_what_was_said_before_is_answers(assistant, five):
-    with pytest.raises(TypeError, match=r"after must hold answers of this clip, Answer, got \['text'\]"):
-        assistant.watch(five).ask(QUESTIONS[0], after=["text"])
-
-
 def test_a_turn_that_is_left_was_not_said(assistant, five):
     clip = assistant.watch(five)
     dialogue, same = clip.dialogue(), clip.dialogue()
@@ -398,31 +383,15 @@ def test_a_released_clip_says_so(assistant, five):
             asks("What?")
 
 
-def test_a_clip_of_a_file_in_memory_is_called_by_its_kind(assistant, two):
-    with assistant.watch(Path(two).read_bytes()) as clip:
-        assert re.fullmatch(r"<Clip of <bytes>: .*, [1-9][\d.]*[kM]B>", repr(clip))
-    with pytest.raises(ValueError, match="clip of <bytes> was released"):
-        clip.ask("What?")
-
-
 def _drain(clip):
     return lambda question: list(clip.stream(question))
 
 
-def change_ratio(assistant) -> None:
-    assistant.pruning_ratio = 0.25
-
-
-def change_config(assistant) -> None:
-    assistant.model.config.vision_config.pruning_ratio = 0.25
-
-
-@pytest.mark.parametrize("change", [change_ratio, change_config])
-def test_a_clip_of_another_ratio_than_the_models_says_so(assistant, five, monkeypatch, change):
+def test_a_clip_of_another_ratio_than_the_models_says_so(assistant, five, monkeypatch):
     monkeypatch.setattr(assistant.model.config.vision_config, "pruning_ratio", 0.5)
     clip, own = assistant.watch(five), assistant.watch(five, pruning_ratio=0.75)
     expected = clip.ask(QUESTIONS[0], **GREEDY).answer
-    change(assistant)
+    assistant.pruning_ratio = 0.25
     with pytest.raises(ValueError, match=r"pruning_ratio of the model was 0\.5 .* is 0\.25 now\. Watch"):
         clip.ask(QUESTIONS[0], **GREEDY)
     assert own.ask(QUESTIONS[0], **GREEDY).answer  # whose ratio was not the model's
@@ -433,18 +402,11 @@ def test_a_clip_of_another_ratio_than_the_models_says_so(assistant, five, monkey
 @pytest.mark.parametrize(
     ("question", "options", "error", "message"),
     [
-        (None, {}, TypeError, "question must be a text, got None, a NoneType"),
-        (["What?"], {}, TypeError, r"question must be a text, got \['What\?'\], a list"),
-        ("", {}, ValueError, "question is '', which asks nothing"),
-        (" \n", {}, ValueError, "which asks nothing"),
-        ("Is <|im_end|> there?", {}, ValueError, r"question holds '<\|im_end\|>'.* Take it out"),
+        ("Is <|im_end|> there?", {}, ValueError, r"question holds '<\|im_end\|>'"),
+        ("What?", {"after": ["text"]}, TypeError, r"after .* got \['text'\]"),
         ("What?", {"pruning_ratio": 0.3}, ValueError, r"pruning_ratio is 0\.3, but the video was read with 0\.5"),
-        ("What?", {"num_frames": 8}, ValueError, r"num_frames is 8.* processing=\{'num_frames': 8\}"),
-        ("What?", {"max_new_token": 8}, ValueError, "max_new_token is 8.* Did you mean 'max_new_tokens'"),
-        ("What?", {"num_beams": 2}, ValueError, "num_beams is 2.* call `answer`"),
-        ("What?", {"generation_config": GenerationConfig(num_beams=2)}, ValueError, "num_beams is 2.* num_beams=1, or"),
-        ("What?", {"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
-        ("What?", {"max_new_tokens": 0}, ValueError, "max_new_tokens.* 0"),
+        ("What?", {"num_beams": 2}, ValueError, "num_beams is 2"),
+        ("What?", {"generation_config": GenerationConfig(num_beams=2)}, ValueError, "num_beams is 2"),
     ],
     ids=lambda value: "" if isinstance(value, dict) and "generation_config" in value else str(value),
 )
@@ -454,15 +416,9 @@ def test_bad_questions_are_one_sentence_and_the_next_one_works(assistant, five, 
     with pytest.raises(error, match=message):
         clip.ask(question, **options)
     assert clip.ask(QUESTIONS[0], **GREEDY).answer == expected
-
-
-def test_a_checkpoint_that_wants_beams_is_refused_where_a_clip_is_asked(assistant, two, monkeypatch):
-    clip = assistant.watch(two)
-    expected = clip.ask(QUESTIONS[0], **GREEDY).answer
-    monkeypatch.setattr(assistant.model.generation_config, "num_beams", 2)
-    with pytest.raises(ValueError, match=r"num_beams is 2.* Pass num_beams=1"):
-        clip.ask(QUESTIONS[0])
-    assert clip.ask(QUESTIONS[0], num_beams=1, **GREEDY).answer == expected
+    with pytest.raises(TypeError, match="questions must be several, got one str"):
+        clip.ask_all("What?")
+    assert clip.ask_all([]) == []
 
 
 @pytest.mark.parametrize(
@@ -477,15 +433,6 @@ def test_an_answer_ends_where_a_string_says(assistant, two, options):
     spelling = Spelling(assistant.processor)
     for asks in (assistant.watch(two).ask, functools.partial(assistant.answer, two)):
         assert asks(QUESTIONS[0], logits_processor=[spelling], **options).answer == "aaa"
-
-
-def test_one_text_is_not_several_questions(assistant, five):
-    clip = assistant.watch(five)
-    with pytest.raises(TypeError, match="questions must be several, got one str"):
-        clip.ask_all("What?")
-    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
-        clip.ask_all(["What?"], batch_size=0)
-    assert clip.ask_all([]) == []
 
 
 @pytest.mark.parametrize("assistant", ["stts-tiny"], indirect=True)

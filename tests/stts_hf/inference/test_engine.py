@@ -14,7 +14,7 @@ from stts_hf import STTSProcessor
 from stts_hf.data.isolated import ProcessDied
 from stts_hf.inference.engine import answer_requests, make_batches
 from stts_hf.inference.requests import Answer, Request, make_request
-from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.modeling.video_processing_stts import FrameReader
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
 
@@ -103,24 +103,11 @@ def test_batches_give_what_one_prompt_after_the_other_does(backbone, pruning_rat
         assert found == expected
 
 
-def test_compact_positions_are_continued_too(model, processor, prompts, monkeypatch):
-    monkeypatch.setattr(model.config, "pruned_position_ids", "compact")
-    expected = one_by_one(model, processor, prompts[:3], 0.5, **GREEDY)
-    assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **GREEDY) == expected
-
-
 def test_beam_search_gives_what_it_gives_one_by_one(backbone):
     model, processor, prompts = backbone
     beams = GREEDY | {"num_beams": 2}
     expected = one_by_one(model, processor, prompts[:3], 0.5, **beams)
     assert batched(model, processor, prompts[:3], pruning_ratio=0.5, **beams) == expected
-
-
-def test_beam_search_that_a_checkpoint_asks_for_is_as_one_that_the_call_does(model, processor, prompts, monkeypatch):
-    about_one = [prompts[0], prompts[2]]
-    expected = batched(model, processor, about_one, pruning_ratio=0.5, num_beams=2, **GREEDY)
-    monkeypatch.setattr(model.generation_config, "num_beams", 2)
-    assert batched(model, processor, about_one, pruning_ratio=0.5, **GREEDY) == expected
 
 
 def test_beam_search_answers_no_more_at_once_than_asked(model, processor, prompts, monkeypatch):
@@ -139,13 +126,13 @@ def test_beam_search_answers_no_more_at_once_than_asked(model, processor, prompt
 
 def test_a_clip_is_decoded_and_encoded_once_for_all_its_questions(model, processor, prompts, monkeypatch):
     read, encoded = [], []
-    index = VideoFile._index
+    read_frames = FrameReader.read
 
-    def note_down(self):
-        read.append(self)
-        index(self)
+    def note_down(self, video, *rest):
+        read.append(video)
+        return read_frames(self, video, *rest)
 
-    monkeypatch.setattr(VideoFile, "_index", note_down)
+    monkeypatch.setattr(FrameReader, "read", note_down)
     tower = model.model.vision_tower.register_forward_pre_hook(lambda *_: encoded.append(1))
     about_one = [prompts[0], prompts[2], prompts[5]]
     batched(model, processor, about_one, pruning_ratio=0.5, batch_size=2, **GREEDY)
@@ -206,23 +193,23 @@ def test_a_clip_whose_decoder_hangs_is_an_error_in_its_place_alone(model, prompt
     assert [found[1].answer] == [words for words, *_ in expected]
 
 
-@pytest.mark.parametrize("rows_that_fit", [1, 2, 3])
-@pytest.mark.parametrize("chosen", [[0, 2, 5], [0, 1, 2, 5, 7]], ids=["one_clip", "clips"])
-def test_questions_that_fit_in_smaller_batches_are_answered(
-    model, processor, prompts, monkeypatch, chosen, rows_that_fit
-):
+def test_questions_that_fit_in_smaller_batches_are_answered(model, processor, prompts, monkeypatch):
     """A device's memory, as a stand-in that takes so many rows at once."""
-    generate = model.generate
+    generate, rows_that_fit = model.generate, 2
 
     def limited(**inputs):
         if len(inputs["input_ids"]) > rows_that_fit:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return generate(**inputs)
 
-    asked = [prompts[place] for place in chosen]
+    asked = [prompts[place] for place in (0, 1, 2, 5, 7)]  # of three clips
     expected = one_by_one(model, processor, asked, 0.5, **GREEDY)
     monkeypatch.setattr(model, "generate", limited)
     assert batched(model, processor, asked, pruning_ratio=0.5, **GREEDY) == expected
+    assert batched(model, processor, asked, pruning_ratio=0.5, share=False, **GREEDY) == expected
+    rows_that_fit = 0
+    found = dict(answer_requests(model, processor, asked, pruning_ratio=0.5, **GREEDY))
+    assert {type(answer.error) for answer in found.values()} == {MemoryError}
 
 
 def test_test_time_scaling_goes_by_the_calls_ratio(model, processor, prompts):
@@ -250,13 +237,3 @@ def test_batches_hold_whole_clips_of_one_kind(prompts):
     assert sorted(place for heads in batches for head in heads for place in head) == list(range(len(prompts)))
     kinds = [{QUESTIONS[place][0] for head in heads for place in head} for heads in batches]
     assert all(len(kind) == 1 for kind in kinds)
-
-
-def test_a_control_token_in_a_question_is_refused(processor):
-    with pytest.raises(ValueError, match=r"messages\[0\] holds '<\|video\|>'"):
-        make(processor, "text", None, "What is <|video|>?")
-
-
-def test_a_batch_of_nothing_is_refused(model, processor, prompts):
-    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
-        answer_requests(model, processor, prompts, pruning_ratio=0.5, batch_size=0)

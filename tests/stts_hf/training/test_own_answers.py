@@ -12,7 +12,8 @@ import torch
 from stts_hf import STTSProcessor, answer_videos, load_rows, prepare_rows
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.rows import RowError
-from stts_hf.training import own_answers
+from stts_hf.inference import engine
+from stts_hf.inference.requests import Answer
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from tests.checkpoints import TINY, load_talkative, load_tiny, weights_of
 from tests.training_files import row, train, write_config, write_data, write_rows
@@ -98,13 +99,13 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     with (tmp_path / "_answers_0.jsonl").open("a") as file:
         file.write('{"key": "cut off')
     written: list[Any] = []
-    generate = own_answers._generate
+    prepare = engine.prepare_task
 
-    def note(*args: Any) -> str:
-        written.append(args)
-        return generate(*args)
+    def note(*given: Any) -> Any:
+        written.append(given)
+        return prepare(*given)
 
-    monkeypatch.setattr(own_answers, "_generate", note)
+    monkeypatch.setattr(engine, "prepare_task", note)
     again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
     assert (list(again["stts_answer"]), written) == (list(first["stts_answer"]), [])
     answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b", progress=False)
@@ -115,7 +116,7 @@ def test_answers_follow_the_content_of_a_video_not_its_path(data, processor, tmp
     clip, other = (data.parent / f"clip_{number}.mp4" for number in (0, 1))
     shutil.copy(clip, tmp_path / "a.mp4")
     numbers = itertools.count(1)
-    monkeypatch.setattr(own_answers, "_generate", lambda *_: f"answer {next(numbers)}")
+    monkeypatch.setattr(engine, "_answer_batch", lambda *_, **options: [Answer(answer=f"answer {next(numbers)}")])
 
     def answer(name: str) -> str:
         table = prepare_rows(marked(write_rows(tmp_path, [{"videos": [name]}])), processor, progress=False)
@@ -137,7 +138,7 @@ def test_a_damaged_file_of_answers_is_named(data, processor, tmp_path):
 
 
 def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
-    monkeypatch.setattr(own_answers, "_generate", lambda *args: "")
+    monkeypatch.setattr(engine, "_answer_batch", lambda *_, **options: [Answer(answer="")])
     rows = prepare_rows(marked(data), processor, progress=False)
     with pytest.raises(RowError, match=r"Row 'train.jsonl:1': the unpruned model answers nothing"):
         answer_rows(rows, load_tiny(), processor, progress=False)

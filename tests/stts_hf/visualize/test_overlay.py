@@ -12,7 +12,7 @@ import torch
 from stts_hf.visualize import frames as frames_module
 from stts_hf.visualize import overlay
 from stts_hf.visualize.overlay import write_overlays
-from tests.clips import decode_everything, set_display_matrix, shown_at, write_audio, write_clip
+from tests.clips import decode_everything, set_display_matrix, shown_at, write_clip
 
 GRID = (3, 4)  # blocks of 32 x 32 pixels in frames of 96 x 128
 TIMES = (0.0, 0.25, 0.6, 0.61, 0.9)
@@ -119,18 +119,6 @@ def test_a_stream_without_times_is_counted(tmp_path):
 
 
 def test_a_mask_of_another_video_is_refused_before_anything_is_written(clip, tmp_path):
-    with pytest.raises(ValueError, match=r"`keep_mask` has shape \(4, 12\), but 5 frames .* need \(5, 12\)"):
+    with pytest.raises(ValueError, match=r"`keep_mask` has shape \(4, 12\), but 5 frames.* need \(5, 12\)"):
         write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(4)}, GRID, TIMES)
     assert not [*tmp_path.iterdir()]
-
-
-def test_sound_alone_is_refused(tmp_path):
-    audio = write_audio(tmp_path / "audio.mp4")
-    with pytest.raises(ValueError, match="There is no video in"):
-        write_overlays(audio, {tmp_path / "overlay.mp4": some_masks(1)}, GRID, [0.0])
-
-
-def test_without_x264_it_says_what_to_install(clip, tmp_path, monkeypatch):
-    monkeypatch.setattr("stts_hf.visualize.overlay.av.codecs_available", {"mpeg4"})
-    with pytest.raises(ValueError, match=r"no libx264.*pip install av"):
-        write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(5)}, GRID, TIMES)

@@ -14,22 +14,12 @@ def clip(tmp_path_factory):
     return decode_everything(path)
 
 
-def test_has_the_frames_asked_for(clip):
-    times, pictures, duration = clip
-    assert len(pictures) == 50
-    assert pictures[0].shape == (180, 320, 3)
-    assert duration == 2
-    assert times[1] - times[0] == pytest.approx(0.04)
-
-
-def test_background_is_still(clip):
-    # Right of where the letter flashes up, above the ring and left of the square: noise and compression alone.
-    still = np.stack(clip[1])[:, 5:50, 110:220].astype(int)
-    assert np.abs(still - still[0]).mean() < 4
-
-
-def test_something_moves_in_every_frame(clip):
+def test_something_moves_in_every_frame_before_a_still_background(clip):
     pictures = np.stack(clip[1]).astype(int)
+    assert (pictures.shape, clip[2]) == ((50, 180, 320, 3), 2)
+    # Right of where the letter flashes up, above the ring and left of the square: noise and compression alone.
+    still = pictures[:, 5:50, 110:220]
+    assert np.abs(still - still[0]).mean() < 4
     assert (np.abs(np.diff(pictures, axis=0)).max(axis=(1, 2, 3)) > 50).all()
 
 
@@ -38,10 +28,6 @@ def test_the_square_changes_its_colour_half_way(clip):
     square = pictures[:, 24:40, 255:270].mean(axis=(1, 2))
     assert np.abs(square[:24] - square[0]).max() < 16
     assert np.abs(square[27] - square[22]).max() > 100
-
-
-def test_texture_is_no_flat_colour(clip):
-    assert clip[1][0][:60].std(axis=(0, 1)).min() > 3
 
 
 def test_same_pictures_every_time(clip, tmp_path):
@@ -60,9 +46,7 @@ def test_without_h264_it_is_mpeg4(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         ({"size": (63, 640)}, "size must be"),
-        ({"size": (361, 640)}, "size must be"),
         ({"seconds": 0}, "at least one frame"),
-        ({"fps": 0}, "at least one frame"),
     ],
     ids=str,
 )

@@ -1,0 +1,1 @@
+../../modeling/frame_times_stts.py
