@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 Row = Mapping[str, Any] | Encoded
 _REPLACEMENT_TRIES = 16
-# Tables of places in a tensor of all patches, which shift when samples are joined.
+# Indices into the patches of all samples, which shift when samples are joined.
 _POOLING = {"video_token_pooling": "pixel_values_videos", "image_token_pooling": "pixel_values"}
 # A list for the model: FSDP2 and DeepSpeed cast tensors of a batch to bfloat16, which would shift tubelets in time.
 _FLOATS = ("second_per_grid_ts",)
@@ -29,9 +29,8 @@ _FLOATS = ("second_per_grid_ts",)
 @dataclass(eq=False, repr=False)
 class STTSDataCollator:
     """
-    Makes batches for training. A row is a dict (see docs/training_data.md), or a list of dicts that share one row of
-    the batch: what `PackedDataset` gives. Videos and images are decoded here, so in the data loader's workers. In place
-    of a dict there may be what `encode` made of it, with nothing left to decode.
+    Makes batches for training. A row is a dict (docs/training_data.md), an `Encoded`, or a list of these that share one
+    row of the batch, as of `PackedDataset`. Videos and images are decoded here, so in the data loader's workers.
 
     Args:
         processor: an STTS model's.
@@ -39,15 +38,13 @@ class STTSDataCollator:
         pruning_ratio: instead of the config's. One of the two is needed with `max_length` or `pad_to`.
         on_error: "raise" stops at a row that cannot be read or decoded, "skip" warns and continues without it.
         replacements: data set that rows are drawn from where, with "skip", a row of the batch is left without a sample.
-            Which one is drawn depends on the lost row's id alone. Without it such a row is left out, and a batch of
-            which nothing is left is an error.
+            Which one depends on the lost row's id alone. Without it such a row is left out; an empty batch is an error.
         max_length: maximum length of a row after pruning, in tokens; nothing is ever cut off.
         pad_to: length of every row after pruning, so that all steps have one shape. Adds `pruned_length` for the model.
             Implies `max_length`.
-        return_ids: adds `sample_ids`, the ids of the batch's samples, and `skipped_ids`, those of the rows that were
-            skipped; both are lists of str and not for the model.
-        always_video: adds a black frame that nothing is learned from to batches without video, so that all processes of
-            a sharded run use the same parameters: one row more, or one sample more in the emptiest packed row.
+        return_ids: adds `sample_ids`, ids of the batch's samples, and `skipped_ids`, lists of str, not for the model.
+        always_video: adds a black frame without labels to batches without video, so that all processes of a sharded run
+            use the same parameters: one row more, or one sample more in the shortest packed row.
         padding_side: "left" or "right", by default the tokenizer's.
         allow_urls: whether videos and images may be fetched from http(s) URLs.
 
@@ -111,44 +108,41 @@ class STTSDataCollator:
     def _encode_row(self, rows: Sequence[Row], skipped: list[str]) -> list[Encoded]:
         """The samples of one row of the batch."""
         samples: list[Encoded] = []
-        used = 0
         for row in rows:
             try:
-                sample, length = self._encode(row, used)
+                samples.append(self._encode(row, sum(map(self._pruned_length, samples))))
             except RowError as error:
                 if self.on_error == "raise":
                     raise
                 logger.warning(f"Skipped: {error}")
                 skipped.append(error.row_id or "<no id>")
-                continue
-            samples.append(sample)
-            used += length
         if rows and not samples and self.replacements is not None:
             samples = [self._replacement(self.replacements, skipped[-1])]
         return samples
 
-    def _encode(self, row: Row, used: int = 0) -> tuple[Encoded, int]:
-        """A sample and its length after pruning, if that fits behind `used` tokens of its row."""
+    def _encode(self, row: Row, used: int = 0) -> Encoded:
+        """A sample, if it fits behind `used` tokens of its row."""
         if isinstance(row, Encoded):
             sample = row
         else:
             read = read_row(row)
             check_files(read, self.allow_urls)
             sample = encode(self.processor, read)
-        if self.max_length is None:
-            return sample, 0
-        length = len(sample) - sample.dropped(self.pruning_ratio)
-        check_length(sample.id, length, self.max_length, used)
-        return sample, length
+        if self.max_length is not None:
+            check_length(sample.id, self._pruned_length(sample), self.max_length, used)
+        return sample
+
+    def _pruned_length(self, sample: Encoded) -> int:
+        return len(sample) - sample.dropped(self.pruning_ratio or 0)
 
     def _replacement(self, rows: Sequence[Any], skipped: str) -> Encoded:
-        """A sample in place of the one that was skipped: the first good one from a place its id points to."""
+        """The first good sample of `rows`, from a row on that depends on the skipped id."""
         start = zlib.crc32(skipped.encode())
         for step in range(_REPLACEMENT_TRIES):
             row = rows[(start + step) % len(rows)]
             for candidate in [row] if isinstance(row, Mapping | Encoded) else row:
                 try:
-                    return self._encode(candidate)[0]
+                    return self._encode(candidate)
                 except RowError as error:
                     logger.warning(f"Not taken as a replacement: {error}")
         raise RowError(
@@ -174,7 +168,7 @@ class STTSDataCollator:
         width = max(lengths)
         if self.pad_to is not None:
             # So long that every row has `pad_to` tokens once its video tokens are gone.
-            width = max(self.pad_to + sum(s.dropped(self.pruning_ratio) for s in samples) for samples in batch)
+            width = max(self.pad_to + sum(len(s) - self._pruned_length(s) for s in samples) for samples in batch)
         fillers = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORED}
         names = ("input_ids", "attention_mask", "mm_token_type_ids", "labels", *(["position_ids"] if packed else []))
         padded: dict[str, Any] = {name: torch.full((len(batch), width), fillers.get(name, 0)) for name in names}

@@ -1,4 +1,4 @@
-"""A sample as the model's inputs: prompt, labels, tensors, and its length after pruning, known before decoding."""
+"""A sample as the model's inputs: prompt, labels and tensors, and its length after pruning without decoding."""
 
 import io
 import re
@@ -64,17 +64,13 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.input_ids)
 
-    def dropped(self, pruning_ratio: float | None) -> int:
-        """Number of tokens that pruning drops; `pruning_ratio` may be None without videos."""
+    def dropped(self, pruning_ratio: float) -> int:
+        """Number of tokens that pruning drops."""
         return count_dropped(self.grids, pruning_ratio)
 
 
-def count_dropped(grids: Sequence[frames.Grid], pruning_ratio: float | None) -> int:
+def count_dropped(grids: Sequence[frames.Grid], pruning_ratio: float) -> int:
     """Number of dropped tokens of videos with these `(T, rows, columns)`."""
-    if not grids:
-        return 0
-    if pruning_ratio is None:
-        raise ValueError("pruning_ratio is not known, so tokens after pruning cannot be counted. Pass model_config.")
     blocks = [(t, rows * columns) for t, rows, columns in grids]
     return sum(t * n - num_kept_blocks(t, n, pruning_ratio) for t, n in blocks)
 
@@ -137,10 +133,7 @@ def process(processor: Processor, sample: Sample, text: str, **options: Any) -> 
 
 
 def prompt_of(processor: Processor, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
-    """
-    What `render` makes of the sample, on first use: it is kept there. Raises `ValueError` where the template refuses
-    it, and where a text holds tokens that stand for images, videos or turns.
-    """
+    """`render` of the sample, which keeps it. Raises `ValueError`, also for control tokens in a text."""
     if sample.prompt is None:
         check_texts(processor, sample.messages)
         check_videos(processor, sample)
@@ -171,45 +164,41 @@ def place_subtitles(processor: Processor, messages: list[dict[str, Any]]) -> lis
 
 def render(processor: Processor, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
     """
-    The conversation in the chat template's words, behind the bos token where the processor puts one first, and which of
-    its characters `[start, end)` are learned: what the assistant says, and the token that ends each of its turns. That
-    token is added where the template leaves the last turn open.
+    The conversation in the chat template's words, behind the bos token where the processor puts one first, and which
+    characters `[start, end)` are learned: each answer and the eos token behind it, which is added where the template
+    leaves the last answer open.
 
-    A second rendering, with marks around the answers, shows where they are: a template may move videos, and trim.
+    A second rendering has marks around the answers, since a template may move videos and strip texts.
 
     Raises:
-        ValueError: the template refuses the conversation, or it cannot be told which words are the assistant's.
+        ValueError: the template refuses the conversation, or changes answers so that they cannot be found.
     """
     eos = processor.tokenizer.eos_token
     text = _apply(processor, messages)
     renderings = (_apply(processor, _mark_answers(messages, strip)) for strip in (False, True))
     marked = next((one for one in renderings if one.replace(BEGIN, "").replace(END, "") == text), "")
-    found = [match.span(1) for match in re.finditer(f"{BEGIN}(.*?){END}", marked, re.DOTALL)]
-    if len(found) != sum(message["role"] == "assistant" for message in messages):
-        raise ValueError(
-            "chat_template: it cannot be told which words are the assistant's, because they are not shown as they were "
-            "written. Use a template that keeps the words."
-        )
-    if messages[-1]["role"] == "assistant" and not text.rstrip().endswith(eos):
-        text += eos
-    spans = []
-    for number, span in enumerate(found):
-        start, end = (place - 2 * number - 1 for place in span)  # without the marks before it
-        stop = text.find(eos, end)
-        if stop < 0 or text[end:stop].strip():
-            raise ValueError(
-                f"chat_template: no eos_token {eos!r} ends the answer {text[start : min(end, start + 40)]!r}. Set the "
-                "tokenizer's eos_token to the token that ends a turn."
-            )
-        spans.append((start, stop + len(eos)))
+    pieces = re.split(f"[{BEGIN}{END}]", marked)  # every other one is an answer
+    if len(pieces) != 1 + 2 * sum(message["role"] == "assistant" for message in messages):
+        raise ValueError("chat_template changes the words of answers. Use a template that keeps them.")
+    if messages[-1]["role"] == "assistant" and not pieces[-1].rstrip().endswith(eos):
+        pieces[-1] += eos
     bos = (processor.tokenizer.bos_token or eos) if getattr(processor, "adds_bos", False) else ""
-    if text.startswith(bos):
-        return text, spans
-    return bos + text, [(start + len(bos), end + len(bos)) for start, end in spans]
+    if not text.startswith(bos):
+        pieces[0] = bos + pieces[0]
+    spans, start = [], len(pieces[0])
+    for answer, after in zip(pieces[1::2], pieces[2::2], strict=True):
+        if not after.lstrip().startswith(eos):
+            raise ValueError(
+                f"chat_template: no eos_token {eos!r} ends the answer {answer[:40]!r}. Set the tokenizer's eos_token "
+                "to the token that ends a turn."
+            )
+        spans.append((start, start + len(answer) + after.index(eos) + len(eos)))
+        start += len(answer) + len(after)
+    return "".join(pieces), spans
 
 
 def _mark_answers(messages: list[dict[str, Any]], strip: bool) -> list[dict[str, Any]]:
-    """The messages with `BEGIN` and `END` around each answer. strip: as templates do that trim."""
+    """The messages with `BEGIN` and `END` around each answer. strip: for templates that strip answers."""
     marked = []
     for message in messages:
         if message["role"] == "assistant":
@@ -221,14 +210,12 @@ def _mark_answers(messages: list[dict[str, Any]], strip: bool) -> list[dict[str,
     return marked
 
 
-def _apply(processor: Processor, messages: list[dict[str, Any]], **options: Any) -> str:
+def _apply(processor: Processor, messages: list[dict[str, Any]]) -> str:
     try:
-        return processor.apply_chat_template(messages, tokenize=False, **options)
+        return processor.apply_chat_template(messages, tokenize=False)
     except jinja2.TemplateError as error:
-        if len(messages) > 1:
-            _apply(processor, messages[:-1])  # so that it is the first message it refuses that is named
-        number, role = len(messages) - 1, messages[-1]["role"]
-        raise ValueError(f"chat_template refuses messages[{number}], of role {role!r}: {error}") from error
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"chat_template refuses messages of the roles {roles}: {error}") from error
 
 
 def check_texts(processor: Processor, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -242,9 +229,9 @@ def check_texts(processor: Processor, messages: Sequence[Mapping[str, Any]]) -> 
 
 
 def find_control_token(processor: Processor, *texts: str) -> str | None:
-    """A token in the texts that stands for images, videos or turns, which none may hold; None where there is none."""
+    """A token in the texts that stands for images, videos or turns, or None."""
     tokenizer = processor.tokenizer
-    # Those that begin a turn are special, but not among `all_special_tokens`.
+    # Tokens that begin a turn are not among `all_special_tokens`.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = {processor.image_token, processor.video_token, *special}
     tokens |= set(tokenizer.convert_ids_to_tokens(processor.image_token_ids))
@@ -267,11 +254,11 @@ def count_tokens(
     text: str,
     videos: Sequence[tuple[torch.Tensor, STTSVideoMetadata]],
     image_sizes: Sequence[tuple[int, int]],
-    pruning_ratio: float | None,
+    pruning_ratio: float,
 ) -> int:
     """
-    Tokens of a rendered prompt with its videos and images spelled out, less those that pruning takes. videos: of
-    `frames.probe`. image_sizes: height and width of each image.
+    Tokens of a rendered prompt, with those of its videos and images, after pruning. videos: of `frames.probe`.
+    image_sizes: height and width of each image.
     """
     grids, shown = [grid for grid, _ in videos], [metadata for _, metadata in videos]
     inputs = {frames.grid_name(processor): torch.stack(grids), "video_metadata": shown} if videos else {}
@@ -295,8 +282,7 @@ def _move_spans(spans: list[tuple[int, int]], replacements: list[dict[str, Any]]
 
 def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
     """
-    `input_ids` (L,) where a token lies within a span, -100 elsewhere. A token that a tokenizer merged across a span's
-    border is half prompt, so it is not learned.
+    `input_ids` (L,) where a token lies within a span, -100 elsewhere, also for tokens across a span's border.
 
     offsets: (L, 2) characters of each token. spans: characters `[start, end)`.
     """
@@ -309,7 +295,7 @@ def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tupl
 
 
 def empty_video(processor: Processor) -> Encoded:
-    """A black video of one frame, of which nothing is learned. Its temporal loss is 0: it has no second frame."""
+    """A black video of one frame, without labels. Its temporal loss is 0, since it has no second frame."""
     size = getattr(processor.video_processor, "patch_size", 1)
     inputs = frames.process(
         processor,

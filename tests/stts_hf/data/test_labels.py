@@ -91,7 +91,7 @@ def test_a_token_across_the_border_is_not_learned(processor):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (CHATML.replace("part['text'] }}", "part['text'][:5] }}"), "cannot be told"),
+        (CHATML.replace("part['text'] }}", "part['text'][:5] }}"), "words of answers"),
         (CHATML.replace("<|im_end|>\n{% endfor", "<END>{% endfor"), "no eos_token"),
         (CHATML.replace("<|im_end|>", "{{ '<|im_end|>' if message['role'] == 'user' else '' }}"), "no eos_token"),
     ],
@@ -100,7 +100,7 @@ def test_a_token_across_the_border_is_not_learned(processor):
 def test_templates_that_hide_the_turns_are_refused(processor, conversation, template, said):
     changed = with_template(processor, template)
     messages = [message for message in conversation.messages if message["role"] != "subtitle"]
-    with pytest.raises(ValueError, match=f"chat_template: .*{said}"):
+    with pytest.raises(ValueError, match=f"chat_template.*{said}"):
         render(changed, messages)
     with pytest.raises(RowError, match="Row 'r': chat_template"):
         encode(changed, conversation)
@@ -108,9 +108,7 @@ def test_templates_that_hide_the_turns_are_refused(processor, conversation, temp
 
 def test_roles_that_the_template_refuses_are_named(processor):
     sample = Sample("r", [user("a"), user("b"), assistant("c")], [], [])
-    with pytest.raises(
-        RowError, match=r"Row 'r': chat_template refuses messages\[1\], of role 'user': Conversation roles must"
-    ):
+    with pytest.raises(RowError, match="Row 'r': chat_template refuses messages of the roles user, user"):
         encode(processor, sample)
 
 
@@ -150,11 +148,3 @@ def test_subtitles_and_images_are_not_learned(processor, media):
     encoded = [encode(processor, read_row(row)) for row in rows]
     assert [learned(processor, one) for one in encoded] == [["A red ball.<|im_end|>"], ["Red<|im_end|>"]]
     assert "0.0 - 1.0 Hello<|im_start|>" in processor.tokenizer.decode(encoded[0].input_ids)
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_the_message_that_the_template_refuses_is_named(processor, number):
-    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    messages[number] = messages[number] | {"role": "system"}
-    with pytest.raises(ValueError, match=rf"refuses messages\[{number}\], of role 'system': .*alternate"):
-        render(processor, messages)
