@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 
-from .video_processing_stts import from_molmo2, normalize_videos
+from .video_processing_stts import STTSVideoProcessor, as_sources
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved processor carries the model's code,
@@ -67,7 +67,9 @@ class STTSProcessor(Molmo2Processor):
         **kwargs: Any,
     ) -> None:
         if type(video_processor) is Molmo2VideoProcessor:
-            video_processor = from_molmo2(video_processor)
+            settings = video_processor.to_dict()
+            kept = settings.keys() - {"video_processor_type", "processor_class", "auto_map"}
+            video_processor = STTSVideoProcessor(**{name: settings[name] for name in kept})
         super().__init__(
             image_processor,
             video_processor,
@@ -105,7 +107,7 @@ class STTSProcessor(Molmo2Processor):
     ) -> Any:
         """Native layout of the inputs; takes videos as path objects and images of any mode, empty lists as none."""
         has_none = isinstance(videos, list | tuple) and all(isinstance(of, list | tuple) and not of for of in videos)
-        videos = None if videos is None or has_none else normalize_videos(videos)
+        videos = None if videos is None or has_none else as_sources(videos)
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:

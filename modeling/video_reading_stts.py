@@ -1,8 +1,8 @@
 """Frames of a video file, decoding only what leads up to those that are shown.
 
-`VideoFile` reads the packets of a file once without decoding them. They say when each frame is shown and where the
-keyframes are, at which decoding can start; counts, durations and rates in headers are wrong too often. `sample` picks
-frames, `read` decodes each from the keyframe before it, distant ones in several threads.
+`VideoFile` reads the packets of a file once without decoding them: they say when each frame is shown and at which
+keyframes decoding can start. Headers are wrong about both too often. `read` decodes each frame from the keyframe before
+it, distant ones in several threads.
 
 FFmpeg gets the bytes of one file, never a name, and `_FORMATS` names no format that leads to other files or hosts.
 """
@@ -18,33 +18,29 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from huggingface_hub.utils import httpx
 from torchvision.transforms.v2 import InterpolationMode  # type: ignore[import-untyped]  # it has no types
 from torchvision.transforms.v2 import functional as tvF
-
-from .frame_times_stts import TOLERANCE, STTSVideoMetadata, sample_times
+from transformers.video_utils import VideoMetadata
 
 try:
     import av
-except ImportError:  # arrays and lists of frames need no decoder
-    av = None  # type: ignore[assignment]
-try:
     from av.sidedata.sidedata import SideDataContainer
-except ImportError:  # without PyAV, or where another version keeps it elsewhere
-    SideDataContainer = None  # type: ignore[assignment,misc]
+except ImportError:  # decoded frames need no decoder
+    av = None  # type: ignore[assignment]
 
 _FORMATS = (
     "mov,matroska,avi,mpegts,mpeg,mpegvideo,m4v,h261,h263,h264,hevc,vvc,av1,obu,ivf,flv,live_flv,asf,ogg,rm,nut,mxf,"
     "gxf,wtv,dv,dhav,nsv,nuv,pva,ty,vc1,vc1test,dirac,dnxhd,cavsvideo,avs2,avs3,mjpeg,mjpeg_2000,smjpeg,yuv4mpegpipe,"
     "bink,smk,roq,flic,swf,cine,gif,apng,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,jpegxl_pipe,j2k_pipe"
 )
-_FALLBACK_FPS = Fraction(25)
 MAX_GAP = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
 MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which another thread continues
 MAX_THREADS = 8
@@ -56,26 +52,42 @@ MAX_FRAME_PIXELS = 2**26  # a small file can claim frames of gigabytes; 8K has h
 _BOUNDS_PROBING = av is not None and tuple(map(int, av.__version__.split(".")[:2])) >= (17, 1)
 
 
-class VideoFile:
+@dataclass
+class STTSVideoMetadata(VideoMetadata):
+    """`VideoMetadata` with the true time of every frame shown, for variable frame rates too.
+
+    Attributes:
+        frames_indices: frames shown, counted in the order of showing.
+        frame_times: seconds since the first frame of the video, one per frame shown.
+        num_damaged: frames that are damaged. The whole frame before is shown instead, once, so fewer may be shown.
+    """
+
+    frame_times: list[float] | None = None
+    num_damaged: int = 0
+
+    @property
+    def timestamps(self) -> list[float]:
+        """Seconds since the first frame of the video, one per frame shown."""
+        return super().timestamps if self.frame_times is None else self.frame_times
+
+
+class VideoFile(AbstractContextManager):
     """The video stream of one file, a context manager. A still image is a video of one frame.
 
-    Of several video streams it is the one that is marked as default, then the one with most pixels.
+    Of several streams it is the one marked as default, then the one with most pixels.
 
     Args:
         source: path, http(s) address, bytes, open binary file, or a row `{"bytes": ..., "path": ...}` of `datasets`.
 
     Attributes:
-        name: what to call the file in messages.
         times: when each frame is shown, float64, ascending, in seconds since the first one.
-        pts: the same as the file counts (int64, in units of the stream's time base, not from zero), or `None` where
-            frames cannot be found by time and have to be counted.
+        pts: the same in units of the stream's time base (int64, not from zero); `None` where frames must be counted.
         keyframes: pts of the frames at which decoding can start, int64.
         duration: seconds from the first frame to the end of the last.
         fps: frames per second on average.
 
     Raises:
-        ValueError: the file is missing, empty, no video, of another format than `_FORMATS`, has only sound, or the
-            installed FFmpeg has no decoder for it.
+        ValueError: the source is no file, or holds no video that the installed FFmpeg decodes.
         ImportError: PyAV is not installed.
 
     Warns if the file ends before the duration it claims; what is there is used, with its true times.
@@ -84,7 +96,7 @@ class VideoFile:
     def __init__(self, source: Any):
         if av is None:
             raise ImportError("Decoding video files needs PyAV: `pip install av`.")
-        self.name, self._source = checked_source(source)
+        self._name, self._source = open_source(source)
         self._bytes = ByteStream(self._source, keep_open=hasattr(source, "read"))
         self._container: Any = None
         self.pts: np.ndarray | None = None
@@ -95,9 +107,6 @@ class VideoFile:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -105,15 +114,6 @@ class VideoFile:
         if self._container is not None:
             self._container.close()
         self._bytes.close()
-
-    def sample(self, num_frames: int | None, rate: float | None) -> list[int]:
-        """Indices of the frames to show; see `sample_times`."""
-        return sample_times(self.times, self.duration, num_frames, rate)
-
-    def at(self, moments: Sequence[float]) -> list[int]:
-        """Indices of the frames on screen at `moments` (seconds since the first frame), ascending, none twice."""
-        found = np.searchsorted(self.times, np.asarray(moments) + TOLERANCE, side="right") - 1
-        return np.unique(found.clip(min=0)).tolist()
 
     def describe(self, indices: Sequence[int] | None = None) -> STTSVideoMetadata:
         """What `read` returns for an undamaged file, without decoding: `height` and `width` are missing."""
@@ -124,111 +124,83 @@ class VideoFile:
 
     def read(
         self,
-        indices: Sequence[int] | None = None,
-        size: tuple[int, int] | None = None,
+        indices: Sequence[int] | None,
+        size: tuple[int, int],
         resizing: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, STTSVideoMetadata]:
         """Decodes frames, upright and in RGB, in at most `torch.get_num_threads()` threads.
 
         Args:
             indices: ascending indices of frames, `None` for all.
-            size: height and width of each frame from the moment it is decoded, `None` for that of the first.
-            resizing: what brings a frame `(3, height, width)` to `size`, by default `resize`.
+            size: height and width that each frame is resized to once it is decoded.
+            resizing: resizes a frame `(3, height, width)` to `size`, by default `resize`.
 
         Returns:
-            uint8 `(T, 3, height, width)` and what is shown.
+            uint8 `(T, 3, height, width)` and their metadata. Warns when frames are damaged.
 
         Raises:
             ValueError: no frame can be decoded.
-
-        Warns when frames are damaged.
         """
         metadata = self.describe(indices)
         wanted: list[int] = metadata.frames_indices or []
-        found = np.full(len(wanted), -1)  # what is shown in place of each frame wanted
+        found = np.full(len(wanted), -1)  # index of the frame shown in place of each wanted one
         # One tensor from the start: small ones would lie among what the decoder frees, and keep that from the system.
-        frames: Any = [None] * len(wanted) if size is None else torch.empty(len(wanted), 3, *size, dtype=torch.uint8)
+        frames = torch.empty(len(wanted), 3, *size, dtype=torch.uint8)
 
         def keep(place: int, index: int, frame: Any) -> None:
             picture = torch.from_numpy(upright(frame)).permute(2, 0, 1)
             metadata.height, metadata.width = picture.shape[1:]
-            frames[place] = picture if size is None else (resizing or resize)(picture, size)
+            frames[place] = picture if picture.shape[1:] == size else (resizing or resize)(picture, size)
             found[place] = index
 
         self._decode_all(wanted, keep)
         places = np.flatnonzero(found > np.maximum.accumulate(np.append(-1, found))[:-1]).tolist()
         if not places:
             raise ValueError(
-                f"Not one frame of {self.name} can be decoded. Pass a file that a video player opens, of frames with "
-                f"at most {MAX_FRAME_PIXELS:,} pixels."
+                f"Not one frame of {self._name} can be decoded. Convert it to MP4, with frames of at most "
+                f"{MAX_FRAME_PIXELS:,} pixels."
             )
         metadata.num_damaged = int(np.count_nonzero(found != wanted))
         if metadata.num_damaged:
             warnings.warn(
-                f"{metadata.num_damaged} of {len(wanted)} frames wanted from {self.name} are damaged; whole frames "
+                f"{metadata.num_damaged} of {len(wanted)} frames wanted from {self._name} are damaged; whole frames "
                 "before them are shown instead where there are any.",
                 stacklevel=2,
             )
             metadata.frames_indices = found[places].tolist()
             metadata.frame_times = self.times[found[places]].tolist()
-            frames = frames[places] if size else [frames[place] for place in places]
-        if size is None:  # broadcasts change theirs
-            metadata.height, metadata.width = first = frames[0].shape[1:]
-            frames = torch.stack([frame if frame.shape[1:] == first else resize(frame, first) for frame in frames])
+            frames = frames[places]
         return frames, metadata
-
-    def measure(self, indices: Sequence[int]) -> tuple[int, int]:
-        """Height and width of the frames as they are shown, which no header says for sure; decodes one of them."""
-        try:
-            frames, _ = self.read(indices[:1])
-        except ValueError:  # it is damaged
-            frames, _ = self.read(indices)
-        return frames.shape[-2], frames.shape[-1]
 
     def _rewind(self) -> None:
         """Opens the file, or opens it again at its very beginning, where no container fails to go."""
         if self._container is not None:
             self._container.close()
         self._bytes.seek(0)
-        head = self._bytes.read(21).ljust(21, b"\0")
-        if head[8:16] == b"WEBPVP8X" and head[20] & 2:  # its chunk of features names an animation
-            raise ValueError(
-                f"Cannot read {self.name} as a video: it is an animated WebP, which FFmpeg does not decode. Convert "
-                "it, to MP4 for one."
-            )
-        self._bytes.seek(0)
         limits = {"max_pixels": str(MAX_FRAME_PIXELS)}
-        options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
         try:
             self._container = av.open(
                 # Old programs write names in other encodings than UTF-8; nothing here reads them.
                 *(self._bytes, "r"),
                 options=limits if _BOUNDS_PROBING else {},
-                container_options=options,
+                container_options={"format_whitelist": _FORMATS, "protocol_whitelist": "none"},
                 buffer_size=2**16,
                 metadata_errors="replace",
             )
-        except av.error.MemoryError as error:
-            raise ValueError(
-                f"Cannot read {self.name} as a video: there is no memory left, or the file claims to need too much. "
-                "Free some, or copy it again."
-            ) from error
         except av.error.FFmpegError as error:
             raise ValueError(
-                f"Cannot read {self.name} as a video: it is not a video file of a known format, or is cut off before "
-                "its index. Pass a file that a video player opens; playlists and the like are refused."
+                f"Cannot read {self._name} as a video: it is not a video file of a known format, or is cut off before "
+                "its index, or claims to need more memory than there is. Pass a file that a video player opens."
             ) from error
         cover = av.stream.Disposition.attached_pic
         streams = [stream for stream in self._container.streams.video if not stream.disposition & cover]
         if not streams:
-            kinds = {"a cover picture" if stream.type == "video" else stream.type for stream in self._container.streams}
-            held = ", ".join(sorted(kinds)) or "nothing"
-            raise ValueError(f"There is no video in {self.name}, it holds {held}. Pass a file with a video stream.")
+            raise ValueError(f"There is no video in {self._name}. Pass a file with a video stream.")
         self._stream = max(streams, key=_rank)
         self._codec = self._stream.codec_context
         if self._codec is None:
             raise ValueError(
-                f"The installed FFmpeg has no decoder for the codec of {self.name}. Convert the file, to H.264 for one."
+                f"The installed FFmpeg has no decoder for {self._name}. Convert the file, to H.264 for one."
             )
         # A decoder's own threads would hang a process that is forked while one is around and then frees its copy.
         self._codec.thread_type, self._codec.thread_count = "NONE", 1
@@ -264,52 +236,49 @@ class VideoFile:
 
     def _index(self) -> None:
         """Reads all packets; sets `times`, `pts`, `keyframes`, `duration` and `fps`."""
-        # Flat arrays, 18 bytes a packet: Python objects would take several times as much.
-        all_pts, all_lengths, all_hidden, all_keyframes = array("q"), array("q"), bytearray(), bytearray()
-        is_timed = True
+        # A flat array, 32 bytes a packet: Python objects would take several times as much.
+        numbers, is_timed = array("q"), True
         for packet in self._packets():
             is_timed = is_timed and packet.pts is not None
-            all_pts.append(packet.pts or 0)
-            all_lengths.append(packet.duration or 0)
-            all_hidden.append(packet.is_discard)  # by an edit list; may be a keyframe that others are decoded from
-            all_keyframes.append(packet.is_keyframe)
-        pts, lengths = np.array(all_pts, dtype=np.int64), np.array(all_lengths, dtype=np.int64)
-        visible = np.frombuffer(all_hidden, dtype=np.uint8) == 0
+            # Packets to discard are hidden by an edit list; they may be keyframes that others are decoded from.
+            numbers.extend((packet.pts or 0, packet.duration or 0, packet.is_discard, packet.is_keyframe))
+        pts, lengths, is_hidden, is_keyframe = np.array(numbers, dtype=np.int64).reshape(-1, 4).T
+        visible = is_hidden == 0
         if not visible.any():
-            raise ValueError(f"{self.name} holds no video frames. Pass a file that a video player opens.")
-        keyframes = pts[np.frombuffer(all_keyframes, dtype=np.uint8) != 0]
+            raise ValueError(f"{self._name} holds no video frames. Pass a file that a video player opens.")
+        keyframes = pts[is_keyframe != 0]
         self.keyframes = keyframes if len(keyframes) else pts[:1]
+        stream = self._stream
         if not is_timed or (np.diff(self.keyframes) <= 0).any():
             # A raw stream has no times, and a recording that was joined together starts over: only counting is left.
             # `average_rate` of a raw stream is FFmpeg's default, 25; `guessed_rate` is what the stream says.
-            step = length = 1 / Fraction(self._stream.guessed_rate or self._stream.average_rate or _FALLBACK_FPS)
+            step = length = 1 / Fraction(stream.guessed_rate or stream.average_rate or 25)
             steps = np.arange(np.count_nonzero(visible))
         else:
-            # What is shown before the first keyframe refers to frames that are not in the file.
             shown = np.unique(pts[visible])
-            decodable = shown[shown >= self.keyframes[0]]
-            shown = decodable if len(decodable) else shown
-            steps, step = shown - shown[0], self._stream.time_base
+            # Frames before the first keyframe refer to frames that are not in the file.
+            shown = shown[shown >= self.keyframes[0]] if shown[-1] >= self.keyframes[0] else shown
+            steps, step = shown - shown[0], stream.time_base
             length = int(lengths[visible & (pts == shown[-1])].max()) * step
             if self._container.format.name != "avi":  # AVI stores times in the order of decoding
                 self.pts = shown
         last = int(steps[-1]) * step
-        fps = (len(steps) - 1) / last if len(steps) > 1 else 1 / (length or 1 / _FALLBACK_FPS)
+        fps = (len(steps) - 1) / last if last else 1 / (length or Fraction(1, 25))
         self.times = steps * step.numerator / step.denominator  # exact product, so rounded once
         self.duration, self.fps = float(last + (length or 1 / fps)), float(fps)
-        claimed = float((self._stream.duration or 0) * self._stream.time_base)
+        claimed = float((stream.duration or 0) * stream.time_base)
         if not claimed and self._container.duration:
             # FFmpeg's Matroska counts from zero, whenever the first frame comes.
             claimed = (self._container.duration - max(0, self._container.start_time or 0)) / av.time_base
         if self.duration < claimed - 1.0:
             warnings.warn(
-                f"The frames of {self.name} end after {self.duration:.1f} s although the file claims {claimed:.1f} s: "
+                f"The frames of {self._name} end after {self.duration:.1f} s although the file claims {claimed:.1f} s: "
                 "it may be cut off. Frames are sampled from what is there.",
                 stacklevel=4,
             )
 
     def _decode_all(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
-        """Hands each frame wanted to `keep(place, index, frame)`, from several threads where runs lie apart."""
+        """Hands each wanted frame to `keep(place, index, frame)`, from several threads where runs lie apart."""
         if self.pts is None:
             _deliver(self._count_frames(), range(len(wanted)), wanted, keep)
             return
@@ -322,50 +291,49 @@ class VideoFile:
                 runs[-1][1].append(place)
             else:
                 runs.append((keyframe, [place]))
-        # Only what can be opened again is read at several places at once.
-        workers = min(torch.get_num_threads(), MAX_THREADS, len(runs)) if isinstance(self._source, str | bytes) else 1
-        workers = max(1, min(workers, MAX_DECODED_PIXELS // max(1, self._codec.width * self._codec.height)))
-
+        # An open file of the caller cannot be opened again to be read at several places at once.
+        most = min(torch.get_num_threads(), MAX_THREADS, len(runs)) if isinstance(self._source, str | bytes) else 1
+        workers = max(1, min(most, MAX_DECODED_PIXELS // max(1, self._codec.width * self._codec.height)))
         ended = threading.Event()
 
         def decode(worker: int) -> None:
-            for keyframe, places in runs[worker::workers]:
-                if ended.is_set():
-                    return
-                frames = files[worker]._frames_from(keyframe, [wanted[place] for place in places])
-                _deliver(frames, places, wanted, keep)
+            with self._reopened() if worker else nullcontext(self) as file:
+                for keyframe, places in runs[worker::workers]:
+                    if ended.is_set():
+                        return
+                    frames = file._frames_from(keyframe, [wanted[place] for place in places])
+                    _deliver(frames, places, wanted, keep)
 
-        with ExitStack() as opened:
-            files = [self]
-            for _ in range(workers - 1):
-                files.append(copy.copy(self))
-                files[-1]._container, files[-1]._bytes = None, ByteStream(self._source)
-                opened.enter_context(files[-1])._rewind()
-            if workers == 1:
-                decode(0)
-                return
-            pool = opened.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="read_video"))
-            opened.callback(ended.set)  # on an error or Ctrl-C too, before the pool waits for its threads
-            deque(pool.map(decode, range(workers)), maxlen=0)  # raises what a thread raised
+        with ThreadPoolExecutor(workers, thread_name_prefix="read_video") as pool:
+            try:
+                deque(pool.map(decode, range(workers)), maxlen=0)  # raises what a thread raised
+            finally:
+                ended.set()  # on an error or Ctrl-C, before the pool waits for its threads
+
+    def _reopened(self) -> "VideoFile":
+        file = copy.copy(self)
+        file._container, file._bytes = None, ByteStream(self._source)
+        file._rewind()
+        return file
 
     def _count_frames(self) -> Iterator[tuple[int, Any]]:
-        """Whole frames of a stream without times, each after its place, which it keeps where others are lost.
+        """Whole frames of a stream without times, each after its index, which it keeps where others are lost.
 
         Where frames are reordered, a loss that the decoder does not report may be missed.
         """
         self._rewind()
-        place = -1
+        index = -1
         for frame in self._decode(self._packets()):
             ahead = REORDER_DEPTH if self._codec.has_b_frames else 0
-            place = place + 1 if frame is None else max(place + 1, (frame.pts or 0) - ahead)
+            index = index + 1 if frame is None else max(index + 1, (frame.pts or 0) - ahead)
             if frame is not None and not frame.is_corrupt:
-                yield place, frame
+                yield index, frame
 
     def _frames_from(self, keyframe: int, indices: list[int]) -> Iterator[tuple[int, Any]]:
         """Whole frames from a keyframe on, each after its index; those not in `indices` may be left out."""
         pts: Any = self.pts
         for frame in self._decode(self._packets_from(keyframe), set(pts[indices].tolist())):
-            # What is shown before the keyframe refers to frames that were skipped.
+            # Frames before the keyframe refer to frames that were skipped.
             if frame is not None and frame.pts is not None and frame.pts >= keyframe and not frame.is_corrupt:
                 index = int(np.searchsorted(pts, frame.pts, side="right")) - 1
                 if pts[index] == frame.pts:
@@ -376,11 +344,11 @@ class VideoFile:
 
         Given `wanted` (pts), leaves out others that no frame refers to.
         """
-        place = 0
+        count = 0
         for packet in itertools.chain(packets, [None]):
             if self.pts is None and packet is not None:
-                packet.pts = place  # the frame has it too
-                place += not packet.is_discard  # no frame comes of those
+                packet.pts = count  # the frame has it too
+                count += not packet.is_discard  # no frame comes of those
             # What an edit list hides is decoded too: FFmpeg mends damaged frames with others.
             skip = wanted is not None and packet is not None and not packet.is_discard and packet.pts not in wanted
             self._codec.skip_frame = "NONREF" if skip else "DEFAULT"
@@ -400,82 +368,78 @@ class ByteStream:
         self.close: Callable[[], None] = (lambda: None) if keep_open else source.close
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """As of files, but -1 where there is no such place: damaged files send FFmpeg there, which can go on."""
+        """As of files, but -1 for an impossible position: damaged files send FFmpeg there, which can go on."""
         try:
             return self._seek(offset, whence)
         except (OSError, ValueError):
             return -1
 
 
+def is_url(source: Any) -> bool:
+    """Whether `source` is an http(s) address."""
+    return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
+
+
 def held_source(source: Any) -> Any:
-    """What a row of `datasets` holds: its bytes, else its path. Other sources are what they are."""
+    """The bytes that a row of `datasets` holds, else its path; other sources as they are."""
     if not isinstance(source, Mapping):
         return source
-    held = source.get("path") if source.get("bytes") is None else source["bytes"]
-    if held is None:
-        raise ValueError(f"A video given as a dict needs 'bytes' or 'path', got the keys {sorted(map(str, source))}.")
-    return held
+    return source.get("path") if source.get("bytes") is None else source["bytes"]
 
 
-def checked_source(source: Any) -> tuple[str, Any]:
-    """What to call the source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
+def open_source(source: Any) -> tuple[str, Any]:
+    """What to call a source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
     source = held_source(source)
-    if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
+    if is_url(source):
         try:
             response = httpx.get(source, follow_redirects=True, timeout=30.0).raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"Cannot download {source!r}: {error}. Check the address, or pass a file.") from error
         return f"the video downloaded from {source!r}", response.content
-    if hasattr(source, "read"):
-        if not isinstance(source.read(0), bytes):
-            raise ValueError("The video file is open as text. Open it in binary mode, 'rb'.")
+    if hasattr(source, "read") and isinstance(source.read(0), bytes):
         if getattr(source, "seekable", lambda: hasattr(source, "seek"))():
             return "the open video file", source
         source = source.read()
     if isinstance(source, bytes | bytearray | memoryview):
-        if len(source) == 0:
-            raise ValueError("The video's bytes are empty. Read or download them again.")
         return "the video's bytes", bytes(source)
-    if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"A video must be a path, bytes or an open binary file, got {type(source).__name__}.")
-    path = os.fsdecode(source)
-    if not os.path.isfile(path):
-        held = ": it is a folder" if os.path.isdir(path) else ": it is a pipe or device" if os.path.exists(path) else ""
-        raise ValueError(f"There is no video file {path!r}{held}. Pass the path of an existing file.")
-    if os.path.getsize(path) == 0:
-        raise ValueError(f"The video file {path!r} is empty. Copy or download it again.")
-    return f"video file {path!r}", path
+    found = os.fsdecode(source) if isinstance(source, str | os.PathLike) else type(source)
+    if isinstance(found, str) and os.path.isfile(found):
+        return f"video file {found!r}", found
+    raise ValueError(
+        f"There is no video file {found!r}. Pass the path of a file, an http(s) address, bytes, an open binary file or "
+        "decoded frames (T, height, width, 3)."
+    )
 
 
 def _deliver(
     frames: Iterator[tuple[int, Any]], places: Sequence[int], wanted: list[int], keep: Callable[[int, int, Any], None]
 ) -> None:
-    """Hands frames wanted to `keep`; for one that is damaged and does not come, the whole frame before it.
+    """Hands wanted frames to `keep`; for a damaged one that does not come, the whole frame before it.
 
-    Where damage to a file's times sets them against the order of its pictures, a frame wanted may come late. So for
-    one that is lost up to `REORDER_DEPTH` frames after the last one wanted are decoded, and dropped.
+    Damage to a file's times may set them against the order of its pictures, so that a wanted frame comes late: for one
+    that is lost, up to `REORDER_DEPTH` frames after the last wanted one are decoded.
     """
-    missing = deque(places)
-    late: dict[int, list[int]] = {}  # places by the index of the frame wanted there, which has not come in its turn
+    awaited: dict[int, list[int]] = {}  # places by the index wanted there
+    for place in places:
+        awaited.setdefault(wanted[place], []).append(place)
+    ahead, beyond = deque(awaited), 0  # beyond: frames after the last wanted one
     whole: tuple[int, Any] | None = None
-    beyond = 0  # frames after the last one wanted
     for index, frame in frames:
-        beyond += index > wanted[places[-1]]
-        while missing and index > wanted[missing[0]]:
-            place = missing.popleft()
-            late.setdefault(wanted[place], []).append(place)
+        while ahead and ahead[0] < index:
+            lost = awaited.get(ahead.popleft(), [])
             if whole is not None:
-                keep(place, *whole)
+                for place in lost:
+                    keep(place, *whole)
         if whole is None or index >= whole[0]:
             whole = index, frame
-        while missing and index == wanted[missing[0]]:
-            keep(missing.popleft(), index, frame)
-        for place in late.pop(index, []):
+        for place in awaited.pop(index, []):
             keep(place, index, frame)
-        if not (missing or late) or beyond > REORDER_DEPTH:
+        beyond += index > wanted[places[-1]]
+        if not awaited or beyond > REORDER_DEPTH:
             return
-    if missing and whole is not None:
-        keep(missing[0], *whole)
+    if whole is not None and ahead:
+        for place in awaited.get(ahead[0], []):
+            keep(place, *whole)
 
 
 def _rank(stream: Any) -> tuple[bool, int, int]:
@@ -494,26 +458,20 @@ def resize(
 
 
 def upright(frame: Any) -> np.ndarray:
-    """The frame as it is meant to be seen, uint8 `(height, width, 3)`: turned and mirrored as its metadata says.
+    """The frame as uint8 `(height, width, 3)`, turned and mirrored as its metadata says.
 
-    The display matrix shows a pixel at `(x, y)` at `(a x + c y, b x + d y)` (ISO 14496-12, 8.3.2); cameras write right
-    angles, anything else is taken for the nearest one. A frame with other side data of a kind that PyAV does not know
-    (of EXIF, of several views) is turned but not mirrored: PyAV tells no more of it.
+    The display matrix shows a pixel at `(x, y)` at `(a x + c y, b x + d y)` (ISO 14496-12, 8.3.2); the nearest right
+    angle counts. A frame with other side data that PyAV does not know (EXIF, several views) is turned but not mirrored.
     """
     # In this thread: a process forked while such a frame awaits the garbage collector hangs on ending its threads.
     one_thread = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}  # the only way before
     picture = frame.to_ndarray(format="rgb24", **one_thread)
-    # Not `frame.side_data` if possible: the frame would hold what holds the frame until garbage is collected, and a 4K
-    # frame takes 12.4 MB.
-    try:
-        side_data: Any = frame.side_data if SideDataContainer is None else SideDataContainer(frame)  # type: ignore[call-arg]
+    try:  # not `frame.side_data`: that is a cycle, and keeps 12 MB of a 4K frame until garbage is collected
+        side_data: Any = SideDataContainer(frame)  # type: ignore[call-arg]
     except ValueError:
         return np.ascontiguousarray(np.rot90(picture, round(frame.rotation / 90)))
     matrices = [bytes(item) for item in side_data if item.type.name == "DISPLAYMATRIX"]
     a, b, _, c, d = struct.unpack("=5i", matrices[0][:20]) if matrices else (1, 0, 0, 0, 1)
     if abs(b) + abs(c) > abs(a) + abs(d):
-        picture = picture.swapaxes(0, 1)
-        flip_rows, flip_columns = b < 0, c < 0
-    else:
-        flip_rows, flip_columns = d < 0, a < 0
-    return np.ascontiguousarray(picture[:: -1 if flip_rows else 1, :: -1 if flip_columns else 1])
+        picture, a, d = picture.swapaxes(0, 1), c, b
+    return np.ascontiguousarray(picture[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])

@@ -12,9 +12,10 @@ from typing import Any
 
 import av
 import numpy as np
+import torch
 
-from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
-from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
+from stts_hf.video.processors import measure
 
 _BITS_PER_SIDE = 4
 _CELL = 16  # a macroblock of the codecs used here, so that neighbouring bits do not bleed into each other
@@ -174,9 +175,17 @@ def shown_at(times: Sequence[Fraction], moment: float) -> int:
 
 
 def read_clip(
-    source: Any, moments: Callable[[VideoFile], Any] | None = None, **options: Any
+    source: Any, moments: Callable[[VideoFile], Any] | None = None, size: tuple[int, int] | None = None
 ) -> tuple[list[np.ndarray], STTSVideoMetadata]:
     """Frames uint8 `(H, W, 3)` that are on screen at `moments(file)` (seconds), all of them without it."""
     with VideoFile(source) as file:
-        frames, metadata = file.read(None if moments is None else file.at(moments(file)), **options)
+        seconds = np.asarray(file.times if moments is None else moments(file)) + 1e-6
+        indices = np.unique((np.searchsorted(file.times, seconds, side="right") - 1).clip(min=0)).tolist()
+        frames, metadata = file.read(indices, size or measure(file, indices))
     return list(frames.permute(0, 2, 3, 1).numpy()), metadata
+
+
+def read_tensor(source: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
+    """All frames in their own size, uint8 `(T, 3, H, W)`."""
+    frames, metadata = read_clip(source)
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous(), metadata

@@ -20,8 +20,9 @@ from transformers.video_utils import read_video_pyav
 
 from stts_hf.benchmark.meters import TOTAL, proc_bytes
 from stts_hf.benchmark.turns import take_turns
-from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.modeling.video_processing_stts import STTSVideoProcessor, sample_times
 from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.video.processors import measure
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 PYAV, OURS, PREPROCESSED = "transformers (PyAV)", "stts_hf", "stts_hf, resized and cut into patches"
@@ -76,7 +77,8 @@ def read_once(reader: str, path: str, frames: int, indices: list[int]) -> dict[s
             outputs = processor(videos=[path], return_metadata=True, return_tensors="pt")
             return (), outputs["video_metadata"][0]
         with VideoFile(path) as file:
-            pictures, metadata = file.read(file.sample(frames, None))
+            chosen = sample_times(file.times, file.duration, frames, None)
+            pictures, metadata = file.read(chosen, measure(file, chosen))
         return pictures.permute(0, 2, 3, 1).numpy(), metadata  # (T, height, width, 3), as transformers' readers do
 
     before = proc_bytes("/proc/self/status", "VmRSS")

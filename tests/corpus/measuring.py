@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from stts_hf.modeling.video_processing_stts import sample_times
 from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.video.processors import measure
 
 NUM_FRAMES, RATE = 8, 2.0  # at most 8 frames, 2 a second
 TIMEOUT = 60.0  # seconds until a process is taken to hang
@@ -54,7 +56,8 @@ def _read(connection: Any, source: Any, every: bool) -> None:
         warnings.simplefilter("always")
         try:
             with VideoFile(source) as file:
-                frames, shown = file.read(None if every else file.sample(NUM_FRAMES, RATE))
+                chosen = None if every else sample_times(file.times, file.duration, NUM_FRAMES, RATE)
+                frames, shown = file.read(chosen, measure(file, chosen or range(len(file.times))))
         except Exception as error:
             outcome.error = type(error).__name__, str(error)
         else:

@@ -22,6 +22,7 @@ with atheris.instrument_imports(include=["stts_hf"]):
     from stts_hf.data.lines import read_lines
     from stts_hf.data.loading import load_rows
     from stts_hf.inference.answers_file import open_answers, summary_path
+    from stts_hf.modeling.video_processing_stts import sample_times
     from stts_hf.modeling.video_reading_stts import VideoFile
 
 import av
@@ -39,7 +40,7 @@ def videos(content: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of damage and early ends
         with VideoFile({"bytes": content}) as file:
-            indices = file.sample(3, 2.0)
+            indices = sample_times(file.times, file.duration, 3, 2.0)
             shown, metadata = file.read(indices, (28, 28))
     assert 1 <= len(shown) == len(metadata.timestamps) <= len(indices)
     assert metadata.timestamps == sorted(metadata.timestamps)

@@ -17,6 +17,7 @@ from transformers import AutoProcessor
 from stts_hf import register_auto_classes
 from stts_hf.data.encoding import find_control_token
 from stts_hf.inference.requests import make_request
+from stts_hf.modeling.video_processing_stts import sample_times
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video import processors as frames
 from tests.checkpoints import TINIES
@@ -85,9 +86,9 @@ def test_a_changed_file_is_read_or_refused(broken: tuple[str, bytes]):
         warnings.simplefilter("ignore")  # of damage and early ends
         try:
             with VideoFile(content) as file:
-                indices = file.sample(SHOWN, 2.0)
+                indices = sample_times(file.times, file.duration, SHOWN, 2.0)
                 shown, metadata = file.read(indices, (28, 28))
-                pictures, every = file.read()
+                pictures, every = file.read(None, frames.measure(file, range(len(file.times))))
         except ValueError:
             event("refused")
             return

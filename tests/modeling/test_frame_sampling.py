@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stts_hf.modeling.frame_times_stts import sample_times
-from stts_hf.modeling.video_processing_stts import frame_budget, sample_indices
+from stts_hf.modeling.video_processing_stts import frame_budget, sample_indices, sample_times
 
 
 @pytest.mark.parametrize(

@@ -307,12 +307,3 @@ def test_bytes_of_a_file_are_what_its_path_is(processor, clips, wrap):
     expected = processor(text=["<|video|>a"], videos=path, return_tensors="pt")
     assert inputs.keys() == expected.keys()
     assert all(torch.equal(inputs[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("name", ["short", "long", "late", "uneven"])
-@pytest.mark.parametrize("options", [{}, {"num_frames": 3}, {"fps": 4}, {"do_sample_frames": False}], ids=str)
-def test_probing_finds_the_frames_that_are_shown(processor, clips, name, options):
-    shown = processor.video_processor([str(clips[name])], return_metadata=True, **options)["video_metadata"][0]
-    for video in (clips[name], clips[name].read_bytes()):
-        probed = processor.video_processor.probe(video, **options)
-        assert (probed.frames_indices, probed.frame_times) == (shown.frames_indices, shown.frame_times)

@@ -310,14 +310,13 @@ def test_frames_of_two_sizes_are_refused(processor):
 @pytest.mark.parametrize(
     ("metadata", "kwargs", "message"),
     [
-        ({"total_num_frames": 99, "fps": 25.0}, {}, "pass do_sample_frames=False"),
-        ({"total_num_frames": 99, "fps": 25.0}, {"do_sample_frames": False}, "99 by total_num_frames.* frames_indices"),
-        ({"total_num_frames": 99, "frames_indices": [0, 1]}, {"do_sample_frames": False}, "2 by frames_indices"),
+        ({"total_num_frames": 99, "fps": 25.0}, {}, "6 frames, .*frames_indices.: 99.*do_sample_frames=False"),
+        ({"total_num_frames": 99, "frames_indices": [0, 1]}, {"do_sample_frames": False}, "frames_indices.: 2"),
         ({"total_num_frames": 6, "fps": 0.0}, {}, "has fps=0.0"),
-        ({"fps": 25.0, "frame_times": [0.0, 0.5]}, {}, r"videos\[0\] has 6 frames, its video_metadata 2 frame_times"),
+        ({"fps": 25.0, "frame_times": [0.0, 0.5]}, {}, r"videos\[0\] has 6 frames, .*frame_times.: 2"),
         ([{"total_num_frames": 6}] * 2, {}, "2 entries for 1 videos"),
     ],
-    ids=["sampled before", "which frames", "too few indices", "frame rate", "too few times", "number of entries"],
+    ids=["sampled before", "too few indices", "frame rate", "too few times", "number of entries"],
 )
 def test_metadata_that_contradicts_the_frames_is_refused(processor, metadata, kwargs, message):
     with pytest.raises(ValueError, match=message):

@@ -77,7 +77,7 @@ def test_frames_are_those_a_full_decode_shows(clip, way):
     moments = WAYS[way](float(duration))
     expected = sorted({shown_at(times, moment) for moment in moments})
     frames, metadata = read_clip(path, lambda _: moments)
-    assert metadata.frames_indices == expected
+    assert (metadata.frames_indices, metadata.num_damaged) == (expected, 0)
     assert metadata.frame_times == pytest.approx([float(times[index]) for index in expected], abs=1e-9)
     assert [frame_number(frame) for frame in frames] == expected
     assert all(np.array_equal(frame, pictures[index]) for frame, index in zip(frames, expected, strict=True))
@@ -169,7 +169,7 @@ def test_hidden_frames_take_no_place_where_frames_are_counted(tmp_path):
     hide_beginning(path, 5 / 25)
     with VideoFile(path) as file:
         file.pts = None  # as of a file whose times start over
-        frames, _ = file.read([0, 10, 34])
+        frames, _ = file.read([0, 10, 34], (96, 128))
     assert [frame_number(frame.permute(1, 2, 0).numpy()) for frame in frames] == [5, 15, 39]
 
 
@@ -189,7 +189,7 @@ def test_leaves_out_what_lies_between(tmp_path, monkeypatch):
     assert 1 + 11 + 16 + 16 <= len(packets) <= 44 + 4
     packets.clear()
     with VideoFile(path) as file:
-        assert file.read([0, 210, 210])[1].frames_indices == [0, 210, 210]
+        assert file.read([0, 210, 210], (96, 128))[1].frames_indices == [0, 210, 210]
     assert 1 + 11 <= len(packets) <= 12 + 2  # a frame wanted twice is none that is to come
 
 
@@ -204,7 +204,7 @@ def test_runs_are_decoded_by_several_threads(tmp_path, monkeypatch):
         return upright(frame)
 
     monkeypatch.setattr(video_reading_stts, "upright", meet)
-    frames, metadata = read_clip(path, lambda _: [1, 6])
+    frames, metadata = read_clip(path, lambda _: [1, 6], size=(96, 128))
     assert [frame_number(frame) for frame in frames] == metadata.frames_indices == [25, 150]
 
 
@@ -233,7 +233,7 @@ def test_frames_are_resized_as_they_are_decoded(tmp_path):
     path = write_clip(tmp_path / "a.mp4", 30)
     with VideoFile(path) as file:
         frames, metadata = file.read([0, 29], (42, 56))
-        whole, _ = file.read([0, 29])
+        whole, _ = file.read([0, 29], (96, 128))
     assert frames.shape == (2, 3, 42, 56)
     assert torch.equal(frames, torch.stack([resize(frame, (42, 56)) for frame in whole]))
     assert (metadata.height, metadata.width) == (96, 128)
@@ -284,15 +284,6 @@ def test_frames_are_upright(tmp_path, matrix, turn):
     assert (metadata.height, metadata.width) == frame.shape[:2]
 
 
-def test_frames_are_upright_where_pyav_keeps_its_container_elsewhere(tmp_path, monkeypatch):
-    path = write_clip(tmp_path / "a.mp4", 5)
-    _, (picture, *_), _ = decode_everything(path)
-    set_display_matrix(path, (0, 1, -1, 0))
-    monkeypatch.setattr(video_reading_stts, "SideDataContainer", None)
-    (frame,), _ = read_clip(path, lambda _: [0])
-    assert np.array_equal(frame, np.rot90(picture, -1))
-
-
 @since_av_17_1
 @pytest.mark.parametrize(
     ("orientation", "turn"),
@@ -314,9 +305,8 @@ def test_pictures_of_cameras_are_upright(tmp_path, orientation, turn):
 
 def test_frames_that_change_their_size_get_that_of_the_first(tmp_path):
     parts = [write_clip(tmp_path / f"{height}.ts", 20, size=(height, 128)).read_bytes() for height in (96, 64)]
-    frames, metadata = read_clip(b"".join(parts))
+    frames, _ = read_clip(b"".join(parts))
     assert {frame.shape for frame in frames} == {(96, 128, 3)}
-    assert (metadata.height, metadata.width) == (96, 128)
     rows = np.arange(64) * 3 // 2  # of 96, as the smaller ones had them
     assert [frame_number(frame) for frame in frames[:20]] == list(range(20))
     assert [frame_number(frame[rows]) for frame in frames[20:]] == list(range(20))
@@ -343,7 +333,7 @@ def test_places_that_files_do_not_have_are_none_of_the_readers_errors(tmp_path, 
 def test_frames_of_too_many_pixels_are_not_decoded(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", 5)
     monkeypatch.setattr(video_reading_stts, "MAX_FRAME_PIXELS", 96 * 128 - 1)
-    with pytest.raises(ValueError, match=r"Not one frame .* with at most 12,287 pixels"):
+    with pytest.raises(ValueError, match=r"Not one frame .* at most 12,287 pixels"):
         read_clip(path)
 
 
@@ -368,7 +358,7 @@ def test_single_frame_comes_once(tmp_path, name):
         pytest.param("a.mp4", b"these are words\n" * 50, "not a video file", id="text called mp4"),
         pytest.param("a.txt", b"these are words\n" * 50, "not a video file", id="text"),
         pytest.param("a.mp4", bytes(range(256)) * 100, "not a video file", id="noise"),
-        pytest.param("a.mp4", b"", "is empty", id="empty"),
+        pytest.param("a.mp4", b"", "not a video file", id="empty"),
     ],
 )
 def test_file_that_is_no_video_is_refused(tmp_path, name, content, message):
@@ -387,18 +377,8 @@ def test_folder_is_refused(tmp_path):
         read_clip(tmp_path)
 
 
-def test_other_objects_are_refused():
-    with pytest.raises(ValueError, match="got int"):
-        read_clip(3)
-
-
 def test_sound_alone_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds audio"):
-        read_clip(write_audio(tmp_path / "a.m4a"))
-
-
-def test_sound_with_a_cover_picture_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds a cover picture, audio"):
+    with pytest.raises(ValueError, match="There is no video in"):
         read_clip(write_audio(tmp_path / "a.m4a", cover=True))
 
 
@@ -467,8 +447,8 @@ def test_frames_whose_times_contradict_their_order_are_found_by_time(tmp_path):
     assert [frame_number(frame) for frame in frames[:7]] == [0, 1, 2, 4, 3, 5, 6]
     assert metadata.num_damaged == 0
     with VideoFile(path) as file:
-        assert file.read([3])[1].frames_indices == [3]
-        assert file.read([3, 3, 4])[1].frames_indices == [3, 3, 4]
+        assert file.read([3], (96, 128))[1].frames_indices == [3]
+        assert file.read([3, 3, 4], (96, 128))[1].frames_indices == [3, 3, 4]
 
 
 def test_streams_that_begin_midway_end_no_reading(tmp_path, monkeypatch):
@@ -489,11 +469,6 @@ def test_streams_that_begin_midway_end_no_reading(tmp_path, monkeypatch):
     av_open = av.open
     monkeypatch.setattr(av, "open", Stumbling)
     assert len(read_clip(path)[0]) == 10
-
-
-def test_whole_frames_are_not_counted_as_damaged(clip):
-    with VideoFile(clip[0]) as file:
-        assert file.read(file.sample(9, None))[1].num_damaged == 0
 
 
 def test_frame_rate_is_measured_where_the_header_is_wrong(tmp_path):

@@ -11,6 +11,7 @@ from lmms_eval.tasks.longvideobench import utils as longvideobench
 from lmms_eval.tasks.videomme import utils as videomme
 
 from stts_hf.data.prompts import read_subtitles, subtitle_text
+from stts_hf.modeling.video_processing_stts import sample_times
 from stts_hf.modeling.video_reading_stts import VideoFile
 
 _NEAR = 1.0  # seconds; Molmo2's `subtitle_mode="frame_1"`
@@ -48,7 +49,7 @@ def _ask(
     video: Path, cues: list[tuple[float, float, str]], question: str, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
     with VideoFile(str(video)) as file:
-        times = file.times[file.sample(settings["num_frames"], settings["max_fps"])]
+        times = file.times[sample_times(file.times, file.duration, settings["num_frames"], settings["max_fps"])]
     shown = [
         {"start": max(start, 0.0), "end": end, "text": text}
         for start, end, text in cues

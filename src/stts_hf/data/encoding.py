@@ -1,6 +1,5 @@
 """A sample as the model's inputs: prompt, labels and tensors, and its length after pruning without decoding."""
 
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,11 @@ import torch
 from PIL import Image
 from transformers.image_utils import load_image
 
-from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.sequence_stts import align_labels as align_labels
-from stts_hf.modeling.video_processing_stts import open_picture
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata
 from stts_hf.video import processors as frames
-from stts_hf.video.sources import download, download_limits, is_url
+from stts_hf.video.sources import download, download_limits, is_url, open_picture
 
 from .rows import RowError, Sample, row_errors
 
@@ -244,9 +242,7 @@ def open_image(source: Any, processor: Processor | None = None) -> Image.Image:
     if processor is not None and is_url(source):
         with download(source, *download_limits(processor)) as file:
             source = file.read()
-    if isinstance(source, Image.Image):
-        return source
-    return open_picture(io.BytesIO(source) if isinstance(source, bytes) else source)
+    return open_picture(source)
 
 
 def count_tokens(

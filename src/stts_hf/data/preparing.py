@@ -10,8 +10,7 @@ from PIL import ExifTags, Image
 from tqdm import tqdm
 from transformers.utils import logging
 
-from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
-from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 from stts_hf.video.processors import probe
 from stts_hf.video.sources import is_url
 

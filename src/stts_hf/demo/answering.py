@@ -13,6 +13,7 @@ from stts_hf.inference.assistant import VideoAssistant
 from stts_hf.inference.clip import Clip
 from stts_hf.inference.requests import Answer, check_question
 from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.video.processors import measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def check_video(path: str | Path, limits: Limits) -> None:
             raise ValueError(
                 f"The video lasts {lasts:,.1f} s, but at most {limits.seconds:,.1f} s are taken here. Cut it."
             )
-        height, width = file.read([0])[0].shape[-2:]
+        height, width = measure(file, [0])
     if height * width > limits.pixels:
         raise ValueError(
             f"The video has frames of {width} x {height}, but at most {limits.pixels:,} pixels are taken "

@@ -22,6 +22,7 @@ from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.serving.attention import VisionAttention, VisionStep
 from stts_hf.serving.model import ServingModel
 from stts_hf.serving.processing import DummyInputs, MultiModalProcessor, ProcessingInfo
+from stts_hf.video.processors import molmo2_block_grid
 
 AutoProcessor.register(STTSConfig, STTSProcessor, exist_ok=True)
 AutoVideoProcessor.register(STTSConfig, STTSVideoProcessor, exist_ok=True)
@@ -39,7 +40,7 @@ class Molmo2Info(ProcessingInfo):
 
     def largest_video(self, num_tokens: int) -> tuple[int, int, int]:
         video: Any = self.get_hf_processor().video_processor
-        rows, columns = video.block_grid
+        rows, columns = molmo2_block_grid(video)
         per_frame = rows * columns * (1 - self.pruning_ratio) + _FRAME_TEXT
         num_frames = max(1, min(video.num_frames, int((num_tokens - rows * columns) / per_frame)))
         return num_frames, video.size["height"], video.size["width"]

@@ -7,7 +7,8 @@ decoded file.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,21 @@ import torch
 from transformers import BatchFeature
 from transformers.image_processing_backends import TorchvisionBackend
 from transformers.image_utils import SizeDict
-from transformers.video_utils import VideoMetadata
+from transformers.video_utils import VideoMetadata, make_batched_videos
 
-from stts_hf.modeling.frame_times_stts import STTSVideoMetadata
 from stts_hf.modeling.video_processing_stts import (
-    FrameReader,
+    as_sources,
     check_amount,
     check_count,
+    decoded_frames,
     frame_budget,
-    normalize_videos,
     one_each,
+    open_video,
+    sample_times,
 )
-from stts_hf.modeling.video_reading_stts import VideoFile
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 
-from .sources import LIMITS, download_limits, downloaded
+from .sources import LIMITS, download_limits, opened
 
 # What a call may say of its videos beside `videos_kwargs`.
 OF_VIDEOS = {
@@ -36,7 +38,7 @@ OF_VIDEOS = {
     *("max_video_tokens", "test_time_scaling", "pruning_ratio", "do_sample_frames", "video_metadata"),
     *("return_metadata", *LIMITS),
 }
-COUNTS, AMOUNTS = ("num_frames", "min_frames", "max_frames"), ("max_fps", "fps", *LIMITS)
+COUNTS, RATES = ("num_frames", "min_frames", "max_frames"), ("max_fps", "fps")
 _ROUNDING = 0.05  # frames: how far a time may be from its place at a constant rate
 Grid = tuple[int, int, int]
 
@@ -55,38 +57,36 @@ def process(
     """
     if videos is None or (isinstance(videos, list | tuple) and not videos):
         return processor(text=text, videos=None, images=images, **options)
-    processor = copy.copy(processor)
-    processor.video_processor = copy.copy(processor.video_processor)
-    video_kwargs = options["videos_kwargs"] = dict(options.get("videos_kwargs") or {})
-    for given in (options, video_kwargs):
-        set_frames(processor.video_processor, **{name: given.pop(name) for name in LIMITS.keys() & given.keys()})
-    with downloaded(videos, *download_limits(processor)) as videos:
+    call = pop_video_kwargs(options)
+    limits = download_limits(processor, **{name: call.pop(name) for name in LIMITS.keys() & call.keys()})
+    wants_metadata = call.pop("return_metadata", False)
+    with opened(videos, *limits) as videos:
         if reads_files(processor):
-            return processor(text=text, videos=videos, images=images, **options)
-        video_kwargs = pop_video_kwargs(options)
-        metadata = one_each(video_kwargs.pop("video_metadata", None), len(videos))
-        samples = video_kwargs.pop("do_sample_frames", None)
-        wants_metadata = video_kwargs.pop("return_metadata", False)
-        processor.video_processor = with_settings(processor.video_processor, video_kwargs)
+            options |= {"return_metadata": True} if wants_metadata else {}
+            return processor(text=text, videos=videos, images=images, videos_kwargs=call, **options)
+        metadata = one_each(call.pop("video_metadata", None), len(videos))
+        samples = call.pop("do_sample_frames", None)
+        processor = copy.copy(processor)
+        processor.video_processor = with_settings(processor.video_processor, call)
         reader = NativeReader(processor.video_processor, samples)
-        read = [reader.read(video, metadata[i], i) for i, video in enumerate(normalize_videos(list(videos)))]
-    video_kwargs |= {
-        "video_metadata": [to_native_metadata(shown) for _, shown in read],
+        read = [reader.read(video, metadata[i], f"videos[{i}]") for i, video in enumerate(as_sources(videos))]
+    frames, shown = zip(*read, strict=True)
+    call |= {
+        "video_metadata": [to_native_metadata(of_video) for of_video in shown],
         "do_sample_frames": False,
         "do_resize": False,  # they have their size
         "return_metadata": True,  # the prompt says when frames are shown
     }
-    frames = [frames for frames, _ in read]
-    outputs = processor(text=text, videos=frames, images=images, videos_kwargs=video_kwargs, **options)
+    outputs = processor(text=text, videos=list(frames), images=images, videos_kwargs=call, **options)
     outputs.pop("video_metadata", None)
     if wants_metadata:
-        outputs["video_metadata"] = [shown for _, shown in read]
+        outputs["video_metadata"] = list(shown)
     return outputs
 
 
 def reads_files(processor: Any) -> bool:
     """Whether the processor reads files by seeking itself."""
-    return hasattr(processor.video_processor, "probe")
+    return hasattr(processor.video_processor, "test_time_scaling")
 
 
 def pop_video_kwargs(options: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def with_settings(video_processor: Any, options: dict[str, Any]) -> Any:
 
 def native_name(video_processor: Any, name: str) -> str:
     """What the processor calls the setting `name` of a call: native ones have "max_frames" and "fps"."""
-    if hasattr(video_processor, "probe"):
+    if hasattr(video_processor, "test_time_scaling"):
         return name
     return {"num_frames": "max_frames", "max_fps": "fps"}.get(name, name)
 
@@ -139,7 +139,7 @@ def set_frames(video_processor: Any, **settings: Any) -> None:
             continue
         if name in COUNTS:
             check_count(name, value)
-        if name in AMOUNTS:
+        if name in RATES:
             check_amount(name, value)
         setattr(video_processor, native_name(video_processor, name), value)
 
@@ -158,7 +158,7 @@ def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
         video_processor.size = size | {"longest_edge": frame_budget(size["longest_edge"], pruning_ratio)}
 
 
-class NativeReader(FrameReader):
+class NativeReader:
     """
     Frames as a native video processor wants them, in the size it would give them. samples: whether it chooses them, or
     takes all there are; by default as its checkpoint says.
@@ -168,41 +168,55 @@ class NativeReader(FrameReader):
         if samples is None:
             # Qwen2.5-VL's class has this off, since its callers chose frames before: no checkpoint means it.
             samples = video_processor.do_sample_frames or not type(video_processor).do_sample_frames
-        self.video_processor, self.samples = video_processor, samples
+        self.settings, self.samples = video_processor, samples
 
-    def choose(self, metadata: STTSVideoMetadata, file: VideoFile | None = None) -> list[int]:
-        """By the processor's own rule; all where there are too few for one tubelet."""
-        settings = self.video_processor
+    def choose(self, metadata: STTSVideoMetadata) -> list[int]:
+        """By the processor's own rule; all where it takes all, or there are too few for one tubelet."""
         self._set_rate(metadata)
-        if metadata.total_num_frames < settings.temporal_patch_size:
-            return list(range(int(metadata.total_num_frames)))
-        names = [name for name in settings.valid_kwargs.__annotations__ if name != "video_metadata"]
-        call = {name: getattr(settings, name, None) for name in names}
-        return np.asarray(settings.sample_frames(metadata=metadata, **call)).tolist()
+        if not self.samples or metadata.total_num_frames < self.settings.temporal_patch_size:
+            return metadata.frames_indices or []
+        names = [name for name in self.settings.valid_kwargs.__annotations__ if name != "video_metadata"]
+        call = {name: getattr(self.settings, name, None) for name in names}
+        return np.asarray(self.settings.sample_frames(metadata=metadata, **call)).tolist()
 
-    def size(self, num_frames: int, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        height, width = measure()
-        if not self.video_processor.do_resize:
+    def _set_rate(self, metadata: STTSVideoMetadata) -> None:
+        if metadata.fps is None:
+            metadata.fps = float(self.settings.fps or 1)  # so that all are shown
+
+    def size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width that the processor gives frames of this size."""
+        if not self.settings.do_resize:
             return height, width
-        _, rows, columns = _native_grid(self.video_processor, num_frames, height, width).tolist()
-        return rows * self.video_processor.patch_size, columns * self.video_processor.patch_size
+        _, rows, columns = _native_grid(self.settings, num_frames, height, width).tolist()
+        return rows * self.settings.patch_size, columns * self.settings.patch_size
 
     def resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """By the very steps of native preprocessing."""
-        settings, wanted = self.video_processor, SizeDict(height=size[0], width=size[1])
-        return TorchvisionBackend.resize(settings, image=picture, size=wanted, resample=settings.resample)
+        wanted = SizeDict(height=size[0], width=size[1])
+        return TorchvisionBackend.resize(self.settings, image=picture, size=wanted, resample=self.settings.resample)
 
-    def read(self, video: Any, metadata: Any, index: int, layout: Any = None) -> tuple[torch.Tensor, STTSVideoMetadata]:
-        frames, shown = super().read(video, metadata, index, layout)
-        if not isinstance(video, str):  # frames of files have their size
-            size = self.size(len(frames), lambda: (frames.shape[-2], frames.shape[-1]))
-            frames = torch.stack([self.resize(frame, size) for frame in frames])
+    def read(self, video: Any, given: Any, name: str) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        """Frames `(T, 3, height, width)` and which they are. given: metadata of decoded frames. name: for messages."""
+        if isinstance(video, str):
+            with open_video(video) as file:
+                chosen = self.choose(file.describe())
+                frames, shown = file.read(chosen, self.size(len(chosen), *measure(file, chosen)), self.resize)
+        else:
+            video = make_batched_videos(video)[0] if isinstance(video, list) else video
+            frames, shown = decoded_frames(video, given, name, choose=self.choose if self.samples else None)
             self._set_rate(shown)
-        return pad_to_tubelet(frames, self.video_processor.temporal_patch_size), shown
+            size = self.size(len(frames), *frames.shape[-2:])
+            frames = torch.stack([self.resize(frame, size) for frame in frames])
+        return pad_to_tubelet(frames, self.settings.temporal_patch_size), shown
 
-    def _set_rate(self, shown: VideoMetadata) -> None:
-        if shown.fps is None:
-            shown.fps = float(self.video_processor.fps or 1)  # so that all are shown
+
+def measure(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:
+    """Height and width of frames as they are shown, which headers do not say for sure; decodes one of them."""
+    try:
+        _, shown = file.read(indices[:1], (1, 1))
+    except ValueError:  # it is damaged
+        _, shown = file.read(indices, (1, 1))
+    return int(shown.height or 0), int(shown.width or 0)
 
 
 def pad_to_tubelet(frames: torch.Tensor, tubelet: int) -> torch.Tensor:
@@ -234,19 +248,25 @@ def to_native_metadata(shown: STTSVideoMetadata) -> VideoMetadata:
 
 def probe(processor: Any, video: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
     """
-    The entry of a video file in what the processor calls grids, (3,), and which frames it shows; at most one frame is
-    decoded. Where frames turn out to be damaged, fewer are shown.
+    The entry of a video file in the processor's grids, (3,), and which frames it shows; at most one frame is decoded.
+    Where frames turn out to be damaged, fewer are shown.
     """
     settings = processor.video_processor
-    with downloaded(video, *download_limits(processor)) as video:
-        if reads_files(processor):
-            shown = settings.probe(video)
-            return torch.tensor([len(shown.frames_indices), *settings.block_grid]), shown
-        reader = NativeReader(settings)
-        with VideoFile(video) as file:
-            shown = file.describe()
-            chosen = reader.choose(shown) if reader.samples else shown.frames_indices or []
-            return _native_grid(settings, len(chosen), *file.measure(chosen)), file.describe(chosen)
+    with opened([video], *download_limits(processor)) as [source], open_video(*as_sources([source])) as file:
+        if not reads_files(processor):
+            chosen = NativeReader(settings).choose(file.describe())
+            return _native_grid(settings, len(chosen), *measure(file, chosen)), file.describe(chosen)
+        samples, limits = settings.do_sample_frames, settings.frame_limits()
+        shown = file.describe(sample_times(file.times, file.duration, *limits) if samples else None)
+        return torch.tensor([len(shown.frames_indices or []), *molmo2_block_grid(settings)]), shown
+
+
+def molmo2_block_grid(video_processor: Any) -> tuple[int, int]:
+    """Rows and columns of blocks in a frame; a window over the border counts in full."""
+    size, windows = video_processor.size, video_processor.pooling_size
+    patches = (size[side] // video_processor.patch_size for side in ("height", "width"))
+    rows, columns = (math.ceil(count / window) for count, window in zip(patches, windows, strict=True))
+    return rows, columns
 
 
 def grid_name(processor: Any) -> str:

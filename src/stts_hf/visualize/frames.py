@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stts_hf.modeling.video_reading_stts import VideoFile, upright
+from stts_hf.video.processors import measure
 
 from .dimming import fit
 
@@ -21,10 +22,15 @@ def read_frames(video: Any, timestamps: Sequence[float], longest_side: int) -> n
     # `catch_warnings` would also hide warnings of the thread that decodes the next videos meanwhile.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
     with VideoFile(video) as file:
-        shown = file.at(timestamps)
-        height, width = file.read(shown[:1])[0].shape[2:]
-        frames, _ = file.read(shown, fit(height, width, longest_side))
+        shown = on_screen(file, timestamps)
+        frames, _ = file.read(shown, fit(*measure(file, shown), longest_side))
     return frames.permute(0, 2, 3, 1).numpy()
+
+
+def on_screen(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
+    """Indices of the frames on screen at `timestamps` (seconds since the first frame), ascending, none twice."""
+    found = np.searchsorted(file.times, np.asarray(timestamps) + 1e-6, side="right") - 1
+    return np.unique(found.clip(min=0)).tolist()
 
 
 class VideoStream(VideoFile):

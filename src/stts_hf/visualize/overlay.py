@@ -13,7 +13,7 @@ from stts_hf.modeling.video_reading_stts import VideoFile
 
 from .clip_files import video_writer
 from .dimming import Array, as_array, check_outputs, dim_dropped_blocks, fit, frame_at
-from .frames import VideoStream
+from .frames import VideoStream, on_screen
 
 LONGEST_SIDE = 640  # pixels
 MAX_FPS = 30
@@ -75,4 +75,4 @@ def moments_to_show(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
     if file.fps <= MAX_FPS * 1.02 and len(file.times) <= MAX_FRAMES:
         return list(range(len(file.times)))
     moments = np.arange(0, file.duration, max(1 / MAX_FPS, file.duration / MAX_FRAMES))
-    return file.at(np.union1d(moments, timestamps).tolist())
+    return on_screen(file, np.union1d(moments, timestamps).tolist())

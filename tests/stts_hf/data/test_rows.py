@@ -10,7 +10,7 @@ from PIL import Image
 from stts_hf.data.encoding import open_image
 from stts_hf.data.rows import ANSWER as ANSWER_COLUMN
 from stts_hf.data.rows import RowError, check_files, read_row
-from stts_hf.modeling.video_processing_stts import load_pictures
+from stts_hf.video.sources import load_picture
 from tests.stts_hf.training.samples import assistant, image_row, prepare_each, text_row, user, video_row
 
 ANSWER = assistant("Yes.")
@@ -230,4 +230,4 @@ def test_no_other_program_draws_a_picture(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"is an EPS file.* Convert it to PNG"):
             open_image(source)
     with pytest.raises(ValueError, match=r"is an EPS file.* Convert it to PNG"):
-        load_pictures([str(path)])
+        load_picture(str(path))

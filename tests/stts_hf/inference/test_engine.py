@@ -14,7 +14,7 @@ from stts_hf import STTSProcessor
 from stts_hf.data.isolated import ProcessDied
 from stts_hf.inference.engine import answer_requests, make_batches
 from stts_hf.inference.requests import Answer, Request, make_request
-from stts_hf.modeling.video_processing_stts import FrameReader
+from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
 
@@ -126,13 +126,13 @@ def test_beam_search_answers_no_more_at_once_than_asked(model, processor, prompt
 
 def test_a_clip_is_decoded_and_encoded_once_for_all_its_questions(model, processor, prompts, monkeypatch):
     read, encoded = [], []
-    read_frames = FrameReader.read
+    index = VideoFile._index
 
-    def note_down(self, video, *rest):
-        read.append(video)
-        return read_frames(self, video, *rest)
+    def note_down(self):
+        read.append(self)
+        index(self)
 
-    monkeypatch.setattr(FrameReader, "read", note_down)
+    monkeypatch.setattr(VideoFile, "_index", note_down)
     tower = model.model.vision_tower.register_forward_pre_hook(lambda *_: encoded.append(1))
     about_one = [prompts[0], prompts[2], prompts[5]]
     batched(model, processor, about_one, pruning_ratio=0.5, batch_size=2, **GREEDY)

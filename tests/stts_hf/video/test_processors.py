@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,30 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor
 
+from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.video_reading_stts import VideoFile
-from stts_hf.video.processors import NativeReader, block_grids, probe, process, scale_budget
+from stts_hf.video.processors import NativeReader, block_grids, grid_name, probe, process, scale_budget
 from tests.checkpoints import TINIES
-from tests.clips import frame_number, write_clip
+from tests.clips import decode_everything, frame_number, read_tensor, write_clip
 from tests.modeling.test_video_sources import send, serving
 
 TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
+TEXTS = {backbone: ["<|video|>" if backbone == "molmo2" else TEXT] for backbone in TINIES}
 
 
 @pytest.fixture(scope="module")
 def native(hub_configs) -> Qwen3VLProcessor:
     return Qwen3VLProcessor.from_pretrained(hub_configs / "stts-qwen3-vl-tiny")
+
+
+@pytest.fixture(scope="module")
+def processors() -> dict[str, Any]:
+    """By backbone, in the package's classes."""
+    loaded: dict[str, Any] = {
+        name: AutoProcessor.from_pretrained(path) for name, path in TINIES.items() if name != "molmo2"
+    }
+    return loaded | {"molmo2": STTSProcessor.from_pretrained(TINIES["molmo2"])}
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +70,9 @@ def test_a_file_is_what_the_native_processor_makes_of_all_its_frames(native, cli
     ours = process(native, text=text, videos=[clips[name] for name in names], images=[image], return_tensors="pt")
     decoded, metadata = [], []
     for name in names:
-        with VideoFile(str(clips[name])) as file:
-            decoded.append(file.read()[0])
-            metadata.append({"total_num_frames": len(decoded[-1]), "fps": file.fps})
+        frames, shown = read_tensor(clips[name])
+        decoded.append(frames)
+        metadata.append({"total_num_frames": len(frames), "fps": shown.fps})
     options = {"do_sample_frames": True, "video_metadata": metadata, "return_tensors": "pt"}
     assert_same(ours, native(text=text, videos=decoded, images=[image], **options))
 
@@ -92,8 +104,7 @@ def test_times_are_true_where_the_rate_varies(native, tmp_path):
 @pytest.mark.parametrize("form", ["array", "arrays", "tensors", "pictures", "files", "bytes", "row"])
 def test_a_video_may_come_in_any_form(native, clips, form, tmp_path):
     path = clips["wide"]
-    with VideoFile(str(path)) as file:
-        frames = file.read()[0]
+    frames, _ = read_tensor(path)
     pictures = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames[::10]]
     for number, picture in enumerate(pictures):
         picture.save(tmp_path / f"{number}.png")
@@ -120,8 +131,7 @@ def test_a_video_may_come_in_any_form(native, clips, form, tmp_path):
 
 def test_decoded_frames_keep_the_times_that_come_with_them(native, tmp_path):
     clip = write_clip(tmp_path / "uneven.mkv", times=[*(number / 10 for number in range(30)), 5.0, 6.0, 8.0])
-    with VideoFile(str(clip)) as file:
-        frames, metadata = file.read()
+    frames, metadata = read_tensor(clip)
     ours = process(native, text=[TEXT], videos=[frames], video_metadata=[metadata], return_tensors="pt")
     assert_same(ours, process(native, text=[TEXT], videos=[clip], return_tensors="pt"))
 
@@ -156,8 +166,8 @@ def test_settings_hold_for_one_call(native, clips, options, beside):
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "in_videos_kwargs"])
 def test_what_decides_a_size_is_the_native_processors_in_a_call(native, clips, beside):
     """Frames without resizing, or under the cap of each frame's pixels, are those that native code makes."""
-    with VideoFile(str(clips["large"])) as file:
-        decoded, metadata = file.read()[0], [{"total_num_frames": 100, "fps": file.fps}]
+    decoded, shown = read_tensor(clips["large"])
+    metadata = [{"total_num_frames": 100, "fps": shown.fps}]
     capped = copy.copy(native)
     capped.video_processor = copy.copy(native.video_processor)
     capped.video_processor.max_video_tokens = 40  # a small frame's; native code takes it from here alone
@@ -181,7 +191,7 @@ def test_a_checkpoint_may_show_every_frame(native, clips):
 def test_a_class_that_shows_every_frame_says_nothing_of_its_checkpoint(clips, hub_configs):
     settings = Qwen2VLVideoProcessor.from_pretrained(hub_configs / "stts-qwen2-5-vl-tiny")
     assert not settings.do_sample_frames
-    assert len(NativeReader(settings).read(str(clips["wide"]), None, 0)[0]) == 6  # 3.5 s
+    assert len(NativeReader(settings).read(str(clips["wide"]), None, "a video")[0]) == 6  # 3.5 s
 
 
 def test_no_videos_are_none(native):
@@ -223,18 +233,20 @@ def test_scaling_leaves_a_budget_that_each_frame_has_alone(native):
     assert native.video_processor.size["longest_edge"] == sizes[0]
 
 
+@pytest.mark.parametrize("backbone", TINIES)
 @pytest.mark.parametrize("name", ["wide", "tall", "large", "two", "one"])
-def test_what_a_file_becomes_is_known_before(native, clips, name):
-    grid, shown = probe(native, str(clips[name]))
-    inputs = process(native, text=[TEXT], videos=[clips[name]], return_tensors="pt", return_metadata=True)
-    assert grid.tolist() == inputs["video_grid_thw"][0].tolist()
+def test_what_a_file_becomes_is_known_before(processors, backbone, clips, name):
+    processor = processors[backbone]
+    grid, shown = probe(processor, str(clips[name]))
+    inputs = process(processor, text=TEXTS[backbone], videos=[clips[name]], return_tensors="pt", return_metadata=True)
+    assert grid.tolist() == inputs[grid_name(processor)][0].tolist()
     assert shown.timestamps == inputs["video_metadata"][0].timestamps
 
 
 def test_a_frame_is_the_one_that_its_index_says(native, clips):
     settings = copy.copy(native.video_processor)
     settings.do_resize = False
-    frames, shown = NativeReader(settings).read(str(clips["wide"]), None, 0)
+    frames, shown = NativeReader(settings).read(str(clips["wide"]), None, "a video")
     assert [frame_number(frame.permute(1, 2, 0).numpy()) for frame in frames] == shown.frames_indices
 
 
@@ -244,7 +256,7 @@ def test_a_frame_is_the_one_that_its_index_says(native, clips):
         ({"test_time_scaling": True}, "needs the pruning_ratio"),
         ({"test_time_scaling": True, "pruning_ratio": 1.0}, "at most 0.999, got 1.0"),
         ({"videos": ["gone.mp4"]}, "There is no video file 'gone.mp4'"),
-        ({"videos": [3]}, r"videos\[0\] is 3"),
+        ({"videos": [3]}, "no video file <class 'int'>"),
         ({"videos": [[]]}, r"videos\[0\] has no frames"),
         ({"videos": [[np.zeros((32, 32, 3)), np.zeros((48, 32, 3))]]}, r"\(32, 32, 3\), \(48, 32, 3\)"),
         ({"num_frames": 0}, "num_frames must be a whole number of at least 1, got 0"),
@@ -274,14 +286,42 @@ def test_a_download_ends_at_its_limit(native, way, video):
         probe(processor, url) if way == "probe" else process(processor, text=[TEXT], videos=[video(url)], **options)
 
 
+class Decoder:
+    """Does what torchcodec's `VideoDecoder` is asked for here."""
+
+    def __init__(self, path, start: float = 0.0, channels_last: bool = False):
+        times, pictures, duration = decode_everything(path)
+        self.times, self.pictures = [start + float(time) for time in times], pictures
+        self.metadata = SimpleNamespace(average_fps=25.0, begin_stream_seconds=start, duration_seconds=float(duration))
+        self.channels_last = channels_last
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def get_frame_at(self, index: int) -> SimpleNamespace:
+        picture = torch.from_numpy(self.pictures[index])
+        data = picture if self.channels_last else picture.permute(2, 0, 1)
+        return SimpleNamespace(data=data, pts_seconds=self.times[index])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("backbone", TINIES)
+def test_a_decoder_of_torchcodec_is_what_its_file_is(processors, backbone, clips, channels_last):
+    options: dict[str, Any] = {"text": TEXTS[backbone], "return_tensors": "pt", "return_metadata": True}
+    videos = (Decoder(clips["tall"], 3.0, channels_last), clips["tall"])
+    ours, of_file = (process(processors[backbone], videos=[video], **options) for video in videos)
+    shown, expected = ours.pop("video_metadata")[0], of_file.pop("video_metadata")[0]
+    assert shown.timestamps == pytest.approx(expected.timestamps)
+    assert_same(ours, of_file)
+
+
 @pytest.mark.parametrize("backbone", ["qwen3_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("size", [(1, 1), (10, 8000)], ids=["1x1", "8000x10"])
 def test_clips_of_extreme_sizes_are_shown_or_refused_by_the_native_rule(backbone, size, tmp_path):
     """As the native processor does with the same frames, decoded before: the same inputs, or the same error."""
     processor = AutoProcessor.from_pretrained(TINIES[backbone])
     path = write_clip(tmp_path / "clip.mp4", 8, fps=4, size=size, pix_fmt="yuv444p")
-    with VideoFile(str(path)) as file:
-        video = {"videos": [file.read()[0]], "video_metadata": [{"total_num_frames": 8, "fps": 4.0}]}
+    video = {"videos": [read_tensor(path)[0]], "video_metadata": [{"total_num_frames": 8, "fps": 4.0}]}
     options = {"text": [TEXT], "return_tensors": "pt"}
     try:
         theirs = processor(**options, **video, do_sample_frames=True)

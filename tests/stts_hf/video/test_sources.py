@@ -1,12 +1,15 @@
 """Downloads end at their limits, and addresses are told from files."""
 
+import io
 import threading
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from stts_hf.video.sources import download, downloaded, is_url
+from stts_hf.video.sources import download, is_url, opened
 from tests.modeling.test_video_sources import send, serving
 
 
@@ -15,7 +18,7 @@ def test_a_download_is_read_from_its_beginning():
         assert file.read() == b"abc"
 
 
-@pytest.mark.parametrize("videos", [lambda url: url, lambda url: [[url, url]]], ids=["video", "images"])
+@pytest.mark.parametrize("videos", [lambda url: url, lambda url: [url, url]], ids=["video", "images"])
 def test_endless_download_ends_at_the_limit_of_size(videos):
     def endless(handler: Any) -> None:
         with suppress(OSError):  # the reader has left
@@ -24,7 +27,7 @@ def test_endless_download_ends_at_the_limit_of_size(videos):
                 handler.wfile.write(bytes(2**16))
 
     said = "larger than max_download_bytes=1000000"
-    with serving(endless) as url, pytest.raises(ValueError, match=said), downloaded(videos(url), 1_000_000, 30.0):
+    with serving(endless) as url, pytest.raises(ValueError, match=said), opened([videos(url)], 1_000_000, 30.0):
         pass
 
 
@@ -43,12 +46,16 @@ def test_download_that_drips_ends_at_the_limit_of_time(headers):
     stop.set()
 
 
-def test_addresses_alone_are_replaced_and_closed_again():
-    row = {"bytes": None, "path": "clip.mp4"}
-    with serving(lambda handler: send(handler, b"abc")) as url:
-        with downloaded([url, "clip.mp4", row, [{"path": url}, 3]], 100, 30.0) as (first, *others, listed):
-            assert (first.read(), listed[0].read()) == (b"abc", b"abc")
-            assert (others, listed[1]) == (["clip.mp4", row], 3)
+def test_addresses_and_pictures_alone_are_replaced_and_files_closed_again():
+    row, array = {"bytes": None, "path": "clip.mp4"}, np.zeros((2, 8, 8, 3))
+    image = io.BytesIO()
+    Image.new("L", (3, 2)).save(image, "PNG")
+    with serving(lambda handler: send(handler, image.getvalue())) as url:
+        videos = [url, "clip.mp4", row, array, [{"path": url}, {"bytes": image.getvalue()}]]
+        with opened(videos, 1000, 30.0) as (first, *others, listed):
+            assert first.read() == image.getvalue()
+            assert others == videos[1:4]
+            assert [(picture.mode, picture.size) for picture in listed] == [("RGB", (3, 2))] * 2
         assert first.closed
 
 

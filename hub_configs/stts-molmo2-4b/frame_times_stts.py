@@ -1,1 +1,0 @@
-../../modeling/frame_times_stts.py
