@@ -68,7 +68,7 @@ def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str
         raise CommandError(f"--output {output} must be a file that ends in {' or '.join(endings)}")
     check_file("--output", output)
     if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
-        raise CommandError(f"--output {output} is the file of the questions; name another")
+        raise CommandError(f"--output would write to {output}, which is an input; name another")
 
 
 def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> dict[str, Any]:

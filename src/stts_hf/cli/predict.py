@@ -4,12 +4,11 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.answer_options import (
-    Write,
     add_answer_options,
     check_output,
     open_output,
@@ -21,12 +20,13 @@ from stts_hf.cli.answer_report import print_lines
 from stts_hf.cli.checkpoint_options import find_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import check_scaling, processing
-from stts_hf.cli.predict_engines import Predict, add_engine_options, check_engine, make_predictor, start_engine
+from stts_hf.cli.predict_engines import add_engine_options, check_engine, make_predictor, start_engine
 from stts_hf.cli.progress import import_libraries, note, progress_bar
 from stts_hf.wording import percent
 
 HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
+COUNTS = ("video_tokens_kept", "video_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
 OF_PREDICTOR = (
     *("revision", "selector", "device", "dtype", "pruning_ratio"),
     *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
@@ -99,7 +99,10 @@ def execute(arguments: argparse.Namespace) -> int:
                 ratio = f"{percent(arguments.pruning_ratio)} of the video tokens dropped"
                 note(f"Answering {len(left)} rows on {place} with {ratio} ...")
                 started = time.perf_counter()
-                answer_left(len(rows), left, predict, write, prints=output is None)
+                for number, record in counted(predict(left), len(rows) - len(left), len(rows)):
+                    write(record)
+                    if output is None:
+                        print_record(number, len(rows), record)
                 seconds = time.perf_counter() - started
         answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
         summary = summarize(answers)
@@ -124,14 +127,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
 
 
-def answer_left(total: int, left: Sequence[dict[str, Any]], predict: Predict, write: Write, prints: bool) -> None:
-    """Answers the rows that are left of so many, and writes each answer at once."""
-    done = total - len(left)
-    with progress_bar(total, "row", done=done) as bar, contextlib.closing(predict(left)) as found:
-        for number, record in enumerate(found, done + 1):
-            write(record)
-            if prints:
-                print_record(number, total, record)
+def counted(records: Generator[dict[str, Any], None, None], done: int, total: int) -> Iterator[tuple[int, Any]]:
+    """Records with their numbers, from `done` + 1 to `total`, under a progress bar."""
+    with progress_bar(total, "row", done=done) as bar, contextlib.closing(records):
+        for number, record in enumerate(records, done + 1):
+            yield number, record
             bar.update()
 
 
@@ -142,44 +142,39 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     output = arguments.output
     leave_out = [] if output is None else [output, output.with_suffix(".jsonl"), summary_path(output)]
+    options = {name: getattr(arguments, name) for name in ("prompt", "split", "subset")}
     try:
         if needs_datasets(arguments.inputs, leave_out):
             need_extras("Reading rows needs more packages", "train")
-        return read_inputs(
-            arguments.inputs,
-            prompt=arguments.prompt,
-            split=arguments.split,
-            subset=arguments.subset,
-            leave_out=leave_out,
-        )
+        return read_inputs(arguments.inputs, leave_out=leave_out, **options)
     except ValueError as error:
         raise CommandError(one_line(error, limit=500)) from error
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
-    """Raises `CommandError` where a row that is answered asks something else now, or about another video."""
+    """Raises `CommandError` where an answer that is there is to another prompt or video, or lacks a count."""
     from stts_hf.inference.predicting import video_name
 
+    advice = "Name another file, or move that one away."
     for row in rows:
         there = records.get(row["id"])
         if there is None:
             continue
-        for verb, before, now in (
-            ("asks", there["prompt"], row["prompt"]),
-            ("is about", there["video"], video_name(row)),
-        ):
-            if before != now:
+        for name, now in (("prompt", row["prompt"]), ("video", video_name(row))):
+            if there[name] != now:
                 raise CommandError(
-                    f"--output {output} holds answers of another job: row {row['id']} {verb} {now!r:.80} now, and its "
-                    f"answer there {verb} {before!r:.80}. Name another file, or move that one away."
+                    f"--output {output} holds answers of another job: the {name} of row {row['id']} is {now!r:.80}, "
+                    f"and was {there[name]!r:.80}. {advice}"
                 )
+        for name in COUNTS:
+            if there["error"] is None and not isinstance(there[name], int | float):
+                raise CommandError(f"--output {output}: {name} of row {row['id']} is {there[name]!r:.80}. {advice}")
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the records of all rows add up to."""
+    """Sums over the records of all rows."""
     answered = [record for record in records if record["error"] is None]
-    names = ("video_tokens_kept", "video_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
-    sums = {name: sum(record[name] for record in answered) for name in names}
+    sums = {name: sum(record[name] for record in answered) for name in COUNTS}
     return {"rows": len(records), "answered": len(answered), "errors": len(records) - len(answered), **sums}
 
 
@@ -190,45 +185,42 @@ def write_parquet(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     from stts_hf.checkpoints.atomic_folder import atomic_file
 
-    texts, numbers = ("id", "video", "prompt", "answer", "error"), ("seconds",)
-    kinds = dict.fromkeys(texts, pyarrow.string()) | dict.fromkeys(numbers, pyarrow.float64())
-    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.int64())) for name in records[0]])
-    # An undecodable byte of a file's name becomes \udcXX, as in JSON.
-    rows = [
-        {
-            name: value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-            for name, value in record.items()
-        }
-        for record in records
-    ]
+    kinds = dict.fromkeys((*COUNTS, "prompt_tokens"), pyarrow.int64()) | {"seconds": pyarrow.float64()}
+    columns = {name: [record[name] for record in records] for name in records[0]}
+    texts = {name: list(map(printable, values)) for name, values in columns.items() if name not in kinds}
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
+    table = pyarrow.Table.from_pydict(columns | texts, schema=schema)
     try:
         with atomic_file(path) as new:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), new)
+            pyarrow.parquet.write_table(table, new)
     except OSError as error:
-        lines = path.with_suffix(".jsonl")
         raise CommandError(
-            f"--output {path} cannot be written: {one_line(error, 120)}; all answers are in {lines}, and the same "
-            "command tries again"
+            f"--output {path} cannot be written: {one_line(error, 120)}; all answers are in "
+            f"{path.with_suffix('.jsonl')}, and the same command tries again"
         ) from error
 
 
+def printable(text: str | None) -> str | None:
+    """The text with undecodable bytes of file names as \\udcXX, as in JSON."""
+    return text and text.encode("utf-8", "backslashreplace").decode()
+
+
 def print_record(number: int, total: int, record: Mapping[str, Any]) -> None:
-    """Prints an answer for a person to read; bytes of a name that are no text are escaped."""
-    print(f"\n[{number}/{total}] {record['id'].encode('utf-8', 'backslashreplace').decode()}", flush=True)
+    print(f"\n[{number}/{total}] {printable(record['id'])}", flush=True)
     if record["error"] is not None:
         print_lines(error=one_line(ValueError(record["error"])))
         return
-    total, kept = record["video_tokens"], record["video_tokens_kept"]
+    damaged = f", {record['damaged_frames']} damaged" if record["damaged_frames"] else ""
     print_lines(
         prompt=record["prompt"],
         answer=record["answer"] or "(empty)",
-        frames=f"{record['frames']}" + (f", {record['damaged_frames']} damaged" if record["damaged_frames"] else ""),
-        video_tokens=f"{kept} of {total} kept",
+        frames=f"{record['frames']}{damaged}",
+        video_tokens=f"{record['video_tokens_kept']} of {record['video_tokens']} kept",
     )
 
 
 def print_summary(summary: Mapping[str, Any], done: int, seconds: float) -> None:
-    """Prints what all rows add up to; done: rows of this run, which took so many seconds."""
+    """done: rows of this run, which took so many seconds."""
     total, kept = summary["video_tokens"], summary["video_tokens_kept"]
     print_lines(
         rows=f"{summary['rows']}: {summary['answered']} answered, {summary['errors']} with an error",

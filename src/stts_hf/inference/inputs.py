@@ -87,8 +87,8 @@ def needs_datasets(inputs: Iterable[str], leave_out: Iterable[str | Path] = ()) 
 def _read(source: str, split: str | None, subset: str | None, left_out: Set[str]) -> Iterable[dict[str, Any]]:
     path = Path(source)
     if _is_data_set(source, left_out):
-        if inside := [name for name in left_out if Path(name).is_relative_to(os.path.realpath(source))]:
-            raise ValueError(f"{source} is a data set, and {min(inside)} lies in it. Write the answers elsewhere.")
+        if any(Path(name).is_relative_to(os.path.realpath(source)) for name in left_out):
+            raise ValueError(f"{source} is a data set, which cannot hold the answers too. Write them elsewhere.")
         return _read_rows(source, split, subset)
     if os.path.isdir(path):
         return map(_of_video, _videos_in(path))

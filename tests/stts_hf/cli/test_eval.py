@@ -252,4 +252,4 @@ def test_what_cannot_be_asked_is_refused_before_weights_are_loaded(run, tmp_path
 
 
 def test_the_file_of_the_questions_is_not_written_to(run, rows):
-    assert "is the file of the questions" in run("--output", str(rows))[2]
+    assert "which is an input" in run("--output", str(rows))[2]
