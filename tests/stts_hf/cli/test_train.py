@@ -1,4 +1,4 @@
-"""`stts-hf train`: from a configuration file to a folder that loads, and how a run is resumed."""
+"""`stts-hf train`: from a configuration file to a folder that loads, how a run is resumed, and what is refused."""
 
 import json
 import os
@@ -27,6 +27,7 @@ from stts_hf.training.config import check_unchanged, load_config
 from stts_hf.training.termination import Termination
 from tests.checkpoints import BLOCKS, TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
+from tests.stts_hf.checkpoints.test_loading import with_trap
 from tests.training_files import row, train, write_config, write_rows
 
 pytest.importorskip("accelerate")
@@ -51,20 +52,22 @@ def logs(output: Path) -> list[dict]:
     return json.loads((output / "trainer_state.json").read_text())["log_history"]
 
 
-def test_folder_is_a_checkpoint(whole, capsys):
+def test_the_folder_is_a_checkpoint_with_the_settings_of_the_file(whole, data, undecided):
     assert main(["doctor", str(whole.output)]) == 0
-    assert torch.isfinite(logits_of(load_tiny(whole.output), prepare(data_clip(whole), whole.output))).all()
-
-
-def data_clip(whole) -> Path:
-    return Path(yaml.safe_load(whole.config.read_text())["train_data"]).parent / "clip_0.mp4"
-
-
-def test_settings_of_the_file_are_those_of_the_checkpoint(whole):
+    assert torch.isfinite(logits_of(load_tiny(whole.output), prepare(data.parent / "clip_0.mp4", whole.output))).all()
     config = STTSConfig.from_pretrained(whole.output)
     assert (config.vision_config.pruning_ratio, config.temporal_loss_weight) == (0.3, 0.5)
     processor = json.loads((whole.output / "processor_config.json").read_text())["video_processor"]
     assert (processor["num_frames"], processor["pruning_ratio"]) == (2, 0.3)
+    kept = yaml.safe_load((whole.output / "train_config.yaml").read_text())
+    assert (kept["pruning_ratio"], kept["temporal_loss_weight"], kept["save_steps"]) == (0.3, 0.5, 1)
+    card = ModelCard.load(whole.output / "README.md")
+    assert (card.data.base_model, card.data.datasets) == ("allenai/Molmo2-4B", ["someone/clips"])
+    assert card.data.pipeline_tag == "video-text-to-text"
+    for words in ("Trained on moving numbers.", "- steps: 1 of 2 rows", "- train: 3 samples", "| eval_loss |"):
+        assert words in card.text
+    assert re.search(r"^- scorer: .* trained at 0.001$", card.text, re.MULTILINE)
+    assert str(undecided) not in card.text
 
 
 def test_trained_parts_moved_and_frozen_ones_did_not(whole, undecided):
@@ -85,21 +88,6 @@ def test_losses_are_logged(whole):
     assert list((whole.output / "runs").rglob("events.out.tfevents.*"))
 
 
-def test_configuration_lies_beside_the_weights(whole):
-    kept = yaml.safe_load((whole.output / "train_config.yaml").read_text())
-    assert (kept["pruning_ratio"], kept["temporal_loss_weight"], kept["save_steps"]) == (0.3, 0.5, 1)
-
-
-def test_card_knows_data_settings_and_losses(whole, undecided):
-    card = ModelCard.load(whole.output / "README.md")
-    assert (card.data.base_model, card.data.datasets) == ("allenai/Molmo2-4B", ["someone/clips"])
-    assert card.data.pipeline_tag == "video-text-to-text"
-    for words in ("Trained on moving numbers.", "- steps: 1 of 2 rows", "- train: 3 samples", "| eval_loss |"):
-        assert words in card.text
-    assert re.search(r"^- scorer: .* trained at 0.001$", card.text, re.MULTILINE)
-    assert str(undecided) not in card.text
-
-
 def test_earlier_run_is_not_mixed_with_a_new_one(whole, capsys):
     assert train(whole.config) == 2
     assert "holds checkpoint-1 of an earlier run. Pass --resume" in capsys.readouterr().err
@@ -116,17 +104,14 @@ def test_resume_goes_on_where_the_run_stopped(whole, tmp_path):
 
 
 CHANGED = {
-    "rate": ("--learning_rates={scorer: 7e-3}", "'scorer': 0.007} and was "),
-    "schedule": ("--lr_scheduler_type=cosine", "`lr_scheduler_type` is 'cosine' and was 'constant'"),
-    "option that was left out": ("--weight_decay=0.1", "`weight_decay` is 0.1 and was 0.0"),
-    "frozen parts": ("--freeze=scorer", "`freeze` is ['scorer'] and was ['vision_tower']"),
-    "packing": ("--pack_to=300", "`pack_to` is 300 and was None"),
-    "pruning": ("--pruning_ratio=0.9", "`pruning_ratio` is 0.9 and was 0.3"),
-    "adapter": ("--use_peft", "`use_peft` is True and was False"),
+    "--learning_rates={scorer: 7e-3}": "'scorer': 0.007} and was ",
+    "--weight_decay=0.1": "`weight_decay` is 0.1 and was 0.0",
+    "--freeze=scorer": "`freeze` is ['scorer'] and was ['vision_tower']",
+    "--pack_to=300": "`pack_to` is 300 and was None",
 }
 
 
-@pytest.mark.parametrize(("assignment", "message"), CHANGED.values(), ids=CHANGED)
+@pytest.mark.parametrize(("assignment", "message"), CHANGED.items(), ids=CHANGED)
 def test_resume_with_other_settings_is_refused_by_key(assignment, message, whole, capsys):
     kept = (whole.output / "train_config.yaml").read_text()
     assert train(whole.config, "--resume", assignment) == 2
@@ -139,14 +124,6 @@ def test_what_a_resumed_run_may_change(whole):
     overrides += ["--card_name=Ours", "--torch_compile", "--learning_rates={language_model: 1e-5}"]
     overrides += ["--pruning_ratio=0.30"]
     check_unchanged(load_config(whole.config, overrides), whole.output / "train_config.yaml")
-
-
-@pytest.mark.parametrize("lost", ["trainer_state.json", "optimizer.pt"])
-def test_resume_from_half_a_checkpoint_is_refused(lost, whole, tmp_path, capsys):
-    shutil.copytree(whole.output / "checkpoint-1", tmp_path / "half")
-    (tmp_path / "half" / lost).unlink()
-    assert train(whole.config, "--resume", str(tmp_path / "half")) == 2
-    assert f"is no whole checkpoint: it has no {lost}" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -179,18 +156,6 @@ def test_a_terminated_run_exits_with_143(data, tmp_path, capsys, monkeypatch):
     assert train(write_config(tmp_path, data, tmp_path / "out")) == 143
     assert last_checkpoint(tmp_path / "out") is not None
     assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_logs_hold_no_bars(data, tmp_path, capsys):
-    assert train(write_config(tmp_path, data, tmp_path / "out"), "--max_steps=1") == 0
-    assert "%|" not in capsys.readouterr().err
-
-
-def test_a_folder_of_an_adapter_takes_no_whole_model(data, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "adapter_config.json").write_text("{}")
-    assert train(write_config(tmp_path, data, tmp_path / "out")) == 2
-    assert "holds an adapter, which would be loaded too" in capsys.readouterr().err
 
 
 def test_nothing_is_pushed_that_a_link_leads_to_elsewhere(data, tmp_path, uploads, capsys):
@@ -229,13 +194,6 @@ def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
     assert "train_config.yaml" in pushed
     assert not {"id_rsa", "training_args.bin", "trainer_state.json"} & pushed.keys()
     assert not [name for name in pushed if name.startswith("checkpoint-")]
-
-
-def test_evaluation_batches_are_as_large_as_those_of_training(data, tmp_path):
-    config = write_config(tmp_path, data, tmp_path / "out")
-    assert load_config(config).training.per_device_eval_batch_size == 2
-    other = load_config(config, ["--per_device_eval_batch_size=5"])
-    assert other.training.per_device_eval_batch_size == 5
 
 
 def test_the_same_seed_draws_the_same_weights(data, tmp_path):
@@ -280,14 +238,6 @@ def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(workers, data, tmp_
     error = capsys.readouterr().err
     assert "Row 'row-1': " in error
     assert "Traceback" not in error
-
-
-@pytest.mark.slow
-def test_trains_compiled(data, tmp_path):
-    config = write_config(tmp_path, data, tmp_path / "out")
-    compiling = ["--torch_compile_backend=eager", "--pad_to=200"]
-    assert train(config, *compiling) == 0
-    assert weights_of(tmp_path / "out").keys() == weights_of(TINY).keys()
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
@@ -351,3 +301,90 @@ def test_runs_under_accelerate_in_two_processes(data, tmp_path):
     assert "1 of 2 rows (1 a process x 2 x 1 accumulated)" in result.stdout
     assert last_checkpoint(tmp_path / "out")
     assert main(["doctor", str(tmp_path / "out")]) == 0
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(data, tmp_path, capsys):
+    """Options of the command may stand anywhere; a configuration for GPUs needs none here."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = write_config(tmp_path, data, tmp_path / "out", model=folder, more="freeze: [vision_tower]\n")
+    assert main(["train", "--dry-run", str(config), "--pack_to=120", "--use_cpu=false", "--bf16=true"]) == 0
+    plan = {line.split(":")[0]: line.partition(":")[2].strip() for line in capsys.readouterr().out.splitlines()}
+    assert plan["scorer"].endswith("parameters, trained at 0.001")
+    assert plan["vision_tower"].endswith("frozen")
+    assert plan["train"].startswith("3 samples in 2 rows of up to 120 tokens after pruning (1.50 a row")
+    assert plan["steps"] == "1 of 2 rows (2 a process x 1 x 1 accumulated), 1 epochs"
+    adapter = ["--use_peft", "--lora_target_modules=q_proj", "--learning_rates={adapter: 2e-4}", "--resume"]
+    assert train(config, *adapter, "--dry-run", "--freeze=null") == 0
+    assert re.search(r"^adapter: .* trained at 0.0002$", capsys.readouterr().out, re.MULTILINE)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit) as exit:
+        main(["train", str(config), "--help"])
+    assert exit.value.code == 0
+    assert "--lora_r" in capsys.readouterr().out
+
+
+BAD_ROWS = {
+    "missing file": (row(1, videos=["gone.mp4"]), "gone.mp4' does not exist"),
+    "too long": (row(1, messages=[{"role": "user", "content": "w " * 500}, *row(1)["messages"][1:]]), "is 300"),
+    "URL": (row(1, videos=["https://example.com/a.mp4"]), "'https://example.com/a.mp4' is a URL"),
+}
+
+
+@pytest.mark.parametrize(("bad", "problem"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_path, capsys):
+    rows = write_rows(data.parent, [row(0), bad], f"{tmp_path.name}.jsonl")
+    assert train(write_config(tmp_path, rows, tmp_path / "out"), "--max_length=300", "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert "'row-1'" in error
+    assert problem in error
+
+
+REFUSED = {
+    "--pruning_ratio=1.5": "`pruning_ratio` is 1.5",
+    "--use_peft --lora_modules_to_save=skorer": "`lora_modules_to_save` names 'skorer'",
+    "--freeze language_model vision_tower connector scorer": "Nothing is left to train",
+    "--train_data=nowhere.jsonl": "`train_data` cannot be loaded: There is no data file",
+    "--train_sampling_strategy=group_by_length": "`train_sampling_strategy` is 'group_by_length'",
+    "--model_name_or_path=/nowhere/model": "`model_name_or_path` '/nowhere/model'",
+    "--per_device_train_batch_size=4 --dataloader_drop_last=true": "`dataloader_drop_last` leaves nothing of 3 rows",
+    "--output_dir=/dev/null/out": "'/dev/null/out' cannot be written",
+    "--resume": "holds no whole checkpoint",
+    "--push_to_hub=true": "`push_to_hub` cannot be done: the Hub is switched off",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.items(), ids=REFUSED)
+def test_settings_that_do_not_fit_are_refused_by_name(words, message, data, tmp_path, capsys):
+    assert train(write_config(tmp_path, data, tmp_path / "out"), *words.split()) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train_config.yaml").exists()
+
+
+def test_a_missing_configuration_is_asked_for(tmp_path, capsys):
+    assert main(["train", "--resume", str(tmp_path / "run.yaml")]) == 2
+    assert "CONFIG is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "image_processor"])
+def test_no_code_of_a_checkpoint_runs_and_nobody_is_asked(kind, data, tmp_path, capsys, monkeypatch):
+    """A class that transformers does not know, in a terminal where the user answers "y" to every question."""
+    questions: list[object] = []
+
+    def agree(*question: object) -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
+    folder = with_trap(TINY, tmp_path / "model")
+    file = folder / ("tokenizer_config.json" if kind == "tokenizer" else "processor_config.json")
+    settings = json.loads(file.read_text())
+    if kind == "tokenizer":
+        settings["tokenizer_class"] = "Trap"
+    else:
+        settings["image_processor"] |= {"image_processor_type": "Trap", "auto_map": {"AutoImageProcessor": "trap.Trap"}}
+    file.write_text(json.dumps(settings))
+    assert train(write_config(tmp_path, data, tmp_path / "out", model=folder), "--dry-run") == 2
+    assert "trust_remote_code" not in capsys.readouterr().err
+    assert questions == []
+    assert not list(tmp_path.rglob("ran"))
