@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import validate_typed_dict
+from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -39,55 +39,26 @@ def check_sizes(config: Any, tensors: Mapping[str, StoredTensor] | None = None) 
                 yield Finding(f"`{section}.{name}` is {value}", "set it to the model's, at least 1")
 
 
-Number = int | float
-
-
-class GenerationSettings(TypedDict, total=False):
-    """The kinds of what decoding reads of a `generation_config.json`."""
-
-    bos_token_id: int | list[int]
-    eos_token_id: int | list[int]
-    pad_token_id: int
-    decoder_start_token_id: int | list[int]
-    forced_bos_token_id: int
-    forced_eos_token_id: int | list[int]
-    suppress_tokens: list[int]
-    begin_suppress_tokens: list[int]
-    bad_words_ids: list[list[int]]
-    sequence_bias: list[list[Any]]
-    stop_strings: str | list[str]
-    max_length: int
-    max_new_tokens: int
-    min_length: int
-    min_new_tokens: int
-    max_time: Number
-    num_beams: int
-    num_return_sequences: int
-    early_stopping: bool | str
-    do_sample: bool
-    use_cache: bool
-    top_k: int
-    top_p: Number
-    min_p: Number
-    top_h: Number
-    typical_p: Number
-    epsilon_cutoff: Number
-    eta_cutoff: Number
-    temperature: Number
-    repetition_penalty: Number
-    encoder_repetition_penalty: Number
-    length_penalty: Number
-    guidance_scale: Number
-    exponential_decay_length_penalty: list[Number]
-    no_repeat_ngram_size: int
-    encoder_no_repeat_ngram_size: int
-    prompt_lookup_num_tokens: int
-    renormalize_logits: bool
-    remove_invalid_values: bool
-    token_healing: bool
-    watermarking_config: dict[str, Any]
-    cache_config: dict[str, Any]
-    pruning_ratio: Number
+_KINDS: dict[Any, tuple[str, ...]] = {  # of the settings that decoding reads, but for token ids
+    int: (
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens", "num_assistant_tokens"),
+    ),
+    int | float: (
+        *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "guidance_scale", "pruning_ratio"),
+    ),
+    bool: ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"),
+    bool | str: ("early_stopping",),
+    str | list[str]: ("stop_strings",),
+    list[int]: ("suppress_tokens", "begin_suppress_tokens"),
+    list[int | float]: ("exponential_decay_length_penalty",),
+    list[list[int]]: ("bad_words_ids",),
+    list[list[Any]]: ("sequence_bias",),
+    dict[str, Any]: ("watermarking_config", "cache_config"),
+}
+_FIELDS = [(name, kind | None, field(default=None)) for kind, names in _KINDS.items() for name in names]
+_GenerationSettings: Any = strict(make_dataclass("_GenerationSettings", _FIELDS))
 
 
 def check_generation_config(settings: dict[str, Any], config: Any) -> Iterator[Finding]:
@@ -96,7 +67,7 @@ def check_generation_config(settings: dict[str, Any], config: Any) -> Iterator[F
     total = text.vocab_size + (getattr(text, "additional_vocab_size", 0) or 0)
     given = {name: value for name, value in settings.items() if value is not None}
     for name, value in given.items():
-        if name.endswith("_token_id") and name in GenerationSettings.__annotations__:
+        if name.endswith("_token_id"):
             ids = value if isinstance(value, list) and value else [value]
             if not all(type(one) is int and 0 <= one < total for one in ids):
                 yield Finding(f"`{name}` {where} is {value!r}", f"it must be a token id from 0 to {total - 1}")
@@ -104,9 +75,9 @@ def check_generation_config(settings: dict[str, Any], config: Any) -> Iterator[F
         elif name.startswith(("max_", "num_")) and type(value) is int and value < 1:
             yield Finding(f"`{name}` {where} is {value}", "it must be at least 1")
             return
-    known = {name: value for name, value in given.items() if name in GenerationSettings.__annotations__}
+    known = {name: given[name] for name, _, _ in _FIELDS if name in given}
     with usable(f"the settings {where} cannot be used", "correct or delete them"):
-        validate_typed_dict(GenerationSettings, known)  # type: ignore[type-var]
+        _GenerationSettings(**known)
         check_pruning_ratio(known.get("pruning_ratio", 0))
         GenerationConfig.from_dict(settings).validate()
 
@@ -199,13 +170,13 @@ def check_vocabulary(vocabulary: Mapping[str, int], config: Any, family: Family)
         return
     wrong = []
     first = text.vocab_size if additional else 0  # elsewhere the LM head has rows, so that it could be generated
-    for field, token in family.special_tokens.items():
-        number = getattr(config, field)
+    for name, token in family.special_tokens.items():
+        number = getattr(config, name)
         if vocabulary.get(token, number) != number:
-            wrong.append(f"{token} is {vocabulary[token]} in the tokenizer but {number} in the config's `{field}`")
+            wrong.append(f"{token} is {vocabulary[token]} in the tokenizer but {number} in the config's `{name}`")
         elif not first <= number < total:
             least = f"`vocab_size` {first}" if first else "0"
-            wrong.append(f"`{field}` {number} must be from {least} to {total - 1}")
+            wrong.append(f"`{name}` {number} must be from {least} to {total - 1}")
     if wrong:
         yield Finding(", ".join(wrong), "take the tokenizer that the model was trained with, or correct config.json")
 

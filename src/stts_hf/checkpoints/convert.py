@@ -2,21 +2,17 @@
 
 import contextlib
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from tqdm import tqdm
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 
 from stts_hf.model_parts import SCORER, VISION_TOWER, module_of, modules_of
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
-from stts_hf.selectors import SELECTORS
 from stts_hf.shortages import is_disk_full, is_forbidden
 
 from .atomic_folder import atomic_folder, check_destination
@@ -35,24 +31,18 @@ from .checks import (
 from .families import OWN, family_of
 from .files import Finding, check_folder, raise_findings, read_json, usable
 from .original_weights import is_original, open_original
-from .settings import (
-    config_of_hugging_face,
-    config_of_original,
-    generation_config_of,
-    load_processor,
-    override,
-)
+from .settings import config_of_hugging_face, config_of_original, generation_config_of, load_processor, override
 from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SETTING_FILES = ["*.json", "*.jinja", "*.txt", "README.md"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Conversion:
-    """What was made: the folder, the bytes and dtype of its weights, whether its scorer is a trained one, its settings.
-
-    `notes` are sentences the user should know.
+    """
+    The new folder, the bytes and dtype of its weights, whether its scorer is a trained one, its settings, and `notes`:
+    sentences the user should know.
     """
 
     folder: Path
@@ -60,7 +50,7 @@ class Conversion:
     dtype: str
     scorer_trained: bool
     config: PruningConfig
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 def convert_checkpoint(
@@ -76,7 +66,6 @@ def convert_checkpoint(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     seed: int = 0,
-    on_progress: Callable[[int, int], None] = lambda written, total: None,
 ) -> Conversion:
     """Writes an STTS checkpoint folder that stock transformers loads with `trust_remote_code=True`.
 
@@ -93,30 +82,26 @@ def convert_checkpoint(
         max_shard_size: most bytes of one file of weights, and about what conversion takes of memory.
         overwrite: replace a checkpoint that is at `destination`; it stays until the new one is complete.
         seed: of the new scorer's weights, where the source has no scorer.
-        on_progress: called with the bytes written and their total.
 
     Raises `ValueError`, before anything is written, where source, base or settings do not fit, and for a full disk.
     """
     target = Path(destination).expanduser().resolve()
     origins = {"source": Path(source).expanduser(), "base": Path(base or source).expanduser()}
     check_destination(target, overwrite, {what: folder for what, folder in origins.items() if folder.is_dir()})
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
-    check_options(source, revision, max_shard_size, seed)
+    check_options(origins["source"], revision, dtype, max_shard_size, seed)
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     base_folder = source_folder if base is None else find_folder(base, "base")
     given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
     found = read_source(source_folder, base_folder, {name: value for name, value in given.items() if value is not None})
     needs_scorer = leave_out_unused(found)
     model = empty_model(found.config).to(DTYPES[dtype] if dtype else main_dtype(found.tensors))
-    num_bytes = sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize
-    check_space(target, num_bytes)
     model.generation_config = generation_config_of(base_folder, found.processor.tokenizer)
-    with destination_errors(target, num_bytes), atomic_folder(target, overwrite=overwrite) as folder:
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.tensors.values()})
+    with destination_errors(target), atomic_folder(target, overwrite=overwrite) as folder:
         new_scorer = new_scorer_weights(model, seed) if needs_scorer else {}
         tensors = found.tensors | write_settings(model, found.processor, folder, new_scorer)
-        trained = is_trained(tensors)
-        write_safetensors(folder, tensors, model.dtype, max_shard_size, on_progress)
+        trained = any(name.endswith(".score_layer.weight") and tensors[name].read().any() for name in tensors)
+        num_bytes = write_safetensors(folder, tensors, model.dtype, max_shard_size)
         write_model_card(
             folder,
             base_model=next((str(origin) for origin in origins.values() if not origin.is_dir()), None),
@@ -125,17 +110,18 @@ def convert_checkpoint(
             metadata=inherited_metadata(source_folder, base_folder),
         )
         check_destination(target, overwrite)  # another process may have come first
-    result = Conversion(target, num_bytes, str(model.dtype).removeprefix("torch."), trained, found.config)
-    result.notes = list(notes(found, result))
-    return result
+    new_dtype, notes = str(model.dtype).removeprefix("torch."), []
+    if len(dtypes) > 1:
+        notes.append(f"The source's weights are {' and '.join(dtypes)}; all are {new_dtype} now.")
+    if not trained and found.config.vision_config.selector == "scorer":
+        remedy = "train it, or convert with --selector cosine, which needs no training."
+        notes.append(f"The scorer is untrained, so what it drops means nothing: {remedy}")
+    return Conversion(target, num_bytes, new_dtype, trained, found.config, notes)
 
 
 @dataclass
 class Source:
-    """
-    What is converted: `tensors` by their names in the files, and how many ViT layers the files declare, which may be
-    more than the model has.
-    """
+    """The parts of a source; `declared_layers` of the ViT may be more than the model has."""
 
     folder: Path
     config: PruningConfig
@@ -176,60 +162,42 @@ def leave_out_unused(source: Source) -> bool:
         found = compare_weights(source.config, source.tensors)
     needs_scorer = not any(map(is_scorer, source.tensors))
     missing = [name for name in found.missing if not (needs_scorer and is_scorer(name))]
-    problems = WeightComparison(missing, found.unexpected, found.misshapen)
-    tied = leave_out_tied(source.tensors, empty_model(source.config))
-    raise_findings(f"{source.folder} cannot be converted", [*problems.findings(), *tied])
+    findings = list(WeightComparison(missing, found.unexpected, found.misshapen).findings())
+    for copy, kept in empty_model(source.config).all_tied_weights_keys.items():
+        twin = source.tensors.pop(copy, None) if kept in source.tensors else None
+        if twin is not None and not torch.equal(twin.read(), source.tensors[kept].read()):
+            what = f"`tie_word_embeddings` is True, but {copy} is another tensor than {kept}"
+            findings.append(Finding(what, "set it to false in config.json, or copy the weights again"))
+    raise_findings(f"{source.folder} cannot be converted", findings)
     return needs_scorer
 
 
-def notes(source: Source, result: Conversion) -> Iterator[str]:
-    """What the user should know."""
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in source.tensors.values()}
-    if len(dtypes) > 1:
-        several = " and ".join(sorted(dtypes))
-        yield f"The source's weights are {several}; all are {result.dtype} now."
-    if not result.scorer_trained and SELECTORS[source.config.vision_config.selector].is_learned:
-        yield (
-            "The scorer is untrained, so what it drops means nothing: train it, or convert with --selector cosine, "
-            "which needs no training."
-        )
-
-
 @contextlib.contextmanager
-def destination_errors(target: Path, num_bytes: int) -> Iterator[None]:
+def destination_errors(target: Path) -> Iterator[None]:
     """Turns a full disk and missing rights into `ValueError` with a remedy."""
     try:
         yield
     except Exception as error:
         if is_disk_full(error):
-            raise ValueError(
-                f"`destination` {target}: the disk is full or a limit on file sizes was reached ({error}); nothing was "
-                f"left there. Make room for {tqdm.format_sizeof(num_bytes, 'B')}, or lower --max-shard-size for a "
-                "limit."
-            ) from error
-        if is_forbidden(error):
-            raise ValueError(
-                f"`destination` {target} cannot be written ({error}): allow it, or name another folder. What was there "
-                "is as it was."
-            ) from error
-        raise
+            problem = "the disk is full or a limit on file sizes was reached"
+            remedy = "Make room, pass --dtype bfloat16, or lower --max-shard-size for a limit."
+        elif is_forbidden(error):
+            problem, remedy = "it cannot be written", "Allow it, or name another folder."
+        else:
+            raise
+        raise ValueError(f"`destination` {target}: {problem} ({error}). Nothing was changed there. {remedy}") from error
 
 
-def check_options(source: str | Path, revision: str | None, max_shard_size: int | str, seed: int) -> None:
-    """Raises `ValueError` for options of `convert_checkpoint` that cannot be."""
-    number = re.fullmatch(r"(\d+(\.\d+)?)\s*[KMGT]B", str(max_shard_size).strip().upper())
-    size = max_shard_size if isinstance(max_shard_size, int) else float(number[1]) if number else 0
-    if size <= 0:
-        raise ValueError(
-            f"`max_shard_size` is {max_shard_size!r}, but must be a size above zero with a unit, such as 5GB or 500MB."
-        )
+def check_options(source: Path, revision: str | None, dtype: str | None, max_shard_size: int | str, seed: int) -> None:
+    """Raises `ValueError` for options of `convert_checkpoint` out of range."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
     if not 0 <= seed < 2**64:
         raise ValueError(f"`seed` is {seed}, but must be from 0 to 2**64 - 1.")
-    if revision is not None and Path(source).expanduser().is_dir():
-        raise ValueError(
-            f"`revision` is {revision!r}, but `source` {source} is a folder, which has none: leave --revision "
-            "out, or name a repository."
-        )
+    if revision is not None and source.is_dir():
+        raise ValueError(f"`revision` is {revision!r}, but `source` {source} is a folder: leave --revision out.")
+    with usable(f"`max_shard_size` is {max_shard_size!r}", "pass a size such as 5GB or 500MB"):
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
 
 
 def find_folder(name: str | Path, what: str, revision: str | None = None, weights: list[str] | None = None) -> Path:
@@ -245,18 +213,6 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=_SETTING_FILES + (weights or [])))
 
 
-def leave_out_tied(tensors: dict[str, StoredTensor], model: Any) -> Iterator[Finding]:
-    """Leaves out second copies of what the configuration ties together, and names those that are none."""
-    for copy, kept in model.all_tied_weights_keys.items():
-        if copy in tensors and kept in tensors:
-            if not torch.equal(tensors[copy].read(), tensors[kept].read()):
-                yield Finding(
-                    f"`tie_word_embeddings` is True, but {copy} is another tensor than {kept}",
-                    "set it to false in config.json, or copy the weights again",
-                )
-            del tensors[copy]
-
-
 def new_scorer_weights(model: Any, seed: int) -> dict[str, torch.Tensor]:
     """Returns freshly initialised weights of the scorer, its last layer zero, the same for the same seed."""
     ((name, scorer),), tower = modules_of(model, SCORER).items(), module_of(model, VISION_TOWER)
@@ -266,24 +222,6 @@ def new_scorer_weights(model: Any, seed: int) -> dict[str, torch.Tensor]:
         for module in scorer.modules():
             tower._init_weights(module)
     return {f"{name}.{last}": tensor for last, tensor in scorer.state_dict().items()}
-
-
-def is_trained(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether the scorer's last layer, whose weights start at zero, holds anything else."""
-    last = next(tensor for name, tensor in tensors.items() if name.endswith(".scorer.score_layer.weight"))
-    return bool(last.read().any())
-
-
-def check_space(destination: Path, num_bytes: int) -> None:
-    """Raises `ValueError` where the disk of `destination` has less room than the weights need."""
-    folder = next(parent for parent in destination.parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise ValueError(
-            f"`destination` {destination}: the disk has {tqdm.format_sizeof(free, 'B')} left, but the weights alone "
-            f"need {tqdm.format_sizeof(num_bytes, 'B')}. Make room, name a folder on another disk, or pass --dtype "
-            "bfloat16."
-        )
 
 
 def write_settings(
@@ -296,6 +234,6 @@ def write_settings(
     processor.save_pretrained(folder)
     model.save_pretrained(folder, state_dict=dict(weights))  # which empties it
     renamed = {name: in_memory(tensor.read()) for name, tensor in open_safetensors(folder).items()} if weights else {}
-    for path in [*folder.glob("*.safetensors"), folder / SAFE_WEIGHTS_INDEX_NAME]:
-        path.unlink(missing_ok=True)
+    for path in [*folder.glob("*.safetensors*")]:
+        path.unlink()
     return renamed

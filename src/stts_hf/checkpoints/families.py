@@ -66,38 +66,20 @@ class Family:
         return ["stts", self.config.native.model_type, "video", "token-pruning", "custom_code"]
 
 
-_QWEN_VL_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
+_MOLMO2 = (SPECIAL_TOKENS, _molmo2_settings, "PyAV (`pip install av`)")
+_QWEN_VL = (
+    {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
+    _qwen_vl_settings,
+)
 FAMILIES = [
-    Family(
-        STTSConfig,
-        STTSProcessor,
-        Molmo2ImageProcessor,
-        STTSVideoProcessor,
-        SPECIAL_TOKENS,
-        _molmo2_settings,
-        "PyAV (`pip install av`)",
-    ),
-    Family(
-        STTSQwen3VLConfig,
-        Qwen3VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen3VLVideoProcessor,
-        _QWEN_VL_TOKENS,
-        _qwen_vl_settings,
-    ),
-    Family(
-        STTSQwen2_5_VLConfig,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-        _QWEN_VL_TOKENS,
-        _qwen_vl_settings,
-    ),
+    Family(STTSConfig, STTSProcessor, Molmo2ImageProcessor, STTSVideoProcessor, *_MOLMO2),
+    Family(STTSQwen3VLConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
+    Family(STTSQwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, *_QWEN_VL),
 ]
 OWN = {family.config.model_type: family for family in FAMILIES}
 STOCK = {family.config.native.model_type: family for family in FAMILIES}

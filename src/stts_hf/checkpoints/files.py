@@ -165,13 +165,8 @@ def _is_deep(content: Any) -> bool:
 
 def every_file(folder: Path) -> dict[str, Path]:
     """Whatever lies in a folder and the folders in it, by its path there; links are not followed."""
-    found: dict[str, Path] = {}
-    for entry in sorted(folder.iterdir()):
-        if entry.is_dir() and not entry.is_symlink():
-            found |= {f"{entry.name}/{name}": path for name, path in every_file(entry).items()}
-        else:
-            found[entry.name] = entry
-    return found
+    entries = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    return {name: path for name, path in entries.items() if path.is_symlink() or not path.is_dir()}
 
 
 def belongs(name: str) -> bool:

@@ -207,30 +207,11 @@ def _read_chunk(folder: Path, name: str, info: dict) -> torch.Tensor:
     if not path.is_file() or path.stat().st_size < info["offset"] + info["length"]:
         raise ValueError(f"{path} is missing or ends before the data of `{name}`: copy the checkpoint again.")
     try:
-        with _FileSlice(path, info["offset"], info["length"]) as chunk:
-            tensor = torch.load(chunk, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            file.seek(info["offset"])
+            tensor = torch.load(io.BytesIO(file.read(info["length"])), map_location="cpu", weights_only=True)
         if not isinstance(tensor, torch.Tensor):
             raise pickle.UnpicklingError(f"it is a {type(tensor).__name__}")
         return tensor
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(f"{path} does not hold a plain tensor for `{name}`: {error}") from error
-
-
-class _FileSlice(io.FileIO):
-    """A stretch of a file as a file of its own, so that a tensor is not in memory twice while it is read."""
-
-    def __init__(self, path: Path, start: int, length: int):
-        super().__init__(path)
-        self._start, self._end = start, start + length
-        self.seek(0)
-
-    def tell(self) -> int:
-        return super().tell() - self._start
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        begin = (self._start, super().tell(), self._end)[whence]
-        return super().seek(begin + offset) - self._start
-
-    def readinto(self, buffer: Any) -> int:
-        left = max(0, self._end - super().tell())
-        return super().readinto(memoryview(buffer).cast("B")[:left])

@@ -75,8 +75,8 @@ def push_checkpoint(
         PushRefused: folder, token, rights, repository or network do not allow it.
     """
     folder = Path(folder)
-    check_folder(folder)
     files, left_out = files_to_push(folder, include)
+    check_folder(folder)
     if dry_run:
         return Pushed("", "", sorted({*files, "README.md"}), left_out)
     api = HfApi(endpoint=endpoint, token=token)
@@ -110,12 +110,11 @@ def files_to_push(folder: str | Path, include: Sequence[str] = ()) -> tuple[dict
     what cannot be uploaded.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
+    path = folder / "config.json"
+    if not path.is_file():
         raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
     try:
-        code = needed_modules(
-            folder, family_of(read_json(folder / "config.json").get("model_type"), folder).config.auto_classes
-        )
+        code = needed_modules(folder, family_of(read_json(path).get("model_type"), folder).config.auto_classes)
         weights = {path.name for path in weight_files(folder)}
     except ValueError as error:
         raise PushRefused(str(error)) from error
@@ -143,8 +142,6 @@ def files_to_push(folder: str | Path, include: Sequence[str] = ()) -> tuple[dict
 
 def check_folder(folder: Path) -> None:
     """Raises `PushRefused` where the checkpoint would not load from the Hub: files are missing, damaged or at odds."""
-    if not (folder / "config.json").is_file():
-        raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
     wrong = [finding for found in examine(folder).values() for finding in found if finding.fatal]
     if wrong:
         more = f" (and {len(wrong) - 1} more, which `stts-hf doctor` lists)" if len(wrong) > 1 else ""

@@ -11,6 +11,7 @@ from stts_hf.modeling.settings_stts import PruningConfig
 
 from .families import Family
 from .files import read_json, read_section, usable
+from .loading import processor_of
 from .original import convert_original_config, load_original_config
 
 
@@ -33,22 +34,16 @@ def load_processor(folder: Path, family: Family) -> Any:
                 f"`processor_class` in {path} is {made_for!r}, but the model is a {stock} one, whose processor is a "
                 f"{family.processor.__name__}: pass --base with a {stock} folder or repository."
             )
-    remedy = f"copy its files again, or pass --base with another {stock} folder"
-    with usable(f"The tokenizer or processor in {folder} cannot be used", remedy):
-        settings = family.processor.get_processor_dict(str(folder))[0]
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        for name in ("auto_map", "is_local", "local_files_only"):  # of the source and of this machine
-            tokenizer.init_kwargs.pop(name, None)
-        # Built from known settings alone: the rest of a source, its `auto_map` above all, would be saved again.
-        names = inspect.signature(family.processor.__init__).parameters
-        parts: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "chat_template": settings.get("chat_template") or tokenizer.chat_template,
-        }
-        for name in ("image_processor", "video_processor"):
-            part = getattr(family, name)
-            parts[name] = part(**_known(part.from_pretrained(folder).to_dict(), part))
-        return family.processor(**{name: value for name, value in settings.items() if name in names} | parts)
+    processor = processor_of(folder, family)
+    # Built again from known settings alone: a source's others, its `auto_map` above all, would be saved again.
+    for name in ("auto_map", "is_local", "local_files_only"):
+        processor.tokenizer.init_kwargs.pop(name, None)
+    names = inspect.signature(family.processor.__init__).parameters
+    settings: dict[str, Any] = {name: value for name, value in vars(processor).items() if name in names}
+    for name in ("image_processor", "video_processor"):
+        part = getattr(family, name)
+        settings[name] = part(**_known(getattr(processor, name).to_dict(), part))
+    return family.processor(**settings)
 
 
 def config_of_hugging_face(folder: Path, family: Family, processor: Any) -> tuple[Any, int]:

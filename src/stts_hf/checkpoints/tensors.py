@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tqdm import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .files import read_json
@@ -132,30 +133,38 @@ def _header_bytes(path: Path) -> int:
     return size if size < path.stat().st_size else 0  # safetensors refuses a longer one
 
 
+class _Progress(tqdm):
+    """Without tqdm's thread, which waits forever for its own start where memory is short."""
+
+    monitor_interval = 0
+
+
 def write_safetensors(
     folder: Path,
     tensors: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     max_shard_size: int | str,
-    on_progress: Callable[[int, int], None],
-) -> None:
-    """Writes tensors as `save_pretrained` does, with one file in memory at a time. Raises `ValueError` as `cast`."""
+) -> int:
+    """
+    Writes tensors as `save_pretrained` does, with one file in memory at a time, and returns their bytes. Raises
+    `ValueError` as `cast`.
+    """
     split = split_torch_state_dict_into_shards(
         {name: torch.empty(tensor.shape, dtype=dtype, device="meta") for name, tensor in tensors.items()},
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    written, total = 0, sum(tensor.size for tensor in tensors.values()) * dtype.itemsize
-    for file, names in split.filename_to_tensors.items():
+    total = sum(tensor.size for tensor in tensors.values()) * dtype.itemsize
+    files = split.filename_to_tensors
+    for file, names in _Progress(files.items(), desc="Writing", unit="file", delay=0.5, disable=None):
         part = {name: cast(name, tensors[name].read(), dtype).contiguous() for name in names}
         save_file(part, folder / file, metadata={"format": "pt"})
-        written += sum(tensor.nbytes for tensor in part.values())
-        on_progress(written, total)
     if split.is_sharded:
         metadata = {"total_parameters": total // dtype.itemsize, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+    return total
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

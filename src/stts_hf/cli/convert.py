@@ -58,20 +58,10 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.checkpoints.convert import convert_checkpoint
 
     logging.disable_progress_bar()  # that of files without weights
-    with tqdm(
-        unit="B", unit_scale=True, unit_divisor=1000, desc="Writing", file=sys.stderr, delay=0.5, disable=None
-    ) as bar:
-
-        def show(written: int, total: int) -> None:
-            bar.total = total
-            bar.update(written - bar.n)
-
-        try:
-            options = {name: value for name, value in vars(arguments).items() if name != "command"}
-            result = convert_checkpoint(**options, on_progress=show)
-        except (ValueError, OSError) as error:
-            bar.leave = False
-            raise CommandError(one_line(error, limit=1000)) from error
+    try:
+        result = convert_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
+    except (ValueError, OSError) as error:
+        raise CommandError(one_line(error, limit=1000)) from error
     vision = result.config.vision_config
     layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")
     print(f"checkpoint: {result.folder} ({tqdm.format_sizeof(result.num_bytes, 'B')}, {result.dtype})")

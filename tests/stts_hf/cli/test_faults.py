@@ -187,7 +187,7 @@ def test_convert(here, conversion, kind):
     for name, content in old.items():
         (here / "made" / name).write_bytes(content)
     command = ["convert", source, "made", "--overwrite", "--seed", "1"]
-    at = "stts_hf.checkpoints.convert.write_weights"
+    at = "stts_hf.checkpoints.convert.write_safetensors"
     check_end(start(command, here, fault_of(kind, here, room=10_000), at), "convert", kind)
     assert contents(here / "made") == old
     faults.mend(here)
