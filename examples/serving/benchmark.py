@@ -61,7 +61,7 @@ def make_checkpoints(folder: Path) -> None:
 
 
 def make_molmo2(folder: Path) -> None:
-    tokenizer: Any = STTSProcessor.from_pretrained(MOLMO2).tokenizer
+    tokenizer: Any = STTSProcessor.from_pretrained(MOLMO2, trust_remote_code=False).tokenizer
     sizes: dict[str, Any] = {"size": {"height": SIDE, "width": SIDE}, "patch_size": PATCH}
     parts = Molmo2ImageProcessor(**sizes), Molmo2VideoProcessor(**sizes), tokenizer
     settings = STTSConfig.from_pretrained(MOLMO2).to_dict()
@@ -86,7 +86,7 @@ def make_molmo2(folder: Path) -> None:
 
 
 def make_qwen3_vl(folder: Path) -> None:
-    processor: Any = Qwen3VLProcessor.from_pretrained(QWEN3_VL)
+    processor: Any = Qwen3VLProcessor.from_pretrained(QWEN3_VL, trust_remote_code=False)
     for part in (processor.image_processor, processor.video_processor):
         part.patch_size = PATCH_OF_QWEN
     processor.video_processor.size = {"shortest_edge": 4096, "longest_edge": FRAMES * SIDE_OF_QWEN**2}

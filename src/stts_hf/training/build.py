@@ -20,7 +20,7 @@ from stts_hf.checkpoints import loading
 from stts_hf.checkpoints.checks import empty_model
 from stts_hf.checkpoints.convert import new_scorer_weights
 from stts_hf.checkpoints.families import family_of_checkpoint
-from stts_hf.checkpoints.files import fingerprint
+from stts_hf.checkpoints.files import fingerprint, reason_of
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Processor
@@ -101,7 +101,8 @@ def load_model_config(config: TrainConfig) -> PruningConfig:
         return family_of_checkpoint(path, revision).config.from_pretrained(path, revision=revision, **settings)
     except (ValueError, OSError, StrictDataclassError) as error:
         name = repr(path) if Path(path).is_dir() else f"{path!r} (no folder here, so it is sought on the Hub)"
-        raise config.error("model_name_or_path", f"{name} cannot be trained with these settings: {error}") from error
+        problem = f"{name} cannot be trained with its config.json and these settings: {reason_of(error)}"
+        raise config.error("model_name_or_path", problem) from error
 
 
 def load_processor(config: TrainConfig, model_config: PruningConfig) -> Processor:

@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from stts_hf.cli.main import main
 from tests.checkpoints import TINY, write_small_clip
+from tests.training_files import write_config, write_data
 
 Damage = Callable[[Path], object]
-COMMANDS = ("run", "predict", "doctor", "convert", "push")
-LOADING = {"run", "predict"}
+COMMANDS = ("run", "predict", "doctor", "convert", "push", "train")
+LOADING = frozenset({"run", "predict", "convert", "train"})  # they do not look at what only the Hub reads
 SECONDS = 30
 TRAP = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nraise SystemExit('foreign code ran')\n"
 SETTINGS = ("config", "generation_config", "processor_config", "tokenizer_config", "tokenizer")
@@ -178,6 +179,11 @@ WAYS |= {
         ("generation_config", ("num_return_sequences",), 3, ""),
         ("generation_config", ("cache_implementation",), "nope", ""),
         ("generation_config", ("repetition_penalty",), "x", ""),
+        ("generation_config", ("bad_words_ids",), 3, ""),
+        ("generation_config", ("suppress_tokens",), "x", ""),
+        ("generation_config", ("watermarking_config",), "x", ""),
+        ("generation_config", ("pruning_ratio",), "x", ""),
+        ("generation_config", ("max_new_tokens",), 0, ""),
     ]
 }
 WAYS |= {
@@ -190,7 +196,7 @@ WAYS |= {
         ("without tensors", edit_weights(dict.clear), "", ()),
         ("without the head", drop("lm_head"), "lm_head", ()),
         ("without a norm", drop("ln_f"), "", ()),
-        ("without the scorer", drop(".scorer."), "scorer", {"convert"}),
+        ("without the scorer", drop(".scorer."), "scorer", {"convert", "train"}),
         (
             "of another shape",
             edit_weights(lambda all_of: all_of.update({"lm_head.weight": torch.zeros(3, 4)})),
@@ -207,6 +213,10 @@ WAYS |= {
         ("in an index that is none", index(["a"]), "index", ()),
         ("in an index of missing shards", index({"a": "model-2.safetensors"}), "model-2", ()),
     ]
+}
+WAYS |= {
+    f"added tokens {content}": Way(write("added_tokens.json", content), "added_tokens.json")
+    for content in ("[]", '{"a": "b"}')
 }
 FILES = ("config.json", "tokenizer.json", TEMPLATE, WEIGHTS)
 WAYS |= {f"{name} linked out": Way(replace(name, link_out), name) for name in FILES}
@@ -226,21 +236,27 @@ TEMPLATES: dict[str, str | bytes] = {
     "that raises": "{{ raise_exception('no') }}",
     "that reaches for classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "of no text": b"\xff\xfe",
+    "without videos": "{{ messages[0].role }}",
 }
 WAYS |= {f"template {kind}": Way(write(TEMPLATE, text), "template") for kind, text in TEMPLATES.items()}
 WAYS |= {
-    "classes that would run something": Way(traps, "auto_map", frozenset({"run", "predict", "convert"})),
+    "classes that would run something": Way(traps, "auto_map", LOADING),
     "a generate that would run something": Way(custom_generate, "", frozenset(COMMANDS)),
     "a tokenizer class that is not there": Way(
         edit("tokenizer_config.json", "tokenizer_class", to="Evil"), "", frozenset(COMMANDS)
     ),
-    "a card of no text": Way(write("README.md", b"\xff\xfe"), "README", frozenset({"run", "predict", "convert"})),
+    "a card of no text": Way(write("README.md", b"\xff\xfe"), "README", LOADING),
 }
 
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
     return write_small_clip(tmp_path_factory.mktemp("clips"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"), clips=1)
 
 
 def arguments(command: str, folder: Path, clip: Path) -> list[str]:
@@ -252,24 +268,27 @@ def arguments(command: str, folder: Path, clip: Path) -> list[str]:
         "doctor": ["doctor", str(folder)],
         "convert": ["convert", str(folder), str(home / "converted")],
         "push": ["push", str(folder), "user/name", "--dry-run"],
+        "train": ["train", str(home / "run.yaml")],
     }[command]
 
 
 def pairs() -> list[Any]:
-    """All pairs; those of one command each, in turn, every day."""
+    """All pairs, but for training that would run; the fast tests take one command of each way, in turn."""
     return [
-        pytest.param(way, command, id=f"{command}-{way}", marks=() if number % 5 == place else pytest.mark.slow)
+        pytest.param(way, command, id=f"{command}-{way}", marks=() if number % 6 == place else pytest.mark.slow)
         for number, way in enumerate(WAYS)
         for place, command in enumerate(COMMANDS)
+        if not (command == "train" and command in WAYS[way].harmless)
     ]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and alarms are POSIX's")
 @pytest.mark.parametrize(("name", "command"), pairs())
-def test_a_broken_folder_is_one_sentence(name, command, clip, tmp_path, capsys, monkeypatch):
+def test_a_broken_folder_is_one_sentence(name, command, clip, data, tmp_path, capsys, monkeypatch):
     way, folder = WAYS[name], tmp_path / "checkpoint"
     shutil.copytree(TINY, folder)
     way.damage(folder)
+    write_config(tmp_path, data, tmp_path / "trained", model=folder)
     monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("asked a question"))
 
     def give_up(*_: object) -> None:
@@ -294,6 +313,7 @@ def test_a_broken_folder_is_one_sentence(name, command, clip, tmp_path, capsys, 
     assert not (tmp_path / "a.jsonl").exists() or not (tmp_path / "a.jsonl").read_text().count("\n")
     assert not (tmp_path / "sheet.png").exists()
     assert not (tmp_path / "converted").exists()
+    assert not list(tmp_path.glob("trained/*.safetensors"))
 
 
 @pytest.mark.slow
