@@ -7,7 +7,7 @@ except ImportError:
 
 from pathlib import Path
 
-from stts_hf.demo.answering import Limits
+from stts_hf.demo.held_clips import Limits
 from stts_hf.demo.serving import build, serve
 from stts_hf.inference.assistant import load
 

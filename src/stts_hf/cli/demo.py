@@ -41,7 +41,7 @@ def execute(arguments: argparse.Namespace) -> None:
     need_extras("The page needs more packages", "demo", module="gradio")
     check_address(arguments.host, arguments.port)
     import_libraries()
-    from stts_hf.demo.answering import Limits
+    from stts_hf.demo.held_clips import Limits
     from stts_hf.demo.serving import build, serve
     from stts_hf.inference.assistant import load
 

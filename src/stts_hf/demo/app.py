@@ -15,7 +15,7 @@ from stts_hf.video.sources import is_url
 from stts_hf.visualize.overlay import write_overlays
 
 from . import page
-from .answering import Answerer, Progress, check_video
+from .held_clips import Answerer, Progress, check_video
 from .visits import Visit, Visits
 
 HOUR = 3600

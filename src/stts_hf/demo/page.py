@@ -11,7 +11,7 @@ from stts_hf.inference.requests import Answer
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
 
-from .answering import Progress
+from .held_clips import Progress
 
 HEIGHT = 48  # of the timeline, in units of its drawing
 WATCHING, STOPPED = '<span class="origin">Watching the video …</span>', '<span class="origin">Stopped.</span>'

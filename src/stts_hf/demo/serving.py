@@ -18,8 +18,8 @@ from stts_hf.model_parts import is_scorer_trained
 from stts_hf.selectors import SELECTORS, UNTRAINED
 from stts_hf.visualize.sample_clip import write_sample_clip
 
-from .answering import Answerer, Limits
 from .app import OF_SAMPLE, Answer, Page
+from .held_clips import Answerer, Limits
 
 HERE = Path(__file__).parent
 WAITING = 32  # questions in the queue; whoever comes then is told that it is full

@@ -9,7 +9,7 @@ import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
-from .answering import HeldClips, Progress
+from .held_clips import HeldClips, Progress
 from .page import Turn
 
 BROKEN_OFF = 600  # seconds without a byte

@@ -7,7 +7,6 @@ model's pass over it are the same for every question, and the cache after them i
 
 import contextlib
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
-from tqdm import tqdm
 from transformers import TextIteratorStreamer
 
 from stts_hf.data.collator import resolve_ratio
@@ -167,11 +165,6 @@ class Clip:
         self.keep_mask, self.token_scores = seen.keep_mask, seen.token_scores
 
     @property
-    def _name(self) -> str:
-        video = self.seen.video  # bytes and frames would be spelled out
-        return repr(os.fspath(video)) if isinstance(video, str | os.PathLike) else f"<{type(video).__name__}>"
-
-    @property
     def num_bytes(self) -> int:
         """Memory that the clip holds on the model's device; 0 when it is released."""
         heads = self._heads  # another thread may release it
@@ -222,12 +215,6 @@ class Clip:
     def __exit__(self, *exception: object) -> None:
         self.release()
 
-    def __repr__(self) -> str:
-        seen = self.seen
-        held = tqdm.format_sizeof(self.num_bytes, "B") if self.num_bytes else "released"
-        kept = f"{seen.video_tokens_kept} of {seen.video_tokens} video tokens"
-        return f"<Clip of {self._name}: {seen.num_frames} frames, {kept}, {held}>"
-
     def _answer(
         self, questions: Sequence[str], after: Sequence[Answer], batch_size: int, options: Mapping[str, Any]
     ) -> list[Answer]:
@@ -262,7 +249,7 @@ class Clip:
         with self._exclusive():
             heads = self._heads
             if heads is None:
-                raise ValueError(f"The clip of {self._name} was released. Watch the video again.")
+                raise ValueError("The clip was released. Watch the video again.")
             now = settings_of(self.model)
             for name, value in self._settings.items():
                 if now[name] != value:

@@ -57,7 +57,7 @@ class Gate:
 def served(assistant) -> Iterator[Any]:
     """The app, with `url`, `gate` and `page`, its components and what it knows of visitors."""
     pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
-    from stts_hf.demo.answering import Limits
+    from stts_hf.demo.held_clips import Limits
     from stts_hf.demo.serving import build, serve
 
     gate = Gate()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.clips import write_clip
-from tests.small_disk import small_disk
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
 
 pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
@@ -132,34 +131,9 @@ def test_a_file_that_is_no_video_is_refused_and_the_next_one_is_taken(visit, vid
     wait_for(page, "notes.mp4", ".toast-body")
     wait_for(page, "Drop Video Here", "#clip")
     upload(page, video)
-    ask(page, "What moves?")
-    wait_for(page, "9 frames watched in")
-
-
-def test_a_question_that_is_refused_is_there_to_be_mended(visit, video):
-    page = visit()
-    upload(page, video)
     ask(page, "What is <|video|>?")
     wait_for(page, "Take it out of the text", ".toast-body")
-    assert page.input_value("#box textarea") == "What is <|video|>?"
-    ask(page, "What is it?")
-    wait_for(page, "9 frames watched in")
-
-
-def test_a_file_above_the_limit_is_refused(visit, tmp_path):
-    page = visit()
-    (tmp_path / "large.mp4").write_bytes(bytes(2**20 + 1))
-    page.set_input_files("#clip input[type=file]", str(tmp_path / "large.mp4"))
-    page.wait_for_selector(".toast-body")
-    assert page.is_visible("text=Drop Video Here")
-
-
-def test_a_full_disk_is_said_and_the_next_file_is_taken(visit, video):
-    page = visit()
-    with small_disk(1000):
-        page.set_input_files("#clip input[type=file]", str(video))
-        page.wait_for_selector(".toast-body")
-    upload(page, video)
+    assert page.input_value("#box textarea") == "What is <|video|>?"  # to be mended
     ask(page, "What moves?")
     wait_for(page, "9 frames watched in")
 
@@ -219,30 +193,3 @@ def test_a_browser_that_leaves_ends_its_answer_and_takes_its_files_along(visit, 
             break
         time.sleep(0.1)
     assert not kept.exists()
-
-
-def test_a_page_that_is_loaded_again_starts_anew(visit, video):
-    page = visit()
-    upload(page, video)
-    ask(page, "What moves?")
-    wait_for(page, "9 frames watched in")
-    page.reload()
-    page.wait_for_selector("#box textarea")
-    assert page.is_visible("text=Choose a video, then ask about it.")
-    upload(page, video)
-    ask(page, "What moves?")
-    wait_for(page, "9 frames watched in")
-
-
-def test_two_browsers_are_answered_at_once(visit, gate, video):
-    first, second = visit(), visit()
-    for page in first, second:
-        upload(page, video)
-    ask(first, "Wait for it.")
-    assert gate.reached.wait(PATIENCE)
-    ask(second, "What moves?")
-    wait_for(second, "first word after")
-    wait_until_answered(second)
-    assert first.is_visible("#box .stop-button")
-    gate.open.set()
-    wait_until_answered(first)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stts_hf.demo.answering import Answerer, Limits
+from stts_hf.demo.held_clips import Answerer, Limits
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
 
 pytest.importorskip("gradio", reason=WITHOUT_GRADIO)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from stts_hf.demo import page
-from stts_hf.demo.answering import Limits, Progress, check_video
+from stts_hf.demo.held_clips import Progress
 from stts_hf.inference.requests import Answer
-from tests.clips import write_clip
 
 # Two frames to a tubelet; the last stands alone.
 SEEN = Answer(
@@ -72,14 +71,3 @@ def test_a_turn_shows_how_far_it_is():
     assert "Watching" in shown[0]
     assert "Stopped" in shown[1]
     assert shown[2].startswith("A <b>ring</b>\n\n")
-
-
-def test_numbers_that_round_to_nothing_are_not_rounded(tmp_path):
-    """A share below a percent, and limits just below what a video has."""
-    small = dataclasses.replace(FIRST, pruning_ratio=0.004)
-    assert "0.4% dropped" in page.origin(small)
-    clip = write_clip(tmp_path / "clip.mp4", 51, fps=50)
-    with pytest.raises(ValueError, match=r"lasts 1\.1 s, but at most 1\.0 s are taken"):
-        check_video(clip, Limits(seconds=1))
-    with pytest.raises(ValueError, match="at most 100 pixels are taken"):
-        check_video(clip, Limits(pixels=100))

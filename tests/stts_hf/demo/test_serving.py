@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.demo.answering import Limits
+from stts_hf.demo.held_clips import Limits
 from stts_hf.inference.assistant import VideoAssistant
 from tests.checkpoints import TINY
 from tests.conftest import REPOSITORY
@@ -98,7 +98,7 @@ def test_the_space_asks_for_what_the_package_needs():
 
 
 def test_where_a_gpu_is_lent_nothing_is_held(assistant, video):
-    from stts_hf.demo.answering import Answerer
+    from stts_hf.demo.held_clips import Answerer
 
     answerer = Answerer({"scorer": assistant}, Limits(clips=0, new_tokens=1))
     for _ in range(2):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from stts_hf.demo.answering import HeldClips
+from stts_hf.demo.held_clips import HeldClips
 from stts_hf.demo.visits import Visits
 from tests.stts_hf.demo.conftest import PATIENCE
 

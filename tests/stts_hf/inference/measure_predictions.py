@@ -4,13 +4,12 @@ Measures `stts-hf predict` beside a script with a plain loop of `generate`, and 
     OMP_NUM_THREADS=1 python -m tests.stts_hf.inference.measure_predictions
 
 200 clips of 4 seconds, 240 x 426 pixels, H.264; stts-tiny, at most 16 frames, 8 new tokens. Each way is a process of
-its own, timed from its start to its end, so imports and loading count; they take turns. Prints JSON: seconds of every
-round, and median and extremes of ratios within a round, of whole processes and of answering alone.
+its own, timed from its start to its end, so imports and loading count; they take turns. Prints median and extremes of
+ratios within a round, of whole processes and of answering alone.
 """
 
 import argparse
 import json
-import os
 import re
 import shutil
 import statistics
@@ -20,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.checkpoints import TINY
@@ -67,7 +65,7 @@ def loop(clips: Path) -> Answered:
     return seconds, answers
 
 
-def predict(clips: Path, prompts: list[str], workers: int) -> Answered:
+def predict(clips: Path, prompts: list[str]) -> Answered:
     with tempfile.TemporaryDirectory() as folder:
         rows, answers = Path(folder, "rows.jsonl"), Path(folder, "answers.jsonl")
         asked = [
@@ -76,7 +74,7 @@ def predict(clips: Path, prompts: list[str], workers: int) -> Answered:
             for place, prompt in enumerate(prompts)
         ]
         rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
-        options = ("--max-new-tokens", str(TOKENS), "--workers", str(workers), "--output", str(answers))
+        options = ("--max-new-tokens", str(TOKENS), "--output", str(answers))
         printed = run("-m", "stts_hf.cli.main", "predict", str(rows), "--checkpoint", str(TINY), *options)
         found = [json.loads(line) for line in answers.read_text().splitlines()]
     said = re.search(r"rows in ([0-9.]+) s", printed)
@@ -88,47 +86,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure predictions.")
     parser.add_argument("--clips", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1))
     arguments = parser.parse_args()
+    whole: dict[str, list[float]] = {name: [] for name in (LOOP, ONE, TWO)}
+    answering: dict[str, list[float]] = {name: [] for name in whole}
     with tempfile.TemporaryDirectory() as folder:
         clips = Path(folder)
-        kinds = 4
-        for number in range(arguments.clips):
-            clip = clips / f"{number:04}.mp4"
-            if number < kinds:
-                write_sample_clip(clip, seconds=4 + number / 10, fps=25, size=(240, 426))
-            else:
-                shutil.copy(clips / f"{number % kinds:04}.mp4", clip)
+        for number in range(4):
+            write_sample_clip(clips / f"{number:04}.mp4", seconds=4 + number / 10, fps=25, size=(240, 426))
+        for number in range(4, arguments.clips):
+            shutil.copy(clips / f"{number % 4:04}.mp4", clips / f"{number:04}.mp4")
         ways: dict[str, Callable[[], Answered]] = {
             LOOP: lambda: loop(clips),
-            ONE: lambda: predict(clips, [QUESTION], arguments.workers),
-            TWO: lambda: predict(clips, [QUESTION, MORE], arguments.workers),
+            ONE: lambda: predict(clips, [QUESTION]),
+            TWO: lambda: predict(clips, [QUESTION, MORE]),
         }
-        whole: dict[str, list[float]] = {name: [] for name in ways}
-        answering: dict[str, list[float]] = {name: [] for name in ways}
-        expected: dict[str, str] = {}
-        for repeat in range(arguments.repeats):
-            names = list(ways)
-            for name in names[repeat % 3 :] + names[: repeat % 3]:
+        for _ in range(arguments.repeats):
+            found = []
+            for name, answer in ways.items():
                 started = time.perf_counter()
-                seconds, answers = ways[name]()
-                whole[name].append(round(time.perf_counter() - started, 2))
-                answering[name].append(round(seconds, 2))
-                expected = expected or answers
-                if answers != expected:
-                    sys.exit(f"{name}: other answers than before")
-                print(f"{name}: {whole[name][-1]} s, {answering[name][-1]} s of them answering", file=sys.stderr)
-
-    def ratio(seconds: dict[str, list[float]], above: str, below: str) -> dict[str, float]:
-        found = sorted(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
-        return {"median": round(statistics.median(found), 2), "least": round(found[0], 2), "most": round(found[-1], 2)}
-
-    result: dict[str, Any] = {"clips": arguments.clips, "workers": arguments.workers, "cores": os.cpu_count()}
-    for name, times in (("whole processes", whole), ("answering alone", answering)):
-        ratios = {"speed-up over the loop": ratio(times, LOOP, ONE), "two prompts over one": ratio(times, TWO, ONE)}
-        result[name] = {"seconds": times} | ratios
-    json.dump(result, sys.stdout, indent=1)
-    print()
+                seconds, answers = answer()
+                whole[name].append(time.perf_counter() - started)
+                answering[name].append(seconds)
+                found.append(answers)
+            if found != found[:1] * 3:
+                sys.exit("The ways give different answers")
+    for what, times in (("whole processes", whole), ("answering alone", answering)):
+        for above, below in ((LOOP, ONE), (TWO, ONE)):
+            ratios = sorted(a / b for a, b in zip(times[above], times[below], strict=True))
+            middle = statistics.median(ratios)
+            print(f"{what}: {above} / {below}: {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 if __name__ == "__main__":

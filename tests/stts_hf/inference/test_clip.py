@@ -379,7 +379,7 @@ def test_a_released_clip_says_so(assistant, five):
     with assistant.watch(five) as clip:
         pass
     for asks in (clip.ask, clip.dialogue().ask, lambda question: clip.ask_all([question]), _drain(clip)):
-        with pytest.raises(ValueError, match=r"clip of '.*five\.mkv' was released\. Watch the video again"):
+        with pytest.raises(ValueError, match="clip was released"):
             asks("What?")
 
 

@@ -23,33 +23,13 @@ def test_something_moves_in_every_frame_before_a_still_background(clip):
     assert (np.abs(np.diff(pictures, axis=0)).max(axis=(1, 2, 3)) > 50).all()
 
 
-def test_the_square_changes_its_colour_half_way(clip):
-    pictures = np.stack(clip[1]).astype(int)
-    square = pictures[:, 24:40, 255:270].mean(axis=(1, 2))
-    assert np.abs(square[:24] - square[0]).max() < 16
-    assert np.abs(square[27] - square[22]).max() > 100
-
-
 def test_same_pictures_every_time(clip, tmp_path):
     write_sample_clip(tmp_path / "again.mp4", seconds=2.0, fps=25, size=(180, 320))
     again = decode_everything(tmp_path / "again.mp4")[1]
     assert all(np.array_equal(one, other) for one, other in zip(clip[1], again, strict=True))
 
 
-def test_without_h264_it_is_mpeg4(tmp_path, monkeypatch):
-    monkeypatch.setattr("stts_hf.visualize.clip_files.av.codecs_available", {"mpeg4"})
-    write_sample_clip(tmp_path / "old.mp4", seconds=0.4, fps=25, size=(96, 128))
-    assert len(decode_everything(tmp_path / "old.mp4")[1]) == 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"size": (63, 640)}, "size must be"),
-        ({"seconds": 0}, "at least one frame"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_are_refused(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("arguments", [{"size": (63, 640)}, {"seconds": 0}], ids=str)
+def test_arguments_out_of_range_are_refused(tmp_path, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
         write_sample_clip(tmp_path / "clip.mp4", **arguments)

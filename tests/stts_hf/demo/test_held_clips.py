@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stts_hf.demo.answering import Answerer, HeldClips, Limits, check_video
+from stts_hf.demo.held_clips import Answerer, HeldClips, Limits, check_video
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 
