@@ -1,4 +1,4 @@
-"""What the user got wrong, as opposed to what the program got wrong."""
+"""Errors of a command that are shown as one line: mistakes of the user, and what the machine lacks."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from stts_hf.versions import check_versions
 
 
 class CommandError(Exception):
-    """A mistake of the user's. `main` prints its message as one line and exits with status 2, without a traceback."""
+    """A user error. `main` prints its message as one line and exits with status 2, without a traceback."""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -20,7 +20,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def shortage(error: BaseException, less_memory: str | None) -> str | None:
-    """What the system refused, and the remedy; None for any other error. less_memory: settings that take less."""
+    """What the machine lacks, and the remedy; None for other errors. less_memory: settings that take less memory."""
     what = one_line(error, 200)
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return f"a path cannot be used ({what}): name another"

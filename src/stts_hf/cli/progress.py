@@ -1,4 +1,4 @@
-"""What a command says on stderr while it works. Progress bars appear on a terminal only, never in a log."""
+"""Progress messages and bars of the commands, on stderr. Bars are shown on a terminal only, not in logs."""
 
 import contextlib
 import sys
@@ -16,7 +16,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Says on stderr what is being done and, where it took a second or more, how long it took."""
+    """Prints what is being done and, if it took a second or more, its duration."""
     note(f"{name} ...")
     started = time.perf_counter()
     yield
@@ -26,12 +26,10 @@ def stage(name: str) -> Iterator[None]:
 
 
 def progress_bar(total: int, unit: str, description: str | None = None, done: int = 0) -> "tqdm":
-    """
-    A bar that is gone when it is closed; `disable=None` shows none where stderr is no terminal. done: before it begins,
-    which says nothing of the rate.
-    """
+    """A bar that disappears when it is closed. done: items of an earlier run, which do not count for the rate."""
     from tqdm import tqdm
 
+    # `disable=None` shows no bar where stderr is no terminal.
     return tqdm(total=total, initial=done, unit=unit, desc=description, leave=False, file=sys.stderr, disable=None)
 
 
@@ -53,7 +51,7 @@ def keep_bars_out_of_logs() -> None:
 
 
 class TokenBar:
-    """Counts the tokens of one answer after the other, as a streamer of `generate`; between them none is seen."""
+    """A streamer for `generate` that counts an answer's tokens on a bar, which is hidden between answers."""
 
     def __init__(self, bar: "tqdm"):
         self.bar = bar

@@ -1,4 +1,4 @@
-"""JSON Lines that grow while a command works, each line whole or not there at all."""
+"""JSON Lines files to which a command appends whole lines while it works."""
 
 import errno
 import io
@@ -10,19 +10,19 @@ from typing import Any
 
 
 def open_lines(path: Path) -> io.FileIO:
-    """Opens a file for `write_line` behind its whole lines; what a kill left of the last one goes."""
+    """Opens a file for `write_line`. A last line that was cut off by a kill is removed."""
     file = io.FileIO(path, "a")
     file.truncate(file.seek(path.read_bytes().rfind(b"\n") + 1))
     return file
 
 
 def write_line(file: io.FileIO, row: Mapping[str, Any]) -> None:
-    """Appends a row at once. Raises `OSError` where there is no room for all of it; the file is then as it was."""
+    """Appends a row in one write. Raises `OSError` where the disk is full, and leaves the file as it was."""
     whole_lines = file.tell()
     # An undecodable byte of a file's name becomes the JSON escape \udcXX.
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     try:
-        if file.write(line) < len(line):  # the disk had room for a part of it
+        if file.write(line) < len(line):  # the disk is full
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError:
         file.truncate(whole_lines)
@@ -32,8 +32,8 @@ def write_line(file: io.FileIO, row: Mapping[str, Any]) -> None:
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """
-    The rows of a file that `write_line` wrote, and whether a kill tore its last line, which is then left out. Raises
-    `ValueError` that names the line where another is damaged.
+    The rows of a file of `write_line`, and whether its last line was cut off, which is then left out. Raises
+    `ValueError` that names any other damaged line.
     """
     *lines, torn = path.read_bytes().split(b"\n")
     rows = []
@@ -46,7 +46,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def parse(text: bytes, place: str) -> Any:
-    """What a JSON text holds. Raises `ValueError` that names the `place`."""
+    """Parses JSON. Raises `ValueError` that names the `place`, a file and line."""
     try:
         return json.loads(text.decode())
     except UnicodeDecodeError as error:

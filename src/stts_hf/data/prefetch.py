@@ -23,15 +23,13 @@ def prefetch(
 
     Args:
         prepare: what to do with an item, in a thread; must not use the model.
-        items: taken one by one as there is room, by the calling thread; need not end.
-        num_workers: threads that prepare, at least 1.
-        ahead: how many results are ready or in the making besides the caller's, at least 1. 64 frames at 378 pixels
-            take 110 MB each.
+        items: taken one by one by the calling thread; may be endless.
+        num_workers: number of threads, at least 1.
+        ahead: number of items prepared ahead of the caller's, at least 1. 64 frames at 378 pixels take 110 MB each.
 
     Yields:
-        The results in the order of the items. What `prepare` raises comes when the item's turn comes,
-        what `items` itself raises after the results before it; either ends it. `close()`, which leaving the loop calls,
-        starts no more items and waits for those in the making.
+        The results in the order of the items. An error of `prepare`, or of `items`, comes after the results before it
+        and ends the iteration. `close()`, which leaving the loop calls, waits for items that are being prepared.
 
     Raises:
         ValueError: `num_workers` or `ahead` is out of range.

@@ -42,7 +42,7 @@ def prepare_rows(
     progress: bool = True,
 ) -> datasets.Dataset:
     """
-    Rows for `STTSDataCollator`, ready but for decoding: each is read and its prompt rendered here, once.
+    Reads each row and renders its prompt once, so that `STTSDataCollator` only has to decode.
 
     Args:
         rows: what `load_rows` gives.
@@ -50,16 +50,15 @@ def prepare_rows(
         model_config, pruning_ratio: one of them, to count tokens after pruning.
         max_length: tokens that a row may have after pruning.
         on_error: "raise", or "skip" to leave out bad rows with a warning.
-        headers: open every file, `num_threads` at a time, to see that it is a video or image. Counting does so anyway.
+        headers: open every file, `num_threads` at a time, to check its kind. Counting does it anyway.
         allow_urls: whether videos and images may be fetched from http(s) URLs.
 
     Returns:
-        The good rows with the column `stts_prompt`, which spares the collator the template, and, where tokens are
-        counted, `length`: exactly what `STTSDataCollator` will make of it, unless frames of a video turn out to be
-        damaged, which makes it shorter. Of a row whose answer is yet to be written it is the most that it may be.
+        The good rows with the column `stts_prompt`, the rendered prompt, and, where tokens are counted, `length`, that
+        of the collator's sample. Damaged frames make a sample shorter; without an answer `length` is an upper bound.
 
     Raises:
-        RowError: with on_error="raise", naming the first 20 bad rows and what is wrong with each.
+        RowError: with on_error="raise"; it lists the first 20 bad rows.
     """
     check_on_error(on_error)
     ratio = resolve_ratio(model_config, pruning_ratio)
@@ -68,15 +67,16 @@ def prepare_rows(
         try:
             sample = read_row(rows[index], index)
             check_files(sample, allow_urls)
-            if ratio is not None:
-                return sample, _read_headers(sample, processor)
-            if headers:
-                _open_files(sample)
-            return sample, ([], [])
+            with row_errors(sample.id):
+                if ratio is not None:
+                    return sample, _read_headers(sample, processor)
+                if headers:
+                    _open_files(sample)
+                return sample, ([], [])
         except RowError as error:
             return error
 
-    # A tokenizer is not safe to share between threads, so only the files are opened in them.
+    # Tokenizers are not thread-safe, so the threads only open files.
     threads = num_threads if ratio is not None or headers else 1
     results: list[tuple[str, int | None] | None] = []  # None for bad rows
     errors: list[RowError] = []
@@ -103,7 +103,7 @@ def prepare_rows(
 def _finish(
     found: tuple[Sample, _Headers] | RowError, processor: Processor, ratio: float | None, max_length: int | None
 ) -> tuple[str, int | None]:
-    """What `read_row` takes the row's prompt from, and the row's length where a ratio is known. Raises `RowError`."""
+    """The row's entry in the column `PROMPT`, and its length where a ratio is known. Raises `RowError`."""
     if isinstance(found, RowError):
         raise found
     sample, headers = found
@@ -113,8 +113,7 @@ def _finish(
     if length is not None and max_length is not None:
         check_length(sample.id, length, max_length)
     media = {"videos": sample.videos, "images": sample.images}
-    # Files that lie in the row itself as bytes stay there, and are looked up again.
-    in_row = not all(isinstance(source, str) for sources in media.values() for source in sources)
+    in_row = not all(isinstance(source, str) for source in sample.videos + sample.images)  # bytes stay in their columns
     kept = {"prompt": sample.prompt} | ({} if in_row else media) | ({"room": sample.room} if sample.room else {})
     return json.dumps(kept), length
 
@@ -127,32 +126,29 @@ def with_column(rows: datasets.Dataset, name: str, values: list[Any], kind: str)
 
 
 class _Header(VideoFile):
-    """A video file that is opened, but whose packets, which tell when its frames are shown, are not read."""
+    """A video file that is opened without reading its packets, which hold the frames' times."""
 
     def _index(self) -> None:
         pass
 
 
 def _open_files(sample: Sample) -> None:
-    """Raises `RowError` where a video or image does not open as one. What is at a URL is not looked at."""
-    with row_errors(sample.id):
-        for video in sample.videos:
-            if not is_url(video):
-                _Header(video).close()
-        for image in sample.images:
-            if not is_url(image):
-                open_image(image)
+    """Raises an error where a video or image cannot be opened. URLs are not fetched."""
+    for video in sample.videos:
+        if not is_url(video):
+            _Header(video).close()
+    for image in sample.images:
+        if not is_url(image):
+            open_image(image)
 
 
 def _read_headers(sample: Sample, processor: Processor) -> _Headers:
-    """Raises `RowError` where a file does not open. At most one frame of it is decoded."""
-    with row_errors(sample.id):
-        videos = [probe(processor, video) for video in sample.videos]
-        return videos, [_image_size(open_image(image, processor)) for image in sample.images]
+    """Decodes at most one frame of each video."""
+    videos = [probe(processor, video) for video in sample.videos]
+    return videos, [_image_size(open_image(image, processor)) for image in sample.images]
 
 
 def _image_size(image: Image.Image) -> tuple[int, int]:
-    """Height and width as shown; a picture may be stored on its side."""
+    """Height and width after the rotation that its EXIF tag asks for."""
     width, height = image.size
-    on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-    return (width, height) if on_its_side else (height, width)
+    return (width, height) if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5 else (height, width)

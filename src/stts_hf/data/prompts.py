@@ -1,4 +1,4 @@
-"""Short forms of a row as messages: subtitles as text with times, and multiple choice as lettered options."""
+"""Texts of the prompt: subtitles with their times, and multiple choice with lettered options."""
 
 import html
 import string
@@ -92,7 +92,7 @@ def choice_messages(question: Any, options: Any, answer: Any) -> list[dict[str, 
 
 
 def find_option(options: Sequence[str], answer: Any) -> int:
-    """Where the right option stands, by its number from 0, letter or text. Raises `ValueError` for none and several."""
+    """The index of the right option, given by number from 0, letter or text. Raises `ValueError` unless it is one."""
     found = set()
     text = str(answer).strip()
     if isinstance(answer, bool):

@@ -7,25 +7,26 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from stts_hf.modeling.video_processing_stts import check_count
+
 from .encoding import check_length
 from .rows import row_id
 
 
 class PackedDataset(Dataset):
     """
-    Rows of a data set in groups that fit a token budget; item `i` is a list of rows, for `STTSDataCollator`.
+    Groups of rows that fit a token budget; item `i` is a list of rows, for `STTSDataCollator`.
 
-    The rows are shuffled and cut into windows; within a window the longest row goes first, each into the group where it
-    leaves the least room (best fit, descending). So groups are well filled, and still of random rows. All is settled at
-    construction by `seed`: the number of groups never changes, every process and worker sees the same ones, and a
-    training that is resumed meets them in the same order. Their order in each epoch is the sampler's.
+    Rows are shuffled and cut into windows; within a window rows are placed by best fit, longest first. `seed` decides
+    all groups at construction: their number never changes, every process and worker has the same, and a resumed
+    training too. Their order in each epoch is the sampler's.
 
     Args:
         rows: map-style data set.
         lengths: tokens of each row after pruning, the column `length` of `prepare_rows`.
-        budget: tokens that a group may have after pruning; the collator's `pad_to` or `max_length`.
-        seed: settles which rows come together.
-        window: rows that are grouped at a time; more fill the groups better, fewer keep them more random.
+        budget: most tokens of a group after pruning; the collator's `pad_to` or `max_length`.
+        seed: decides which rows share a group.
+        window: rows that are grouped at a time; larger windows fill groups better, smaller ones keep them more random.
         max_samples: most rows in a group, None for no limit.
 
     Attributes:
@@ -47,18 +48,16 @@ class PackedDataset(Dataset):
         window: int = 1024,
         max_samples: int | None = None,
     ) -> None:
-        for name, value in (("budget", budget), ("window", window), ("max_samples", max_samples)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        for name, value in (("budget", budget), ("window", window), ("max_samples", max_samples or 1)):
+            check_count(name, value)
         if len(lengths) != len(rows):
             raise ValueError(f"lengths has {len(lengths)} entries for {len(rows)} rows. Measure these rows.")
         if not len(rows):
             raise ValueError("rows is empty: there is nothing to pack.")
         self.rows, self.budget = rows, budget
         sizes = dict(enumerate(lengths))
-        for index, length in sizes.items():
-            if length > budget:
-                check_length(row_id(rows[index], index), length, budget, argument="budget")
+        longest = max(sizes, key=lambda index: sizes[index])
+        check_length(row_id(rows[longest], longest), sizes[longest], budget, argument="budget")
         generator = np.random.default_rng(seed)
         order = generator.permutation(len(rows)).tolist()
         self.groups: list[list[int]] = []
@@ -87,7 +86,7 @@ def best_fit(
 ) -> list[list[int]]:
     """Groups of `items` whose sizes add up to `budget` at most, by best fit in descending order of size."""
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens free, number of the group), ascending, of groups that take more
+    rooms: list[tuple[int, int]] = []  # (free tokens, group) of groups that are not full, ascending
     for item in sorted(items, key=lambda item: -sizes[item]):
         place = bisect_left(rooms, (sizes[item], 0))
         if place < len(rooms):
