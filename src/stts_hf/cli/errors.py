@@ -50,7 +50,7 @@ def need_extras(what: str, *extras: str, module: str | None = None) -> None:
 
 @contextlib.contextmanager
 def of_option() -> Iterator[None]:
-    """Makes a `ValueError` of a deeper room, such as "device x cannot be used", a mistake in the option `--device`."""
+    """Turns a `ValueError` such as "device x cannot be used" into a `CommandError` about the option `--device`."""
     try:
         yield
     except ValueError as error:

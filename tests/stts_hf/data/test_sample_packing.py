@@ -68,7 +68,7 @@ def test_a_row_longer_than_the_budget_is_named():
     ("lengths", "options", "said"),
     [
         ([1, 2], {}, "lengths has 2 entries for 3 rows"),
-        ([1, 2, 3], {"budget": 0}, "budget must be at least 1"),
+        ([1, 2, 3], {"budget": 0}, "budget must be a whole number of at least 1"),
     ],
 )
 def test_bad_options_are_refused(lengths, options, said):
