@@ -10,19 +10,12 @@ from typing import Any
 from stts_hf.checkpoints.files import fingerprint
 from stts_hf.cli.answer_report import check_file
 from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import add_model_options, count, positive, processing
+from stts_hf.cli.options import add_model_options, count, natural, positive, processing
 from stts_hf.cli.progress import note
 from stts_hf.data.isolated import start_early
 
 MOST_WORKERS = 4  # by default
 Write = Callable[[Mapping[str, Any]], None]
-
-
-def natural(text: str) -> int:
-    """A whole number of at least 0."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"is {text}, but must be at least 0")
-    return int(text)
 
 
 def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:

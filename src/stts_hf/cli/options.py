@@ -18,6 +18,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """A whole number of at least 0."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"is {text}, but must be at least 0")
+    return int(text)
+
+
 def share(text: str) -> float:
     """A share that can be dropped."""
     if not 0 <= float(text) <= 1:  # NaN fails too

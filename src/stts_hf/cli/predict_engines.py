@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli.answer_options import natural, workers_of
+from stts_hf.cli.answer_options import workers_of
 from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
-from stts_hf.cli.options import count, positive
+from stts_hf.cli.options import count, natural, positive
 from stts_hf.cli.progress import stage
 
 if TYPE_CHECKING:

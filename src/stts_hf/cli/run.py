@@ -1,7 +1,9 @@
 """`stts-hf run VIDEO "question"`: answers a question about a video, shows what was dropped and what that saved."""
 
 import argparse
+import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +45,8 @@ def execute(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
     if len(arguments.videos) > 1:
         return predict.execute(as_prediction(arguments))
-    checkpoint = find_checkpoint(arguments.checkpoint)
-    import_libraries()
-    (video,), path = arguments.videos, arguments.output or PICTURE
-    device = choose_device(arguments.device)
-    config, processor = load_processor(checkpoint, arguments)
-    if arguments.pruning_ratio is None:
-        arguments.pruning_ratio = config.vision_config.pruning_ratio
-    # Before the weights, which may take minutes to load: a video that cannot be read is refused now.
-    prepared = decode(arguments, processor, video)
-    with stage(f"Loading {checkpoint} on {device}"):
-        model = load_model(checkpoint, config, device, arguments)
-    answer = generate(arguments, model, processor, prepared)
+    opened, path = open_video(arguments, arguments.videos[0]), arguments.output or PICTURE
+    answer = generate(arguments, opened)
     report.print_lines(question=answer.question)
     report.print_answer(answer)
     with stage(f"Drawing {path}"):
@@ -64,27 +56,52 @@ def execute(arguments: argparse.Namespace) -> int:
         from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
         from stts_hf.inference.generate import inputs_for
 
-        inputs = inputs_for(model, prepared.inputs)
-        print_times(time_prompts(compare_with_stock(model, inputs, arguments.pruning_ratio)))
+        inputs = inputs_for(opened.model, opened.prepared.inputs)
+        print_times(time_prompts(compare_with_stock(opened.model, inputs, arguments.pruning_ratio)))
     return 0
 
 
-def decode(arguments: argparse.Namespace, processor: Any, video: Any) -> "Prepared":
-    """The decoded request. Raises `CommandError` where the video cannot be read or the question is refused."""
-    from stts_hf.inference.requests import ask_about, prepare, processing_options
+@dataclasses.dataclass
+class Opened:
+    """A decoded request about a video, and the model to answer it."""
 
+    checkpoint: str
+    model: Any
+    processor: Any
+    prepared: "Prepared"
+
+
+def open_video(arguments: argparse.Namespace, video: str) -> Opened:
+    """
+    Decodes the video, which an address is downloaded for once, and then loads the weights, which may take minutes.
+    Raises `CommandError` for a checkpoint, device, video or question that is refused. Sets the default pruning ratio.
+    """
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    import_libraries()
+    from stts_hf.inference.requests import ask_about, prepare, processing_options
+    from stts_hf.video.sources import download, download_limits, is_url
+
+    device = choose_device(arguments.device)
+    config, processor = load_processor(checkpoint, arguments)
+    if arguments.pruning_ratio is None:
+        arguments.pruning_ratio = config.vision_config.pruning_ratio
+        check_scaling(arguments)
     try:
         request = ask_about(processor, video, arguments.question)
+        if is_url(video):
+            with stage(f"Downloading {video}"):
+                request = dataclasses.replace(request, videos=(download(video, *download_limits(processor)),))
         with stage(f"Decoding {video}"):
             options = processing_options(processor, processing(arguments), arguments.pruning_ratio)
-            return prepare(processor, request, options)
+            prepared = prepare(processor, request, options)
     except (ValueError, OSError) as error:
         raise CommandError(one_line(error)) from error
+    with stage(f"Loading {checkpoint} on {device}"):
+        model = load_model(checkpoint, config, device, arguments)
+    return Opened(checkpoint, model, processor, prepared)
 
 
-def generate(
-    arguments: argparse.Namespace, model: Any, processor: Any, prepared: "Prepared", selector: str = ""
-) -> "Answer":
+def generate(arguments: argparse.Namespace, opened: Opened, selector: str = "") -> "Answer":
     """The greedy answer. selector: named in the progress message."""
     from stts_hf.inference.generate import answer_prepared
 
@@ -94,8 +111,8 @@ def generate(
         stage(f"Answering with {percent(arguments.pruning_ratio)} of the video tokens dropped{by}"),
         progress_bar(arguments.max_new_tokens, "token") as bar,
     ):
-        (answer,) = answer_prepared(model, processor, [prepared], do_sample=False, streamer=TokenBar(bar), **options)
-        return answer
+        options |= {"do_sample": False, "streamer": TokenBar(bar)}
+        return answer_prepared(opened.model, opened.processor, [opened.prepared], **options)[0]
 
 
 def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -108,20 +125,22 @@ def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuses what can be refused before anything slow happens."""
-    problems = [
-        f"{video} {trouble}" for video in arguments.videos if (trouble := trouble_of(video, arguments.allow_urls))
-    ]
-    if problems:
-        raise CommandError(f"VIDEO {', '.join(problems)}; pass the path of a video file")
+    check_videos(arguments.videos, arguments)
     if os.path.isfile(arguments.question):
         raise CommandError(f"QUESTION is missing after the videos: the last argument, {arguments.question}, is a file")
-    if not arguments.question.strip():
-        raise CommandError("QUESTION is empty; ask something about the video")
-    check_scaling(arguments)
     if len(arguments.videos) == 1:
         report.check_picture(arguments.output or PICTURE)
     elif arguments.time or arguments.output is not None:
         raise CommandError("--time and --output are about one VIDEO; answers about several: stts-hf predict --output")
+
+
+def check_videos(videos: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Raises `CommandError` for a path that is no video file, an empty question, or scaling at a ratio of 1."""
+    if problems := [f"{video} {trouble}" for video in videos if (trouble := trouble_of(video, arguments.allow_urls))]:
+        raise CommandError(f"VIDEO {', '.join(problems)}; pass the path of a video file")
+    if not arguments.question.strip():
+        raise CommandError("the question is empty; ask something about the video")
+    check_scaling(arguments)
 
 
 def trouble_of(video: str, allow_urls: bool) -> str | None:

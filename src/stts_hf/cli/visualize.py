@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli import answer_report as report
-from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
 from stts_hf.cli.errors import CommandError, need_extras, one_line
-from stts_hf.cli.options import add_model_options, check_scaling, check_writable, choose_device
-from stts_hf.cli.progress import import_libraries, note, stage
-from stts_hf.cli.run import decode, generate, trouble_of
+from stts_hf.cli.options import add_model_options, check_writable, natural
+from stts_hf.cli.progress import note, stage
+from stts_hf.cli.run import Opened, check_videos, generate, open_video
 from stts_hf.selectors import LEARNED, SELECTORS, UNTRAINED
 from stts_hf.shortages import is_disk_full
 from stts_hf.wording import percent
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--question", default=QUESTION, help=f'question about the video (default: "{QUESTION}")')
     parser.add_argument(
         "--repeats",
-        type=int,
+        type=natural,
         default=3,
         metavar="N",
         help="timed prompts per selector; 0 measures nothing (default: 3)",
@@ -57,34 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the command; raises `CommandError` for what the user got wrong, and for a full disk."""
     check_arguments(arguments)
-    checkpoint = find_checkpoint(arguments.checkpoint)
-    import_libraries()
-    from stts_hf.checkpoints.atomic_folder import atomic_folder
-
-    device = choose_device(arguments.device)
     # A stock checkpoint is refused where a scorer is asked for, and loaded for those that need none where not.
     arguments.selector = next((name for name in arguments.selectors or () if name in LEARNED), UNTRAINED[0])
-    config, processor = load_processor(checkpoint, arguments)
-    if arguments.pruning_ratio is None:
-        arguments.pruning_ratio = config.vision_config.pruning_ratio
-        check_scaling(arguments)
-    video = open_video(arguments.video, processor)
-    prepared = decode(arguments, processor, video)
-    with stage(f"Loading {checkpoint} on {device}"):
-        model = load_model(checkpoint, config, device, arguments)
+    opened = open_video(arguments, arguments.video)
+    from stts_hf.checkpoints.atomic_folder import atomic_folder
+
+    model, checkpoint, begun = opened.model, opened.checkpoint, opened.prepared.begun
     selectors, notes = usable_selectors(arguments.selectors, model, checkpoint)
     answers = {}
     for name in selectors:
         model.config.vision_config.selector = name
-        answers[name] = generate(arguments, model, processor, prepared, name)
-    times = measure(selectors, model, prepared.inputs, arguments) if arguments.repeats else {}
-    begun = prepared.begun
+        answers[name] = generate(arguments, opened, name)
+    times = measure(selectors, opened, arguments) if arguments.repeats else {}
     facts = {
         "video": Path(arguments.video).name,
         "checkpoint": checkpoint,
         "dropped": percent(arguments.pruning_ratio),
         "frames": f"{begun.num_frames} of {begun.duration:.2f} s",
-        "device": f"{device}, {str(model.dtype).removeprefix('torch.')}",
+        "device": f"{model.device}, {str(model.dtype).removeprefix('torch.')}",
     }
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the unfinished folder goes with it
     try:
@@ -101,30 +90,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuses what can be refused before anything slow happens."""
-    if trouble := trouble_of(arguments.video, arguments.allow_urls):
-        raise CommandError(f"VIDEO {arguments.video} {trouble}; pass the path of a video file")
-    if not arguments.question.strip():
-        raise CommandError("--question is empty; ask something about the video, or leave it out")
-    if arguments.repeats < 0:
-        raise CommandError(f"--repeats is {arguments.repeats}, but must be at least 0")
-    check_scaling(arguments)
+    check_videos([arguments.video], arguments)
     if os.path.lexists(arguments.output):
         raise CommandError(f"--output {arguments.output} is there already and is not written over; name another folder")
     check_writable("--output", arguments.output.parent)
     need_extras("Figures need one more", "visualize")
-
-
-def open_video(video: str, processor: Any) -> Any:
-    """The path, or what an address leads to, downloaded once. Raises `CommandError` where that fails."""
-    from stts_hf.video.sources import download, download_limits, is_url
-
-    if not is_url(video):
-        return video
-    with stage(f"Downloading {video}"):
-        try:
-            return download(video, *download_limits(processor))
-        except ValueError as error:
-            raise CommandError(one_line(error)) from error
 
 
 def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -> tuple[list[str], list[str]]:
@@ -147,15 +117,14 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
     return UNTRAINED, [f"The {without}, so there are only selectors that need no training."]
 
 
-def measure(
-    selectors: Sequence[str], model: Any, inputs: Mapping[str, Any], arguments: argparse.Namespace
-) -> dict[str, list[float]]:
+def measure(selectors: Sequence[str], opened: Opened, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Times of the prompt in milliseconds, of the stock model and of each selector, as `time_prompts` returns them."""
     from stts_hf.benchmark.models import stock_twin
     from stts_hf.cli.stock_times import time_prompts
     from stts_hf.inference.generate import inputs_for
 
-    given = inputs_for(model, inputs)
+    model = opened.model
+    given = inputs_for(model, opened.prepared.inputs)
     pruned = given | {"pruning_ratio": arguments.pruning_ratio}
     variants = {STOCK: (stock_twin(model), given)} | dict.fromkeys(selectors, (model, pruned))
 

@@ -200,8 +200,7 @@ def test_an_interruption_leaves_nothing(run, tmp_path, monkeypatch):
 
 
 def test_bad_options_are_one_clear_line(run, monkeypatch):
-    assert "--question is empty" in run("--question", " ")[2]
-    assert "--repeats is -1" in run("--repeats", "-1")[2]
+    assert "question is empty" in run("--question", " ")[2]
     assert "--test-time-scaling needs" in run("--test-time-scaling", "--pruning-ratio", "1")[2]
 
 
