@@ -146,8 +146,11 @@ def answer_requests(
     batches = make_batches(requests, batch_size) if share else in_turn(requests, batch_size)
     generate_options["pruning_ratio"] = ratio
     answer = functools.partial(_answer_batch, model, processor, batch_size=batch_size, **generate_options)
-    ahead = max(2, batch_size, num_workers)
-    return _answer_batches(processor, batches, options, answer, num_workers, ahead, decode_timeout)
+    prepare = functools.partial(prepare_task, processor, options)
+    decode = functools.partial(
+        _decode_ahead, prepare, num_workers=num_workers, ahead=max(2, batch_size, num_workers), timeout=decode_timeout
+    )
+    return _answer_batches(batches, decode, answer)
 
 
 def make_batches(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
@@ -177,15 +180,11 @@ def in_turn(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
 
 
 def _answer_batches(
-    processor: Any,
     batches: Iterable[Batch],
-    options: Mapping[str, Any],
+    decode: Callable[[Iterable[Task]], contextlib.AbstractContextManager[Iterator[Prepared]]],
     answer: Callable[[Sequence[tuple[Request, Prepared]]], list[Answer]],
-    num_workers: int,
-    ahead: int,
-    timeout: float | None,
 ) -> Generator[tuple[int, Answer], None, None]:
-    """Each request's index and answer. answer: does what is left of a batch once it is prepared."""
+    """Each request's index and answer. decode: prepares tasks ahead. answer: of prepared requests."""
     waiting: deque[Batch] = deque()
 
     def tasks() -> Iterator[Task]:
@@ -194,7 +193,7 @@ def _answer_batches(
             head_only = any(len(head) > 1 for head in batch)
             yield from ((head[0][1], head_only) for head in batch)
 
-    with _decode_ahead(processor, tasks(), options, num_workers, ahead, timeout) as decoded:
+    with decode(tasks()) as decoded:
         for first in decoded:
             batch = waiting.popleft()
             prepared = [first, *itertools.islice(decoded, len(batch) - 1)]
@@ -208,21 +207,15 @@ def _answer_batches(
 
 @contextlib.contextmanager
 def _decode_ahead(
-    processor: Any,
-    tasks: Iterable[Task],
-    options: Mapping[str, Any],
-    num_workers: int,
-    ahead: int,
-    timeout: float | None,
+    prepare: Callable[[Task], Prepared], tasks: Iterable[Task], num_workers: int, ahead: int, timeout: float | None
 ) -> Iterator[Iterator[Prepared]]:
-    """`prepare` of each task, or an answer with an error; `ahead` of them while the caller uses one."""
-    work = functools.partial(prepare_task, processor, options)
-    isolated = Isolated(work, timeout) if num_workers else None
+    """`prepare` of each task, or its error as an answer; `ahead` of them while the caller uses one."""
+    isolated = Isolated(prepare, timeout) if num_workers else None
 
     def attempt(task: Task) -> Prepared:
         request, _ = task
         try:
-            return (isolated or work)(task)
+            return (isolated or prepare)(task)
         except CannotStart:
             raise
         except ProcessDied as error:
