@@ -76,13 +76,9 @@ def test_what_arrives_is_byte_for_byte_what_was_pushed(hub, tmp_path, any_folder
     assert not hub.repositories["user/tiny"].private
 
 
-def test_a_private_repository_is_private(hub, tmp_path):
+def test_a_private_repository_is_private_and_has_a_card(hub, tmp_path):
     assert push(hub, tmp_path, TINY, "user/tiny", "--private")[0] == 0
     assert hub.repositories["user/tiny"].private
-
-
-def test_the_card_names_the_repository(hub, tmp_path, sharded):
-    push(hub, tmp_path, sharded, "user/tiny")
     card: Any = ModelCard(hub.files("user/tiny")["README.md"].decode())
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "video-text-to-text")
 
@@ -190,7 +186,6 @@ REFUSALS = {
     "wrong_token": ("user/tiny", "wrong", r"does not accept the token.*hf auth login.*\(401"),
     "no_token": ("user/tiny", None, r"does not accept a push without a token.*hf auth login.*\(401"),
     "no_rights": ("user/tiny", "read-token", r"the token has no right to write to user/tiny.*\(403"),
-    "foreign_namespace": ("other/tiny", "write-token", r"the token has no right to write to other/tiny.*\(403"),
     "foreign_repository": ("other/theirs", "write-token", r"the token has no right to write to other/theirs.*\(403"),
     "not_a_name": ("user/a b", "write-token", r"does not accept this: Repo id must .*'user/a b'"),
     "other_model": ("user/llama", "write-token", r"user/llama exists and holds a 'llama' model.*--overwrite"),
@@ -242,36 +237,17 @@ def test_offline_mode_is_one_line(hub, tmp_path):
     assert "HF_HUB_OFFLINE" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("remove", "message"),
-    [
-        ("config.json", "holds no config.json"),
-        ("model-00002", "is missing, and model.safetensors.index.json names it"),
-        ("model.safetensors.index.json", "holds neither model.safetensors nor model.safetensors.index.json"),
-        ("processing_stts.py", "processing_stts.py is missing"),
-        ("processor_config.json", "processor_config.json is missing"),
-        ("tokenizer_config.json", "tokenizer"),
-    ],
-)
-def test_a_folder_that_would_not_load_is_refused(hub, tmp_path, sharded, remove, message):
-    left = {name: content for name, content in contents(sharded).items() if not name.startswith(remove)}
+def test_a_folder_that_would_not_load_is_refused(hub, tmp_path, sharded):
+    left = {name: content for name, content in contents(sharded).items() if not name.startswith("model-00002")}
     folder = write_files(tmp_path / "folder", left)
     status, _, err = push(hub, tmp_path, folder, "user/tiny")
     assert status == 2
-    assert message in err.splitlines()[-1]
+    assert "is missing, and model.safetensors.index.json names it" in err.splitlines()[-1]
     assert not hub.repositories
 
 
-def test_a_card_with_broken_metadata_is_refused(hub, tmp_path, sharded):
-    folder = write_files(tmp_path / "folder", contents(sharded) | {"README.md": b"---\ntags: [a\n---\n"})
-    status, _, err = push(hub, tmp_path, folder, "user/tiny")
-    assert status == 2
-    assert "README.md" in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("target", ["../secret", ".env"])
-def test_a_file_of_the_checkpoint_that_is_a_link_to_something_else_is_refused(sharded, tmp_path, target):
-    folder = write_files(tmp_path / "folder", contents(sharded) | {"../secret": b"secret", ".env": b"secret"})
-    (folder / "LICENSE").symlink_to(target)
+def test_a_file_of_the_checkpoint_that_is_a_link_to_something_else_is_refused(sharded, tmp_path):
+    folder = write_files(tmp_path / "folder", contents(sharded) | {".env": b"secret"})
+    (folder / "LICENSE").symlink_to(".env")
     with pytest.raises(PushRefused, match="LICENSE is a link"):
         push_checkpoint(folder, "user/tiny", endpoint="http://127.0.0.1:1")  # nothing listens there

@@ -72,16 +72,7 @@ def train(clip: Path, output: Path, strategy: str, kind: str) -> dict[str, torch
     return trainer.model.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [
-        ("end", "card"),
-        pytest.param("end", "plain", marks=pytest.mark.slow),
-        pytest.param("every_save", "card", marks=pytest.mark.slow),
-        ("checkpoint", "plain"),
-        pytest.param("all_checkpoints", "plain", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "kind"), [("end", "card"), ("checkpoint", "plain")])
 def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     output = tmp_path / "run"
     with client_of(hub, tmp_path / "home"):
@@ -92,21 +83,10 @@ def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     assert all(torch.equal(tensor, trained[name]) for name, tensor in load_tiny(folder).state_dict().items())
     if strategy == "end":
         card: Any = ModelCard(files["README.md"].decode())
-        assert card.data.library_name == "transformers"
+        assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "video-text-to-text")
         assert {"stts", "generated_from_trainer"} <= set(card.data.tags)
-    elif kind == "card":
-        assert "| `pruning_layer` | 1 " in files["README.md"].decode()
-    wanted = {"checkpoint": ["last-checkpoint"], "all_checkpoints": ["checkpoint-1", "checkpoint-2"]}.get(strategy, [])
-    assert {path.split("/")[0] for path in files if "/" in path} == set(wanted)
-    for name in wanted:
-        assert contents(TINY).keys() <= contents(folder / name).keys()
-        assert {"optimizer.pt", "trainer_state.json"} <= contents(
-            folder / name
-        ).keys()  # training can be resumed from it
-        assert torch.equal(load_tiny(folder / name).lm_head.weight, trained["lm_head.weight"]) == (
-            name != "checkpoint-1"
-        )
-    if (strategy, kind) == ("end", "card"):
-        assert card.data.pipeline_tag == "video-text-to-text"
         assert "| `pruning_layer` | 1 " in card.text
         assert "learning_rate" in card.text
+    else:
+        last = folder / "last-checkpoint"  # training can be resumed from it
+        assert {*contents(TINY), "optimizer.pt", "trainer_state.json"} <= contents(last).keys()
