@@ -91,14 +91,6 @@ def test_all_forms_hold_the_same_weights(folder):
         assert all(torch.equal(tensor.read(), first[name].read()) for name, tensor in other.items())
 
 
-def test_scorer_weights_are_converted(form):
-    names = {name for name in open_original(form) if ".scorer." in name}
-    modules = [f"token_pooler.{projection}_proj" for projection in "qkvo"]
-    modules += ["input_layer", "hidden_layer", "score_layer"]
-    scorer = "model.vision_backbone.image_vit.scorer"
-    assert names == {f"{scorer}.{module}.{kind}" for module in modules for kind in ("weight", "bias")}
-
-
 def test_pruning_settings_carry_over(form):
     original = load_original_config(form)
     vit = original["vision_backbone"]["vit"]
@@ -108,13 +100,6 @@ def test_pruning_settings_carry_over(form):
     assert (vision.selector, vision.score_rescaling) == ("scorer", "row")
     assert (vision.packing, vision.refill_single_frame_bins) == ("first_fit_descending", True)
     assert config.temporal_loss_weight == vit["sim_reg_loss_coefficient"]
-
-
-def test_checkpoint_without_pruning_leaves_the_defaults(config):
-    config["vision_backbone"]["vit"]["prune"] = False
-    converted = STTSConfig(**convert_original_config(config, TOKEN_IDS))
-    assert converted.vision_config.packing == "varlen"
-    assert converted.temporal_loss_weight == 1.0
 
 
 def test_negative_feature_layers_count_from_the_untrimmed_tower(config):
@@ -236,11 +221,6 @@ def test_chunks_of_several_files_are_joined(tmp_path):
     whole = torch.arange(15.0).reshape(5, 3)
     write_sharded(tmp_path, {(0, 0): whole[:2], (2, 0): whole[2:]}, size=(5, 3))
     assert torch.equal(read_weight(tmp_path), whole)
-
-
-def test_only_the_models_tensors_are_listed(tmp_path):
-    write_sharded(tmp_path, {(0,): torch.ones(2)}, size=(2,))
-    assert list(open_sharded(tmp_path)) == ["weight"]
 
 
 def test_missing_chunk_is_noticed(tmp_path):

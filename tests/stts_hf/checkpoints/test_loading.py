@@ -45,14 +45,6 @@ def test_no_code_of_a_checkpoint_runs(backbone, tmp_path):
     assert not list(tmp_path.rglob("ran"))
 
 
-def test_a_pickle_is_not_opened(tmp_path):
-    folder = shutil.copytree(TINY, tmp_path / "checkpoint")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    config, _ = load_config_and_processor(str(folder))
-    with pytest.raises(ValueError, match=r"cannot be loaded .*pytorch_model\.bin is a pickle"):
-        load_model(str(folder), config, torch.device("cpu"))
-
-
 def without(folder: Path, part: str) -> Path:
     """A copy of stts-tiny that lacks the weights with this in their names."""
     shutil.copytree(TINY, folder)
