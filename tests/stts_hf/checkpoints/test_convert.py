@@ -154,7 +154,7 @@ def test_settings_of_a_config_as_released_mean_what_they_do_today(converted):
 
 
 def test_settings_can_be_overridden(sources, tmp_path):
-    given = {"packing": "varlen", "pruning_ratio": 0.3, "selector": "cosine"}
+    given: dict[str, Any] = {"packing": "varlen", "pruning_ratio": 0.3, "selector": "cosine"}
     convert_checkpoint(FORMS[0], tmp_path / "new", base=sources / "base", **given)
     vision = vision_config(tmp_path / "new")
     assert {name: vision[name] for name in given} == given
