@@ -18,7 +18,6 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
@@ -146,6 +145,14 @@ class Plain(Collator):
         self.of = of
 
 
+class Named(Collator):
+    """Adds the rows' ids."""
+
+    def __call__(self, items: Sequence[Inputs]) -> Inputs:
+        ids = [item["id"] for item in items]
+        return super().__call__(items) | {"sample_ids": ids}
+
+
 class Stream(IterableDataset):
     def __init__(self, of: Backbone) -> None:
         self.of = of
@@ -189,19 +196,10 @@ def describe(run: STTSTrainer) -> dict[str, Any]:
 
 
 def full(folder: Path, of: Backbone) -> dict[str, Any]:
-    """20 steps, saved, and the weights gathered by other means beside it."""
+    """20 steps, saved."""
     run = make(folder, of, max_steps=20, processing_class=of.processor())
     run.train()
     run.save_model(str(folder / "model"))
-    weights = run.accelerator.get_state_dict(run.model)  # of all processes together
-    if run.args.should_save:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "gathered.safetensors")
-    return describe(run)
-
-
-def checkpointed(folder: Path, of: Backbone) -> dict[str, Any]:
-    run = make(folder, of, max_steps=4, gradient_checkpointing=True)
-    run.train()
     return describe(run)
 
 
@@ -295,14 +293,6 @@ def command(folder: Path, of: Backbone) -> dict[str, Any]:
     return describe(train(load_config(file)))
 
 
-def uneven(folder: Path, of: Backbone) -> dict[str, Any]:
-    """2 epochs of 5 rows."""
-    options = {"data": of.rows(5), "max_steps": -1, "num_train_epochs": 2}
-    run = make(folder, of, **options, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    run.train()
-    return describe(run)
-
-
 def refused(folder: Path, of: Backbone) -> dict[str, Any]:
     """What would hang or tear batches apart."""
 
@@ -322,18 +312,32 @@ def refused(folder: Path, of: Backbone) -> dict[str, Any]:
     }
 
 
+def not_finite(folder: Path, of: Backbone) -> dict[str, Any]:
+    """Process 1 has NaN in its second step."""
+    run = make(folder, of, max_steps=4, save_strategy="steps", save_steps=1, data_collator=Named(of))
+
+    def spoil(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor | None:
+        return logits * torch.nan if run.args.process_index == 1 and run.state.global_step == 1 else None
+
+    run.model.lm_head.register_forward_hook(spoil)
+    try:
+        run.train()
+    except FloatingPointError as error:
+        return {"message": str(error)}
+    return {"message": "nothing was raised"}
+
+
 SCENARIOS = {
     run.__name__: run
     for run in (
         full,
-        checkpointed,
         lora,
         scorer_only,
         scorer_start,
         bf16,
         resumed,
-        uneven,
         refused,
+        not_finite,
         resumed_from_shards,
         command,
     )

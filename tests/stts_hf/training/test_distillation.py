@@ -7,7 +7,7 @@ import torch
 
 from stts_hf.training.distillation import Teaching
 from tests.modeling.reference import assert_gradients_equal, one_by_one, pack
-from tests.stts_hf.training.runs import KeepGradients, Rows, logged, trainer
+from tests.stts_hf.training.runs import Rows, logged, trainer
 from tests.tiny import Image, Part, Video, build_inputs, randomise, tiny_config, tiny_model
 
 SCORER_ONLY: dict[str, Any] = {"distillation_weight": 1.0}
@@ -76,16 +76,6 @@ def test_the_teacher_is_the_model_at_ratio_0():
     assert not teaching.logits.requires_grad
 
 
-def test_what_is_not_pruned_adds_nothing():
-    model = tiny_model()
-    unpruned = mixed_inputs([[9], [2, Image(), 5]])
-    assert divergence(model, unpruned).abs() < 1e-4  # the same sums in another order
-    rows: list[list[Part]] = [[3, Video(3), 5], [9]]
-    inputs = mixed_inputs(rows)
-    alone = one_by_one(inputs, rows)[0]
-    assert divergence(model, inputs).item() == pytest.approx(divergence(model, alone).item(), rel=1e-4)
-
-
 def test_the_loss_is_the_mean_over_labels_and_the_temporal_loss(tmp_path):
     model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.5}))
     options = SCORER_ONLY | {"distillation_weight": 2.0, "distillation_temperature": 1.5}
@@ -111,20 +101,6 @@ def test_the_gradient_reaches_the_scorer_alone_and_is_that_of_the_divergence(tmp
     assert {name.rpartition("scorer.")[0] for name in found[0]} == {"model.vision_tower."}
     assert all(gradient.abs().max() > 1e-6 for name, gradient in found[0].items() if not name.endswith("k_proj.bias"))
     assert_gradients_equal(found[0], found[1], tolerance=1e-3)  # float32 through the whole model, against rows alone
-
-
-def gradients(folder, **options: Any) -> dict[str, torch.Tensor]:
-    kept = KeepGradients()
-    run = trainer(folder, max_steps=1, train_sampling_strategy="sequential", max_grad_norm=0, **SCORER_ONLY, **options)
-    run.add_callback(kept)
-    run.train()
-    return kept.gradients
-
-
-def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
-    large = gradients(tmp_path, per_device_train_batch_size=4)
-    accumulated = gradients(tmp_path, gradient_accumulation_steps=4)
-    assert_gradients_equal(accumulated, large)
 
 
 def test_the_divergence_falls(tmp_path):

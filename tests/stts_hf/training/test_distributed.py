@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from stts_hf import STTSProcessor
 from stts_hf.data.collator import STTSDataCollator
+from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.distributed import prepare_for_processes, shared_inputs, wrap_language_model_alone
 from tests.backbones import BACKBONES
 from tests.checkpoints import TINY
@@ -31,8 +32,8 @@ from tests.tiny import Video, tiny_config, tiny_model
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 SCENARIOS = {
-    "ddp": ("full", "checkpointed", "lora", "scorer_only", "scorer_start", "resumed", "uneven", "refused", "command"),
-    "fsdp2": ("full", "checkpointed", "lora", "bf16", "resumed", "uneven", "refused", "resumed_from_shards", "command"),
+    "ddp": ("full", "lora", "scorer_only", "scorer_start", "resumed", "refused", "not_finite", "command"),
+    "fsdp2": ("full", "lora", "bf16", "resumed", "refused", "resumed_from_shards", "command"),
 }
 ENGINES = list(SCENARIOS)
 CODE = {"molmo2": "modeling_stts.py", "qwen3_vl": "modeling_stts_qwen3_vl.py"}
@@ -166,12 +167,6 @@ def test_the_compared_runs_learn(alone, of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gradient_checkpointing_changes_nothing(launched, alone, engine):
-    assert_losses_close(results(launched(engine), "checkpointed")["losses"], results(alone, "full")["losses"], 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
 def test_lora_with_the_scorer_in_full_trains_and_saves_as_with_one_process(launched, alone, engine):
     assert_losses_close(results(launched(engine), "lora")["losses"], results(alone, "lora")["losses"], 4)
     assert_weights_close((launched(engine), alone), "lora/adapter/adapter_model.safetensors")
@@ -214,16 +209,6 @@ def test_a_sharded_run_saves_the_same_folder(launched, alone, engine, of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-def test_saved_weights_are_the_gathered_ones_bit_for_bit(launched, engine, of):
-    gathered = load_file(launched(engine) / "full" / "gathered.safetensors")
-    loaded = TRAINED[of].load(launched(engine) / "full" / "model").state_dict()
-    assert loaded.keys() == gathered.keys()
-    for name, tensor in gathered.items():
-        assert torch.equal(loaded[name], tensor), name
-
-
-@pytest.mark.slow
 def test_what_fsdp2_saved_loads_in_a_fresh_process(launched, run_without_package, tmp_path, of):
     folder = launched("fsdp2") / "full" / "model"
     inputs = TRAINED[of].sample([3, Video(3), 4], seed=0)
@@ -263,25 +248,11 @@ def test_resumed_runs_end_as_uninterrupted_ones(launched, engine, scenario):
 
 
 @pytest.mark.slow
-def test_checkpoints_in_shards_are_shards_and_the_end_is_whole(launched, of):
-    folder = launched("fsdp2") / "resumed_from_shards"
-    assert (folder / "checkpoint-3" / "pytorch_model_fsdp_0").is_dir()
-    assert not (folder / "checkpoint-3" / "model.safetensors").exists()
-    assert (folder / "half" / CODE[of]).exists()
-
-
-@pytest.mark.slow
 def test_losses_stay_float32_under_fsdp2_in_bf16(launched, alone):
     found = results(launched("fsdp2"), "bf16")
     assert set(found["dtypes"].values()) == {"torch.float32"}
     losses = zip(found["losses"]["loss"], results(alone, "full")["losses"]["loss"], strict=False)
     assert all(abs(loss - exact) < 0.02 for loss, exact in losses)  # bf16 has 8 bits; losses are about 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-def test_rows_that_do_not_divide_by_the_processes_are_made_up_for(launched, engine):
-    assert results(launched(engine), "uneven")["steps"] == 2 * 3  # 5 rows on 2 processes, twice
 
 
 @pytest.mark.slow
@@ -370,3 +341,14 @@ def test_fsdp_units_inside_the_vision_tower_are_refused(backbone, unit):
         wrap_language_model_alone(plugin(transformer_cls_names_to_wrap=names), backbone.model())
     with pytest.raises(ValueError, match="not SIZE_BASED_WRAP"):
         wrap_language_model_alone(plugin(auto_wrap_policy=size_based_auto_wrap_policy), backbone.model())
+
+
+@pytest.mark.slow
+def test_nan_on_one_process_ends_all_and_names_its_row(launched):
+    for rank in (0, 1):
+        message = results(launched("ddp"), "not_finite", rank)["message"]
+        assert "The loss of step 2 is not finite on process 1" in message
+        assert "Rows of the batch: row-" in message
+    last = last_checkpoint(launched("ddp") / "not_finite")
+    assert last == str(launched("ddp") / "not_finite" / "checkpoint-1")
+    assert all(tensor.isfinite().all() for tensor in load_file(f"{last}/model.safetensors").values())

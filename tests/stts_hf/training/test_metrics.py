@@ -52,14 +52,6 @@ def test_tokens_are_counted_after_and_before_pruning():
     assert sums["llm_tokens"] == is_real.sum()
 
 
-def test_text_logs_no_score(tmp_path):
-    run = trainer(tmp_path, data=Rows([[12]]), max_steps=1)
-    run.train()
-    assert not {"mean_score", "kept_share"} & run.state.log_history[0].keys()
-    assert run.state.log_history[0]["llm_tokens_per_second"] > 0
-    assert run.state.log_history[0]["video_tokens_per_second"] == 0
-
-
 def scalars(folder: Path) -> Any:
     (file,) = folder.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file), size_guidance={"scalars": 0})
@@ -90,16 +82,6 @@ def test_frame_positions_go_to_tensorboard_alone(tmp_path, capsys, wanted):
     assert events.Scalars("train/temporal_loss")
     assert "frame_0" not in capsys.readouterr().out
     assert not any(re.search("frame_", name) for logs in run.state.log_history for name in logs)
-
-
-def test_the_clock_stands_while_paused(monkeypatch):
-    times = iter([0.0, 10.0, 13.0, 20.0])
-    monkeypatch.setattr("stts_hf.training.losses.time.perf_counter", lambda: next(times))
-    statistics = PruningMetrics(torch.device("cpu"))
-    statistics.pause()
-    statistics.pause()
-    statistics.resume()
-    assert statistics.read(Accelerator(cpu=True))[0]["seconds"] == 17
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
@@ -163,3 +145,13 @@ def test_an_evaluation_has_a_collator_of_its_own_and_counts_what_it_skips(tmp_pa
     assert run.predict(rows).metrics["test_skipped_rows"] == 3
     run.train()
     assert not logged(run, "skipped_rows")
+
+
+def test_the_clock_stands_while_paused(monkeypatch):
+    times = iter([0.0, 10.0, 13.0, 20.0])
+    monkeypatch.setattr("stts_hf.training.losses.time.perf_counter", lambda: next(times))
+    statistics = PruningMetrics(torch.device("cpu"))
+    statistics.pause()
+    statistics.pause()
+    statistics.resume()
+    assert statistics.read(Accelerator(cpu=True))[0]["seconds"] == 17

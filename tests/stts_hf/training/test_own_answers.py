@@ -77,22 +77,6 @@ def test_lengths_leave_room_for_answers(data, processor):
         prepare_rows(marked(data), processor, pruning_ratio=0.5, max_length=before["length"][0] - 1, progress=False)
 
 
-def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, processor):
-    asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
-    asked.append({"role": "user", "content": "And two?"})
-    rows: list[dict[str, Any]] = [
-        {"question": "Where?", "options": ["left", "right"], "videos": ["clip_0.mp4"]},
-        {"messages": asked, "videos": ["clip_1.mp4"]},
-    ]
-    file = write_rows(data.parent, rows, "asked.jsonl")
-    ready = prepare_rows(marked(file), processor, progress=False)
-    done = prepare_rows(answer_rows(ready, load_tiny(), processor, progress=False), processor, progress=False)
-    prompts = [json.loads(prompt)["prompt"][0] for prompt in done["stts_prompt"]]
-    assert "A. left\nB. right" in prompts[0]
-    assert prompts[1].index("One?") < prompts[1].index("Yes.") < prompts[1].index("And two?")
-    assert [len(json.loads(prompt)["prompt"][1]) for prompt in done["stts_prompt"]] == [1, 2]
-
-
 def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     rows = prepare_rows(marked(data), processor, progress=False)
     first = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
@@ -169,8 +153,17 @@ def test_from_clips_alone_to_a_checkpoint_and_on(data, undecided, tmp_path, caps
         assert changed == (".scorer." in name), name
 
 
-def test_without_the_weight_rows_need_answers(data, tmp_path, capsys):
-    assert train(write_config(tmp_path, data, tmp_path / "out"), "--dry-run") == 2
-    found = capsys.readouterr().err
-    assert "Row 'train.jsonl:1': one of the columns messages and question must be filled" in found
-    assert "Row 'train.jsonl:2': answer is empty" in found
+def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, processor):
+    asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
+    asked.append({"role": "user", "content": "And two?"})
+    rows: list[dict[str, Any]] = [
+        {"question": "Where?", "options": ["left", "right"], "videos": ["clip_0.mp4"]},
+        {"messages": asked, "videos": ["clip_1.mp4"]},
+    ]
+    file = write_rows(data.parent, rows, "asked.jsonl")
+    ready = prepare_rows(marked(file), processor, progress=False)
+    done = prepare_rows(answer_rows(ready, load_tiny(), processor, progress=False), processor, progress=False)
+    prompts = [json.loads(prompt)["prompt"][0] for prompt in done["stts_prompt"]]
+    assert "A. left\nB. right" in prompts[0]
+    assert prompts[1].index("One?") < prompts[1].index("Yes.") < prompts[1].index("And two?")
+    assert [len(json.loads(prompt)["prompt"][1]) for prompt in done["stts_prompt"]] == [1, 2]

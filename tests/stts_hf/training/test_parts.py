@@ -14,14 +14,6 @@ from tests.tiny import tiny_model
 LORA: dict[str, Any] = {"r": 2, "target_modules": r".*language_model.*\.q_proj"}
 
 
-@pytest.mark.parametrize("magnitude", [False, True], ids=["lora", "dora"])
-def test_adapters_are_told_by_name(magnitude):
-    model = get_peft_model(tiny_model(), LoraConfig(use_dora=magnitude, **LORA))
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained
-    assert {name for name, _ in model.named_parameters() if is_adapter(name)} == trained
-
-
 def rates(run) -> dict[str, set[float]]:
     """Learning rates that the optimizer gives to the parameters of each part."""
     names, parts = {id(parameter): name for name, parameter in run.model.named_parameters()}, parts_of(run.model)
@@ -51,27 +43,6 @@ def test_learning_rate_is_the_language_models(tmp_path):
 def test_rate_of_adapters(tmp_path, given, expected):
     model = get_peft_model(tiny_model(), LoraConfig(modules_to_save=["scorer"], **LORA))
     assert rates(trainer(tmp_path, model=model, learning_rates=given)) == {"adapter": {expected}, "scorer": {1e-4}}
-
-
-def test_weight_decay_spares_what_trainer_spares(tmp_path):
-    run = trainer(tmp_path, weight_decay=0.1)
-    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-    decayed = {
-        names[id(p)] for group in run.create_optimizer().param_groups if group["weight_decay"] for p in group["params"]
-    }
-    assert decayed == set(run.get_decay_parameter_names(run.model))
-    assert "model.vision_tower.scorer.score_layer.bias" not in decayed
-    assert "model.vision_tower.scorer.score_layer.weight" in decayed
-
-
-def test_every_rate_follows_the_schedule(tmp_path):
-    run = trainer(tmp_path, lr_scheduler_type="cosine", warmup_steps=2)
-    run.create_optimizer_and_scheduler(num_training_steps=4)
-    for share in (0.5, 1, 0.5):  # half of the warm-up, its end, half of the cosine
-        run.optimizer.step()
-        run.lr_scheduler.step()
-        rates = {group["initial_lr"]: group["lr"] for group in run.optimizer.param_groups}
-        assert rates == pytest.approx({rate: share * rate for rate in (1e-5, 5e-6, 1e-4)})
 
 
 @pytest.mark.parametrize("parts", [["scorer"], ["vision_tower", "connector"], ["language_model"]], ids="_".join)

@@ -60,15 +60,6 @@ def test_a_resumed_run_repeats_the_uninterrupted(uninterrupted, step):
         assert torch.equal(weight, other), name
 
 
-def test_these_runs_do_draw_random_numbers(uninterrupted):
-    """Else the comparison above would say nothing of the random state."""
-    whole, folder, options = uninterrupted
-    run = trainer(folder / "other", model=noisy_model(0), data=Rows(length=14), **options)
-    torch.manual_seed(99)
-    run.train()
-    assert [logs["loss"] for logs in history(run)] != [logs["loss"] for logs in history(whole)]
-
-
 @pytest.fixture
 def model_of_files() -> Callable[[int], Any]:
 
@@ -90,16 +81,6 @@ def test_names_of_saved_files_are_accepted(model_of_files, tmp_path, strict):
     for (name, expected), found, before in zip(saved.named_parameters(), model.parameters(), parameters, strict=True):
         assert torch.equal(found, expected), name
         assert found is before  # what an optimizer holds
-
-
-def test_a_file_that_lacks_a_weight_is_refused_as_ever(model_of_files, tmp_path):
-    saved = model_of_files(0)
-    saved.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["lm_head.weight"]
-    with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
-        model_of_files(1).load_state_dict(tensors)
-    assert model_of_files(1).load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("strict", [True, False])

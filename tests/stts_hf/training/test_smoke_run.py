@@ -67,14 +67,6 @@ def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
     return torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1].item()
 
 
-def test_rank_correlation_by_hand():
-    values = torch.tensor([3.0, 1.0, 2.0, 2.0])
-    assert ranks(values).tolist() == [4, 1, 2.5, 2.5]
-    assert rank_correlation(values, values.exp()) == pytest.approx(1)
-    assert rank_correlation(values, -values) == pytest.approx(-1)
-    assert rank_correlation(torch.tensor([1.0, 2, 3, 4]), torch.tensor([1.0, 2, 4, 3])) == pytest.approx(0.8)
-
-
 @torch.no_grad()
 def held_out_correlation(backbone, model, monkeypatch) -> float:
     """Rank correlation between score and `1 - similarity` of all blocks in frames t >= 1 of clips not trained on."""
@@ -125,9 +117,3 @@ def test_the_temporal_loss_teaches_scores_what_is_redundant(backbone, tmp_path, 
     losses = logged(run, "temporal_loss")
     assert losses[-1] < 0.5 * losses[0]
     assert held_out_correlation(backbone, run.model, monkeypatch) > 0.8
-
-
-@pytest.mark.slow
-def test_without_the_temporal_loss_scores_do_not_learn_it(backbone, tmp_path, monkeypatch):
-    run = smoke_run(backbone, tmp_path, weight=0.0)
-    assert held_out_correlation(backbone, run.model, monkeypatch) < 0.8

@@ -66,20 +66,6 @@ def test_sigterm_saves_and_ends(tmp_path, whole_group):
 
 
 @pytest.mark.slow
-def test_more_sigterms_during_the_save_change_nothing(tmp_path):
-    process = start(tmp_path, 1000, seconds=0.5)
-    wait_for(process, "step 1")
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    saving = next(line for line in process.stdout if line.startswith("saving"))
-    for _ in range(3):
-        process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 143, errors
-    assert last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{saving.split()[1]}")
-
-
-@pytest.mark.slow
 def test_all_processes_stop_at_the_step_in_which_one_was_told(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -128,18 +114,3 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
     resumed = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(whole, "loss")
-
-
-def test_the_handler_is_there_while_training_alone(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    run = trainer(tmp_path, max_steps=1)
-    seen = []
-
-    class Look(KeepGradients):
-        def on_step_end(self, *args, **kwargs):
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    run.add_callback(Look())
-    run.train()
-    assert seen != [before]
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -9,11 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
-from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.trainer import STTSTrainer
-from tests.checkpoints import TINY
 from tests.modeling.reference import assert_gradients_equal
 from tests.stts_hf.training.runs import KeepGradients, Rows, arguments, collate, logged, trainer
 from tests.tiny import Video, tiny_config, tiny_model
@@ -139,23 +137,6 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant, lor
     assert_gradients_equal(found[1], found[0])
 
 
-def test_reentrant_checkpointing_reaches_weights_whose_inputs_need_no_gradient(tmp_path):
-    found = []
-    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    settings: list[dict[str, Any]] = [{}, reentrant]
-    for options in settings:
-        model = tiny_model()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("language_model" in name and "mlp" in name)
-        kept = KeepGradients()
-        run = trainer(tmp_path, model=model, max_steps=1, **IN_ORDER, **options)
-        run.add_callback(kept)
-        run.train()
-        found.append(kept.gradients)
-    assert found[0]
-    assert_gradients_equal(found[1], found[0])
-
-
 def test_bf16_autocast_keeps_scores_and_temporal_loss_in_float32(tmp_path, monkeypatch):
     from stts_hf.modeling import scoring_stts, vision_stts
 
@@ -183,24 +164,6 @@ def test_bf16_autocast_keeps_scores_and_temporal_loss_in_float32(tmp_path, monke
     full.train()
     # bfloat16 keeps 8 bits of the states that scorer and target come from.
     assert logged(run, "temporal_loss") == pytest.approx(logged(full, "temporal_loss"), rel=0.03)
-
-
-def test_checkpoints_hold_the_processor_and_load(tmp_path):
-    processor = STTSProcessor.from_pretrained(TINY)
-    run = trainer(tmp_path, processing_class=processor, save_strategy="steps", save_steps=2, max_steps=2)
-    run.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    loaded = STTSForConditionalGeneration.from_pretrained(checkpoint)
-    for (name, weight), saved in zip(run.model.named_parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(weight, saved), name
-    assert type(STTSProcessor.from_pretrained(checkpoint)).__name__ == "STTSProcessor"
-
-
-def test_a_model_made_by_model_init_is_prepared_too(tmp_path):
-    args = arguments(tmp_path, freeze=["vision_tower"], max_steps=1)
-    run: Any = STTSTrainer(model_init=lambda: tiny_model(), args=args, train_dataset=Rows(), data_collator=collate)
-    run.train()
-    assert not run.model.model.vision_tower.patch_embedding.weight.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -245,3 +208,10 @@ def test_processes_of_torchrun_on_a_cpu_are_one_run(tmp_path, monkeypatch):
     with pytest.raises(AttributeError):  # what stands in for the state is none
         STTSTrainingArguments(output_dir=str(tmp_path))
     assert asked[0]["cpu"]
+
+
+def test_a_model_made_by_model_init_is_prepared_too(tmp_path):
+    args = arguments(tmp_path, freeze=["vision_tower"], max_steps=1)
+    run: Any = STTSTrainer(model_init=lambda: tiny_model(), args=args, train_dataset=Rows(), data_collator=collate)
+    run.train()
+    assert not run.model.model.vision_tower.patch_embedding.weight.requires_grad
