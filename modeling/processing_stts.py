@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 
-from .video_processing_stts import STTSVideoProcessor, as_sources
+from .video_processing_stts import STTSVideoProcessor, as_paths
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved processor carries the model's code,
@@ -107,7 +107,7 @@ class STTSProcessor(Molmo2Processor):
     ) -> Any:
         """Native layout of the inputs; takes videos as path objects and images of any mode, empty lists as none."""
         has_none = isinstance(videos, list | tuple) and all(isinstance(of, list | tuple) and not of for of in videos)
-        videos = None if videos is None or has_none else as_sources(videos)
+        videos = None if videos is None or has_none else as_paths(videos)
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:

@@ -1,10 +1,8 @@
 """Frames of a video file, decoding only what leads up to those that are shown.
 
-`VideoFile` reads the packets of a file once without decoding them: they say when each frame is shown and at which
-keyframes decoding can start. Headers are wrong about both too often. `read` decodes each frame from the keyframe before
-it, distant ones in several threads.
-
-FFmpeg gets the bytes of one file, never a name, and `_FORMATS` names no format that leads to other files or hosts.
+`VideoFile` first reads all packets without decoding them, since headers are often wrong: they say when each frame is
+shown and at which keyframes decoding can start. FFmpeg gets the bytes of one file, never a name, and `_FORMATS` names
+no format that leads to other files or hosts.
 """
 
 import copy
@@ -16,7 +14,7 @@ import threading
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,41 +41,36 @@ _FORMATS = (
 )
 MAX_GAP = 16  # frames: up to this gap it is cheaper to decode on than to flush the decoder and fill it again
 MAX_RUN = 128  # frames: a longer run is cut at the next keyframe, from which another thread continues
-MAX_THREADS = 8
 REORDER_DEPTH = 16  # frames: H.264 and HEVC show none further from its place in the file
 # A decoder holds up to 16 frames that others refer to: 8 decoders at once for 480p and 720p, 4 for 1080p, 1 for 4K.
 MAX_DECODED_PIXELS = 2**23
 MAX_FRAME_PIXELS = 2**26  # a small file can claim frames of gigabytes; 8K has half as many pixels
 # Before 17.1, PyAV frees more options than there are where streams turn up late, as in MPEG-PS, and crashes.
 _BOUNDS_PROBING = av is not None and tuple(map(int, av.__version__.split(".")[:2])) >= (17, 1)
+Keep = Callable[[int, int, Any], None]  # what is done with (place, index, frame): a place among the wanted frames
 
 
 @dataclass
 class STTSVideoMetadata(VideoMetadata):
-    """`VideoMetadata` with the true time of every frame shown, for variable frame rates too.
+    """`VideoMetadata` with the true time of every frame shown, for variable frame rates too."""
 
-    Attributes:
-        frames_indices: frames shown, counted in the order of showing.
-        frame_times: seconds since the first frame of the video, one per frame shown.
-        num_damaged: frames that are damaged. The whole frame before is shown instead, once, so fewer may be shown.
-    """
-
-    frame_times: list[float] | None = None
-    num_damaged: int = 0
+    frame_times: list[float] | None = None  # seconds since the first frame of the video, one per frame shown
+    num_damaged: int = 0  # frames whose place the whole frame before takes, once, so that fewer may be shown
 
     @property
     def timestamps(self) -> list[float]:
-        """Seconds since the first frame of the video, one per frame shown."""
         return super().timestamps if self.frame_times is None else self.frame_times
 
 
 class VideoFile(AbstractContextManager):
     """The video stream of one file, a context manager. A still image is a video of one frame.
 
-    Of several streams it is the one marked as default, then the one with most pixels.
+    Of several streams it is the one marked as default, then the one with most pixels. Raises `ValueError` for a source
+    that is no file or holds no video that the installed FFmpeg decodes. Warns if the file ends before the duration it
+    claims; what is there is used, with its true times.
 
     Args:
-        source: path, http(s) address, bytes, open binary file, or a row `{"bytes": ..., "path": ...}` of `datasets`.
+        source: path, http(s) address, bytes or open binary file.
 
     Attributes:
         times: when each frame is shown, float64, ascending, in seconds since the first one.
@@ -85,12 +78,6 @@ class VideoFile(AbstractContextManager):
         keyframes: pts of the frames at which decoding can start, int64.
         duration: seconds from the first frame to the end of the last.
         fps: frames per second on average.
-
-    Raises:
-        ValueError: the source is no file, or holds no video that the installed FFmpeg decodes.
-        ImportError: PyAV is not installed.
-
-    Warns if the file ends before the duration it claims; what is there is used, with its true times.
     """
 
     def __init__(self, source: Any):
@@ -128,7 +115,7 @@ class VideoFile(AbstractContextManager):
         size: tuple[int, int],
         resizing: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, STTSVideoMetadata]:
-        """Decodes frames, upright and in RGB, in at most `torch.get_num_threads()` threads.
+        """Decodes frames, upright and in RGB, in at most `torch.get_num_threads()` threads. Warns of damaged ones.
 
         Args:
             indices: ascending indices of frames, `None` for all.
@@ -136,10 +123,7 @@ class VideoFile(AbstractContextManager):
             resizing: resizes a frame `(3, height, width)` to `size`, by default `resize`.
 
         Returns:
-            uint8 `(T, 3, height, width)` and their metadata. Warns when frames are damaged.
-
-        Raises:
-            ValueError: no frame can be decoded.
+            uint8 `(T, 3, height, width)` and their metadata. Raises `ValueError` if no frame can be decoded.
         """
         metadata = self.describe(indices)
         wanted: list[int] = metadata.frames_indices or []
@@ -157,14 +141,12 @@ class VideoFile(AbstractContextManager):
         places = np.flatnonzero(found > np.maximum.accumulate(np.append(-1, found))[:-1]).tolist()
         if not places:
             raise ValueError(
-                f"Not one frame of {self._name} can be decoded. Convert it to MP4, with frames of at most "
-                f"{MAX_FRAME_PIXELS:,} pixels."
+                f"Not one frame of {self._name} can be decoded. Convert it to MP4, at most {MAX_FRAME_PIXELS:,} pixels."
             )
         metadata.num_damaged = int(np.count_nonzero(found != wanted))
         if metadata.num_damaged:
             warnings.warn(
-                f"{metadata.num_damaged} of {len(wanted)} frames wanted from {self._name} are damaged; whole frames "
-                "before them are shown instead where there are any.",
+                f"{metadata.num_damaged} of {len(wanted)} frames of {self._name} are damaged. Others are shown.",
                 stacklevel=2,
             )
             metadata.frames_indices = found[places].tolist()
@@ -178,15 +160,10 @@ class VideoFile(AbstractContextManager):
             self._container.close()
         self._bytes.seek(0)
         limits = {"max_pixels": str(MAX_FRAME_PIXELS)}
-        try:
-            self._container = av.open(
-                # Old programs write names in other encodings than UTF-8; nothing here reads them.
-                *(self._bytes, "r"),
-                options=limits if _BOUNDS_PROBING else {},
-                container_options={"format_whitelist": _FORMATS, "protocol_whitelist": "none"},
-                buffer_size=2**16,
-                metadata_errors="replace",
-            )
+        options: dict[str, Any] = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
+        options = {"container_options": options, "options": limits if _BOUNDS_PROBING else {}}
+        try:  # metadata may be in other encodings than UTF-8; nothing here reads it
+            self._container = av.open(self._bytes, "r", buffer_size=2**16, metadata_errors="replace", **options)
         except av.error.FFmpegError as error:
             raise ValueError(
                 f"Cannot read {self._name} as a video: it is not a video file of a known format, or is cut off before "
@@ -196,12 +173,15 @@ class VideoFile(AbstractContextManager):
         streams = [stream for stream in self._container.streams.video if not stream.disposition & cover]
         if not streams:
             raise ValueError(f"There is no video in {self._name}. Pass a file with a video stream.")
-        self._stream = max(streams, key=_rank)
+
+        def rank(stream: Any) -> tuple[bool, int, int]:  # as FFmpeg's command does: an animated AVIF, not its preview
+            pixels = stream.codec_context.width * stream.codec_context.height if stream.codec_context else 0
+            return bool(stream.disposition & av.stream.Disposition.default), pixels, stream.frames
+
+        self._stream = max(streams, key=rank)
         self._codec = self._stream.codec_context
         if self._codec is None:
-            raise ValueError(
-                f"The installed FFmpeg has no decoder for {self._name}. Convert the file, to H.264 for one."
-            )
+            raise ValueError(f"The installed FFmpeg has no decoder for {self._name}. Convert it to H.264.")
         # A decoder's own threads would hang a process that is forked while one is around and then frees its copy.
         self._codec.thread_type, self._codec.thread_count = "NONE", 1
         self._codec.options = limits
@@ -214,10 +194,7 @@ class VideoFile(AbstractContextManager):
             return
 
     def _packets_from(self, keyframe: int) -> Iterator[Any]:
-        """Packets from `keyframe` (pts) on.
-
-        Seeking may land too late (MPEG-TS), far too early (no index) or fail; the beginning of the file never does.
-        """
+        """Packets from `keyframe` (pts) on. Seeking may land too late (MPEG-TS), far too early (no index) or fail."""
         before = 0
         while keyframe - before > self.keyframes[0]:
             try:
@@ -272,12 +249,11 @@ class VideoFile(AbstractContextManager):
             claimed = (self._container.duration - max(0, self._container.start_time or 0)) / av.time_base
         if self.duration < claimed - 1.0:
             warnings.warn(
-                f"The frames of {self._name} end after {self.duration:.1f} s although the file claims {claimed:.1f} s: "
-                "it may be cut off. Frames are sampled from what is there.",
+                f"The frames of {self._name} end at {self.duration:.1f} of {claimed:.1f} s: it may be cut off.",
                 stacklevel=4,
             )
 
-    def _decode_all(self, wanted: list[int], keep: Callable[[int, int, Any], None]) -> None:
+    def _decode_all(self, wanted: list[int], keep: Keep) -> None:
         """Hands each wanted frame to `keep(place, index, frame)`, from several threads where runs lie apart."""
         if self.pts is None:
             _deliver(self._count_frames(), range(len(wanted)), wanted, keep)
@@ -292,15 +268,13 @@ class VideoFile(AbstractContextManager):
             else:
                 runs.append((keyframe, [place]))
         # An open file of the caller cannot be opened again to be read at several places at once.
-        most = min(torch.get_num_threads(), MAX_THREADS, len(runs)) if isinstance(self._source, str | bytes) else 1
+        most = min(torch.get_num_threads(), 8, len(runs)) if isinstance(self._source, str | bytes) else 1
         workers = max(1, min(most, MAX_DECODED_PIXELS // max(1, self._codec.width * self._codec.height)))
         ended = threading.Event()
 
         def decode(worker: int) -> None:
             with self._reopened() if worker else nullcontext(self) as file:
-                for keyframe, places in runs[worker::workers]:
-                    if ended.is_set():
-                        return
+                for keyframe, places in itertools.takewhile(lambda _: not ended.is_set(), runs[worker::workers]):
                     frames = file._frames_from(keyframe, [wanted[place] for place in places])
                     _deliver(frames, places, wanted, keep)
 
@@ -317,10 +291,7 @@ class VideoFile(AbstractContextManager):
         return file
 
     def _count_frames(self) -> Iterator[tuple[int, Any]]:
-        """Whole frames of a stream without times, each after its index, which it keeps where others are lost.
-
-        Where frames are reordered, a loss that the decoder does not report may be missed.
-        """
+        """Whole frames of a stream without times, each after its index, which it keeps where others are lost."""
         self._rewind()
         index = -1
         for frame in self._decode(self._packets()):
@@ -340,10 +311,7 @@ class VideoFile(AbstractContextManager):
                     yield index, frame
 
     def _decode(self, packets: Iterator[Any], wanted: set[int] | None = None) -> Iterator[Any]:
-        """Frames in the order of showing, `None` for one that cannot be decoded.
-
-        Given `wanted` (pts), leaves out others that no frame refers to.
-        """
+        """Frames as shown, `None` for one that cannot be decoded; may leave out those whose pts is not `wanted`."""
         count = 0
         for packet in itertools.chain(packets, [None]):
             if self.pts is None and packet is not None:
@@ -359,7 +327,7 @@ class VideoFile(AbstractContextManager):
 
 
 class ByteStream:
-    """What FFmpeg sees of a source: bytes without a name. PyAV would take a file's name from its attribute `name`."""
+    """A source without its attribute `name`, which PyAV would hand to FFmpeg."""
 
     def __init__(self, source: Any, keep_open: bool = False):
         if isinstance(source, str | bytes):
@@ -380,16 +348,8 @@ def is_url(source: Any) -> bool:
     return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
 
 
-def held_source(source: Any) -> Any:
-    """The bytes that a row of `datasets` holds, else its path; other sources as they are."""
-    if not isinstance(source, Mapping):
-        return source
-    return source.get("path") if source.get("bytes") is None else source["bytes"]
-
-
 def open_source(source: Any) -> tuple[str, Any]:
     """What to call a source in messages, and what to read: a path, bytes, or an open file that can be rewound."""
-    source = held_source(source)
     if is_url(source):
         try:
             response = httpx.get(source, follow_redirects=True, timeout=30.0).raise_for_status()
@@ -406,18 +366,14 @@ def open_source(source: Any) -> tuple[str, Any]:
     if isinstance(found, str) and os.path.isfile(found):
         return f"video file {found!r}", found
     raise ValueError(
-        f"There is no video file {found!r}. Pass the path of a file, an http(s) address, bytes, an open binary file or "
-        "decoded frames (T, height, width, 3)."
+        f"There is no video file {found!r}. Pass a path, an http(s) address, bytes or an open binary file."
     )
 
 
-def _deliver(
-    frames: Iterator[tuple[int, Any]], places: Sequence[int], wanted: list[int], keep: Callable[[int, int, Any], None]
-) -> None:
+def _deliver(frames: Iterator[tuple[int, Any]], places: Sequence[int], wanted: list[int], keep: Keep) -> None:
     """Hands wanted frames to `keep`; for a damaged one that does not come, the whole frame before it.
 
-    Damage to a file's times may set them against the order of its pictures, so that a wanted frame comes late: for one
-    that is lost, up to `REORDER_DEPTH` frames after the last wanted one are decoded.
+    With damaged times a wanted frame may come late, so up to `REORDER_DEPTH` frames after the last one are decoded.
     """
     awaited: dict[int, list[int]] = {}  # places by the index wanted there
     for place in places:
@@ -442,12 +398,6 @@ def _deliver(
             keep(place, *whole)
 
 
-def _rank(stream: Any) -> tuple[bool, int, int]:
-    """How FFmpeg's command chooses among video streams; of an animated AVIF and its first picture the former."""
-    pixels = stream.codec_context.width * stream.codec_context.height if stream.codec_context else 0
-    return bool(stream.disposition & av.stream.Disposition.default), pixels, stream.frames
-
-
 def resize(
     picture: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode = InterpolationMode.BILINEAR
 ) -> torch.Tensor:
@@ -458,10 +408,10 @@ def resize(
 
 
 def upright(frame: Any) -> np.ndarray:
-    """The frame as uint8 `(height, width, 3)`, turned and mirrored as its metadata says.
+    """The frame as uint8 `(height, width, 3)`, turned and mirrored by right angles as its metadata says.
 
-    The display matrix shows a pixel at `(x, y)` at `(a x + c y, b x + d y)` (ISO 14496-12, 8.3.2); the nearest right
-    angle counts. A frame with other side data that PyAV does not know (EXIF, several views) is turned but not mirrored.
+    The display matrix shows a pixel at `(x, y)` at `(a x + c y, b x + d y)` (ISO 14496-12, 8.3.2). A frame with other
+    side data that PyAV does not know (EXIF, several views) is turned but not mirrored.
     """
     # In this thread: a process forked while such a frame awaits the garbage collector hangs on ending its threads.
     one_thread = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}  # the only way before

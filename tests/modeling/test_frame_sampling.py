@@ -94,10 +94,3 @@ def test_asking_for_more_frames_than_there_are_shows_each_once(num_frames, rate)
 )
 def test_indices(total, fps, num_frames, rate, indices):
     assert sample_indices(total, fps, num_frames, rate).tolist() == indices
-
-
-def test_neither_budget_nor_rate_is_refused():
-    with pytest.raises(ValueError, match="Set num_frames"):
-        sample_times(np.arange(5.0), 5.0, None, None)
-    with pytest.raises(ValueError, match="Set num_frames"):
-        sample_indices(50, 25, None, None)

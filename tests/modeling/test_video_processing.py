@@ -1,13 +1,8 @@
 """`STTSVideoProcessor`: what may be passed, what is refused, and pixels equal to the native processor's."""
 
-import functools
-import http.server
-import threading
-
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 from transformers.video_utils import VideoMetadata
 
@@ -98,70 +93,6 @@ def test_native_preprocessing_sees_one_frame_at_a_time(processor, monkeypatch):
     assert seen == [(1, 3, 378, 378)] * 3
 
 
-FORMS = {
-    "numpy": lambda frames: frames,
-    "torch": lambda frames: torch.from_numpy(frames),
-    "channels first": lambda frames: frames.transpose(0, 3, 1, 2),
-    "reversed view": lambda frames: frames[::-1][::-1],
-    "list of arrays": list,
-    "list of PIL images": lambda frames: [Image.fromarray(frame) for frame in frames],
-    "list of PIL images with alpha": lambda frames: [Image.fromarray(frame).convert("RGBA") for frame in frames],
-    "batch of one array": lambda frames: frames[None],
-    "list of one array": lambda frames: [frames],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_decoded_frames(processor, form):
-    frames = frames_of(6)
-    expected = processor(frames, do_sample_frames=False, return_tensors="pt")["pixel_values_videos"]
-    outputs = processor(FORMS[form](frames), do_sample_frames=False, return_tensors="pt")
-    assert torch.equal(outputs["pixel_values_videos"], expected)
-
-
-def test_grey_frames_become_rgb(processor):
-    frames = frames_of(4)[..., :1]
-    outputs = processor(frames, do_sample_frames=False, return_tensors="pt")
-    assert torch.equal(outputs["pixel_values_videos"], native_pixels(frames.repeat(3, axis=-1)))
-
-
-def test_image_files_are_frames(processor, tmp_path):
-    frames = frames_of(3)
-    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
-    for path, frame in zip(paths, frames, strict=True):
-        Image.fromarray(frame).save(path)
-    outputs = processor([[paths]], return_tensors="pt")
-    assert torch.equal(outputs["pixel_values_videos"], native_pixels(frames))
-
-
-def test_files_and_arrays_of_both_layouts_in_one_batch(processor, clip):
-    frames = frames_of(6)
-    videos = [str(clip), frames, torch.from_numpy(frames.transpose(0, 3, 1, 2).copy())]
-    together = processor(videos, return_tensors="pt")
-    alone = [processor(video, return_tensors="pt") for video in videos]
-    assert torch.equal(
-        together["pixel_values_videos"], torch.cat([outputs["pixel_values_videos"] for outputs in alone])
-    )
-    assert together["video_grids"].tolist() == [[17, 1, 1], [6, 1, 1], [6, 1, 1]]
-    assert together["video_token_pooling"].max() == 29 * PATCHES - 1
-
-
-def test_url_is_downloaded(processor, clip):
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(clip.parent)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    try:
-        assert shown(processor, f"{address}/{clip.name}") == shown(processor, str(clip))
-        with pytest.raises(ValueError, match="Cannot download"):
-            processor(f"{address}/missing.mp4")
-    finally:
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
     ("settings", "count"),
     [
@@ -204,16 +135,6 @@ def test_arrays_without_metadata_count_as_two_frames_a_second(processor):
     assert shown(processor, frames_of(9), num_frames=5) == [[0, 2, 4, 6, 8]]
 
 
-def test_metadata_may_leave_out_the_number_of_frames(processor):
-    assert shown(processor, frames_of(50), video_metadata=[{"fps": 25.0}]) == [[0, 12, 25, 38, 49]]
-
-
-def test_callers_metadata_is_left_as_it_was(processor):
-    metadata = VideoMetadata(total_num_frames=50, fps=25.0)
-    shown(processor, frames_of(50), video_metadata=[metadata])
-    assert metadata.frames_indices is None
-
-
 def test_frames_decoded_before_keep_their_times(processor, clip):
     frames, metadata = read_clip(clip, lambda _: [0, 1.7, 5])
     outputs = processor(
@@ -240,7 +161,8 @@ def test_save_and_load_keeps_the_settings(tmp_path):
 BAD_SETTINGS = [
     ({"num_frames": 0}, "num_frames must be"),
     ({"num_frames": 2.5}, "num_frames must be"),
-    ({"max_fps": 0}, "max_fps must be"),
+    ({"max_fps": True}, "max_fps must be"),
+    ({"num_frames": None, "max_fps": None}, "Set num_frames"),
     ({"max_fps": -1}, "max_fps must be"),
     ({"fps": float("nan")}, "fps must be"),
     ({"test_time_scaling": True, "pruning_ratio": 1.5}, "pruning_ratio. is .*must be"),
@@ -250,13 +172,9 @@ BAD_SETTINGS = [
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=str)
-def test_bad_setting_is_refused_per_call(processor, clip, settings, message):
+def test_bad_setting_is_refused_per_call_and_in_the_config(processor, clip, settings, message):
     with pytest.raises(ValueError, match=message):
         processor(str(clip), **settings)
-
-
-@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=str)
-def test_bad_setting_is_refused_in_the_config(settings, message):
     with pytest.raises(ValueError, match=message):
         STTSVideoProcessor(**settings)
 
@@ -281,46 +199,9 @@ def test_asking_for_more_frames_than_there_are_shows_each_once(processor, short_
     assert shown(processor, str(short_clip), **settings) == [list(range(30))]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_pixels_that_are_no_numbers_are_refused_by_index(processor, value):
-    frames = frames_of(4).astype(np.float32)
-    broken = frames.copy()
-    broken[2, 5, 5, 1] = value
-    with pytest.raises(ValueError, match=r"videos\[1\] has NaN or infinite"):
-        processor([frames, broken])
-
-
-@pytest.mark.parametrize("shape", [(0, 96, 128, 3), (4, 0, 128, 3)], ids=str)
-def test_frames_without_pixels_are_refused(processor, shape):
-    with pytest.raises(ValueError, match=r"videos\[0\] must hold frames"):
-        processor([np.zeros(shape, dtype=np.uint8)])
-
-
 def test_no_videos_are_refused(processor):
-    with pytest.raises(ValueError, match="videos is empty"):
+    with pytest.raises(ValueError, match="videos holds no video"):
         processor([])
-
-
-def test_frames_of_two_sizes_are_refused(processor):
-    frames = [Image.new("RGB", (64, 48)), Image.new("RGB", (48, 64))]
-    with pytest.raises(ValueError, match="must have one size"):
-        processor(frames)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "kwargs", "message"),
-    [
-        ({"total_num_frames": 99, "fps": 25.0}, {}, "6 frames, .*frames_indices.: 99.*do_sample_frames=False"),
-        ({"total_num_frames": 99, "frames_indices": [0, 1]}, {"do_sample_frames": False}, "frames_indices.: 2"),
-        ({"total_num_frames": 6, "fps": 0.0}, {}, "has fps=0.0"),
-        ({"fps": 25.0, "frame_times": [0.0, 0.5]}, {}, r"videos\[0\] has 6 frames, .*frame_times.: 2"),
-        ([{"total_num_frames": 6}] * 2, {}, "2 entries for 1 videos"),
-    ],
-    ids=["sampled before", "too few indices", "frame rate", "too few times", "number of entries"],
-)
-def test_metadata_that_contradicts_the_frames_is_refused(processor, metadata, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        processor(frames_of(6), video_metadata=metadata, **kwargs)
 
 
 @pytest.mark.gpu
@@ -330,9 +211,3 @@ def test_device_is_passed_on(processor, clip):
     on_cpu = processor(str(clip), return_tensors="pt")["pixel_values_videos"]
     # Both round to whole pixel values, so they differ by at most one of 255 steps where a half was rounded.
     assert (outputs["pixel_values_videos"].cpu() - on_cpu).abs().max() <= 2 / 255 + 1e-6
-
-
-@pytest.mark.parametrize("name", ["num_frames", "max_fps", "fps"])
-def test_true_is_no_number(name, clip):
-    with pytest.raises(ValueError, match=f"{name} .*True"):
-        STTSVideoProcessor(size=SIZE)(videos=[str(clip)], **{name: True})

@@ -8,22 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_reading_stts import VideoFile
 from tests.clips import frame_number, numbered_frame, read_clip, write_clip
 from tests.corpus.files import LEADING_ELSEWHERE
-
-SIZE = {"height": 42, "width": 42}
-
-
-@pytest.fixture
-def processor():
-    return STTSVideoProcessor(size=SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -36,41 +26,29 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "bytearray": lambda path: bytearray(path.read_bytes()),
     "BytesIO": lambda path: io.BytesIO(path.read_bytes()),
     "open file": lambda path: path.open("rb"),
-    "row with bytes": lambda path: {"bytes": path.read_bytes(), "path": "elsewhere.mp4"},
-    "row with a path": lambda path: {"bytes": None, "path": str(path)},
-    "path object": lambda path: path,
-    "nested": lambda path: [[{"path": str(path)}]],
+    "path": lambda path: path,
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_file_shows_what_its_path_shows(processor, clip, form):
-    outputs = processor(FORMS[form](clip), return_tensors="pt")
-    expected = processor(str(clip), return_tensors="pt")
-    assert torch.equal(outputs["pixel_values_videos"], expected["pixel_values_videos"])
-
-
-def test_row_of_a_data_set_that_is_not_decoded(processor, clip):
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"video": [str(clip)]}).cast_column("video", datasets.Video(decode=False))
-    outputs = processor(rows[0]["video"], return_tensors="pt", return_metadata=True)
-    assert outputs["video_metadata"][0].total_num_frames == 60
+def test_every_form_of_a_file_shows_what_its_path_shows(clip, form):
+    frames, _ = read_clip(FORMS[form](clip), lambda file: [0, file.duration])
+    assert [frame_number(frame) for frame in frames] == [0, 59]
 
 
 @pytest.mark.parametrize(
-    ("videos", "message"),
+    ("source", "message"),
     [
-        ([None], "no video file <class 'NoneType'>"),
-        ([{"bytes": None, "path": None}], "no video file <class 'NoneType'>"),
-        ([3], "no video file <class 'int'>"),
+        (None, "no video file <class 'NoneType'>"),
+        (3, "no video file <class 'int'>"),
         (b"", "Cannot read the video's bytes"),
         (io.StringIO("text"), "no video file <class '_io.StringIO'>"),
     ],
-    ids=["none", "neither", "number", "no_bytes", "text_file"],
+    ids=["none", "number", "no_bytes", "text_file"],
 )
-def test_what_is_no_video_is_refused(processor, videos, message):
+def test_what_is_no_video_is_refused(source, message):
     with pytest.raises(ValueError, match=message):
-        processor(videos)
+        VideoFile(source)
 
 
 @pytest.mark.parametrize(
@@ -154,19 +132,9 @@ def send(handler: Any, *chunks: bytes) -> None:
         handler.wfile.write(chunk)
 
 
-def test_row_with_a_url_is_downloaded(processor, clip):
+def test_an_address_is_downloaded(clip):
     with serving(lambda handler: send(handler, clip.read_bytes())) as url:
-        outputs = processor({"bytes": None, "path": url}, return_metadata=True)
-    assert outputs["video_metadata"][0].total_num_frames == 60
-
-
-def test_images_at_urls_are_the_frames_of_a_video(processor):
-    image = io.BytesIO()
-    Image.fromarray(numbered_frame(5)).save(image, "PNG")
-    with serving(lambda handler: send(handler, image.getvalue())) as url:
-        outputs = processor([[url, url]])
-    expected = processor(np.stack([numbered_frame(5)] * 2))
-    assert np.array_equal(outputs["pixel_values_videos"], expected["pixel_values_videos"])
+        assert len(read_clip(url)[0]) == 60
 
 
 def test_error_of_the_server_is_told():

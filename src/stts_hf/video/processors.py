@@ -1,36 +1,27 @@
 """
-Videos for the processor of any backbone: which frames, read by seeking, and what they become, before and after.
+Videos for the processor of any backbone: which frames, read by seeking, and the tensors they become.
 
-`STTSProcessor` reads videos itself. For a native processor `NativeReader` reads them: it chooses the frames by the
-processor's own rule and resizes each as soon as it is decoded. The result equals the native processor's on a fully
-decoded file.
+A reader stands between videos and a processor: it chooses frames by the processor's own rule and resizes those of files
+as soon as they are decoded. The result equals the processor's on a fully decoded file.
 """
 
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import BatchFeature
 from transformers.image_processing_backends import TorchvisionBackend
-from transformers.image_utils import SizeDict
-from transformers.video_utils import VideoMetadata, make_batched_videos
+from transformers.image_utils import ChannelDimension, SizeDict
+from transformers.video_utils import VideoMetadata
 
-from stts_hf.modeling.video_processing_stts import (
-    as_sources,
-    check_amount,
-    check_count,
-    decoded_frames,
-    frame_budget,
-    one_each,
-    open_video,
-    sample_times,
-)
+from stts_hf.modeling.video_processing_stts import check_amount, check_count, frame_budget, sample_times
 from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 
-from .sources import LIMITS, download_limits, opened
+from .sources import LIMITS, decoded_frames, download_limits, one_each, open_source
 
 # What a call may say of its videos beside `videos_kwargs`.
 OF_VIDEOS = {
@@ -49,44 +40,39 @@ def process(
     """
     What `processor` makes of texts, videos and images.
 
-    videos: in the forms that `STTSVideoProcessor` takes. options: of the processor's call; also `num_frames` and
-    `max_fps`, the most frames and frames per second, and `test_time_scaling` with `pruning_ratio`, which raise what
-    caps a video's tokens until pruning leaves as many as there were without. `max_download_bytes` and
-    `max_download_seconds` limit downloads. Options of videos may stand in `videos_kwargs`. Raises `ValueError` where a
-    video cannot be read or a setting is out of range or given twice.
+    videos: each in any form of `open_source`. options: of the processor's call; also `num_frames` and `max_fps`, the
+    most frames and frames per second, and `test_time_scaling` with `pruning_ratio`, which raise what caps a video's
+    tokens until pruning leaves as many as there were without. `max_download_bytes` and `max_download_seconds` limit
+    downloads. Options of videos may stand in `videos_kwargs`. Raises `ValueError` where a video cannot be read or a
+    setting is out of range or given twice.
     """
     if videos is None or (isinstance(videos, list | tuple) and not videos):
         return processor(text=text, videos=None, images=images, **options)
     call = pop_video_kwargs(options)
     limits = download_limits(processor, **{name: call.pop(name) for name in LIMITS.keys() & call.keys()})
+    metadata = one_each(call.pop("video_metadata", None), len(videos))
     wants_metadata = call.pop("return_metadata", False)
-    with opened(videos, *limits) as videos:
-        if reads_files(processor):
-            options |= {"return_metadata": True} if wants_metadata else {}
-            return processor(text=text, videos=videos, images=images, videos_kwargs=call, **options)
-        metadata = one_each(call.pop("video_metadata", None), len(videos))
-        samples = call.pop("do_sample_frames", None)
-        processor = copy.copy(processor)
-        processor.video_processor = with_settings(processor.video_processor, call)
-        reader = NativeReader(processor.video_processor, samples)
-        read = [reader.read(video, metadata[i], f"videos[{i}]") for i, video in enumerate(as_sources(videos))]
-    frames, shown = zip(*read, strict=True)
-    call |= {
-        "video_metadata": [to_native_metadata(of_video) for of_video in shown],
-        "do_sample_frames": False,
-        "do_resize": False,  # they have their size
-        "return_metadata": True,  # the prompt says when frames are shown
-    }
-    outputs = processor(text=text, videos=list(frames), images=images, videos_kwargs=call, **options)
+    reader = make_reader(processor.video_processor, call)
+    frames, shown = [], []
+    for index, video in enumerate(videos):
+        with ExitStack() as files:
+            name = f"videos[{index}]"
+            read = read_source(reader, open_source(video, name, limits, files), metadata[index], name)
+        frames.append(read[0])
+        shown.append(read[1])
+    processor = copy.copy(processor)
+    processor.video_processor = reader.settings
+    call |= reader.call(shown) | {"do_sample_frames": False, "return_metadata": True}  # the prompt says when frames are
+    outputs = processor(text=text, videos=frames, images=images, videos_kwargs=call, **options)
     outputs.pop("video_metadata", None)
     if wants_metadata:
-        outputs["video_metadata"] = list(shown)
+        outputs["video_metadata"] = shown
     return outputs
 
 
-def reads_files(processor: Any) -> bool:
-    """Whether the processor reads files by seeking itself."""
-    return hasattr(processor.video_processor, "test_time_scaling")
+def is_molmo2(video_processor: Any) -> bool:
+    """Whether it is an `STTSVideoProcessor`, of the package or of a checkpoint's code."""
+    return hasattr(video_processor, "test_time_scaling")
 
 
 def pop_video_kwargs(options: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +110,7 @@ def with_settings(video_processor: Any, options: dict[str, Any]) -> Any:
 
 def native_name(video_processor: Any, name: str) -> str:
     """What the processor calls the setting `name` of a call: native ones have "max_frames" and "fps"."""
-    if hasattr(video_processor, "test_time_scaling"):
+    if is_molmo2(video_processor):
         return name
     return {"num_frames": "max_frames", "max_fps": "fps"}.get(name, name)
 
@@ -158,23 +144,57 @@ def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
         video_processor.size = size | {"longest_edge": frame_budget(size["longest_edge"], pruning_ratio)}
 
 
-class NativeReader:
+class Molmo2Reader:
     """
-    Frames as a native video processor wants them, in the size it would give them. samples: whether it chooses them, or
-    takes all there are; by default as its checkpoint says.
+    Frames by the settings of an `STTSVideoProcessor`, which resizes decoded frames itself.
+
+    settings: the video processor. samples: whether frames are chosen, or all are shown. Takes options that the
+    processor's call does not take out of `call`.
     """
 
-    def __init__(self, video_processor: Any, samples: bool | None = None):
+    def __init__(self, video_processor: Any, call: dict[str, Any]):
+        self.settings, self.options = video_processor, call
+        self.samples = call.pop("do_sample_frames", video_processor.do_sample_frames)
+        self.limits, (self.size, self.resizing) = video_processor.frame_limits(**call), video_processor.resizing(**call)
+
+    def choose(self, metadata: STTSVideoMetadata, file: VideoFile | None = None) -> list[int]:
+        """Indices of the frames to show, of a `file` or of decoded frames."""
+        if file is None:
+            return self.settings.sample_frames(metadata, **self.options).tolist()
+        return sample_times(file.times, file.duration, *self.limits)
+
+    def decode(self, file: VideoFile, indices: list[int]) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        """These frames of a file."""
+        return file.read(indices, self.size, self.resizing)
+
+    def finish(self, frames: torch.Tensor, shown: STTSVideoMetadata) -> torch.Tensor:
+        """Decoded frames as the processor takes them."""
+        return frames
+
+    def call(self, shown: list[STTSVideoMetadata]) -> dict[str, Any]:
+        """Options of the processor's call that go with the frames."""
+        return {"video_metadata": shown, "input_data_format": ChannelDimension.FIRST}
+
+    def grid(self, file: VideoFile, indices: list[int]) -> torch.Tensor:
+        """The entry in the processor's grids, (3,), of these frames of a file."""
+        return torch.tensor([len(indices), *molmo2_block_grid(self.settings)])
+
+
+class NativeReader:
+    """The same for a native video processor: it gets what a call sets as settings, since it takes little in a call."""
+
+    def __init__(self, video_processor: Any, call: dict[str, Any]):
+        samples = call.pop("do_sample_frames", None)
         if samples is None:
             # Qwen2.5-VL's class has this off, since its callers chose frames before: no checkpoint means it.
             samples = video_processor.do_sample_frames or not type(video_processor).do_sample_frames
-        self.settings, self.samples = video_processor, samples
+        self.settings, self.samples = with_settings(video_processor, call), samples
 
-    def choose(self, metadata: STTSVideoMetadata) -> list[int]:
-        """By the processor's own rule; all where it takes all, or there are too few for one tubelet."""
+    def choose(self, metadata: STTSVideoMetadata, file: VideoFile | None = None) -> list[int]:
+        """By the processor's own rule; all where there are too few for one tubelet."""
         self._set_rate(metadata)
-        if not self.samples or metadata.total_num_frames < self.settings.temporal_patch_size:
-            return metadata.frames_indices or []
+        if metadata.total_num_frames < self.settings.temporal_patch_size:
+            return list(range(int(metadata.total_num_frames)))
         names = [name for name in self.settings.valid_kwargs.__annotations__ if name != "video_metadata"]
         call = {name: getattr(self.settings, name, None) for name in names}
         return np.asarray(self.settings.sample_frames(metadata=metadata, **call)).tolist()
@@ -183,31 +203,60 @@ class NativeReader:
         if metadata.fps is None:
             metadata.fps = float(self.settings.fps or 1)  # so that all are shown
 
-    def size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Height and width that the processor gives frames of this size."""
+    def _size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         if not self.settings.do_resize:
             return height, width
         _, rows, columns = _native_grid(self.settings, num_frames, height, width).tolist()
         return rows * self.settings.patch_size, columns * self.settings.patch_size
 
-    def resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-        """By the very steps of native preprocessing."""
+    def _resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         wanted = SizeDict(height=size[0], width=size[1])
         return TorchvisionBackend.resize(self.settings, image=picture, size=wanted, resample=self.settings.resample)
 
-    def read(self, video: Any, given: Any, name: str) -> tuple[torch.Tensor, STTSVideoMetadata]:
-        """Frames `(T, 3, height, width)` and which they are. given: metadata of decoded frames. name: for messages."""
-        if isinstance(video, str):
-            with open_video(video) as file:
-                chosen = self.choose(file.describe())
-                frames, shown = file.read(chosen, self.size(len(chosen), *measure(file, chosen)), self.resize)
-        else:
-            video = make_batched_videos(video)[0] if isinstance(video, list) else video
-            frames, shown = decoded_frames(video, given, name, choose=self.choose if self.samples else None)
-            self._set_rate(shown)
-            size = self.size(len(frames), *frames.shape[-2:])
-            frames = torch.stack([self.resize(frame, size) for frame in frames])
-        return pad_to_tubelet(frames, self.settings.temporal_patch_size), shown
+    def _pad(self, frames: torch.Tensor) -> torch.Tensor:
+        """At least a tubelet: the last frame stays on."""
+        lacking = max(0, self.settings.temporal_patch_size - len(frames))
+        return torch.cat([frames, frames[-1:].expand(lacking, -1, -1, -1)]) if lacking else frames
+
+    def decode(self, file: VideoFile, indices: list[int]) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        frames, shown = file.read(indices, self._size(len(indices), *measure(file, indices)), self._resize)
+        return self._pad(frames), shown
+
+    def finish(self, frames: torch.Tensor, shown: STTSVideoMetadata) -> torch.Tensor:
+        self._set_rate(shown)
+        size = self._size(len(frames), frames.shape[-2], frames.shape[-1])
+        return self._pad(torch.stack([self._resize(frame, size) for frame in frames]))
+
+    def call(self, shown: list[STTSVideoMetadata]) -> dict[str, Any]:
+        return {"video_metadata": [to_native_metadata(metadata) for metadata in shown], "do_resize": False}
+
+    def grid(self, file: VideoFile, indices: list[int]) -> torch.Tensor:
+        return _native_grid(self.settings, len(indices), *measure(file, indices))
+
+
+Reader = Molmo2Reader | NativeReader
+
+
+def make_reader(video_processor: Any, call: dict[str, Any]) -> Reader:
+    return (Molmo2Reader if is_molmo2(video_processor) else NativeReader)(video_processor, call)
+
+
+def read_source(reader: Reader, source: Any, given: Any, name: str) -> tuple[torch.Tensor, STTSVideoMetadata]:
+    """Frames (T, 3, height, width) and which they are. given: metadata of decoded frames. name: for messages."""
+    if isinstance(source, VideoFile):
+        return reader.decode(source, pick(reader, source))
+    frames, shown = decoded_frames(source, given, name, reader.samples)
+    if reader.samples:
+        shown.frames_indices = chosen = reader.choose(shown)
+        frames, times = frames[chosen], shown.frame_times
+        shown.frame_times = times and [times[index] for index in chosen]
+    return reader.finish(frames, shown), shown
+
+
+def pick(reader: Reader, file: VideoFile) -> list[int]:
+    """Indices of the frames of a file that are shown."""
+    shown = file.describe()
+    return reader.choose(shown, file) if reader.samples else shown.frames_indices or []
 
 
 def measure(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:
@@ -217,12 +266,6 @@ def measure(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:
     except ValueError:  # it is damaged
         _, shown = file.read(indices, (1, 1))
     return int(shown.height or 0), int(shown.width or 0)
-
-
-def pad_to_tubelet(frames: torch.Tensor, tubelet: int) -> torch.Tensor:
-    """Frames (T, 3, height, width), at least `tubelet`: the last one stays on."""
-    lacking = tubelet - len(frames)
-    return frames if lacking <= 0 else torch.cat([frames, frames[-1:].expand(lacking, -1, -1, -1)])
 
 
 def _native_grid(video_processor: Any, num_frames: int, height: int, width: int) -> torch.Tensor:
@@ -251,14 +294,11 @@ def probe(processor: Any, video: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
     The entry of a video file in the processor's grids, (3,), and which frames it shows; at most one frame is decoded.
     Where frames turn out to be damaged, fewer are shown.
     """
-    settings = processor.video_processor
-    with opened([video], *download_limits(processor)) as [source], open_video(*as_sources([source])) as file:
-        if not reads_files(processor):
-            chosen = NativeReader(settings).choose(file.describe())
-            return _native_grid(settings, len(chosen), *measure(file, chosen)), file.describe(chosen)
-        samples, limits = settings.do_sample_frames, settings.frame_limits()
-        shown = file.describe(sample_times(file.times, file.duration, *limits) if samples else None)
-        return torch.tensor([len(shown.frames_indices or []), *molmo2_block_grid(settings)]), shown
+    reader = make_reader(processor.video_processor, {})
+    with ExitStack() as files:
+        file = open_source(video, "video", download_limits(processor), files)
+        chosen = pick(reader, file)
+        return reader.grid(file, chosen), file.describe(chosen)
 
 
 def molmo2_block_grid(video_processor: Any) -> tuple[int, int]:

@@ -2,24 +2,32 @@
 
 import contextlib
 import io
+import math
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from huggingface_hub.utils import httpx
 from PIL import Image
-from transformers.image_utils import load_image
+from transformers.image_utils import ChannelDimension, infer_channel_dimension_format, load_image
 
 from stts_hf.modeling import video_reading_stts as reading
-from stts_hf.modeling.video_processing_stts import Source, check_amount
-from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile, held_source
+from stts_hf.modeling.video_processing_stts import check_amount
+from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 
 # Settings of a processor or of a call, and their defaults.
 LIMITS = {"max_download_bytes": 2**31, "max_download_seconds": 600.0}
+
+
+def held_source(source: Any) -> Any:
+    """The bytes that a row of `datasets` holds, else its path; other sources as they are."""
+    if not isinstance(source, Mapping):
+        return source
+    return source.get("path") if source.get("bytes") is None else source["bytes"]
 
 
 def is_url(source: Any) -> bool:
@@ -70,36 +78,66 @@ def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
     return file
 
 
-@contextlib.contextmanager
-def opened(videos: Sequence[Any], max_bytes: int, max_seconds: float) -> Iterator[list[Any]]:
-    """The videos in forms that every processor takes, until the `with` block ends.
-
-    An address becomes an open file, pictures become PIL images, and a torchcodec `VideoDecoder` a `DecodedVideo`.
-
-    Raises:
-        ValueError: a download fails (see `download`), or a video has no frames.
+def open_source(video: Any, name: str, limits: tuple[int, float], files: contextlib.ExitStack) -> Any:
     """
-    with contextlib.ExitStack() as files:
+    A video as an open `VideoFile`, or as decoded frames in one array. What is opened is closed with `files`.
 
-        def fetch(source: Any) -> Any:
-            return (
-                files.enter_context(download(held_source(source), max_bytes, max_seconds)) if is_url(source) else source
-            )
+    video: a path, http(s) address, bytes, open binary file, row `{"bytes": ..., "path": ...}` of `datasets`, torchcodec
+    `VideoDecoder`, picture or list of pictures (files too), or array of frames. name: for messages. limits: of
+    `download_limits`. Raises `ValueError` where it cannot be read.
+    """
 
-        def prepare(index: int, video: Any) -> Any:
-            if isinstance(video, Image.Image):
-                return [video]
-            if isinstance(video, list | tuple):
-                if not video:
-                    raise ValueError(f"videos[{index}] has no frames. Pass at least one.")
-                return [frame if hasattr(frame, "shape") else load_picture(fetch(frame)) for frame in video]
-            if hasattr(video, "get_frame_at"):
-                source = Source(f"<{type(video).__name__}>")
-                source.held = DecodedVideo(video)
-                return source
-            return fetch(video)
+    def fetch(source: Any) -> Any:
+        source = held_source(source)
+        return files.enter_context(download(source, *limits)) if is_url(source) else source
 
-        yield [prepare(index, video) for index, video in enumerate(videos)]
+    if hasattr(video, "shape"):
+        return video
+    if isinstance(video, Image.Image | list | tuple):
+        pictures = list(video) if isinstance(video, list | tuple) else [video]
+        if not pictures:
+            raise ValueError(f"{name} has no frames. Pass at least one.")
+        frames = [np.asarray(one if hasattr(one, "shape") else load_picture(fetch(one))) for one in pictures]
+        if len(sizes := {frame.shape for frame in frames}) > 1:
+            raise ValueError(f"{name} has frames of several sizes: {sorted(sizes)}. Resize them first.")
+        return np.stack(frames)
+    if hasattr(video, "get_frame_at"):
+        return DecodedVideo(video)
+    return files.enter_context(VideoFile(fetch(video)))
+
+
+def decoded_frames(video: Any, given: Any, name: str, samples: bool) -> tuple[torch.Tensor, STTSVideoMetadata]:
+    """Decoded frames as `(T, channels, height, width)`, and a copy of their metadata, which must fit them."""
+    frames: Any = torch.from_numpy(np.ascontiguousarray(video)) if isinstance(video, np.ndarray) else video
+    if frames.ndim != 4 or not frames.numel():
+        raise ValueError(f"{name} must hold frames (T, height, width, 3), got shape {tuple(frames.shape)}.")
+    if frames.is_floating_point() and not torch.isfinite(frames).all():
+        raise ValueError(f"{name} has NaN or infinite pixel values. Clean the frames before passing them.")
+    shown = STTSVideoMetadata(**{"total_num_frames": len(frames), **dict(given or {})})
+    if shown.fps is not None and not 0 < shown.fps < math.inf:
+        raise ValueError(f"The video_metadata of {name} has fps={shown.fps}. Pass a number above 0, or None.")
+    if samples or shown.frames_indices is None:
+        shown.frames_indices = list(range(shown.total_num_frames))
+    counts = {"frames_indices": shown.frames_indices, "frame_times": shown.frame_times}
+    wrong = {key: len(values) for key, values in counts.items() if values is not None and len(values) != len(frames)}
+    if wrong:
+        raise ValueError(
+            f"{name} has {len(frames)} frames, but its video_metadata speaks of {wrong}. Pass one for each frame, and "
+            "do_sample_frames=False if frames were sampled before."
+        )
+    layout = infer_channel_dimension_format(frames, num_channels=(1, 3, 4))
+    return (frames.permute(0, 3, 1, 2).contiguous() if layout == ChannelDimension.LAST else frames), shown
+
+
+def one_each(metadata: Any, num_videos: int) -> list[Any]:
+    """The metadata of each video, `None` where there is none."""
+    if metadata is None:
+        return [None] * num_videos
+    entries = metadata if isinstance(metadata, list) else [metadata]
+    flat = [entry for item in entries for entry in (item if isinstance(item, list) else [item])]
+    if len(flat) != num_videos:
+        raise ValueError(f"video_metadata has {len(flat)} entries for {num_videos} videos. Pass one entry per video.")
+    return flat
 
 
 def open_picture(source: Any) -> Image.Image:
@@ -115,8 +153,7 @@ def open_picture(source: Any) -> Image.Image:
 
 
 def load_picture(source: Any) -> Image.Image:
-    """A frame of a video, upright and in RGB: what `open_picture` takes, a row of `datasets`, or base64."""
-    source = held_source(source)
+    """A frame of a video, upright and in RGB: what `open_picture` takes, or base64."""
     is_encoded = isinstance(source, str) and not os.path.exists(source)
     return load_image(source if is_encoded else open_picture(source)).convert("RGB")
 

@@ -14,7 +14,7 @@ from transformers import AutoProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.video_reading_stts import VideoFile
-from stts_hf.video.processors import NativeReader, block_grids, grid_name, probe, process, scale_budget
+from stts_hf.video.processors import NativeReader, block_grids, grid_name, probe, process, read_source, scale_budget
 from tests.checkpoints import TINIES
 from tests.clips import decode_everything, frame_number, read_tensor, write_clip
 from tests.modeling.test_video_sources import send, serving
@@ -55,6 +55,11 @@ def seconds_of(processor, inputs):
     return [
         float(time) for time in re.findall(r"<([\d.]+) seconds>", processor.tokenizer.decode(inputs["input_ids"][0]))
     ]
+
+
+def read_clip_with(reader, path):
+    with VideoFile(path) as file:
+        return read_source(reader, file, None, "video")
 
 
 def assert_same(ours, theirs):
@@ -136,6 +141,19 @@ def test_decoded_frames_keep_the_times_that_come_with_them(native, tmp_path):
     assert_same(ours, process(native, text=[TEXT], videos=[clip], return_tensors="pt"))
 
 
+@pytest.mark.parametrize("backbone", TINIES)
+def test_files_and_arrays_of_both_layouts_may_be_mixed(processors, backbone, clips):
+    frames, _ = read_tensor(clips["wide"])
+    videos = [clips["wide"], frames, frames.permute(0, 2, 3, 1).numpy()]
+    call: dict[str, Any] = {"video_metadata": [None, {"fps": 20.0}, {"fps": 20.0}], "return_tensors": "pt"}
+    together = process(processors[backbone], text=TEXTS[backbone] * 3, videos=videos, **call)
+    alone = process(
+        processors[backbone], text=TEXTS[backbone], videos=[frames], **call | {"video_metadata": {"fps": 20.0}}
+    )
+    pixels, expected = together["pixel_values_videos"], alone["pixel_values_videos"]
+    assert torch.equal(pixels[len(expected) :], torch.cat([expected] * 2))
+
+
 def test_a_picture_is_a_video_of_one_frame(native):
     picture = Image.new("L", (64, 32), 99)
     alone, listed = (
@@ -191,7 +209,7 @@ def test_a_checkpoint_may_show_every_frame(native, clips):
 def test_a_class_that_shows_every_frame_says_nothing_of_its_checkpoint(clips, hub_configs):
     settings = Qwen2VLVideoProcessor.from_pretrained(hub_configs / "stts-qwen2-5-vl-tiny")
     assert not settings.do_sample_frames
-    assert len(NativeReader(settings).read(str(clips["wide"]), None, "a video")[0]) == 6  # 3.5 s
+    assert len(read_clip_with(NativeReader(settings, {}), clips["wide"])[0]) == 6  # 3.5 s
 
 
 def test_no_videos_are_none(native):
@@ -246,7 +264,7 @@ def test_what_a_file_becomes_is_known_before(processors, backbone, clips, name):
 def test_a_frame_is_the_one_that_its_index_says(native, clips):
     settings = copy.copy(native.video_processor)
     settings.do_resize = False
-    frames, shown = NativeReader(settings).read(str(clips["wide"]), None, "a video")
+    frames, shown = read_clip_with(NativeReader(settings, {}), clips["wide"])
     assert [frame_number(frame.permute(1, 2, 0).numpy()) for frame in frames] == shown.frames_indices
 
 

@@ -2,15 +2,20 @@
 
 import io
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
-from stts_hf.video.sources import download, is_url, opened
+from stts_hf.video.sources import decoded_frames, download, is_url, one_each, open_source
+from tests.clips import write_clip
 from tests.modeling.test_video_sources import send, serving
+
+SIX = np.zeros((6, 8, 8, 3), dtype=np.uint8)
 
 
 def test_a_download_is_read_from_its_beginning():
@@ -27,8 +32,8 @@ def test_endless_download_ends_at_the_limit_of_size(videos):
                 handler.wfile.write(bytes(2**16))
 
     said = "larger than max_download_bytes=1000000"
-    with serving(endless) as url, pytest.raises(ValueError, match=said), opened([videos(url)], 1_000_000, 30.0):
-        pass
+    with serving(endless) as url, pytest.raises(ValueError, match=said), ExitStack() as files:
+        open_source(videos(url), "video", (1_000_000, 30.0), files)
 
 
 @pytest.mark.parametrize("headers", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["in its headers", "in its body"])
@@ -46,17 +51,63 @@ def test_download_that_drips_ends_at_the_limit_of_time(headers):
     stop.set()
 
 
-def test_addresses_and_pictures_alone_are_replaced_and_files_closed_again():
-    row, array = {"bytes": None, "path": "clip.mp4"}, np.zeros((2, 8, 8, 3))
+def test_pictures_are_frames_wherever_they_lie():
     image = io.BytesIO()
-    Image.new("L", (3, 2)).save(image, "PNG")
-    with serving(lambda handler: send(handler, image.getvalue())) as url:
-        videos = [url, "clip.mp4", row, array, [{"path": url}, {"bytes": image.getvalue()}]]
-        with opened(videos, 1000, 30.0) as (first, *others, listed):
-            assert first.read() == image.getvalue()
-            assert others == videos[1:4]
-            assert [(picture.mode, picture.size) for picture in listed] == [("RGB", (3, 2))] * 2
-        assert first.closed
+    Image.new("L", (3, 2), 7).save(image, "PNG")
+    with serving(lambda handler: send(handler, image.getvalue())) as url, ExitStack() as files:
+        pictures = [url, {"path": url}, {"bytes": image.getvalue()}, Image.new("RGBA", (3, 2), (7, 7, 7, 9))]
+        frames = open_source(pictures, "video", (1000, 30.0), files)
+    assert np.array_equal(frames, np.full((4, 2, 3, 3), 7))
+
+
+def test_a_downloaded_file_is_closed_after_it_is_read(tmp_path):
+    clip = write_clip(tmp_path / "a.mp4", 3)
+    with serving(lambda handler: send(handler, clip.read_bytes())) as url, ExitStack() as files:
+        file = open_source(url, "video", (1_000_000, 30.0), files)
+        source = file._source
+        assert (len(file.times), source.closed) == (3, False)
+    assert source.closed
+
+
+LAYOUTS = {
+    "numpy": lambda frames: frames,
+    "torch": torch.from_numpy,
+    "channels first": lambda frames: frames.transpose(0, 3, 1, 2),
+    "reversed view": lambda frames: frames[::-1][::-1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decoded_frames_lie_alike(layout):
+    array = np.random.default_rng(0).integers(0, 256, (3, 8, 10, 3), dtype=np.uint8)
+    given = VideoMetadata(total_num_frames=3, fps=25.0)
+    frames, shown = decoded_frames(LAYOUTS[layout](array), given, "video", samples=True)
+    assert np.array_equal(frames.permute(0, 2, 3, 1), array)
+    assert (shown.frames_indices, shown.fps, given.frames_indices) == ([0, 1, 2], 25.0, None)
+
+
+@pytest.mark.parametrize(
+    ("video", "metadata", "samples", "message"),
+    [
+        (np.full((6, 8, 8, 3), np.nan), None, True, "video has NaN or infinite"),
+        (np.zeros((0, 8, 8, 3)), None, True, "must hold frames .* got shape"),
+        (np.zeros((6, 8)), None, True, "must hold frames .* got shape"),
+        (SIX, {"total_num_frames": 99}, True, "6 frames, .*frames_indices.: 99.*do_sample_frames=False"),
+        (SIX, {"total_num_frames": 99, "frames_indices": [0, 1]}, False, "frames_indices.: 2"),
+        (SIX, {"fps": 0.0}, True, "has fps=0.0"),
+        (SIX, {"fps": 25.0, "frame_times": [0.0, 0.5]}, True, "video has 6 frames, .*frame_times.: 2"),
+    ],
+)
+def test_frames_that_cannot_be_shown_are_refused(video, metadata, samples, message):
+    with pytest.raises(ValueError, match=message):
+        decoded_frames(video, metadata, "video", samples)
+
+
+def test_metadata_is_one_of_each_video():
+    assert one_each(None, 2) == [None, None]
+    assert one_each([[{"fps": 1}], {"fps": 2}], 2) == [{"fps": 1}, {"fps": 2}]
+    with pytest.raises(ValueError, match="2 entries for 1 videos"):
+        one_each([{"fps": 1}] * 2, 1)
 
 
 @pytest.mark.parametrize(
