@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     # which `Trainer` counts on when it pushes a checkpoint in the middle of training.
     from .modeling_stts import STTSForConditionalGeneration  # noqa: F401
 
-_TOKENS = (
-    "<im_start>",
-    "<im_end>",
-    "<im_patch>",
-    "<im_col>",
-    "<low_res_im_start>",
-    "<im_low>",
-    "<frame_start>",
-    "<frame_end>",
-)
-
 
 class STTSProcessor(Molmo2Processor):
     """Molmo2's processor around an `STTSVideoProcessor`.
@@ -82,19 +71,11 @@ class STTSProcessor(Molmo2Processor):
             use_frame_special_tokens=use_frame_special_tokens,
             **kwargs,
         )
-        self._check_tokenizer()
-
-    def _check_tokenizer(self) -> None:
-        vocabulary = self.tokenizer.get_vocab()
-        missing = [token for token in (*_TOKENS, self.image_token, self.video_token) if token not in vocabulary]
-        if missing:
-            raise ValueError(
-                f"tokenizer lacks {', '.join(missing)}. Use a Molmo2 tokenizer or add them as special tokens."
-            )
-        if self.tokenizer.bos_token is None and self.tokenizer.eos_token is None:
-            raise ValueError(
-                "tokenizer has neither bos_token nor eos_token, and every prompt starts with one. Set one."
-            )
+        of_vision = {*self.image_token_ids, self.image_token_id, self.video_token_id}
+        if of_vision & {None, tokenizer.unk_token_id}:
+            raise ValueError("tokenizer lacks tokens of images or videos, as <frame_start>. Use Molmo2's tokenizer.")
+        if tokenizer.bos_token is None and tokenizer.eos_token is None:
+            raise ValueError("tokenizer has neither bos_token nor eos_token. Set one: every prompt starts with it.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> list[str]:
         """As in transformers; the tokenizer does not keep how it was loaded."""
@@ -105,7 +86,7 @@ class STTSProcessor(Molmo2Processor):
     def prepare_inputs_layout(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """Native layout of the inputs; takes videos as path objects and images of any mode, empty lists as none."""
+        """Native layout of the inputs; takes path objects, and empty lists for no videos."""
         has_none = isinstance(videos, list | tuple) and all(isinstance(of, list | tuple) and not of for of in videos)
         videos = None if videos is None or has_none else as_paths(videos)
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)

@@ -115,15 +115,14 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         num_frames, rate = self.frame_limits(**call)
         if metadata.fps is None:
             metadata.fps = float(rate or self.max_fps or 1)
-            warnings.warn(
-                f"Frames came without fps, {metadata.fps:g} is used. Pass it in video_metadata.", stacklevel=2
-            )
+            warnings.warn(f"Frames came without fps: {metadata.fps:g} is taken. Pass video_metadata.", stacklevel=2)
         return sample_indices(metadata.total_num_frames, metadata.fps, num_frames, rate)
 
     def frame_limits(self, **call: Any) -> tuple[int | None, float | None]:
         """The most frames to show of a video and its frames per second, by the settings, those of a call first."""
         names = ("num_frames", "fps", "max_fps", "test_time_scaling", "pruning_ratio")
-        num_frames, fps, max_fps, scales, ratio = (call.get(name, getattr(self, name, None)) for name in names)
+        settings: list[Any] = [call.get(name, getattr(self, name, None)) for name in names]
+        num_frames, fps, max_fps, scales, ratio = settings
         given = {name for name, value in call.items() if value is not None}
         if {"fps", "num_frames"} <= given:
             raise ValueError(f"num_frames={num_frames} and fps={fps} exclude each other. Pass num_frames and max_fps.")
@@ -142,12 +141,11 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
 
     def resizing(self, **call: Any) -> tuple[tuple[int, int], Callable[..., torch.Tensor]]:
         """Height and width of frames, by the settings, those of a call first, and what `VideoFile.read` resizes by."""
-        names = ("size", "default_to_square", "resample")
-        given, square, resample = (call.get(name, getattr(self, name)) for name in names)
-        size: Any = get_size_dict(given, default_to_square=square)
+        given = {name: call.get(name, getattr(self, name)) for name in ("size", "default_to_square", "resample")}
+        size: Any = get_size_dict(given["size"], default_to_square=given["default_to_square"])
         if not (size.get("height") and size.get("width")):
             raise ValueError(f"size must have 'height' and 'width', got {size!r}.")
-        interpolation = pil_torch_interpolation_mapping.get(resample, resample)
+        interpolation = pil_torch_interpolation_mapping.get(given["resample"], given["resample"])
         return (size["height"], size["width"]), functools.partial(resize, interpolation=interpolation)
 
 
@@ -189,12 +187,10 @@ def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rat
 
     times: when each frame is shown, float64 `(T,)`, ascending seconds from 0; the last stays until `duration`.
     """
-    if num_frames == 1:
+    budget, rate = num_frames or math.inf, rate or math.inf
+    if budget == 1:
         return [len(times) - 1]
-    if num_frames is not None and (rate is None or (num_frames - 1) / rate < duration):
-        step = duration / (num_frames - 1)
-    else:
-        step = min(1 / rate, duration)
+    step = duration / (budget - 1) if (budget - 1) / rate < duration else min(1 / rate, duration)
     # Worked out per frame, not per moment: fps=1e6 asks for billions of moments, and shows each frame once.
     moments = np.ceil((times - _TOLERANCE) / step) * step  # the first that each frame is there for
     shown = moments + _TOLERANCE < np.append(times[1:], np.inf)
@@ -207,12 +203,13 @@ def sample_indices(total: int, fps: float, num_frames: int | None, rate: float |
 
     As the reference does for arrays, the end is the last frame itself rather than the moment it leaves the screen.
     """
-    if num_frames == 1:
+    budget, rate = num_frames or math.inf, rate or math.inf
+    if budget == 1:
         return np.array([total - 1])
     if total <= 2:
         return np.arange(total)
-    if num_frames is not None and (rate is None or (num_frames - 1) / rate < total / fps):
-        return np.linspace(0, total - 1, num=min(num_frames, total)).astype(int)
+    if (budget - 1) / rate < total / fps:
+        return np.linspace(0, total - 1, num=int(min(budget, total))).astype(int)
     step = max(1.0, fps / rate)  # smaller ones would only ask for frames again
     return np.unique(np.append(np.round(np.arange(0.0, total - 1, step)), total - 1).astype(int))
 

@@ -117,13 +117,9 @@ class VideoFile(AbstractContextManager):
     ) -> tuple[torch.Tensor, STTSVideoMetadata]:
         """Decodes frames, upright and in RGB, in at most `torch.get_num_threads()` threads. Warns of damaged ones.
 
-        Args:
-            indices: ascending indices of frames, `None` for all.
-            size: height and width that each frame is resized to once it is decoded.
-            resizing: resizes a frame `(3, height, width)` to `size`, by default `resize`.
-
-        Returns:
-            uint8 `(T, 3, height, width)` and their metadata. Raises `ValueError` if no frame can be decoded.
+        indices: ascending, `None` for all. size: height and width that each frame gets by `resizing(frame, size)`, by
+        default `resize`, once it is decoded. Returns uint8 `(T, 3, height, width)` and their metadata. Raises
+        `ValueError` if no frame can be decoded.
         """
         metadata = self.describe(indices)
         wanted: list[int] = metadata.frames_indices or []
