@@ -1,7 +1,6 @@
 """Prompts answered in batches, against one plain call of processor and `generate` for each."""
 
 import os
-import shutil
 import signal
 import time
 from typing import Any
@@ -17,6 +16,7 @@ from stts_hf.inference.requests import Answer, Request, make_request
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS, DAILY, TINIES, TINY, load_of_one_answer, load_talkative
+from tests.clips import write_clip
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 # Kind of media, file, question; neither the clips nor the questions are of one length.
@@ -151,17 +151,17 @@ def test_a_damaged_clip_is_an_error_in_its_place_alone(model, processor, prompts
 
 
 class DeadlyProcessor(STTSProcessor):
-    """Ends its process over clips whose name says so."""
+    """Ends its process over clips of one frame."""
 
     def __call__(self, *arguments, videos=None, **options):
-        if any("deadly" in str(video) for video in videos or []):
+        if any(len(video) == 1 for video in videos or []):
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().__call__(*arguments, videos=videos, **options)
 
 
-def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prompts, media, tmp_path):
+def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prompts, tmp_path):
     processor: Any = DeadlyProcessor.from_pretrained(TINY)
-    shutil.copy(media / "two.mp4", tmp_path / "deadly.mp4")
+    write_clip(tmp_path / "deadly.mp4", 1)
     deadly = make(processor, "video", str(tmp_path / "deadly.mp4"), "What moves?")
     asked = [prompts[0], deadly, prompts[4], prompts[2], prompts[3]]
     found = dict(answer_requests(model, processor, asked, pruning_ratio=0.5, num_workers=1, **GREEDY))
@@ -174,16 +174,17 @@ def test_a_clip_that_ends_its_process_is_an_error_in_its_place_alone(model, prom
 
 
 class HangingProcessor(STTSProcessor):
-    """Never ends over clips whose name says so."""
+    """Never ends over clips of one frame."""
 
     def __call__(self, *arguments, videos=None, **options):
-        if any("hangs" in str(video) for video in videos or []):
+        if any(len(video) == 1 for video in videos or []):
             time.sleep(3600)
         return super().__call__(*arguments, videos=videos, **options)
 
 
-def test_a_clip_whose_decoder_hangs_is_an_error_in_its_place_alone(model, prompts, media, tmp_path):
+def test_a_clip_whose_decoder_hangs_is_an_error_in_its_place_alone(model, prompts, tmp_path):
     processor: Any = HangingProcessor.from_pretrained(TINY)
+    write_clip(tmp_path / "hangs.mp4", 1)
     hangs = make(processor, "video", str(tmp_path / "hangs.mp4"), "What moves?")
     limits: dict[str, Any] = {"num_workers": 1, "decode_timeout": 5.0}
     found = dict(answer_requests(model, processor, [hangs, prompts[0]], pruning_ratio=0.5, **limits, **GREEDY))
