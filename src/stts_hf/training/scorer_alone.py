@@ -5,8 +5,7 @@ That loss compares a block's score with the ViT's states after layer `l`. If not
 layers, the connector and the language model do not run, and no gradient passes through the earlier layers.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,20 +38,3 @@ def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
     found = backbone.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True)
     loss = found.temporal_loss
     return ScoringOutput(task_loss=torch.zeros_like(loss), temporal_loss=loss, token_scores=found.token_scores)
-
-
-@contextlib.contextmanager
-def redirected(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """
-    Makes a call of `module` run `function` with the same arguments. DDP reduces gradients only of calls through it, so
-    a pass other than `forward` must go through it too.
-    """
-    own = vars(module).get("forward")  # of accelerate, with autocast around the class's
-    module.forward = function
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own

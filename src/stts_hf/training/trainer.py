@@ -27,7 +27,7 @@ from stts_hf.training.distributed import (
     whole_state_dict,
 )
 from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe, normalised_losses
-from stts_hf.training.scorer_alone import ScoringOutput, redirected, score_videos
+from stts_hf.training.scorer_alone import ScoringOutput, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, keep_workers_alive
 
 logger = logging.get_logger(__name__)
@@ -232,14 +232,20 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         return count(batch, self._backbone, with_labels=not self.args.temporal_loss_only)
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> ScoringOutput:
-        """`score_videos` through `model`, which may be wrapped in DDP."""
+        """`score_videos` in place of the model's `forward`: DDP reduces only gradients of calls through it."""
 
         def score(**batch: Any) -> ScoringOutput:
             with self.accelerator.autocast():
                 return score_videos(self.model, batch)
 
-        with redirected(self.model, score):
+        attributes = vars(self.model)
+        replaced = {name: attributes[name] for name in ("forward",) if name in attributes}  # accelerate's wrapper
+        self.model.forward = score
+        try:
             return model(**inputs)
+        finally:
+            del self.model.forward
+            attributes |= replaced
 
     @property
     def _backbone(self) -> Any:

@@ -30,9 +30,9 @@ from stts_hf.training.trainer import STTSTrainer
 from tests import tiny_qwen3_vl
 from tests.checkpoints import TINIES
 from tests.clips import write_clip
-from tests.stts_hf.training.runs import Rows, logged, sample, trainer
+from tests.stts_hf.training.runs import Rows, join, logged, sample, trainer
 from tests.test_peft import TARGETS
-from tests.tiny import PAD, Image, Part, Video, tiny_config, tiny_model
+from tests.tiny import Image, Part, Video, tiny_config, tiny_model
 
 Inputs = dict[str, Any]
 
@@ -57,28 +57,6 @@ OPTIONS: dict[str, Any] = {
     "adam_epsilon": 1e-6,
     "train_sampling_strategy": "sequential",
 }
-VIDEO_KEYS = {"pixel_values_videos": None, "video_token_pooling": "pixel_values_videos", "video_grids": None}
-IMAGE_KEYS = {"pixel_values": None, "image_token_pooling": "pixel_values", "image_grids": None, "image_num_crops": None}
-
-
-def molmo2_batch(items: Sequence[Inputs]) -> Inputs:
-    """Samples as rows of one batch, padded on the right."""
-    fillers = {"input_ids": PAD, "attention_mask": 0, "mm_token_type_ids": 0, "labels": -100}
-    width = max(item["input_ids"].shape[1] for item in items)
-    batch = {}
-    for name, filler in fillers.items():
-        rows = [torch.nn.functional.pad(i[name], (0, width - i[name].shape[1]), value=filler) for i in items]
-        batch[name] = torch.cat(rows)
-    for name, patches_of in (VIDEO_KEYS | IMAGE_KEYS).items():
-        parts, first = [], 0
-        for item in items:
-            if name in item:
-                table = item[name]
-                parts.append(table if patches_of is None else torch.where(table >= 0, table + first, table))
-                first += 0 if patches_of is None else item[patches_of].shape[0] * item[patches_of].shape[1]
-        if parts:
-            batch[name] = torch.cat(parts)
-    return batch
 
 
 def qwen3_vl_sample(row: Sequence[Part], seed: int) -> Inputs:
@@ -113,7 +91,7 @@ class Backbone:
 
 
 TRAINED = {
-    "molmo2": Backbone(lambda: tiny_model(tiny_config(pruning_ratio=0.5)), sample, molmo2_batch, TINIES["molmo2"]),
+    "molmo2": Backbone(lambda: tiny_model(tiny_config(pruning_ratio=0.5)), sample, join, TINIES["molmo2"]),
     "qwen3_vl": Backbone(
         lambda: tiny_qwen3_vl.tiny_model(tiny_qwen3_vl.tiny_config(pruning_ratio=0.5)),
         qwen3_vl_sample,

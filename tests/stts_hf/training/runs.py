@@ -16,6 +16,11 @@ from tests.tiny import PAD, Part, Video, build_inputs, tiny_model
 RAGGED: list[list[Part]] = [[3, Video(2), 2], [3, Video(5), 30], [12], [2, Video(3), 7]]
 
 BESIDE = ("pixel_values_videos", "video_token_pooling", "video_grids")
+# Arguments of videos and images; of tables of patches, whose patches they number.
+VISION = dict.fromkeys((*BESIDE, "pixel_values", "image_token_pooling", "image_grids", "image_num_crops")) | {
+    "video_token_pooling": "pixel_values_videos",
+    "image_token_pooling": "pixel_values",
+}
 
 
 def sample(row: list[Part], seed: int) -> dict[str, Any]:
@@ -45,25 +50,28 @@ class Rows(Dataset):
         return {"id": f"row-{index}", **inputs}
 
 
+def join(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Samples as rows of one batch, padded on the right."""
+    fillers = {"input_ids": PAD, "attention_mask": 0, "mm_token_type_ids": 0, "labels": -100}
+    width = max(item["input_ids"].shape[1] for item in items)
+    batch = {}
+    for name, filler in fillers.items():
+        rows = [torch.nn.functional.pad(i[name], (0, width - i[name].shape[1]), value=filler) for i in items]
+        batch[name] = torch.cat(rows)
+    for name, patches_of in VISION.items():
+        parts, first = [], 0
+        for item in (item for item in items if name in item):
+            table = item[name]
+            parts.append(table if patches_of is None else torch.where(table >= 0, table + first, table))
+            first += 0 if patches_of is None else item[patches_of].shape[0] * item[patches_of].shape[1]
+        if parts:
+            batch[name] = torch.cat(parts)
+    return batch
+
+
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One batch of `Rows`, padded on the right, with `sample_ids`."""
-    length = max(item["input_ids"].shape[1] for item in items)
-
-    def padded(name: str, value: int) -> torch.Tensor:
-        rows = [torch.nn.functional.pad(item[name], (0, length - item[name].shape[1]), value=value) for item in items]
-        return torch.cat(rows)
-
-    batch: dict[str, Any] = {name: padded(name, 0) for name in ("attention_mask", "mm_token_type_ids")}
-    batch |= {"input_ids": padded("input_ids", PAD), "labels": padded("labels", -100)}
-    with_video = [item for item in items if "video_grids" in item]
-    if with_video:
-        batch |= {name: torch.cat([item[name] for item in with_video]) for name in BESIDE}
-        patches, pooling = 0, []
-        for item in with_video:
-            pooling.append(item["video_token_pooling"] + patches)  # no window of these hangs over the border
-            patches += item["pixel_values_videos"].shape[0] * item["pixel_values_videos"].shape[1]
-        batch["video_token_pooling"] = torch.cat(pooling)
-    return batch | {"sample_ids": [item["id"] for item in items]}
+    """One batch of `Rows`, with `sample_ids`."""
+    return join(items) | {"sample_ids": [item["id"] for item in items]}
 
 
 def without_ids(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
