@@ -182,7 +182,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
 def _portable(error: Exception) -> Exception:
     """The error, or a `ValueError` with its message where it cannot be unpickled."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
     except Exception:
         return ValueError(f"{type(error).__name__}: {error}")
     return error

@@ -203,7 +203,8 @@ class _Worker:
                 predictor = Predictor(**self._options)
                 predictor.model  # noqa: B018 - loads it
                 self._predictor = predictor
-            for record in self._answer(self._predictor, pickle.loads(batch["rows"][0].as_py())):
+            rows = pickle.loads(batch["rows"][0].as_py())  # noqa: S301 - of this run
+            for record in self._answer(self._predictor, rows):
                 record["error"] = record["error"] and record["error"] + self._place
                 yield {"record": [json.dumps(record)]}
         except Exception as error:  # of every row: no such checkpoint, data set or package here

@@ -220,7 +220,7 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"unknown setting `{name}`. {REFUSED.get(name, advice)}")
     for name, value in given.items():
         if isinstance(value, str) and value.startswith("{") and "dict" in hints[name]:
-            given[name] = yaml.load(value, _Loader)  # JSON too
+            given[name] = yaml.load(value, _Loader)  # noqa: S506 - a `SafeLoader`; reads JSON too
     return given
 
 
