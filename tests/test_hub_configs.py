@@ -1,6 +1,5 @@
 """The preset folders: laid out like Hub repositories, loadable as they lie, and of the sizes their names promise."""
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -14,27 +13,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stts_hf.checkpoints.checks import check_processor
 from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.families import OWN, family_of_checkpoint
-from tests.checkpoints import AUTO_CLASSES
 
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
 QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-tiny"]
-QWEN3_VL_CLASSES = {
-    "AutoConfig": "configuration_stts_qwen3_vl.STTSQwen3VLConfig",
-    "AutoModel": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
-    "AutoModelForImageTextToText": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
-    "AutoModelForMultimodalLM": "modeling_stts_qwen3_vl.STTSQwen3VLForConditionalGeneration",
-}
 
 
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
-
-
-def siblings_of(module: Path) -> set[str]:
-    """Modules of the same folder that a module imports, however deep in its code."""
-    imports = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ImportFrom)]
-    return {node.module for node in imports if node.level == 1 and node.module}
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
@@ -48,34 +34,6 @@ def test_code_is_linked_relatively_and_every_link_resolves_to_the_one_copy(hub_c
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
-def test_the_folder_holds_every_module_that_its_auto_map_leads_to(hub_configs, preset):
-    folder = hub_configs / preset
-    auto_map = AUTO_CLASSES if preset in PRESETS else QWEN3_VL_CLASSES
-    wanted = {reference.split(".")[0] for reference in auto_map.values()}
-    seen: set[str] = set()
-    while wanted - seen:
-        module = (wanted - seen).pop()
-        seen.add(module)
-        wanted |= siblings_of(folder / f"{module}.py")
-    assert {file.stem for file in folder.glob("*.py")} == seen
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_config_and_processor_name_all_auto_classes(hub_configs, preset):
-    folder = hub_configs / preset
-    processor = read_json(folder / "processor_config.json")
-    assert read_json(folder / "config.json")["auto_map"] == AUTO_CLASSES
-    assert processor["auto_map"]["AutoProcessor"] == AUTO_CLASSES["AutoProcessor"]
-    assert processor["video_processor"]["auto_map"]["AutoVideoProcessor"] == AUTO_CLASSES["AutoVideoProcessor"]
-
-
-@pytest.mark.parametrize("preset", QWEN3_VL)
-def test_the_config_of_qwen_names_the_auto_classes_that_are_ours(hub_configs, preset):
-    assert read_json(hub_configs / preset / "config.json")["auto_map"] == QWEN3_VL_CLASSES
-    assert "auto_map" not in json.dumps(read_json(hub_configs / preset / "processor_config.json"))  # it is native
-
-
-@pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
 def test_the_doctor_misses_nothing_but_weights_and_tokenizer(hub_configs, preset):
     found = {name: [str(finding) for finding in findings] for name, findings in examine(hub_configs / preset).items()}
     missing = {name for name, findings in found.items() if findings}
@@ -85,27 +43,15 @@ def test_the_doctor_misses_nothing_but_weights_and_tokenizer(hub_configs, preset
         assert "holds neither" in finding or "tokenizer.json is missing" in finding
 
 
-@pytest.mark.parametrize("preset", QWEN3_VL)
-def test_a_native_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset):
+@pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])
+def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset):
     family = family_of_checkpoint(hub_configs / preset)
     config = family.config.from_pretrained(hub_configs / preset)
-    parts = {
-        name: getattr(family, name).from_pretrained(hub_configs / preset)
-        for name in ("image_processor", "video_processor")
-    }
+    names = ("image_processor", "video_processor")
+    parts = {name: getattr(family, name).from_pretrained(hub_configs / preset) for name in names}
     assert not list(check_processor(SimpleNamespace(**parts), config, family))
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset):
-    vision = read_json(hub_configs / preset / "config.json")["vision_config"]
-    processors = read_json(hub_configs / preset / "processor_config.json")
-    for processor in (processors["image_processor"], processors["video_processor"]):
-        assert [processor["size"]["height"], processor["size"]["width"]] == vision["image_size"]
-        assert processor["patch_size"] == vision["patch_size"]
-    assert processors["video_processor"]["pooling_size"] == vision["pooling_size"]
-    looked_at = processors["video_processor"]["num_frames"], processors["video_processor"]["max_fps"]
-    assert looked_at == ((64, 2) if preset in MOLMO2 else (16, 4))
+    if preset in MOLMO2:
+        assert (parts["video_processor"].num_frames, parts["video_processor"].max_fps) == (64, 2)
 
 
 def test_presets_load_without_the_package(hub_configs, run_without_package):
@@ -148,15 +94,6 @@ def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, 
     # The pooler's four projections, then 2 D -> M -> M -> 1 (DESIGN item 2 and 3).
     d, m = (1024, 4096) if preset in ("stts-qwen3-vl-2b", "stts-qwen3-vl-4b") else (1152, 4304)
     assert scorer == 4 * (d**2 + d) + (2 * d * m + m) + (m**2 + m) + (m + 1)
-
-
-@pytest.mark.parametrize("preset", MOLMO2)
-def test_placeholder_ids_follow_the_text_vocabulary(hub_configs, preset):
-    config = read_json(hub_configs / preset / "config.json")
-    first = config["text_config"]["vocab_size"]
-    names = ("image_start", "image_end", "low_res_image_start", "frame_start", "frame_end")
-    assert [config[f"{name}_token_id"] - first for name in names] == [0, 1, 4, 7, 8]
-    assert config["image_patch_id"] - first == 2
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])

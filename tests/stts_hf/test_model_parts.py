@@ -13,36 +13,24 @@ from stts_hf.model_parts import PARTS, module_of, modules_of, parts_of
 from tests.backbones import BACKBONES
 
 every_backbone = pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
-TEXT = {
-    "model.language_model.layers.0.mlp.down_proj.weight": "language_model",
-    "model.language_model.embed_tokens": "language_model",
-    "lm_head.weight": "language_model",
+TEXT = dict.fromkeys(
+    ["model.language_model.layers.0.mlp.down_proj.weight", "model.language_model.embed_tokens", "lm_head.weight"],
+    "language_model",
+)
+QWEN = TEXT | {
+    "model.visual.blocks.2.attn.qkv.weight": "vision_tower",
+    "model.visual.patch_embed.proj.weight": "vision_tower",
+    "model.visual.scorer.score_layer.bias": "scorer",
 }
 PART_OF = {
     "molmo2": {
         **TEXT,
         "model.vision_tower.layers.3.self_attn.q_proj.weight": "vision_tower",
         "model.vision_tower.scorer.token_pooler.q_proj.weight": "scorer",
-        "model.vision_tower.scorer.score_layer.bias": "scorer",
         "model.multi_modal_projector.image_projector.down_proj.weight": "connector",
     },
-    "qwen2_5_vl": {
-        **TEXT,
-        "model.visual.blocks.2.attn.qkv.weight": "vision_tower",
-        "model.visual.patch_embed.proj.weight": "vision_tower",
-        "model.visual.scorer.token_pooler.q_proj.weight": "scorer",
-        "model.visual.scorer.score_layer.bias": "scorer",
-        "model.visual.merger.mlp.2.weight": "connector",
-    },
-    "qwen3_vl": {
-        **TEXT,
-        "model.visual.blocks.2.attn.qkv.weight": "vision_tower",
-        "model.visual.patch_embed.proj.weight": "vision_tower",
-        "model.visual.scorer.token_pooler.q_proj.weight": "scorer",
-        "model.visual.scorer.score_layer.bias": "scorer",
-        "model.visual.merger.linear_fc2.weight": "connector",
-        "model.visual.deepstack_merger_list.1.linear_fc2.weight": "connector",
-    },
+    "qwen2_5_vl": QWEN | {"model.visual.merger.mlp.2.weight": "connector"},
+    "qwen3_vl": QWEN | {"model.visual.deepstack_merger_list.1.linear_fc2.weight": "connector"},
 }
 
 
