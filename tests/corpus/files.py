@@ -285,6 +285,7 @@ BY_KIND: dict[str, dict[str, Case]] = {
         "rotated 180": Case(turned((-1, 0, 0, -1)), turn=lambda frame: np.rot90(frame, 2)),
         "rotated 270": Case(turned((0, -1, 1, 0)), turn=np.rot90),
         "mirrored": Case(turned((-1, 0, 0, 1)), turn=np.fliplr),
+        "mirrored and turned": Case(turned((0, 1, 1, 0)), turn=lambda frame: frame.swapaxes(0, 1)),
         "jpeg rotated 90": Case(still("a.jpg", orientation=6), turn=lambda frame: np.rot90(frame, -1)),
     },
     "interlaced": {

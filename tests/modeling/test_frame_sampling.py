@@ -59,7 +59,7 @@ def test_times(duration, num_frames, rate, times):
     assert sample_times(shown, duration, num_frames, rate) == expected.tolist()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_frames_are_those_on_screen_at_each_moment_and_keep_the_budget(seed):
     rng = np.random.default_rng(seed)
     times = np.unique(np.append(0, rng.uniform(0, rng.uniform(0.01, 200), 300)))

@@ -24,11 +24,6 @@ CANNOT_HOLD = (
         "'auto_map'",
     ),
     CannotHold(
-        ("test_apply_chat_template_video_frame_sampling",),
-        "frames may be sampled from a list of images too",
-        "ValueError not raised",
-    ),
-    CannotHold(
         ("test_apply_chat_template_video_0", "test_apply_chat_template_video_1"),
         "frames of all videos lie along one axis, as stock's do, which the test cannot ask without torchcodec",
         "AssertionError: (2 != 1|4 != 2)$",

@@ -50,7 +50,11 @@ def load_rows(
     if not sources:
         raise ValueError("source is an empty list. Name at least one file.")
     for one in sources:
-        _check_source(one)
+        if not isinstance(one, str | os.PathLike | datasets.Dataset | datasets.DatasetDict):
+            raise TypeError(
+                f"source must be a path, a name or a Dataset, or a list of these, got {type(one).__name__}. Load "
+                "without streaming; rows are a source by `datasets.Dataset.from_list(rows)`."
+            )
     given = {name: value for name, value in ({"split": split} | options).items() if value is not None}
     for name, value in given.items():
         if not accepts_option(sources, name):
@@ -74,19 +78,6 @@ def accepts_option(source: Any, option: str) -> bool:
     if _is_saved(path):
         return option == "split" and (path / "dataset_dict.json").is_file()
     return True
-
-
-def _check_source(source: Any) -> None:
-    if isinstance(source, str | os.PathLike | datasets.Dataset | datasets.DatasetDict):
-        return
-    advice = "Name a file, a folder or a data set of the Hub."
-    if isinstance(source, datasets.IterableDataset | datasets.IterableDatasetDict):
-        advice = "Training needs rows by number: load it without streaming."
-    elif isinstance(source, Mapping):
-        advice = "Rows need no loading: give the list of them to the trainer, or `datasets.Dataset.from_list(rows)`."
-    raise TypeError(
-        f"source must be a path, a name or a Dataset, or a list of these, got {type(source).__name__}. {advice}"
-    )
 
 
 def _is_saved(path: Path) -> bool:

@@ -29,7 +29,10 @@ OF_VIDEOS = {
     *("max_video_tokens", "test_time_scaling", "pruning_ratio", "do_sample_frames", "video_metadata"),
     *("return_metadata", *LIMITS),
 }
-COUNTS, RATES = ("num_frames", "min_frames", "max_frames"), ("max_fps", "fps")
+CHECKS = {
+    **dict.fromkeys(("num_frames", "min_frames", "max_frames"), check_count),
+    **dict.fromkeys(("max_fps", "fps"), check_amount),
+}
 _ROUNDING = 0.05  # frames: how far a time may be from its place at a constant rate
 Grid = tuple[int, int, int]
 
@@ -88,17 +91,11 @@ def pop_video_kwargs(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_settings(video_processor: Any, options: dict[str, Any]) -> Any:
-    """
-    A copy of a native processor with the settings among `options`, which are taken out: native processors take few of
-    them in a call.
-    """
+    """A copy of a native processor with the settings among `options`, which are taken out."""
     video_processor = copy.copy(video_processor)
     scales, ratio = options.pop("test_time_scaling", False), options.pop("pruning_ratio", None)
     if ratio is not None and not scales:
-        raise ValueError(
-            f"pruning_ratio={ratio!r} has no effect on a processor without test_time_scaling. Pass it to the model's "
-            "call or generate, which prune, or pass test_time_scaling=True too, for more frames."
-        )
+        raise ValueError(f"pruning_ratio={ratio!r} has no effect without test_time_scaling. Pass it to the model.")
     known = {"num_frames", "max_fps"} | video_processor.valid_kwargs.__annotations__.keys()
     set_frames(video_processor, **{name: options.pop(name) for name in known & options.keys()})
     if scales:
@@ -116,18 +113,12 @@ def native_name(video_processor: Any, name: str) -> str:
 
 
 def set_frames(video_processor: Any, **settings: Any) -> None:
-    """
-    Sets `num_frames`, `max_fps` and others under the names that the processor has for them; None leaves it be. Raises
-    `ValueError` for values out of range.
-    """
+    """Sets `num_frames`, `max_fps` and others that are not None, by the processor's names. Raises `ValueError`."""
     for name, value in settings.items():
-        if value is None:
-            continue
-        if name in COUNTS:
-            check_count(name, value)
-        if name in RATES:
-            check_amount(name, value)
-        setattr(video_processor, native_name(video_processor, name), value)
+        if value is not None:
+            if name in CHECKS:
+                CHECKS[name](name, value)
+            setattr(video_processor, native_name(video_processor, name), value)
 
 
 def get_frames(video_processor: Any) -> dict[str, Any]:
@@ -146,10 +137,8 @@ def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
 
 class Molmo2Reader:
     """
-    Frames by the settings of an `STTSVideoProcessor`, which resizes decoded frames itself.
-
-    settings: the video processor. samples: whether frames are chosen, or all are shown. Takes options that the
-    processor's call does not take out of `call`.
+    Frames by the settings of an `STTSVideoProcessor`, which resizes decoded frames itself. Takes out of `call` the
+    options that the processor's call does not take. samples: whether frames are chosen, or all are shown.
     """
 
     def __init__(self, video_processor: Any, call: dict[str, Any]):
@@ -277,10 +266,7 @@ def _native_grid(video_processor: Any, num_frames: int, height: int, width: int)
 
 
 def to_native_metadata(shown: STTSVideoMetadata) -> VideoMetadata:
-    """
-    The same for a native processor, which takes a frame's index over `fps` for its time: where the rate varies, indices
-    are replaced by what gives the true time.
-    """
+    """The same for a native processor, whose times are indices over `fps`: where the rate varies, `times * fps`."""
     indices: list[Any] = list(shown.frames_indices or [])
     fps = shown.fps or 1.0
     places = [time * fps for time in shown.timestamps]

@@ -44,10 +44,9 @@ def download_limits(processor: Any, **call: Any) -> tuple[int, float]:
 
 
 def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
-    """Downloads a file into a temporary one, open at its beginning, which is deleted when it is closed.
-
-    Raises:
-        ValueError: the address cannot be read, or the file is larger or takes longer than the limits allow.
+    """
+    Downloads a file into a temporary one, open at its beginning, which is deleted when it is closed. Raises
+    `ValueError` where the address cannot be read, or the file is larger or takes longer than the limits allow.
     """
     file: Any = tempfile.TemporaryFile()  # noqa: SIM115
     problems: list[Exception] = []
@@ -121,10 +120,8 @@ def decoded_frames(video: Any, given: Any, name: str, samples: bool) -> tuple[to
     counts = {"frames_indices": shown.frames_indices, "frame_times": shown.frame_times}
     wrong = {key: len(values) for key, values in counts.items() if values is not None and len(values) != len(frames)}
     if wrong:
-        raise ValueError(
-            f"{name} has {len(frames)} frames, but its video_metadata speaks of {wrong}. Pass one for each frame, and "
-            "do_sample_frames=False if frames were sampled before."
-        )
+        advice = "Pass one for each frame, and do_sample_frames=False if frames were sampled before."
+        raise ValueError(f"{name} has {len(frames)} frames, but its video_metadata speaks of {wrong}. {advice}")
     layout = infer_channel_dimension_format(frames, num_channels=(1, 3, 4))
     return (frames.permute(0, 3, 1, 2).contiguous() if layout == ChannelDimension.LAST else frames), shown
 
@@ -146,9 +143,7 @@ def open_picture(source: Any) -> Image.Image:
         return source
     picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
     if picture.format == "EPS":
-        raise ValueError(
-            "A picture is an EPS file, which PIL would have another program (Ghostscript) draw. Convert it to PNG."
-        )
+        raise ValueError("A picture is an EPS file, for which PIL would start Ghostscript. Convert it to PNG.")
     return picture
 
 

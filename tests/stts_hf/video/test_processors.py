@@ -172,7 +172,7 @@ def test_a_video_of_one_frame_is_shown_twice(backbone, clips):
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "in_videos_kwargs"])
-@pytest.mark.parametrize("options", [{"num_frames": 4}, {"max_fps": 1}, {"max_frames": 4}, {"fps": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"num_frames": 4}, {"fps": 1}], ids=str)
 def test_settings_hold_for_one_call(native, clips, options, beside):
     call = options if beside else {"videos_kwargs": options}
     inputs = process(native, text=[TEXT], videos=[clips["large"]], return_tensors="pt", **call)
@@ -218,7 +218,7 @@ def test_no_videos_are_none(native):
 
 
 @pytest.mark.parametrize("name", ["large", "slow"])
-@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
 def test_scaling_fills_up_what_pruning_takes(native, clips, name, ratio):
     """Of a large video by resolution, of a long one by frames; never more, and less by rounding to blocks alone."""
 
