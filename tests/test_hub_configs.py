@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stts_hf.checkpoints.checks import check_processor
-from stts_hf.checkpoints.doctor import examine
+from stts_hf.checkpoints.doctor import examine, needed_modules
 from stts_hf.checkpoints.families import OWN, family_of_checkpoint
 
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
@@ -31,6 +31,8 @@ def test_code_is_linked_relatively_and_every_link_resolves_to_the_one_copy(hub_c
         assert file.is_symlink(), file
         assert not file.readlink().is_absolute(), file
         assert file.resolve(strict=True).parent == hub_configs.parent / "modeling"
+    auto_map = read_json(hub_configs / preset / "config.json")["auto_map"]
+    assert {file.stem for file in files} == needed_modules(hub_configs / preset, auto_map).keys()
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *QWEN3_VL])

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
+from stts_hf.checkpoints.doctor import needed_modules
 from tests.make_qwen_vl_tiny import FAMILIES, build_config, build_processor
-from tests.test_hub_configs import siblings_of
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -72,14 +72,10 @@ def test_it_answers_through_every_auto_class_without_the_package_and_so_does_wha
     assert run_without_package(ANSWER, str(saved)).splitlines()[-1] == first
 
 
-def test_code_is_linked_relatively_and_is_all_that_its_auto_map_leads_to(folder, family):
+def test_code_is_linked_relatively_and_is_all_that_its_auto_map_leads_to(folder):
     assert all(file.is_symlink() and not file.readlink().is_absolute() for file in folder.glob("*.py"))
-    wanted, seen = {f"configuration_stts_{family}", f"modeling_stts_{family}"}, set[str]()
-    while wanted - seen:
-        module = (wanted - seen).pop()
-        seen.add(module)
-        wanted |= siblings_of(folder / f"{module}.py")
-    assert {file.stem for file in folder.glob("*.py")} == seen
+    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert {file.stem for file in folder.glob("*.py")} == needed_modules(folder, auto_map).keys()
 
 
 def test_it_is_small(folder):
