@@ -15,13 +15,13 @@ class Selector:
 
 # Purple and green as in the paper's figures.
 SELECTORS = {
-    "scorer": Selector(
-        "learned scorer", "learned: the scorer inside the vision tower rates every block", "#7a4fd0", True
-    ),
+    "scorer": Selector("learned scorer", "learned: the scorer in the vision tower rates each block", "#7a4fd0", True),
     "cosine": Selector(
-        "cosine to the frame before", "heuristic: what is most like the frame before goes first", "#1f9d61"
+        "cosine to the previous frame",
+        "heuristic: blocks most similar to the previous frame are dropped first",
+        "#1f9d61",
     ),
-    "random": Selector("at random", "drawn at random, for comparison", "#c4761b"),
+    "random": Selector("random (baseline)", "baseline: blocks are drawn at random", "#c4761b"),
 }
 LEARNED = [name for name, selector in SELECTORS.items() if selector.is_learned]
 UNTRAINED = [name for name, selector in SELECTORS.items() if not selector.is_learned]

@@ -1,4 +1,4 @@
-"""The page, as a Gradio app: what is on it, and what happens when a clip is chosen, asked about or left."""
+"""The page, as a Gradio app: its components and event handlers."""
 
 import contextlib
 import dataclasses
@@ -32,16 +32,16 @@ Changes = dict[Any, Any]  # components, and what they show now
 
 class Page:
     """
-    The components, and what happens to them. All that lasts is in `visits`.
+    Components and event handlers; state lives in `visits`.
 
     Args:
-        answerer: what answers.
-        sample: a clip to try.
-        about: what to say of the checkpoint, under the title.
-        on_gpu: wraps what answers, such as `spaces.GPU()` where a GPU is lent for one call at a time.
+        answerer: answers the questions.
+        sample: a video to try.
+        about: a sentence about the checkpoint, under the title.
+        on_gpu: wraps `answerer.answer`, such as `spaces.GPU()` where a GPU is lent for one call at a time.
 
     Attributes:
-        blocks: the app.
+        blocks: the Gradio app.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Page:
     ):
         self.answerer, self.limits, self.sample = answerer, answerer.limits, sample
         self.answer: Answer = on_gpu(answerer.answer) if on_gpu else answerer.answer
-        # Should a tab not say that it was closed, its files go an hour after they came.
+        # The files of a tab that closes without notice are deleted after an hour.
         with gr.Blocks(title="Ask a video", analytics_enabled=False, delete_cache=(HOUR // 4, HOUR)) as self.blocks:
-            # No method: Gradio copies what a method belongs to with every page that it sends, weights and all.
+            # A lambda, since Gradio copies a bound method's object, weights included, with every page that it sends.
             self.owner = gr.State(None, time_to_live=HOUR, delete_callback=lambda owner: self._forget(owner))
             gr.HTML(f"<h1>Ask a video</h1><p>{html.escape(about)}</p>", elem_id="head")
             with gr.Row(elem_id="body"):
@@ -63,7 +63,7 @@ class Page:
                     self._build_video(answerer)
                 with gr.Column(min_width=320):
                     self._build_chat()
-            # Everybody's sample is one file.
+            # All visitors share one copy of the sample.
             copied = self.video.move_resource_to_block_cache(str(sample))
             self.visits = Visits(answerer.clips, Path(self.blocks.GRADIO_CACHE), Path(str(copied)))
             self._connect()
@@ -83,7 +83,7 @@ class Page:
             0, 100, round(100 * ratio), step=5, label="Video tokens to drop, in %", buttons=[], elem_id="drop"
         )
         choices = [(SELECTORS[name].label, name) for name in (first, *others)]
-        self.selector = gr.Radio(choices, value=first, label="Which ones", visible=bool(others))
+        self.selector = gr.Radio(choices, value=first, label="Selection method", visible=bool(others))
 
     def _build_chat(self) -> None:
         self.chat = gr.Chatbot(
@@ -109,8 +109,8 @@ class Page:
         self.compare = gr.Button("Ask again with nothing dropped", size="sm", visible=False, elem_id="compare")
 
     def _connect(self) -> None:
-        # None of these cancels another: Gradio's page sends what an event cancels after all else that it does, and with
-        # it goes what was asked in between. Answers end themselves, and what they show last is what the tab then has.
+        # No event cancels another: Gradio's page sends cancellations last, which would also drop questions asked in
+        # between. Answers end themselves, and their last update is what the tab then shows.
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         at_once: dict[str, Any] = {**quiet, "concurrency_limit": None}
         turn: dict[str, Any] = {"concurrency_id": "answers", "concurrency_limit": self.limits.answers}
@@ -133,7 +133,7 @@ class Page:
         self.blocks.unload(self.leave)
 
     def choose(self, video: str | None, request: gr.Request) -> Iterator[Changes]:
-        """Another video, or none: what was known of the one before is forgotten."""
+        """A video was chosen or removed: forgets the one before."""
         owner = str(request.session_hash)
         cleared = {**self._untold(), **self._undrawn()} if self.visits.choose(owner, video) else {}
         told: dict[str, Any] = {"value": []} if cleared else {}
@@ -155,7 +155,7 @@ class Page:
     def ask(
         self, question: str, video: str | None, percent: float, selector: str, request: gr.Request
     ) -> Iterator[Changes]:
-        """Streams the answer to a question, and shows what the model saw as soon as it has watched."""
+        """Streams the answer to a question; shows the timeline once the video is read."""
         yield from self._ask(question, video, percent / 100, selector, request)
 
     def ask_example(
@@ -164,7 +164,7 @@ class Page:
         yield from self._ask(chosen.value["text"], video, percent / 100, selector, request)
 
     def ask_unpruned(self, video: str | None, percent: float, selector: str, request: gr.Request) -> Iterator[Changes]:
-        """Asks the last question again; the timeline and the overlay stay those of the pruned clip."""
+        """Asks the last question again without pruning; timeline and overlay stay those of the pruned clip."""
         visit = self.visits.find(str(request.session_hash))
         if visit is not None and visit.turns:
             yield from self._ask(visit.turns[-1].question, video, 0.0, selector, request, shows=False)
@@ -204,13 +204,13 @@ class Page:
             if not visit.left:
                 visit.turns.append(dataclasses.replace(turn, finished=True))
                 visit.measured += [progress] if progress else []
-                # All of it, for programs, which get what came last.
+                # All outputs, since programs get only the last update.
                 yield {**saw, **self._told(visit), self.owner: owner}
             if visit.left:
                 yield {**self._untold(), self.box: gr.Textbox(**ASK)}
 
     def _told(self, visit: Visit) -> Changes:
-        """What was asked and measured, and the box for the next question."""
+        """The conversation, its measurements, and the box for the next question."""
         unpruned = any(run.pruning_ratio == 0 for run in visit.measured)
         return {
             self.chat: page.messages(visit.turns),
@@ -227,20 +227,20 @@ class Page:
         return {self.overlay: None, **closed}
 
     def stop(self, request: gr.Request) -> None:
-        """The answer ends with the piece that is being written, and what was written of it stays."""
+        """Ends the answer at its next piece; the text so far stays."""
         visit = self.visits.find(str(request.session_hash))
         if visit is not None:
             visit.stopped = True
 
     def clear(self, request: gr.Request) -> Any:
-        """The conversation was cleared: its last question can't be asked again."""
+        """The conversation was cleared, so its last question can't be asked again."""
         visit = self.visits.find(str(request.session_hash))
         if visit is not None:
             visit.turns.clear()
         return gr.Button(visible=False)
 
     def draw(self, request: gr.Request) -> Iterator[Changes]:
-        """Writes the video with its dropped blocks dimmed, once for each way of watching it, and shows it."""
+        """Shows the video with its dropped blocks dimmed, written once for each ratio and selector."""
         visit = self.visits.find(str(request.session_hash))
         if visit is None or visit.video is None or visit.seen is None:
             return
@@ -274,7 +274,7 @@ class Page:
 
 
 def take_no_addresses(video: gr.Video) -> None:
-    """Keeps Gradio from fetching a video that a program names by its address in place of a file that it uploaded."""
+    """Keeps Gradio from downloading a video that a program passes as a URL instead of an upload."""
     take = video.async_move_resource_to_block_cache
 
     async def take_upload(url_or_file_path: str | Path | None) -> str | None:
@@ -282,13 +282,13 @@ def take_no_addresses(video: gr.Video) -> None:
             raise gr.Error("Nothing is fetched from an address here. Upload the video.", print_exception=False)
         return await take(url_or_file_path)
 
-    # Not a class of ours: Gradio writes a file beside the code of every new class of components.
+    # Not a subclass: Gradio writes a file beside the code of every new component class.
     video.async_move_resource_to_block_cache = take_upload  # type: ignore[method-assign]
 
 
 def complaint(error: Exception, video: str, what: str = "") -> gr.Error:
-    """What to tell about an error: a mistake in what was given says so itself, and all others are in the log."""
-    if isinstance(error, gr.Error):  # of ZeroGPU, about what is left of someone's share
+    """An error as the visitor reads it: the message of a wrong input; other errors are only in the log."""
+    if isinstance(error, gr.Error):  # of ZeroGPU, about a visitor's quota
         return error
     known = isinstance(error, ValueError | TypeError)
     if is_disk_full(error):

@@ -1,4 +1,4 @@
-"""Answers for several visitors at once: whose clips are held, what may be asked about, and how far an answer is."""
+"""Answers for several visitors at once: clips that are kept between questions, limits, and progress."""
 
 import contextlib
 import dataclasses
@@ -19,8 +19,8 @@ from stts_hf.video.processors import measure
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """
-    What a visitor may use. upload_mb: megabytes of a file. seconds: of a clip. pixels: of a frame. clips: held at once,
-    of all visitors together; 0 holds none. answers: written at once, the others wait. new_tokens: of an answer.
+    Maximum values. upload_mb: megabytes of a file. seconds: of a video. pixels: of a frame. clips: held at once for all
+    visitors; 0 holds none. answers: generated at once; others wait. new_tokens: of an answer. question: characters.
     """
 
     upload_mb: int = 200
@@ -29,20 +29,20 @@ class Limits:
     clips: int = 4
     answers: int = 2
     new_tokens: int = 64
-    question: int = 1000  # characters
+    question: int = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """
-    How far an answer is.
+    An answer so far.
 
     Attributes:
-        seen: what the model saw, `Clip.seen`.
-        selector, pruning_ratio: what the clip was watched with.
-        held: whether it was held since an earlier question.
-        watching: seconds from question to watched clip: reading the file, encoding and prefill. 0 where it was held.
-        first_word: seconds from question to first piece of the answer, None before that.
+        seen: `Clip.seen`.
+        selector, pruning_ratio: that the video was read with.
+        held: whether the clip was held since an earlier question.
+        watching: seconds from the question to the read video (decoding, encoding, prefill); 0 if it was held.
+        first_word: seconds from the question to the first piece of the answer; None before that.
         text: the answer so far.
     """
 
@@ -56,18 +56,18 @@ class Progress:
 
 
 class HeldClips:
-    """At most `most` clips of all visitors: the one asked about longest ago goes first. For several threads."""
+    """At most `most` clips of all visitors; the least recently used goes first. Thread-safe."""
 
     def __init__(self, most: int):
         self.most = most
-        self._clips: dict[tuple[str, Hashable], Clip] = {}  # the last one asked about at the end
+        self._clips: dict[tuple[str, Hashable], Clip] = {}  # the most recently used last
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._clips)
 
     def find(self, owner: str, key: Hashable) -> Clip | None:
-        """The clip, which is asked about now."""
+        """The clip, which becomes the most recently used."""
         with self._lock:
             clip = self._clips.pop((owner, key), None)
             if clip is not None:
@@ -75,20 +75,20 @@ class HeldClips:
             return clip
 
     def hold(self, owner: str, key: Hashable, clip: Clip) -> None:
-        # A clip that leaves is not released here: an answer about it may be under way. It goes with its last user.
+        # The oldest clip is not released: an answer about it may be running. It goes with the last reference.
         with self._lock:
             self._clips[owner, key] = clip
             while len(self._clips) > self.most:
                 del self._clips[next(iter(self._clips))]
 
     def let_go(self, owner: str | None = None) -> None:
-        """Lets the clips of an owner go, or all."""
+        """Forgets the clips of an owner, or all."""
         with self._lock:
             self._clips = {key: clip for key, clip in self._clips.items() if owner not in (None, key[0])}
 
 
 def check_video(path: str | Path, limits: Limits) -> None:
-    """Raises `ValueError` for what is no video, and for a longer or larger one than may be asked about."""
+    """Raises `ValueError` for a file that is no video or exceeds the limits."""
     with VideoFile(str(path)) as file:
         if file.duration > limits.seconds:
             lasts = math.ceil(10 * file.duration) / 10  # rounded up, so that it is above the limit
@@ -105,10 +105,9 @@ def check_video(path: str | Path, limits: Limits) -> None:
 
 class Answerer:
     """
-    Answers questions of several visitors, each about clips of their own.
+    Answers questions of several visitors, each about their own clips.
 
-    assistants: for each selector that can be chosen. limits: what visitors may use. processing: which frames are looked
-    at, as `VideoAssistant.watch` takes it.
+    assistants: by selector. processing: as in `VideoAssistant.watch`.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ class Answerer:
 
     def check(self, owner: str, video: str, question: str, pruning_ratio: float, selector: str) -> None:
         """
-        Checks what `answer` is to be given. Raises `TypeError` or `ValueError`: there is no such file, it is no video,
-        or a longer one than may be; or the question is too long, empty or holds tokens of the model's own.
+        Checks the arguments of `answer`. Raises `TypeError` or `ValueError` for a file that is no video or exceeds the
+        limits, and for a question that is too long, empty or holds a control token.
         """
         check_question(self.assistants[selector].processor, question)
         if len(question) > self.limits.question:
@@ -132,14 +131,8 @@ class Answerer:
         self, owner: str, video: str, question: str, pruning_ratio: float, selector: str
     ) -> Generator[Progress, None, None]:
         """
-        Answers a question, piece by piece; closing the iterator ends the answer. The clip is watched unless it is held.
-
-        Args:
-            owner: whose clip it is.
-            video: path of the file.
-            question: text.
-            pruning_ratio: share `k` of video tokens to drop.
-            selector: one of those of `assistants`.
+        Answers a question, piece by piece; closing the iterator ends the answer. The video is read unless its clip is
+        held. owner: of the clip. video: path of the file. selector: a key of `assistants`.
         """
         started = time.perf_counter()
         key = (video, pruning_ratio, selector)

@@ -1,4 +1,4 @@
-"""What the page shows in Gradio's components: questions and answers, tokens over time, what was measured."""
+"""Contents of the page's components: messages, the timeline of kept tokens, the table of measurements."""
 
 import dataclasses
 import html
@@ -14,12 +14,12 @@ from stts_hf.wording import percent
 from .held_clips import Progress
 
 HEIGHT = 48  # of the timeline, in units of its drawing
-WATCHING, STOPPED = '<span class="origin">Watching the video …</span>', '<span class="origin">Stopped.</span>'
+WATCHING, STOPPED = '<span class="origin">Reading the video …</span>', '<span class="origin">Stopped.</span>'
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A question, and how far its answer is: None until the clip is watched. finished: no more comes."""
+    """A question and its answer so far, None until the video is read. finished: the answer is complete or stopped."""
 
     question: str
     progress: Progress | None = None
@@ -42,10 +42,10 @@ def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 def timeline(seen: Answer) -> str:
     """
-    Bars, as SVG: for each frame that the model takes, how many of its blocks were kept, from when it is on screen to
-    when the next is. The page's script moves a line over them with the player, and the player to where one clicks.
+    An SVG with a bar for each of the model's `T` frames: its width is the time on screen, its height the share of kept
+    blocks. The page's script moves a line with the player, and seeks the player on a click.
     """
-    assert seen.keep_mask is not None  # it was watched
+    assert seen.keep_mask is not None  # the video was read
     kept = seen.keep_mask.sum(dim=1).tolist()
     blocks = seen.keep_mask.shape[1]
     starts = np.array(seen.timestamps[:: seen.tubelet])
@@ -70,25 +70,25 @@ def timeline(seen: Answer) -> str:
 
 
 def origin(progress: Progress) -> str:
-    """The line under an answer: whether the clip was held, and how long the first word took."""
+    """The line under an answer: whether the video was read for it, and seconds to the first word."""
     dropped = (
         f"{percent(progress.pruning_ratio)} dropped, {SELECTORS[progress.selector].label}"
         if progress.pruning_ratio
         else "nothing dropped"
     )
     read = (
-        "from the held clip"
+        "Answered from cache (video not read again)"
         if progress.held
-        else f"{progress.seen.num_frames} frames watched in {progress.watching:.2f} s"
+        else f"{progress.seen.num_frames} frames read in {progress.watching:.2f} s"
     )
     first = "" if progress.first_word is None else f" · first word after {progress.first_word:.2f} s"
-    return f'<p class="origin">{read[0].upper()}{read[1:]}{first} · {dropped}</p>'
+    return f'<p class="origin">{read}{first} · {dropped}</p>'
 
 
 def table(runs: Iterable[Progress]) -> str:
     """
-    A table of what was measured for a clip: each way of watching it once, and the last question that found it held.
-    Without a row that drops nothing, it says that this was not measured.
+    A table with a row for each ratio and selector of a video: times of its first question and of the last one answered
+    from cache. A missing row without pruning is named as not measured.
     """
     rows: dict[tuple[float, str], dict[str, str]] = {}
     for run in runs:
@@ -109,7 +109,7 @@ def table(runs: Iterable[Progress]) -> str:
     if not any(ratio == 0 for ratio, _ in rows):
         lines.insert(0, '<tr class="missing"><th>Nothing dropped</th><td colspan="4">not measured yet</td></tr>')
     return (
-        '<table class="measured"><thead><tr><th></th><th>Video tokens</th><th>Watching</th><th>First word</th>'
+        '<table class="measured"><thead><tr><th></th><th>Video tokens</th><th>Reading</th><th>First word</th>'
         f"<th>Next question</th></tr></thead><tbody>{''.join(lines)}</tbody></table>"
     )
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a page that is served."""
+"""Builds the page for a model, and serves it."""
 
 import atexit
 import copy
@@ -22,7 +22,7 @@ from .app import OF_SAMPLE, Answer, Page
 from .held_clips import Answerer, Limits
 
 HERE = Path(__file__).parent
-WAITING = 32  # questions in the queue; whoever comes then is told that it is full
+WAITING = 32  # maximum number of queued questions
 
 
 def build(
@@ -37,17 +37,17 @@ def build(
     The page for a model, to be served by `serve`.
 
     Args:
-        assistant: what `stts_hf.load` returns. Its selector is the first choice.
-        limits: what visitors may use; `Limits()` by default.
-        processing: which frames are looked at, such as `{"num_frames": 32}`.
-        about: what to say of the checkpoint.
-        on_gpu: wraps what answers, such as `spaces.GPU()` where a GPU is lent for one call at a time. Nothing can be
-            held between calls then: pass `Limits(clips=0)`.
+        assistant: of `stts_hf.load`. Its selector is the first choice.
+        limits: of visitors; `Limits()` by default.
+        processing: which frames, such as `{"num_frames": 32}`.
+        about: a sentence about the checkpoint.
+        on_gpu: wraps `Answerer.answer`, such as `spaces.GPU()` where a GPU is lent for one call at a time. Clips cannot
+            be held between such calls: pass `Limits(clips=0)`.
     """
     folder = own_folder()
     sample = folder / "sample_clip.mp4"
     write_sample_clip(sample)
-    if on_gpu is None:  # a first call takes longer, and would be somebody's measurement
+    if on_gpu is None:  # warm-up, so that no visitor measures it
         assistant.answer(str(sample), OF_SAMPLE[0], processing=processing, max_new_tokens=1)
     answerer = Answerer(
         {name: with_selector(assistant, name) for name in selectors(assistant)}, limits or Limits(), processing
@@ -56,18 +56,18 @@ def build(
 
 
 def serve(page: Page, **options: Any) -> Any:
-    """Serves the page until it is interrupted. options: of Gradio's `launch`, which says what it returns."""
+    """Serves the page until it is interrupted; returns what Gradio's `launch` does, which takes the options."""
     page.blocks.queue(max_size=WAITING)
     return page.blocks.launch(
         share=False,
         max_file_size=page.limits.upload_mb * 2**20,
         enable_monitoring=False,
-        run_history=False,  # it would keep questions and answers in the browser
+        run_history=False,  # keeps questions and answers in the browser
         footer_links=[],
         ssr_mode=False,
         pwa=False,
         theme=theme(),
-        _frontend=False,  # or it looks at its own page, and gives up where a busy machine takes three seconds for that
+        _frontend=False,  # its check of the page times out after three seconds on a busy machine
         css_paths=HERE / "page.css",
         js=(HERE / "page.js").read_text(encoding="utf-8"),
         **options,
@@ -75,7 +75,7 @@ def serve(page: Page, **options: Any) -> Any:
 
 
 def theme() -> gr.Theme:
-    """Fonts that are there already: Gradio's themes would fetch theirs from elsewhere."""
+    """System fonts: Gradio's themes would download theirs."""
     system = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "sans-serif"]
     return gr.themes.Base(
         primary_hue=gr.themes.colors.violet,
@@ -96,8 +96,8 @@ def theme() -> gr.Theme:
 @functools.cache
 def own_folder() -> Path:
     """
-    A folder of this process, gone with it, in which Gradio keeps its files too: by default all Gradio apps of a user
-    share one, and each serves what is in there.
+    A temporary folder of this process, also for Gradio's files: by default all Gradio apps of a user share one folder,
+    and each serves all files in it.
     """
     folder = Path(tempfile.mkdtemp(prefix="stts-demo-")).resolve()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -106,13 +106,13 @@ def own_folder() -> Path:
 
 
 def selectors(assistant: VideoAssistant) -> list[str]:
-    """Those that can be chosen, the model's own first: a scorer that was never trained is not offered."""
+    """Available selectors, the model's own first; an untrained scorer is left out."""
     own = assistant.model.config.vision_config.selector
     return list(dict.fromkeys([own, *(SELECTORS if is_scorer_trained(assistant.model) else UNTRAINED)]))
 
 
 def with_selector(assistant: VideoAssistant, selector: str) -> VideoAssistant:
-    """An assistant that shares the weights and has a configuration of its own, so that both can answer at once."""
+    """An assistant with the same weights and its own configuration, so that both can answer at once."""
     shared = {id(tensor): tensor for tensor in itertools.chain(assistant.model.parameters(), assistant.model.buffers())}
     model = copy.deepcopy(assistant.model, shared)
     model.config.vision_config.selector = selector

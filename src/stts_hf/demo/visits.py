@@ -1,4 +1,4 @@
-"""What each browser tab has here, files, clips and what was said, all of which is gone when it is."""
+"""State of each browser tab: files, clips and conversation, deleted when the tab is closed."""
 
 import contextlib
 import dataclasses
@@ -18,17 +18,17 @@ BROKEN_OFF = 600  # seconds without a byte
 @dataclasses.dataclass(eq=False)
 class Visit:
     """
-    A tab, until it looks at another video, or a program, until it is done.
+    State of a tab until it shows another video, or of a program until it is done.
 
     Attributes:
-        video: the one that is looked at, or asked about.
-        chosen: whether it is in the player. Programs only ask.
-        turns, measured: what was asked about it, and what the answers took.
-        seen: what the model saw, as it is to be drawn.
-        stopped: the answer that is being written ends.
-        left: it is over, and so is all that was begun for it.
-        uploads: paths of its files, and which file that was: who uploads the same one writes another in its place.
-        speaking: held by who writes an answer: there is one at a time, visits of a tab before this one included.
+        video: path of the current video.
+        chosen: whether it is in the player; programs only ask.
+        turns, measured: the conversation and its measurements.
+        seen: the progress whose overlay is to be drawn.
+        stopped: whether the running answer is to end.
+        left: whether the visit is over; its running work ends.
+        uploads: paths of its files and their identity, since another upload of a file replaces it at the same path.
+        speaking: lock of the running answer, one at a time, shared with earlier visits of the tab.
     """
 
     video: str | None = None
@@ -50,7 +50,7 @@ class Visit:
 
 
 def which(path: Path) -> Hashable:
-    """Tells a file from another one that was at its place before."""
+    """The identity of a file, which differs from that of an earlier file at the same path."""
     try:
         facts = path.stat()
     except FileNotFoundError:
@@ -60,10 +60,10 @@ def which(path: Path) -> Hashable:
 
 class Visits:
     """
-    The visit of each tab, by a name that the tab chose itself: it is never part of a path. For several threads.
+    The visit of each tab, by an id that the client chooses and that is never part of a path. Thread-safe.
 
-    clips: held for all of them. cache: Gradio's folder, where uploads are, each in a folder of its own. kept: a file in
-    there that is nobody's.
+    clips: held for all visits. cache: Gradio's folder with one folder per upload. kept: a file there that is never
+    deleted.
     """
 
     def __init__(self, clips: HeldClips, cache: Path, kept: Path | None = None):
@@ -76,8 +76,8 @@ class Visits:
 
     def choose(self, owner: str, video: str | None) -> bool:
         """
-        Begins another visit, and leaves the one before. Returns whether it did: it goes on where it is about this video
-        already, because a question about it was taken up before.
+        Starts a new visit and leaves the one before. Returns False if a visit of this video exists, because a question
+        about it arrived earlier.
         """
         with self._lock:
             before = self._visits.get(owner, Visit())
@@ -93,7 +93,7 @@ class Visits:
     @contextlib.contextmanager
     def turn(self, owner: str, video: str) -> Iterator[Visit | None]:
         """
-        The visit in which a question is to be answered, when the answer before has ended. None where the tab has chosen
+        Waits for the tab's previous answer to end, then gives the visit for a question; None if the tab has chosen
         another video by then.
         """
         with self._lock:
@@ -107,11 +107,11 @@ class Visits:
             try:
                 yield visit if visit.video == video else None
             finally:
-                if visit.left:  # it may have watched a clip since
+                if visit.left:  # it may have read a video since
                     self.clips.let_go(owner)
 
     def overlay(self, visit: Visit, key: Hashable) -> Path:
-        """Where the overlay for a key goes. Its folder is there, unless the visit is over."""
+        """The overlay's path for a key, in a folder that exists unless the visit is over."""
         with self._lock:
             if visit.overlays is None and not visit.left:
                 self.cache.mkdir(parents=True, exist_ok=True)
@@ -119,14 +119,14 @@ class Visits:
         return (visit.overlays or self.cache / "left") / f"{hash(key) & (2**64 - 1):x}.mp4"
 
     def leave(self, owner: str) -> None:
-        """Lets go what a tab has."""
+        """Deletes all state of a tab."""
         with self._lock:
             visit = self._visits.pop(owner, None)
         if visit is not None:
             self._leave(owner, visit)
 
     def _leave(self, owner: str, visit: Visit) -> None:
-        """A file that another one looks at too stays for that one. What came of uploads that broke off goes as well."""
+        """Deletes a visit's files, except those another visit uses, and the remains of interrupted uploads."""
         with self._lock:
             visit.left = True
             used = {self.kept}.union(*(other.uploads for other in self._visits.values()))
@@ -135,7 +135,7 @@ class Visits:
         gone = [path.parent for path in unused if path.parent.parent == self.cache]
         for path in [*gone, *([visit.overlays] if visit.overlays else [])]:
             shutil.rmtree(path, ignore_errors=True)
-        for path in self.cache.glob("tmp*"):  # Gradio's, while they come in
+        for path in self.cache.glob("tmp*"):  # Gradio's partial uploads
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and time.time() - path.stat().st_mtime > BROKEN_OFF:
                     path.unlink()

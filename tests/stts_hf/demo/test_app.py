@@ -39,8 +39,8 @@ def ask(client: Any, video: object, question: str = "What moves?", percent: floa
 def test_the_second_question_is_answered_from_the_held_clip_and_says_so(client, assistant, video):
     first, timeline, _ = ask(client, video)
     again, _, numbers = ask(client, video, "Where is it?")
-    assert "9 frames watched in" in first  # 2 s, four a second, and the last
-    assert "From the held clip" in again
+    assert "9 frames read in" in first  # 2 s, four a second, and the last
+    assert "Answered from cache" in again
     assert again.startswith(assistant.answer(str(video), "Where is it?", pruning_ratio=0.5, max_new_tokens=12).answer)
     assert "72 of 144" in timeline
     assert numbers.count("<tr>") == 2  # the head, and one way of watching
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_asked_about_is_refused_and_the_next_question_work
     with pytest.raises(gradio_client.exceptions.AppError, match=words) as refused:
         ask(client, tmp_path / "bad.mp4")
     assert str(tmp_path) not in str(refused.value)
-    assert "watched" in ask(client, video)[0]
+    assert "frames read" in ask(client, video)[0]
 
 
 def test_a_file_above_the_limit_is_not_taken(served):
@@ -120,17 +120,17 @@ def test_no_address_is_fetched_and_no_form_of_a_path_gets_round_the_uploads(serv
     answer = httpx.get(f"{served.url}gradio_api/call/ask/{begun['event_id']}", timeout=PATIENCE).text
     assert fetched == []
     assert "event: error" in answer
-    assert "watched" not in answer
+    assert "frames read" not in answer
 
 
 def test_two_visitors_are_answered_at_once(served, gate, video):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(ask, gradio_client.Client(served.url, verbose=False), video, "Wait for it.")
         assert gate.reached.wait(PATIENCE)
-        assert "watched" in ask(gradio_client.Client(served.url, verbose=False), video)[0]
+        assert "frames read" in ask(gradio_client.Client(served.url, verbose=False), video)[0]
         assert not first.done()
         gate.open.set()
-        assert "watched" in first.result(PATIENCE)[0]
+        assert "frames read" in first.result(PATIENCE)[0]
 
 
 def test_an_answer_that_is_cancelled_ends_and_the_next_question_works(client, served, gate, video):
@@ -142,7 +142,7 @@ def test_an_answer_that_is_cancelled_ends_and_the_next_question_works(client, se
     # Gradio's client drops a question that it sends while the server closes the stream of the one before.
     stream = client.streaming_future
     assert stream is None or concurrent.futures.wait([stream], PATIENCE).done
-    assert "From the held clip" in ask(client, video)[0]
+    assert "Answered from cache" in ask(client, video)[0]
 
 
 def test_when_a_visitor_leaves_nothing_of_it_is_kept(served, tmp_path):
@@ -247,7 +247,7 @@ def test_the_answer_about_a_clip_that_is_replaced_ends_and_clears_what_it_showed
     assert len(served.visits.clips) == held
     assert list(served.ask("Where?", str(video), 50, "scorer", request)) == []  # it waited in the queue
     *_, last = served.ask("What?", str(other), 50, "scorer", request)
-    assert "watched" in last[served.chat][-1]["content"]
+    assert "frames read" in last[served.chat][-1]["content"]
     served.visits.leave("moves on")
 
 

@@ -77,11 +77,11 @@ def test_one_uploads_asks_moves_the_ratio_and_asks_again(visit, video, width):
     page = visit(width)
     upload(page, video)
     ask(page, "What moves?")
-    wait_for(page, "9 frames watched in")
+    wait_for(page, "9 frames read in")
     wait_for(page, "72 of 144", "#tokens")
     page.wait_for_selector("#seen video")  # what the model saw comes to the front by itself
     ask(page, "Where is it?")
-    wait_for(page, "From the held clip")
+    wait_for(page, "Answered from cache")
     wait_until_answered(page)
     page.fill("#drop input[type=number]", "25")
     page.press("#drop input[type=number]", "Tab")
@@ -102,7 +102,7 @@ def test_the_sample_clip_answers_a_question_that_is_offered(visit):
     page = visit()
     page.click("#sample")
     page.click("text=Which letter flashes up?")
-    wait_for(page, "16 frames watched in")
+    wait_for(page, "16 frames read in")
 
 
 def test_both_pictures_and_the_timeline_are_at_the_same_moment(visit, video):
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_video_is_refused_and_the_next_one_is_taken(visit, vid
     wait_for(page, "Take it out of the text", ".toast-body")
     assert page.input_value("#box textarea") == "What is <|video|>?"  # to be mended
     ask(page, "What moves?")
-    wait_for(page, "9 frames watched in")
+    wait_for(page, "9 frames read in")
 
 
 def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
@@ -151,7 +151,7 @@ def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
     assert gate.closed.wait(PATIENCE)
     assert "Wait for it." in page.inner_text("#chat")
     ask(page, "And now?")
-    wait_for(page, "From the held clip")
+    wait_for(page, "Answered from cache")
 
 
 def test_another_clip_chosen_in_the_middle_of_an_answer_begins_anew(visit, gate, video, tmp_path):
@@ -159,14 +159,14 @@ def test_another_clip_chosen_in_the_middle_of_an_answer_begins_anew(visit, gate,
     upload(page, video)
     ask(page, "Wait for it.")
     assert gate.reached.wait(PATIENCE)
-    wait_for(page, "9 frames watched in")
+    wait_for(page, "9 frames read in")
     page.click("#clip [aria-label=Clear]")
     wait_for(page, "Choose a video, then ask about it.")
     upload(page, Path(write_clip(tmp_path / "one second.mp4", 10, fps=10)))
     gate.open.set()
     wait_until_answered(page)
     ask(page, "And now?")
-    wait_for(page, "5 frames watched in")
+    wait_for(page, "5 frames read in")
     wait_until_answered(page)
     assert "Wait for it." not in page.inner_text("#chat")
     assert "40 of 80" in page.inner_text("#tokens")
@@ -185,7 +185,7 @@ def test_a_browser_that_leaves_ends_its_answer_and_takes_its_files_along(visit, 
     other = visit()  # and the next one is answered
     upload(other, mine)
     ask(other, "What moves?")
-    wait_for(other, "frames watched in")
+    wait_for(other, "frames read in")
     assert len(served.visits.clips) == held
     other.close()
     for _ in range(10 * PATIENCE):

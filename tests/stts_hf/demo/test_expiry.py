@@ -43,7 +43,7 @@ def test_files_and_clips_go_and_the_next_question_says_so(forgetful, video):
     (unused,) = forgetful.visits.cache.glob("*/unused.mp4")
     client = gradio_client.Client(forgetful.url, verbose=False)
     _, chat, *_ = client.predict("What?", gradio_client.handle_file(video), 50, "scorer", api_name="/ask")
-    assert "watched" in chat[-1]["content"][0]["text"]
+    assert "frames read" in chat[-1]["content"][0]["text"]
     (upload,) = forgetful.visits.find(client.session_hash).uploads
     wait_until(lambda: forgetful.visits.find(client.session_hash) is None)
     wait_until(lambda: not upload.exists())

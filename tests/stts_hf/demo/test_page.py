@@ -38,9 +38,9 @@ def test_bars_stand_where_their_frames_are_on_screen_as_high_as_the_share_they_k
 @pytest.mark.parametrize(
     ("progress", "words"),
     [
-        (FIRST, "5 frames watched in 1.50 s · first word after 2.00 s · 50% dropped, cosine to the frame before"),
-        (AGAIN, "From the held clip · first word after 0.10 s · 50% dropped, cosine to the frame before"),
-        (UNPRUNED, "5 frames watched in 2.50 s · first word after 3.00 s · nothing dropped"),
+        (FIRST, "5 frames read in 1.50 s · first word after 2.00 s · 50% dropped, cosine to the previous frame"),
+        (AGAIN, "Answered from cache (video not read again) · first word after 0.10 s · 50% dropped, cosine"),
+        (UNPRUNED, "5 frames read in 2.50 s · first word after 3.00 s · nothing dropped"),
     ],
     ids=["first", "held", "unpruned"],
 )
@@ -56,11 +56,11 @@ def rows_of(table: str) -> dict[str, list[str]]:
 def test_the_table_has_a_row_for_each_way_of_watching_and_says_what_was_not_measured():
     assert rows_of(page.table([FIRST])) == {
         "Nothing dropped": ["not measured yet"],
-        "50% dropped, cosine to the frame before": ["6", "1.50 s", "2.00 s", "-"],
+        "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "-"],
     }
     assert rows_of(page.table([FIRST, AGAIN, UNPRUNED])) == {
         "Nothing dropped": ["6", "2.50 s", "3.00 s", "-"],
-        "50% dropped, cosine to the frame before": ["6", "1.50 s", "2.00 s", "0.10 s"],
+        "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "0.10 s"],
     }
     assert page.table([]) == ""
 
@@ -68,6 +68,6 @@ def test_the_table_has_a_row_for_each_way_of_watching_and_says_what_was_not_meas
 def test_a_turn_shows_how_far_it_is():
     waiting, stopped = page.Turn("What?"), page.Turn("What?", finished=True)
     shown = [page.messages([turn])[-1]["content"] for turn in (waiting, stopped, page.Turn("What?", FIRST))]
-    assert "Watching" in shown[0]
+    assert "Reading" in shown[0]
     assert "Stopped" in shown[1]
     assert shown[2].startswith("A <b>ring</b>\n\n")
