@@ -106,14 +106,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file, empty where the file is missing. Raises `ValueError` for anything else."""
     if not path.is_file():
         return {}
+    too_deep = ValueError(f"{path} is nested deeper than the files of a checkpoint are: copy it again.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
-        content = None
+        raise too_deep from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again.") from error
-    if content is None or _is_deep(content):
-        raise ValueError(f"{path} is nested deeper than the files of a checkpoint are: copy it again.")
+    if _is_deep(content):
+        raise too_deep
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, but is {_BRIEF.repr(content)}: copy it again.")
     return content

@@ -26,7 +26,7 @@ from stts_hf.wording import percent
 
 HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
-COUNTS = ("video_tokens_kept", "video_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
+NUMBERS = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
 OF_PREDICTOR = (
     *("revision", "selector", "device", "dtype", "pruning_ratio"),
     *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
@@ -152,7 +152,7 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
-    """Raises `CommandError` where an answer that is there is to another prompt or video, or lacks a count."""
+    """Raises `CommandError` where an answer that is there is to another prompt or video, or holds a wrong value."""
     from stts_hf.inference.predicting import video_name
 
     advice = "Name another file, or move that one away."
@@ -166,15 +166,18 @@ def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[
                     f"--output {output} holds answers of another job: the {name} of row {row['id']} is {now!r:.80}, "
                     f"and was {there[name]!r:.80}. {advice}"
                 )
-        for name in COUNTS:
-            if there["error"] is None and not isinstance(there[name], int | float):
-                raise CommandError(f"--output {output}: {name} of row {row['id']} is {there[name]!r:.80}. {advice}")
+        kinds = dict.fromkeys(there, str) | dict.fromkeys(NUMBERS, int) | {"seconds": float}
+        missing = {"error"} if there["error"] is None else kinds.keys()
+        for name in kinds.keys() - {"prompt", "video"}:
+            value = there[name]
+            if not isinstance(value, kinds[name]) and not (value is None and name in missing):
+                raise CommandError(f"--output {output}: {name} of row {row['id']} is {value!r:.80}. {advice}")
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums over the records of all rows."""
     answered = [record for record in records if record["error"] is None]
-    sums = {name: sum(record[name] for record in answered) for name in COUNTS}
+    sums = {name: sum(record[name] for record in answered) for name in NUMBERS if name != "prompt_tokens"}
     return {"rows": len(records), "answered": len(answered), "errors": len(records) - len(answered), **sums}
 
 
@@ -185,7 +188,7 @@ def write_parquet(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     from stts_hf.checkpoints.atomic_folder import atomic_file
 
-    kinds = dict.fromkeys((*COUNTS, "prompt_tokens"), pyarrow.int64()) | {"seconds": pyarrow.float64()}
+    kinds = dict.fromkeys(NUMBERS, pyarrow.int64()) | {"seconds": pyarrow.float64()}
     columns = {name: [record[name] for record in records] for name in records[0]}
     texts = {name: list(map(printable, values)) for name, values in columns.items() if name not in kinds}
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
@@ -200,9 +203,9 @@ def write_parquet(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         ) from error
 
 
-def printable(text: str | None) -> str | None:
-    """The text with undecodable bytes of file names as \\udcXX, as in JSON."""
-    return text and text.encode("utf-8", "backslashreplace").decode()
+def printable(value: Any) -> str | None:
+    """The value as text, with undecodable bytes of file names as \\udcXX, as in JSON."""
+    return None if value is None else str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def print_record(number: int, total: int, record: Mapping[str, Any]) -> None:

@@ -95,7 +95,11 @@ def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dat
         root = media_root if media_root is not None else path.parent
         if path.suffix != ".parquet":
             return _load_json(path, root)
-        table, name = datasets.load_dataset("parquet", data_files=str(path), split="train", **options), path.name
+        try:
+            table = datasets.load_dataset("parquet", data_files=str(path), split="train", **options)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{str(path)!r} cannot be read as Parquet: {error}") from error
+        name = path.name
     elif _is_saved(path):
         table, name = datasets.load_from_disk(str(path)), path.name
         root = media_root if media_root is not None else path

@@ -101,7 +101,7 @@ def _read(
         made_with = read_json(summary_path(path))
         rows, torn = read_lines(path)
     except ValueError as error:
-        raise AnswersError(f"{error}. {advice}") from error
+        raise AnswersError(f"{error} {advice}") from error
     if made_with.get("format") != FORMAT or not isinstance(made_with.get("settings"), dict):
         raise AnswersError(
             f"{path} holds something already, but {summary_path(path).name} beside it does not say with which "

@@ -148,8 +148,9 @@ def test_parquet_is_whole_and_in_the_order_of_the_inputs(run):
     table = pyarrow.parquet.read_table("out.parquet")
     assert table.column_names == COLUMNS
     assert table.to_pylist() == [lines()[name] for name in "abc"]
-    assert run("clips/words.mp4", *PROMPT, "--output", "words.parquet")[0] == 1
-    assert pyarrow.parquet.read_table("words.parquet").schema == table.schema
+    Path("odd.jsonl").write_text('{"id": "d", "video": "clips/two.mp4", "prompt": 3}')
+    assert run("odd.jsonl", "--output", "errors.parquet")[0] == 1
+    assert pyarrow.parquet.read_table("errors.parquet").schema == table.schema
 
 
 def test_videos_that_lie_in_a_data_set(run):
@@ -270,10 +271,11 @@ def test_a_file_of_another_job_is_refused_and_stays(run, options, message):
         ("rows.jsonl", "Where?", "Why?", "the prompt of row b is 'Why?', and was 'Where?'"),
         ("rows.jsonl", "clips/two.mp4", "clips/three.mp4", "the video of row a is 'clips/three.mp4'"),
         ("rows-done.jsonl", '"frames": 2', '"frames": null', "frames of row a is None"),
+        ("rows-done.jsonl", '"error": null', '"error": 3', "error of row a is 3"),
     ],
-    ids=["prompt", "video", "count"],
+    ids=["prompt", "video", "count", "error"],
 )
-def test_answers_to_something_else_and_without_counts_are_refused(run, file, before, now, said):
+def test_answers_to_something_else_or_of_a_wrong_kind_are_refused(run, file, before, now, said):
     content = Path(file).read_text()
     Path(file).write_text(content.replace(before, now, 1))
     assert Path(file).read_text() != content

@@ -93,6 +93,7 @@ def test_rows_without_a_prompt_get_the_one_given(here):
         (["videos"], {"split": "test"}, "split and subset are of data sets"),
         (["rows.jsonl"], {}, "prompt has no use: every row has its own"),
         (["bad.jsonl"], {}, "bad.jsonl:1 is not JSON"),
+        (["bad.parquet"], {}, "'bad.parquet' cannot be read as Parquet"),
         (["other.jsonl"], {}, "other.jsonl has no column 'video', but path, id, media_root"),
         (["nobody/nothing"], {}, "nobody/nothing does not exist here, and cannot be loaded as a data set"),
     ],
@@ -101,7 +102,8 @@ def test_rows_without_a_prompt_get_the_one_given(here):
 def test_what_is_refused(here, inputs, options, message):
     rows_file(here / "rows.jsonl", {"video": "a.mp4", "prompt": "Why?"})
     rows_file(here / "other.jsonl", {"path": "a.mp4"})
-    (here / "bad.jsonl").write_text("x")
+    for name in ("bad.jsonl", "bad.parquet"):
+        (here / name).write_text("x")
     with pytest.raises(ValueError, match=message):
         read_inputs(inputs, **{"prompt": "What?"} | options)
 
