@@ -24,8 +24,8 @@ def colour_of(selector: str) -> str:
 
 def score_range(scores: np.ndarray) -> tuple[float, float]:
     """
-    Lowest and highest of scores `(T, n)` in frames `t >= 1`. Frame 0 is always kept, and its scores mean nothing:
-    cosine has no frame before to compare it with.
+    Lowest and highest of scores `(T, n)` in frames `t >= 1`. Frame 0 is always kept and its scores are meaningless:
+    it has no previous frame.
     """
     rest = scores[1:] if len(scores) > 1 else scores
     rest = rest[np.isfinite(rest)]
@@ -38,19 +38,17 @@ def comparison(
     grid: tuple[int, int],
     timestamps: Sequence[float],
     tubelet: int = 1,
-    columns: int = COLUMNS,
 ) -> Figure:
     """
-    Selectors side by side, as in the paper's qualitative figures: a row of frames as they are, and a row for each
-    selector with the blocks dimmed that it drops.
+    Selectors side by side, as in the paper's qualitative figures: a row of at most 8 frames, spread evenly from the
+    first to the last, and for each selector a row with its dropped blocks dimmed.
 
     Args:
         frames: `(F, H, W, 3)` uint8.
-        keep_masks: selector, or what else to call a row, and its mask `(T, n)` bool.
+        keep_masks: by label of the row, usually a selector, `(T, n)` bool.
         grid: rows and columns of blocks in a frame.
         timestamps: `F` times in seconds.
-        tubelet: how many of the `F` frames the model takes for one of its `T`.
-        columns: maximum number of frames, spread evenly over the video with its first and last.
+        tubelet: how many of the `F` frames the model merges into one of its `T`.
 
     Raises:
         ValueError, TypeError: as `contact_sheet`.
@@ -60,9 +58,7 @@ def comparison(
     check_frames(frames)
     for mask in masks.values():
         check_outputs(len(frames), mask, grid, timestamps, None, tubelet)
-    if columns < 1:
-        raise ValueError(f"`columns` is {columns}, but must be at least 1.")
-    places = np.unique(np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)).tolist()
+    places = np.unique(np.linspace(0, len(frames) - 1, min(COLUMNS, len(frames))).round().astype(int)).tolist()
     width = 11 / max(len(places), 4)
     height = 0.97 * width * frames.shape[1] / frames.shape[2]
     tight = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.01, hspace=0.01)

@@ -18,7 +18,7 @@ from .frames import VideoStream, on_screen
 LONGEST_SIDE = 640  # pixels
 MAX_FPS = 30
 MAX_FRAMES = 5400  # three minutes at 30 per second: longer videos move in larger steps, and take no longer to write
-# At most 2 Mbit/s, a keyframe near every place that one jumps to, and the last frame in its place.
+# At most 2 Mbit/s, keyframes close together for seeking, no B-frames so that the last frame keeps its time.
 BROWSER = {"crf": "23", "preset": "veryfast", "maxrate": "2M", "bufsize": "4M", "g": "60", "bf": "0"}
 
 
@@ -31,17 +31,17 @@ def write_overlays(
     longest_side: int = LONGEST_SIDE,
 ) -> None:
     """
-    Writes a video with the blocks dimmed that were dropped: one MP4 (H.264, yuv420p) for each of several masks. At each
-    moment they show the mask of the sampled frame that is the last whose time has come. The video is decoded once, and
-    never in memory as a whole; it keeps its times, but has at most 30 frames a second, and 5400 in all.
+    Writes a video with its dropped blocks dimmed, one MP4 (H.264, yuv420p) for each of several masks. Each frame has
+    the mask of the latest sampled frame. The video is decoded once, frame by frame; it keeps its timing, but has at
+    most 30 frames a second, and 5400 in all.
 
     Args:
         video: a file, or what else `VideoFile` takes.
-        keep_masks: path of each MP4, and its mask `(T, n)` bool, blocks row by row.
+        keep_masks: by path of the MP4, `(T, n)` bool, blocks row by row.
         grid: rows and columns of blocks in a frame, `rows * cols == n`.
         timestamps: when each of the `F` sampled frames is on screen, in seconds.
-        tubelet: how many of the `F` frames the model takes for one of its `T`.
-        longest_side: most pixels of a side; smaller videos keep their size, in even numbers.
+        tubelet: how many of the `F` frames the model merges into one of its `T`.
+        longest_side: maximum pixels of a side; smaller videos keep their size, rounded to even numbers.
 
     Raises:
         ValueError: the video cannot be read, a mask does not fit, or PyAV was built without x264.
@@ -71,7 +71,7 @@ def write_overlays(
 
 
 def moments_to_show(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
-    """Indices of the frames of an overlay: all, or as many as it may have, and the sampled ones."""
+    """Indices of the frames of an overlay: all, or up to the limits, and the sampled ones."""
     if file.fps <= MAX_FPS * 1.02 and len(file.times) <= MAX_FRAMES:
         return list(range(len(file.times)))
     moments = np.arange(0, file.duration, max(1 / MAX_FPS, file.duration / MAX_FRAMES))

@@ -1,4 +1,4 @@
-"""A clip to try things on, made here rather than shipped: a still scene in which a few things happen."""
+"""A sample video, generated rather than shipped: a still scene in which a few things happen."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 from .clip_files import write_video
 from .drawing import COLOURS, draw_background, draw_shape
 
-# When (shares of the clip's length), what, in which colour, how large and where.
+# Start and end (fractions of the clip), shape, colour, radius and centre.
 FLASHES = (
     (0.2, 0.32, "H", "white", 0.11, (0.18, 0.16)),
     (0.4, 0.48, "diamond", "green", 0.06, (0.5, 0.84)),
@@ -20,26 +20,20 @@ FLASHES = (
 def write_sample_clip(
     path: str | os.PathLike, seconds: float = 3.875, fps: float = 8, size: tuple[int, int] = (360, 360)
 ) -> None:
-    """Writes a clip in which a red ring moves to the right; a letter and two marks flash up, a square changes colour.
+    """
+    Writes a clip in which a red ring moves to the right; a letter and two marks flash up, a square changes colour.
 
-    The background does not change before compression but for the noise of a camera, so a token scorer should keep the
-    ring, and the frames in which something flashes up. Every run writes the same pictures.
+    The background is constant but for camera noise, so a token scorer should keep the ring, and the frames in which
+    something flashes up. Every run writes the same frames.
 
     Args:
-        path: where to write; the ending picks the container (`.mp4`, `.mkv`, ...).
+        path: of the file; the suffix chooses the container (`.mp4`, `.mkv`, ...).
         seconds: length of the clip; it holds `round(seconds * fps)` frames.
         fps: frames per second.
         size: height and width in pixels, even numbers of at least 64.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
     height, width = size
     num_frames = round(seconds * fps)
-    if height < 64 or width < 64 or height % 2 or width % 2:
-        raise ValueError(f"size must be two even numbers of at least 64 (height, width), got {size}.")
-    if fps <= 0 or num_frames < 1:
-        raise ValueError(f"seconds and fps must give at least one frame, got seconds={seconds} and fps={fps}.")
     times = (number / fps for number in range(num_frames))
     bit_rate = str(8 * height * width)
     write_video(path, sample_frames(times, seconds, height, width), fps, b=bit_rate)

@@ -45,5 +45,3 @@ def test_what_does_not_fit_is_refused_by_name():
     mask = scores(3) > 0.5
     with pytest.raises(ValueError, match=r"^`keep_mask` has shape \(3, 6\), but 2 frames.* need \(2, 6\)"):
         comparison(frames(2), {"scorer": mask}, GRID, [0, 1])
-    with pytest.raises(ValueError, match="`columns` is 0"):
-        comparison(frames(3), {"scorer": mask}, GRID, [0, 1, 2], columns=0)
