@@ -1,8 +1,7 @@
 """
-Answers, a line per question, in a file that a killed run leaves whole and the same command continues.
+A JSONL file of answers, one line each, which stays valid if the run is killed, and which the same command continues.
 
-Beside `answers.jsonl` lies `answers.summary.json`: the settings that the answers were made with, and, once all are
-there, what they add up to.
+`answers.summary.json` beside it holds the settings of the answers, and their sums once all are there.
 """
 
 import contextlib
@@ -23,15 +22,15 @@ FORMAT = 1
 
 
 class AnswersError(ValueError):
-    """A file that answers may not be added to, or cannot."""
+    """Answers must not or cannot be added to a file."""
 
 
 class AnswersFile:
     """
-    Answers in a file that is open for more. Made by `open_answers`.
+    A file open for more answers; made by `open_answers`.
 
     Attributes:
-        answered: the answers that are there, by id.
+        answered: its answers by id.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], answered: dict[str, dict[str, Any]], file: io.FileIO):
@@ -48,14 +47,14 @@ class AnswersFile:
         self.answered[record["id"]] = dict(record)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes what all answers add up to."""
+        """Writes the sums of all answers."""
         with _writing(self.path):
             os.fsync(self._file.fileno())
             _write_summary(self.path, self.settings, summary)
 
 
 def summary_path(path: Path) -> Path:
-    """Where the settings and the sums of an answers file lie."""
+    """The file of an answers file's settings and sums."""
     return path.with_suffix(".summary.json")
 
 
@@ -64,11 +63,11 @@ def open_answers(
     path: Path, settings: Mapping[str, Any], *, columns: Set[str] = frozenset(), retry_errors: bool = True
 ) -> Iterator[AnswersFile]:
     """
-    Opens a new file, or one of an earlier run with the same settings: a line that a kill tore is dropped.
+    Opens a new file, or continues one with the same settings; a last line that is cut off is dropped.
 
-    settings: plain JSON: whatever changes what is answered. columns: what every answer has. retry_errors: whether
-    questions with an error are dropped too, so that they are asked again. Raises `AnswersError` where the file holds
-    something else, another process writes to it, or it cannot be written.
+    settings: plain JSON, everything that changes answers. columns: keys of every answer. retry_errors: whether answers
+    with an error are dropped, so that they are asked again. Raises `AnswersError` if the file holds something else,
+    another process writes to it, or it cannot be written.
     """
     settings = json.loads(json.dumps(settings))
     target = Path(os.path.realpath(path))  # of a link
@@ -95,7 +94,7 @@ def open_answers(
 def _read(
     path: Path, settings: Mapping[str, Any], columns: Set[str], retry_errors: bool
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """The answers of an earlier run, and whether there is more in its file. Raises `AnswersError`."""
+    """The answers of an earlier run, and whether its file holds more than them. Raises `AnswersError`."""
     advice = "Name another file, or move that one away."
     try:
         made_with = read_json(summary_path(path))

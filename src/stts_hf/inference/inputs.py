@@ -1,4 +1,4 @@
-"""What `stts-hf predict` is asked about: videos in folders and by pattern, and rows of files and data sets."""
+"""Inputs of `stts-hf predict`: videos in folders and by pattern, and rows of files and data sets."""
 
 import errno
 import glob
@@ -25,13 +25,13 @@ _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass(frozen=True)
 class StoredVideo:
-    """A video that lies in a data set, of which all videos together may be larger than the memory."""
+    """A video in a data set, loaded when it is decoded: all of them may not fit into memory."""
 
     table: Any
     number: int
 
     def load(self) -> Any:
-        """Its bytes or path. Raises `RowError` where there is neither."""
+        """Its bytes or path. Raises `RowError` if there is neither."""
         row = self.table[self.number]
         sample = read_row({name: row.get(name) for name in (*PLACE, "video")} | STAND_INS)
         check_files(sample)
@@ -47,19 +47,19 @@ def read_inputs(
     leave_out: Iterable[Path] = (),
 ) -> list[dict[str, Any]]:
     """
-    Rows `{id, video, prompt}` of all inputs, in their order, and `media_root` where relative paths start.
+    Rows `{id, video, prompt}` of all inputs, in their order, with `media_root`, the folder of relative paths.
 
     Args:
-        inputs: paths or addresses of videos; folders, whose videos are found by their endings, in folders inside them
-            too; patterns such as `videos/**/*.mp4`; JSONL and Parquet files of rows `{id, video, prompt}`; data sets of
-            the Hub, or folders of one. The `id` of a video without a row is its path, as it is written here.
+        inputs: paths or URLs of videos; folders, searched recursively by suffix; patterns such as `videos/**/*.mp4`;
+            JSONL and Parquet files of rows `{id, video, prompt}`; data sets on the Hub or in a folder. The `id` of a
+            video without a row is its path as given.
         prompt: for videos without one.
         split, subset: of data sets; by default "train", and the only one.
-        leave_out: files that are no inputs, wherever they lie: the answers of an earlier run.
+        leave_out: files to ignore: the answers of an earlier run.
 
     Raises:
-        ValueError: an input is none of these, holds no videos or cannot be read, ids are there twice, there is no
-            prompt, or an argument has no use.
+        ValueError: an input is none of these, holds no videos or cannot be read, an id occurs twice, a prompt is
+            missing, or an argument has no use.
     """
     left_out = set(map(os.path.realpath, leave_out))
     rows = [row for one in inputs for row in _read(one, split, subset, left_out)]
@@ -134,7 +134,7 @@ def _unreadable(folder: str, reason: str | None) -> ValueError:
 
 
 def _videos_in(folder: Path) -> list[str]:
-    """All videos below a folder, in the order of their names; those that are hidden are not seen."""
+    """All videos below a folder, sorted by name, without hidden ones."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(error.filename, error.strerror)
@@ -156,7 +156,7 @@ def _videos_in(folder: Path) -> list[str]:
 
 
 def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[dict[str, Any]]:
-    """Rows of a data set, without what its videos hold."""
+    """Rows of a data set, without the content of its videos."""
     import datasets
 
     from stts_hf.data.loading import accepts_option, load_rows

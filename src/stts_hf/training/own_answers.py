@@ -1,8 +1,7 @@
 """Answers that the model itself writes, with nothing dropped, to rows that have none.
 
-A question alone teaches little about its video, because most of its words follow from the question itself. The words
-of an answer depend on the video, and the model is surest of its own greedy ones. Answers are written once, before the
-first step, so every epoch and a resumed run use the same rows, packed and measured like others.
+Most tokens of a question do not depend on the video; those of an answer do, and the model is surest of its own greedy
+ones. Answers are written once, before the first step, so every epoch and a resumed run use the same rows.
 """
 
 import contextlib
