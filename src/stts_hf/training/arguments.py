@@ -14,7 +14,7 @@ from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import did_you_mean
 
-ADAPTER = "adapter"  # LoRA and DoRA weights, wherever they sit
+ADAPTER = "adapter"  # LoRA and DoRA weights, in any part
 
 # Paper section 4.1.
 PAPER_LEARNING_RATES = {LANGUAGE_MODEL: 1e-5, VISION_TOWER: 5e-6, CONNECTOR: 5e-6, SCORER: 1e-4}
@@ -86,7 +86,7 @@ class STTSTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
-            self.use_cpu = True  # else accelerate makes every process a run of its own, all in one folder
+            self.use_cpu = True  # else accelerate starts one run per process, all in one folder
         super().__post_init__()
         self.learning_rates = self._complete(self.learning_rates or {})
         self.learning_rate = self.learning_rates[LANGUAGE_MODEL]
@@ -103,7 +103,7 @@ class STTSTrainingArguments(TrainingArguments):
         if self.temporal_loss_only and self.distillation_weight:
             raise ValueError(
                 f"`temporal_loss_only` is true, but `distillation_weight` is {self.distillation_weight:g}: there is no "
-                "output to match where no language model runs. Take one of the two out."
+                "output to match, because no language model runs. Remove one of the two."
             )
         for name, reason in REFUSED.items():
             if getattr(self, name):
@@ -133,7 +133,7 @@ class STTSTrainingArguments(TrainingArguments):
 
 
 def check_parts(argument: str, names: Iterable[str], valid: tuple[str, ...]) -> None:
-    """Raises `ValueError` that lists the `valid` parts where `argument` names another."""
+    """Raises `ValueError` that lists the `valid` parts if `argument` names another."""
     for name in names:
         if name not in valid:
             advice = did_you_mean(str(name), valid, f"Parts: {', '.join(valid)}.")

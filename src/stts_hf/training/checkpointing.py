@@ -69,7 +69,7 @@ def missing_from(checkpoint: Path) -> str | None:
             shard_files(index)
         except (ValueError, OSError) as error:
             return f"its weights cannot be read ({error})"
-    # `Trainer` silently continues with a fresh optimizer where none is saved. FSDP's is `optimizer.bin` or a folder
+    # `Trainer` silently continues with a fresh optimizer if none is saved. FSDP's is `optimizer.bin` or a folder
     # `optimizer_0`; DeepSpeed's, a folder `global_step3`, has the scheduler in it or beside it.
     kinds = {"optimizer.pt": "optimizer.pt optimizer.bin optimizer_[0-9]*", "scheduler.pt": "scheduler.pt"}
     for name, patterns in kinds.items():

@@ -29,7 +29,7 @@ def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tenso
     """
     labels = batch.get("labels")
     if labels is None:
-        raise ValueError("A batch has no `labels`: the collator must add them, -100 where no loss is wanted.")
+        raise ValueError("A batch has no `labels`: the collator must add them, -100 for tokens without a loss.")
     predicted = labels != -100
     predicted[:, 0] = False
     position_ids = token_order(batch.get("position_ids"), num_axes)
@@ -140,7 +140,7 @@ class LossHistory:
         self.batches: list[tuple[int, Sequence[str] | None, dict[str, torch.Tensor]]] = []
 
     def add(self, step: int, losses: Mapping[str, torch.Tensor], ids: Sequence[str] | None) -> None:
-        """losses: float32 scalars by name. ids: of the batch's rows, None where the collator adds none."""
+        """losses: float32 scalars by name. ids: of the batch's rows, None if the collator adds none."""
         self.batches.append((step, ids, dict(losses)))
 
     def check(self) -> None:

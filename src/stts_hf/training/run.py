@@ -190,7 +190,7 @@ def merge(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(load_weights(run), output).merge_and_unload()
-    merged = merged.to(merged.dtype)  # the scorer was trained in float32, whatever the model's dtype
+    merged = merged.to(merged.dtype)  # the scorer was trained in float32 even if the model has another dtype
     with atomic_folder(output / MERGED, overwrite=True) as folder:
         merged.save_pretrained(folder)
         run.processor.save_pretrained(folder)

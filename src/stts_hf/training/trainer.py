@@ -308,7 +308,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         return loss, outputs.logits, None if labels is None else align_labels(outputs.kept_indices, labels)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; `eval_loss` is over all label tokens and blocks, whatever the batches."""
+        """As in `Trainer`; `eval_loss` is the mean over all label tokens and blocks, for any batch size."""
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         self._eval_statistics = statistics = PruningMetrics(self.args.device)
         self.statistics.pause()
