@@ -1,4 +1,4 @@
-"""The parts of an STTS model, bare or wrapped: where they stand is what its backbone says, by its attribute `parts`."""
+"""The parts of an STTS model, bare or wrapped, as its backbone's attribute `parts` names them."""
 
 import re
 from typing import Any
@@ -8,14 +8,14 @@ from torch import nn
 LANGUAGE_MODEL, VISION_TOWER, CONNECTOR, SCORER = "language_model", "vision_tower", "connector", "scorer"
 PARTS = (LANGUAGE_MODEL, VISION_TOWER, CONNECTOR, SCORER)
 
-# What torch.compile, FSDP, DDP, activation checkpointing and PEFT put into the names of what they wrap.
+# Prefixes that torch.compile, FSDP, DDP, activation checkpointing and PEFT add to the names of wrapped modules.
 _WRAPPERS = re.compile(
     r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|original_module|modules_to_save\.[^.]+)\."
 )
 
 
 def find_backbone(model: nn.Module) -> tuple[str, Any]:
-    """The model without a head inside `model`, and its name there. Raises `ValueError` where there is none."""
+    """Returns the name and module of the headless model inside `model`. Raises `ValueError` where there is none."""
     for name, module in model.named_modules():
         if hasattr(type(module), "parts"):  # that of remote code is no subclass of this package's `PruningBackbone`
             return name, module
@@ -24,8 +24,8 @@ def find_backbone(model: nn.Module) -> tuple[str, Any]:
 
 def modules_of(model: nn.Module, part: str) -> dict[str, Any]:
     """
-    The modules that make a part, by their name in `model`; another part may be inside them. Raises `ValueError` for a
-    model that is none of STTS.
+    Returns the modules of a part, by their name in `model`; other parts may be inside them. Raises `ValueError` for a
+    model that is not an STTS model.
     """
     home, backbone = find_backbone(model)
     names = [name for name, of in type(backbone).parts.items() if of == part]
@@ -33,21 +33,21 @@ def modules_of(model: nn.Module, part: str) -> dict[str, Any]:
 
 
 def module_of(model: nn.Module, part: str) -> Any:
-    """The module of a part that is one in every backbone: all but the connector."""
+    """Returns the module of a part that is a single module in every backbone: every part but the connector."""
     (module,) = modules_of(model, part).values()
     return module
 
 
 def is_scorer_trained(model: nn.Module) -> bool:
-    """Whether the scorer ever was trained: the weights of its last layer begin at zero."""
+    """Whether the scorer was ever trained: the weights of its last layer start at zero."""
     return bool(module_of(model, SCORER).score_layer.weight.any())
 
 
 def parts_of(model: nn.Module) -> dict[str, str]:
     """
-    The part of each parameter, by its name in `named_parameters`; PEFT's, DDP's, FSDP's and torch.compile's names are
-    known. Head and embeddings belong to the language model, pooler and MLP to the scorer, LoRA weights to the part they
-    adapt. Raises `ValueError` for a model that is none of STTS.
+    Returns the part of each parameter, by its name in `named_parameters`, which PEFT, DDP, FSDP and torch.compile may
+    have prefixed. Head and embeddings belong to the language model, pooler and MLP to the scorer, LoRA weights to the
+    part they adapt. Raises `ValueError` for a model that is not an STTS model.
     """
     home, backbone = find_backbone(model)
     parts = sorted(type(backbone).parts.items(), key=lambda item: -len(item[0]))  # what is inside comes first

@@ -53,7 +53,7 @@ def atomic_file(destination: Path) -> Iterator[Path]:
     """
     name, destination = destination.name, Path(os.path.realpath(destination))
     with _beside(destination) as (folder, _):
-        new = folder / name  # by whose ending libraries choose a format
+        new = folder / name  # libraries choose a format by the ending
         yield new
         with contextlib.suppress(FileNotFoundError):
             before = destination.stat()
@@ -96,8 +96,8 @@ def _beside(destination: Path, timeout: float = -1) -> Iterator[tuple[Path, Path
 def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
     """Moves everything in `folder` into `destination`, which may hold other files, over what has the same names.
 
-    `commit_marker` is the file without which a folder counts for nothing, such as `config.json`: the old one goes
-    first, the new one comes last. Weights of an earlier save that would be read in place of the new ones are deleted.
+    `commit_marker` is the file that makes a folder valid, such as `config.json`: the old one is deleted first, the new
+    one is moved last. Weights of an earlier save are deleted, since they could be read in place of the new ones.
     """
     destination.mkdir(exist_ok=True)
     names = sorted(os.listdir(folder), key=lambda name: (name == commit_marker, name))
@@ -118,7 +118,7 @@ def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
 
 
 def _short(name: str) -> str:
-    """A name, or what stands for a long one, so that it has room for more: names have at most 255 bytes."""
+    """Returns a name, shortened and hashed where it is long: file names have at most 255 bytes."""
     raw = os.fsencode(name)
     if len(raw) <= 100:
         return name
@@ -143,7 +143,7 @@ def _sync(path: Path) -> None:
 
 def stale_weights(present: list[str], saved: list[str]) -> list[str]:
     """
-    Weights among the files `present` that are no part of those just `saved`. transformers would read an old
+    Returns the weight files among `present` that are not among those just `saved`. transformers would read an old
     `model.safetensors` before a new index of shards.
     """
     weights = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -155,8 +155,8 @@ def stale_weights(present: list[str], saved: list[str]) -> list[str]:
 def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[str, Path] | None = None) -> None:
     """Raises `ValueError`, with a remedy, where `destination` cannot or must not be written.
 
-    What is there may be replaced only with `overwrite`, and only if it is a checkpoint and nothing else. `apart_from`:
-    folders that must not change, by what they are; `destination` may neither be one, nor hold one, nor lie in one.
+    An existing folder may be replaced only with `overwrite`, and only if it holds a checkpoint and nothing else.
+    `apart_from`: folders that must not change, by their role; `destination` may not be, contain or lie in one.
     """
     for what, folder in (apart_from or {}).items():
         ours, other = destination.resolve(), folder.resolve()

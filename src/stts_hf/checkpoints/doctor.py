@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint folder, in plain words; runs none of its code and reads no weights."""
+"""Finds what is wrong with a checkpoint folder; runs none of its code and reads no weights."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -65,7 +65,7 @@ def code(folder: Path) -> Iterator[Finding]:
 
 
 def needed_modules(folder: Path, auto_map: Mapping[str, str]) -> dict[str, str]:
-    """The modules of an `auto_map`'s classes and those that they import, there or not, and what needs each."""
+    """Returns the modules of an `auto_map`'s classes and those they import, missing ones too, and who needs each."""
     needed_by = dict.fromkeys(sorted({reference.split(".")[0] for reference in auto_map.values()}), "an `auto_map`")
     queue = list(needed_by)
     for module in queue:  # grows on the way
@@ -97,7 +97,7 @@ def weights(folder: Path) -> Iterator[Finding]:
 
 
 def tokenizer(folder: Path) -> Iterator[Finding]:
-    """Tokenizer, processor and chat template: all that makes a prompt."""
+    """Checks tokenizer, processor and chat template."""
     for name in ("tokenizer.json", "processor_config.json"):
         if not (folder / name).is_file():
             yield Finding(f"{name} is missing", "copy that of the base model")

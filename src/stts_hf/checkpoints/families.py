@@ -1,4 +1,4 @@
-"""What a checkpoint of each backbone is made of: looked up by the `model_type` in its `config.json`, ours or stock."""
+"""The classes and settings of each backbone's checkpoints, by the `model_type` in `config.json`, ours or stock."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ STOCK = {family.config.native.model_type: family for family in FAMILIES}
 
 
 def family_of(model_type: object, subject: object) -> Family:
-    """Of a `model_type`, ours or a stock one. Raises `ValueError` that says of `subject` what it is instead."""
+    """Returns the family of a `model_type`, ours or stock. Raises `ValueError` about `subject` for any other."""
     found = (OWN | STOCK).get(str(model_type))
     if found is None:
         raise ValueError(
@@ -96,7 +96,7 @@ def family_of(model_type: object, subject: object) -> Family:
 
 
 def model_type_of(checkpoint: str | Path, revision: str | None = None) -> object:
-    """What `config.json` of a folder or Hub repository says. Raises `OSError` where there is none."""
+    """Returns `model_type` of the `config.json` in a folder or Hub repository. Raises `OSError` where there is none."""
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         config = read_json(folder / "config.json")
@@ -109,8 +109,8 @@ def model_type_of(checkpoint: str | Path, revision: str | None = None) -> object
 
 def family_of_checkpoint(checkpoint: str | Path, revision: str | None = None) -> Family:
     """
-    Of a checkpoint's folder or Hub repository. Registers the Auto classes, so that what its classes load is this
-    package's code too. Raises `OSError` where it holds no config, `ValueError` as above.
+    Returns the family of a checkpoint's folder or Hub repository, and registers the Auto classes, so that its classes
+    load this package's code. Raises `OSError` where it holds no config, `ValueError` as `family_of`.
     """
     register_auto_classes()
     return family_of(model_type_of(checkpoint, revision), checkpoint)

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder: its JSON files, which files belong to it, and where its links may lead."""
+"""Files of a checkpoint folder: JSON that is read safely, the list of files that belong to it, and checks of links."""
 
 import contextlib
 import hashlib
@@ -46,7 +46,7 @@ MAX_DEPTH = 100  # copying settings goes down level by level, and Python's stack
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong: what, how to mend it, and whether the checkpoint cannot be used until then."""
+    """A problem, its remedy, and whether the checkpoint is unusable until it is mended."""
 
     what: str
     remedy: str
@@ -66,8 +66,8 @@ def raise_findings(subject: str, findings: Iterable[Finding]) -> None:
 @contextlib.contextmanager
 def usable(subject: str, remedy: str) -> Iterator[None]:
     """
-    Turns whatever a library raises over a broken file into one `ValueError` of one sentence; a shortage of memory or
-    disk passes.
+    Turns every error of a library over a broken file into a `ValueError` of one sentence; a shortage of memory or disk
+    passes.
     """
     try:
         yield
@@ -76,7 +76,7 @@ def usable(subject: str, remedy: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """What a library says is wrong with a file, in brief. Raises a shortage of memory or disk again."""
+    """Returns an error's message on one line, shortened. Raises a shortage of memory or disk again."""
     if is_out_of_memory(error) or is_disk_full(error):
         raise error
     reason = " ".join(str(error).split()).rstrip(".")
@@ -86,13 +86,13 @@ def reason_of(error: Exception) -> str:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Of a checkpoint folder's weights, configuration, tokenizer, chat template and processor."""
+    """Returns a digest of a checkpoint folder's weights, configuration, tokenizer, chat template and processor."""
     named = (path for path in checkpoint.iterdir() if decides(path.name))
     return digest_files(sorted(path for path in named if path.is_file()))  # reading a pipe or a device never ends
 
 
 def digest_files(paths: Iterable[Path]) -> str:
-    """Of names, sizes and contents."""
+    """Returns a digest of the names, sizes and contents of files."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(os.fsencode(f"{path.name} {path.stat().st_size}\n"))
@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str, Any]:
-    """The JSON object under a key, empty where there is none; raises `ValueError` for anything else."""
+    """Returns the JSON object under a key, empty where the key is missing. Raises `ValueError` for anything else."""
     section = settings.get(key)
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"`{key}` in {place} must be a JSON object, but is {_BRIEF.repr(section)}")
@@ -130,8 +130,8 @@ def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str,
 
 def check_texts(folder: Path) -> None:
     """
-    Raises `ValueError` for a JSON file of a checkpoint, or a section of one, that is no object, and for a template that
-    is no text; libraries fail over those in many ways.
+    Raises `ValueError` for a JSON file of a checkpoint, or a section of one, that is not an object, and for a template
+    that is not text. Libraries fail over those in many ways.
     """
     for path in sorted(folder.glob("*.json")):
         if decides(path.name):
@@ -143,7 +143,7 @@ def check_texts(folder: Path) -> None:
             ):
                 raise ValueError(f"{path} must map tokens to ids: copy it again")
     for path in filter(Path.is_file, folder.glob("*.jinja")):
-        with usable(f"{path} is no text", "copy it again"):
+        with usable(f"{path} is not UTF-8 text", "copy it again"):
             path.read_text(encoding="utf-8")
 
 
@@ -165,7 +165,7 @@ def _is_deep(content: Any) -> bool:
 
 
 def every_file(folder: Path) -> dict[str, Path]:
-    """Whatever lies in a folder and the folders in it, by its path there; links are not followed."""
+    """Returns every file and link below a folder, by its path there; links are not followed."""
     entries = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     return {name: path for name, path in entries.items() if path.is_symlink() or not path.is_dir()}
 
@@ -181,7 +181,7 @@ def decides(name: str) -> bool:
 
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:
-    """The files and links of a checkpoint, by their path in its folder."""
+    """Returns the files and links that belong to a checkpoint, by their path in its folder."""
     templates = folder / "additional_chat_templates"
     entries = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(entries)}
@@ -191,8 +191,8 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 
 def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterator[Finding]:
     """
-    Of a checkpoint's files, or of `files`: each must be a file, or a link to another of the checkpoint's, to one in
-    the Hub cache that the folder is part of, or that equals a code file of this package, as in a preset folder.
+    Checks that each of a checkpoint's files, or of `files`, is a regular file, or a link to another of the checkpoint's
+    files, into the Hub cache that the folder is part of, or to a copy of this package's code, as in a preset folder.
     """
     files = checkpoint_files(folder) if files is None else files
     if dangling := [name for name, path in files.items() if not path.exists()]:

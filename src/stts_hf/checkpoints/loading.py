@@ -1,4 +1,4 @@
-"""A checkpoint for use: found, and loaded by this package's code. Code that lies in it never runs."""
+"""Loading a checkpoint by this package's code. Code that lies in the checkpoint never runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ _OF_DOWNLOADS = {"token", "cache_dir", "local_files_only"}  # among the options 
 
 
 def check_checkpoint(checkpoint: str) -> str:
-    """The folder, or the Hub repository, of this name. Raises `ValueError` for a folder that is none, or not whole."""
+    """Returns a checkpoint's folder or Hub name. Raises `ValueError` for a path without folder or weights."""
     looks_like_a_path = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
     path = Path(checkpoint).expanduser()
     problem = None
@@ -49,8 +49,8 @@ def load_config_and_processor(
     checkpoint: str, *, revision: str | None = None, selector: str | None = None
 ) -> tuple[Any, Any]:
     """
-    Returns configuration and processor. selector: in place of the configuration's. Raises `ValueError` for a checkpoint
-    that cannot be loaded, or has no scorer where that is to select.
+    Returns configuration and processor. selector: replaces the configuration's. Raises `ValueError` for a checkpoint
+    that cannot be loaded, or that has no scorer although the selector is "scorer".
     """
     from .checks import check_sizes
     from .families import OWN, STOCK, model_type_of
@@ -128,8 +128,8 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
 
 def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, **options: Any) -> tuple[Any, list[str]]:
     """
-    Returns the model, and the names of the scorer's weights that the checkpoint lacks: they are new. Raises
-    `ValueError` where others are missing, or any have other shapes; transformers would make them up.
+    Returns the model, and the names of the scorer's weights that the checkpoint lacks: those are newly initialised.
+    Raises `ValueError` for other missing weights and for wrong shapes, which transformers would initialise too.
     """
     from stts_hf.auto_classes import MODEL_CLASSES
 
@@ -162,7 +162,7 @@ def _check_folder(checkpoint: str | Path) -> None:
 
 
 def _folder_of_weights(checkpoint: str, revision: str | None, options: Mapping[str, Any]) -> Path:
-    """The checkpoint's folder; that in the cache for a repository of the Hub, whose weights are downloaded."""
+    """Returns the checkpoint's folder, in the cache for a Hub repository, whose weights are downloaded."""
     from huggingface_hub import snapshot_download
 
     inside = options.get("subfolder") or ""

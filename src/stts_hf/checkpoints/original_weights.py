@@ -23,7 +23,7 @@ from .tensors import StoredTensor, in_memory
 UNSHARDED_FILE = "model.pt"
 SHARDED_FOLDER = "model_and_optim"
 METADATA_FILE = ".metadata"
-_Chunk = tuple[Sequence[int] | None, dict]  # where in its tensor it lies, None for the beginning, and how it is stored
+_Chunk = tuple[Sequence[int] | None, dict]  # its offsets in the tensor, None for the beginning, and its storage
 _RECORD_NAMES = (
     "Metadata",
     "MetadataIndex",
@@ -88,7 +88,7 @@ def open_original(folder: Path) -> dict[str, StoredTensor]:
 
 
 def released_name(name: str) -> str:
-    """Returns what a released checkpoint calls a tensor of an original one."""
+    """Returns the name in released checkpoints of a tensor of an original one."""
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     return name

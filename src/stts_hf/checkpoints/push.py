@@ -133,7 +133,7 @@ def files_to_push(folder: str | Path, include: Sequence[str] = ()) -> tuple[dict
         files |= {name: everything[name] for name in matching}
     for name in files:
         if name.encode("utf-8", "replace").decode() != name:
-            raise PushRefused(f"{name!a} is a name in no UTF-8, which the Hub does not take; rename it")
+            raise PushRefused(f"{name!a} is not UTF-8, which the Hub requires of names; rename it")
     if astray := next(check_links(folder, files), None):
         raise PushRefused(f"{folder} is not pushed: {astray}")
     tops = {name.split("/")[0] for name in files}

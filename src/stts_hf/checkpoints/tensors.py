@@ -87,7 +87,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 def weight_files(folder: Path) -> list[Path]:
     """
     Returns the files of weights that transformers reads in a folder. Raises `ValueError` where one is missing, the
-    index is none, or they name more tensors than any model has, and `PermissionError` where one may not be read.
+    index is invalid, or they name more tensors than any model has, and `PermissionError` where one may not be read.
     """
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     indexed = 0
@@ -112,10 +112,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shard_files(index: Path) -> list[Path]:
-    """Returns the files that an index names. Raises `ValueError` where one is missing, or the index is none."""
+    """Returns the files that an index names. Raises `ValueError` where one is missing, or the index is invalid."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{index} is not the index of a checkpoint (its `weight_map` is none): copy it again.")
+        raise ValueError(
+            f"{index} is not the index of a checkpoint (its `weight_map` does not map names to files): copy it again."
+        )
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard:
