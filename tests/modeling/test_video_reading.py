@@ -10,6 +10,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from stts_hf.modeling import video_reading_stts
 from stts_hf.modeling.video_reading_stts import ByteStream, VideoFile, resize
@@ -17,10 +18,13 @@ from tests.clips import (
     decode_everything,
     frame_number,
     hide_beginning,
+    numbered_frame,
     read_clip,
+    set_display_matrix,
     shown_at,
     write_clip,
 )
+from tests.version_marks import since_av_17_1
 
 # Beside those of the corpus (tests/corpus).
 CLIPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -202,6 +206,20 @@ def test_no_frame_waits_for_the_garbage_collector(tmp_path):
         assert count_frames() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["as it is", "mirrored and turned", pytest.param("exif", marks=since_av_17_1)])
+def test_frames_are_upright(tmp_path, kind):
+    if kind == "exif":  # side data of a kind that PyAV 18 does not know
+        exif = Image.Exif()
+        exif[274] = 6
+        Image.fromarray(numbered_frame(5)).save(tmp_path / "a.png", exif=exif)
+        assert np.array_equal(read_clip(tmp_path / "a.png")[0][0], np.rot90(numbered_frame(5), -1))
+        return
+    path = write_clip(tmp_path / "a.mp4", 5)
+    _, (picture, *_), _ = decode_everything(path)
+    set_display_matrix(path, (1, 0, 0, 1) if kind == "as it is" else (0, 1, 1, 0))
+    assert np.array_equal(read_clip(path)[0][0], picture if kind == "as it is" else picture.swapaxes(0, 1))
 
 
 def test_frames_that_change_their_size_get_that_of_the_first(tmp_path):

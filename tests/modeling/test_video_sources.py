@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from stts_hf.modeling.video_reading_stts import VideoFile
-from tests.clips import frame_number, numbered_frame, read_clip, write_clip
+from tests.clips import frame_number, numbered_frame, read_clip, write_audio, write_clip
 from tests.corpus.files import LEADING_ELSEWHERE
 
 
@@ -26,6 +27,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "bytearray": lambda path: bytearray(path.read_bytes()),
     "BytesIO": lambda path: io.BytesIO(path.read_bytes()),
     "open file": lambda path: path.open("rb"),
+    "stream": lambda path: SimpleNamespace(read=io.BytesIO(path.read_bytes()).read),  # that cannot be rewound
     "path": lambda path: path,
 }
 
@@ -49,6 +51,11 @@ def test_every_form_of_a_file_shows_what_its_path_shows(clip, form):
 def test_what_is_no_video_is_refused(source, message):
     with pytest.raises(ValueError, match=message):
         VideoFile(source)
+
+
+def test_sound_with_a_cover_is_no_video(tmp_path):
+    with pytest.raises(ValueError, match="There is no video in"):
+        VideoFile(write_audio(tmp_path / "a.m4a", cover=True))
 
 
 @pytest.mark.parametrize("name", ["self.m3u8", "bytes"])  # the corpus has self.mp4
