@@ -76,8 +76,7 @@ def prepare_rows(
         except RowError as error:
             return error
 
-    # Tokenizers are not thread-safe, so the threads only open files.
-    threads = num_threads if ratio is not None or headers else 1
+    threads = num_threads if ratio is not None or headers else 1  # they open files: tokenizers are not thread-safe
     results: list[tuple[str, int | None] | None] = []  # None for bad rows
     errors: list[RowError] = []
     with contextlib.closing(prefetch(look, range(len(rows)), num_workers=threads, ahead=_AHEAD * threads)) as looked_at:
