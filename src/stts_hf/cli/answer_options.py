@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> 
 
 @contextlib.contextmanager
 def open_output(
-    path: Path | None, settings: Mapping[str, Any], *, columns: Set[str], retry_errors: bool = True
+    path: Path | None, settings: Mapping[str, Any], *, columns: Mapping[str, Any], retry_errors: bool = True
 ) -> Iterator[tuple[dict[str, Any], Write, Write]]:
     """
     The answers that are there, what adds one, and what ends the file; without a path in memory alone. Raises

@@ -59,9 +59,8 @@ def execute(arguments: argparse.Namespace) -> int:
     need_extras("Reading rows needs more packages", "train")
     start_workers_early(arguments)
     import_libraries()
-    from stts_hf.evaluation.evaluate import ask_openly, evaluate, record_of
+    from stts_hf.evaluation.evaluate import COLUMNS, ask_openly, evaluate
     from stts_hf.evaluation.scoring import summarize
-    from stts_hf.inference.requests import Answer
 
     device = choose_device(arguments.device)
     rows = read_rows(arguments.rows)
@@ -74,8 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files(files_of(arguments.rows))}}
     settings |= settings_of(arguments, checkpoint, config)
     settings |= {"without_options": True} if arguments.without_options else {}
-    columns = frozenset(record_of({"id": ""}, Answer(error=ValueError())))
-    with open_output(arguments.output, settings, columns=columns) as (records, write, finish):
+    with open_output(arguments.output, settings, columns=COLUMNS) as (records, write, finish):
         left = [row for row in rows if row["id"] not in records]
         if len(left) < len(rows):
             note(f"{len(rows) - len(left)} of {len(rows)} questions are answered in {arguments.output} already")

@@ -27,6 +27,9 @@ from stts_hf.wording import percent
 HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
 NUMBERS = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
+# Columns of a record with their types; where there is an error, None is allowed too.
+COLUMNS: dict[str, Any] = {"id": object, "video": object, "prompt": object, "answer": str, "error": str | None}
+COLUMNS |= dict.fromkeys(NUMBERS, int) | {"seconds": float}
 OF_PREDICTOR = (
     *("revision", "selector", "device", "dtype", "pruning_ratio"),
     *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
@@ -71,8 +74,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.engine == "local":
         start_workers_early(arguments)
     import_libraries()
-    from stts_hf.inference.predicting import record_of
-    from stts_hf.inference.requests import Answer, check_question
+    from stts_hf.inference.requests import check_question
 
     options = {name: getattr(arguments, name) for name in OF_PREDICTOR}
     options |= {"checkpoint": checkpoint, "processing": processing(arguments)}
@@ -87,8 +89,7 @@ def execute(arguments: argparse.Namespace) -> int:
     settings = {"inputs": list(map(os.path.normpath, arguments.inputs)), "prompt": arguments.prompt}
     settings |= {"split": arguments.split, "subset": arguments.subset}
     settings |= settings_of(arguments, checkpoint, predictor.config)
-    columns = frozenset(record_of({"id": ""}, Answer(error=ValueError())))
-    with open_output(lines, settings, columns=columns, retry_errors=arguments.retry_errors) as (records, write, finish):
+    with open_output(lines, settings, columns=COLUMNS, retry_errors=arguments.retry_errors) as (records, write, finish):
         check_same(rows, records, output)
         left = [row for row in rows if row["id"] not in records]
         if len(left) < len(rows):
@@ -152,10 +153,9 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
-    """Raises `CommandError` where an answer that is there is to another prompt or video, or holds a wrong value."""
+    """Raises `CommandError` where an answer that is there is to another prompt or video."""
     from stts_hf.inference.predicting import video_name
 
-    advice = "Name another file, or move that one away."
     for row in rows:
         there = records.get(row["id"])
         if there is None:
@@ -164,14 +164,8 @@ def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[
             if there[name] != now:
                 raise CommandError(
                     f"--output {output} holds answers of another job: the {name} of row {row['id']} is {now!r:.80}, "
-                    f"and was {there[name]!r:.80}. {advice}"
+                    f"and was {there[name]!r:.80}. Name another file, or move that one away."
                 )
-        kinds = dict.fromkeys(there, str) | dict.fromkeys(NUMBERS, int) | {"seconds": float}
-        missing = {"error"} if there["error"] is None else kinds.keys()
-        for name in kinds.keys() - {"prompt", "video"}:
-            value = there[name]
-            if not isinstance(value, kinds[name]) and not (value is None and name in missing):
-                raise CommandError(f"--output {output}: {name} of row {row['id']} is {value!r:.80}. {advice}")
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

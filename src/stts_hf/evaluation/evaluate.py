@@ -78,6 +78,11 @@ def read_question(
     return prompt
 
 
+# Columns of a record with their types; where there is an error, None is allowed too.
+COLUMNS: dict[str, Any] = {"id": object, "type": object, "group": object, "written": str, "right": bool}
+COLUMNS |= {"no_option": bool, "error": str | None, **dict.fromkeys(COUNTS, int), "seconds": float}
+
+
 def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     """`evaluate`'s record of a row; of a row that could not be read, counts are None and `seconds` is 0."""
     record = {"id": row["id"], "type": row.get("type"), "group": row.get("group")}

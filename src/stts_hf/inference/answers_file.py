@@ -8,7 +8,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,16 @@ def summary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def open_answers(
-    path: Path, settings: Mapping[str, Any], *, columns: Set[str] = frozenset(), retry_errors: bool = True
+    path: Path,
+    settings: Mapping[str, Any],
+    *,
+    columns: Mapping[str, Any] | None = None,
+    retry_errors: bool = True,
 ) -> Iterator[AnswersFile]:
     """
     Opens a new file, or continues one with the same settings; a last line that is cut off is dropped.
 
-    settings: plain JSON, everything that changes answers. columns: keys of every answer. retry_errors: whether answers
+    settings: plain JSON, everything that changes answers. columns: of every answer, with types. retry_errors: whether answers
     with an error are dropped, so that they are asked again. Raises `AnswersError` if the file holds something else,
     another process writes to it, or it cannot be written.
     """
@@ -79,7 +83,7 @@ def open_answers(
                 raise AnswersError(f"Another process writes to {path}. Wait for it, or name another file.") from error
             answered: dict[str, dict[str, Any]] = {}
             if path.exists() and path.stat().st_size:
-                answered, changed = _read(path, settings, columns, retry_errors)
+                answered, changed = _read(path, settings, columns or {}, retry_errors)
                 if changed:
                     _write_summary(path, settings, None)
                     with atomic_file(path) as new, io.FileIO(new, "w") as whole:
@@ -92,7 +96,7 @@ def open_answers(
 
 
 def _read(
-    path: Path, settings: Mapping[str, Any], columns: Set[str], retry_errors: bool
+    path: Path, settings: Mapping[str, Any], columns: Mapping[str, Any], retry_errors: bool
 ) -> tuple[dict[str, dict[str, Any]], bool]:
     """The answers of an earlier run, and whether its file holds more than them. Raises `AnswersError`."""
     advice = "Name another file, or move that one away."
@@ -107,8 +111,11 @@ def _read(
             f"settings it was made. {advice}"
         )
     for number, row in enumerate(rows, 1):
-        if missing := columns - row.keys():
-            raise AnswersError(f"{path}:{number} has no {sorted(missing)[0]!r}, which every answer has. {advice}")
+        for name, kind in columns.items():
+            if name not in row:
+                raise AnswersError(f"{path}:{number} has no {name!r}, which every answer has. {advice}")
+            if not isinstance(row[name], kind) and (row[name] is not None or row.get("error") is None):
+                raise AnswersError(f"{path}:{number}: {name} cannot be {_shown(row[name])}. {advice}")
     differences = [
         f"{name} was {_shown(made_with['settings'].get(name))}, and is {_shown(settings.get(name))} now"
         for name in sorted(made_with["settings"].keys() | settings.keys())

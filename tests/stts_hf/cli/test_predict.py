@@ -270,8 +270,8 @@ def test_a_file_of_another_job_is_refused_and_stays(run, options, message):
     [
         ("rows.jsonl", "Where?", "Why?", "the prompt of row b is 'Why?', and was 'Where?'"),
         ("rows.jsonl", "clips/two.mp4", "clips/three.mp4", "the video of row a is 'clips/three.mp4'"),
-        ("rows-done.jsonl", '"frames": 2', '"frames": null', "frames of row a is None"),
-        ("rows-done.jsonl", '"error": null', '"error": 3', "error of row a is 3"),
+        ("rows-done.jsonl", '"frames": 2', '"frames": null', "rows-done.jsonl:1: frames cannot be null"),
+        ("rows-done.jsonl", '"error": null', '"error": 3', "rows-done.jsonl:1: error cannot be 3"),
     ],
     ids=["prompt", "video", "count", "error"],
 )

@@ -110,12 +110,21 @@ def test_a_link_mode_and_owner_stay_where_the_file_is_written_again(path):
     assert (stat.S_IMODE(target.stat().st_mode), target.stat().st_uid) == (0o640, owner)
 
 
-def test_a_line_without_what_every_answer_has_is_named(path):
-    write(path, record("a"))
-    path.write_text(path.read_text() + '{"id": "b"}\n')
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"id": "b", "tokens": 3}', "has no 'error'"),
+        ('{"id": "b", "tokens": null, "error": null}', "tokens cannot be null"),
+        ('{"id": "b", "tokens": "many", "error": "gone"}', 'tokens cannot be "many"'),
+    ],
+)
+def test_a_line_without_what_every_answer_has_is_named(path, line, said):
+    write(path)
+    path.write_text('{"id": "a", "tokens": null, "error": "gone"}\n' + line + "\n")
+    columns = {"tokens": int, "error": str | None}
     with (
-        pytest.raises(AnswersError, match=r"answers\.jsonl:2 has no 'error'"),
-        open_answers(path, SETTINGS, columns={"error"}),
+        pytest.raises(AnswersError, match=rf"answers\.jsonl:2:? {said}"),
+        open_answers(path, SETTINGS, columns=columns),
     ):
         pass
 
