@@ -69,7 +69,7 @@ def open_answers(
     """
     Opens a new file, or continues one with the same settings; a last line that is cut off is dropped.
 
-    settings: plain JSON, everything that changes answers. columns: of every answer, with types. retry_errors: whether answers
+    settings: plain JSON, everything that changes answers. columns: each with its type. retry_errors: whether answers
     with an error are dropped, so that they are asked again. Raises `AnswersError` if the file holds something else,
     another process writes to it, or it cannot be written.
     """
