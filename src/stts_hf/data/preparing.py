@@ -67,12 +67,9 @@ def prepare_rows(
         try:
             sample = read_row(rows[index], index)
             check_files(sample, allow_urls)
-            with row_errors(sample.id):
-                if ratio is not None:
-                    return sample, _read_headers(sample, processor)
-                if headers:
-                    _open_files(sample)
-                return sample, ([], [])
+            if ratio is not None:
+                return sample, _read_headers(sample, processor)
+            return sample, _open_files(sample) if headers else ([], [])
         except RowError as error:
             return error
 
@@ -131,20 +128,23 @@ class _Header(VideoFile):
         pass
 
 
-def _open_files(sample: Sample) -> None:
-    """Raises an error where a video or image cannot be opened. URLs are not fetched."""
-    for video in sample.videos:
-        if not is_url(video):
-            _Header(video).close()
-    for image in sample.images:
-        if not is_url(image):
-            open_image(image)
+def _open_files(sample: Sample) -> _Headers:
+    """Raises `RowError` where a video or image cannot be opened. URLs are not fetched, and nothing is counted."""
+    with row_errors(sample.id):
+        for video in sample.videos:
+            if not is_url(video):
+                _Header(video).close()
+        for image in sample.images:
+            if not is_url(image):
+                open_image(image)
+    return [], []
 
 
 def _read_headers(sample: Sample, processor: Processor) -> _Headers:
-    """Decodes at most one frame of each video."""
-    videos = [probe(processor, video) for video in sample.videos]
-    return videos, [_image_size(open_image(image, processor)) for image in sample.images]
+    """Decodes at most one frame of each video. Raises `RowError`."""
+    with row_errors(sample.id):
+        videos = [probe(processor, video) for video in sample.videos]
+        return videos, [_image_size(open_image(image, processor)) for image in sample.images]
 
 
 def _image_size(image: Image.Image) -> tuple[int, int]:
