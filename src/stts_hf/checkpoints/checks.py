@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from stts_hf.auto_classes import MODEL_CLASSES
@@ -132,10 +133,11 @@ def is_scorer(name: str) -> bool:
 
 def compare_weights(config: Any, tensors: Mapping[str, StoredTensor]) -> WeightComparison:
     """
-    Compares names and shapes of tensors with the model's, as transformers loads them; quantised ones are not compared.
-    Raises `ValueError` where no such model can be built, or the weights are of other dtypes.
+    Compares names and shapes of tensors with the model's, as transformers loads them. Quantised weights are not
+    compared, nor any under DeepSpeed's ZeRO-3, which cannot load onto the meta device. Raises `ValueError` where no
+    such model can be built, or the weights are of other dtypes.
     """
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None or is_deepspeed_zero3_enabled():
         return WeightComparison([], [], [])
     raise_findings("config.json and the weights differ", check_sizes(config, tensors))
     main_dtype(tensors)
