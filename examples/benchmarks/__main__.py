@@ -3,6 +3,7 @@ Claims of the documentation, measured again from a checkout; each prints a page 
 
     python -m examples.benchmarks decode --output docs/benchmarks/decode      # 20 min on 2 CPU cores
     OMP_NUM_THREADS=1 python -m examples.benchmarks ask --repeats 2 --output docs/benchmarks/ask    # 5 min
+    python -m examples.benchmarks training-free --repeats 2 --output docs/benchmarks/training-free          # 7 min
 """
 
 import argparse
@@ -21,15 +22,19 @@ from stts_hf.cli.options import count
 
 from .asking import measure_questions
 from .reading import measure_clip
+from .training_free import measure_methods
 
 CLIPS = (3600.0, 32.0)  # seconds
 # The smallest that are still mostly matrix products: a call each for ten questions takes ten times a prompt's seconds.
 ASKED = Workload("inference", "molmo2-small-long", 64, (0.5,), text_tokens=16, timestamp_tokens=3, decode_tokens=8)
 
 
-def cells(name: str, repeats: int) -> Iterator[dict[str, Any]]:
+def cells(name: str, repeats: int, layers: list[int] | None) -> Iterator[dict[str, Any]]:
     if name == "decode":
         yield from (measure_clip(clip, repeats) for clip in CLIPS)
+        return
+    if name == "training-free":
+        yield from measure_methods(torch.device("cpu"), repeats, layers)
         return
     for workload in (ASKED, replace(ASKED, geometry="qwen3-vl-small-long", timestamp_tokens=1)):
         yield measure_questions(workload, workload.ratios[0], torch.device("cpu"), repeats)
@@ -39,15 +44,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures what the documentation claims.")
     parser.add_argument(
         "name",
-        choices=("decode", "ask"),
-        help="decode: 64 frames of a file, beside transformers' PyAV reader; ask: ten questions about one video",
+        choices=("decode", "ask", "training-free"),
+        help="decode: 64 frames of a file, beside transformers' PyAV reader; ask: ten questions about one video; "
+        "training-free: cosine, EVS and random, in cost and in what they keep of what moves",
     )
+    parser.add_argument("--pruning-layers", nargs="+", type=int, metavar="L", help="training-free: layers to compare")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="timed rounds (default: 3)")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the result")
     arguments = parser.parse_args()
     check_folder(arguments.output)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    measured = cells(arguments.name, arguments.repeats)
+    measured = cells(arguments.name, arguments.repeats, arguments.pruning_layers)
     command = command_line("python -m examples.benchmarks")
     for result in measure_cells(arguments.name, measured, torch.device("cpu"), command):
         write_result(result, arguments.output)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from stts_hf.benchmark.geometries import START, random_words, workload_inputs
+from stts_hf.benchmark.measure import take_turns
 from stts_hf.benchmark.meters import TOTAL, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
-from stts_hf.benchmark.turns import take_turns
 from stts_hf.inference.generate import ReadHeads, read_heads
 
 QUESTIONS = 10

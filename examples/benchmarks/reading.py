@@ -18,8 +18,8 @@ import numpy as np
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import read_video_pyav
 
+from stts_hf.benchmark.measure import take_turns
 from stts_hf.benchmark.meters import TOTAL, proc_bytes
-from stts_hf.benchmark.turns import take_turns
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor, sample_times
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import measure

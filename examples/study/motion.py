@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stts_hf.benchmark.moving_clips import Clip
-from stts_hf.benchmark.moving_clips import correlate as correlate
-from stts_hf.benchmark.moving_clips import share_kept as share_kept
-
+from ..benchmarks.moving_clips import Clip
+from ..benchmarks.moving_clips import correlate as correlate
+from ..benchmarks.moving_clips import share_kept as share_kept
 from .questions import compose_short
 
 FPS = 4.0  # at which the study looks at its clips

@@ -1,7 +1,4 @@
-"""A preset from beginning to end: checks, measurements, and the result as one dictionary that `json` can write.
-
-Of each workload one warm-up pass counts FLOPs and memory; then stock and STTS are timed in turns.
-"""
+"""Measures workloads: a warm-up pass per variant counts FLOPs and memory; then stock and STTS are timed in turns."""
 
 import contextlib
 import dataclasses
@@ -11,69 +8,58 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from tqdm import tqdm
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from stts_hf.benchmark import meters
-from stts_hf.benchmark.evs import AFTER_TOWER, prune_after_tower
-from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
+from stts_hf.benchmark.geometries import geometry_config, workload_inputs
 from stts_hf.benchmark.meters import Clock, StageRecorder
-from stts_hf.benchmark.models import Models, build_models, configure, pruning_settings
-from stts_hf.benchmark.moving_clips import correlate, draw_clips, share_kept
+from stts_hf.benchmark.models import Models, build_models, configure, set_pruning
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.report import SCHEMA
-from stts_hf.benchmark.turns import take_turns
-from stts_hf.selectors import LEARNED
 from stts_hf.shortages import is_out_of_memory
 from stts_hf.versions import __version__
 
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
-CLIPS, CLIP_FRAMES = 8, 16  # on which it is looked at what a selector keeps
 FLASH_BACKENDS = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-# Compiled code and the kernels of other packages have no formulas in PyTorch's counter.
+# PyTorch's counter has no formulas for compiled code and other packages' kernels.
 COUNTED_WITH_SDPA = ("flex_attention", *FLASH_BACKENDS)
+
+Variant = dict[str, Any]
 
 
 def check_runnable(preset: Preset, device: torch.device) -> None:
-    """Raises `ValueError` where a preset cannot or should not run on `device`, before anything slow happens."""
+    """Raises `ValueError` if a preset cannot run on `device`, before anything slow happens."""
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device} cannot be timed; cpu and cuda can")
+        raise ValueError(f"--device {device} cannot be timed; choose cpu or cuda")
     if preset.needs_gpu and device.type == "cpu":
         raise ValueError(f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}")
     for workload in preset.workloads:
         needs = ""
-        if workload.backend == "flex_attention" and device.type == "cpu":
-            needs = "a GPU: on a CPU PyTorch 2.15 has no backward pass for it"
-        if workload.backend in FLASH_BACKENDS:
-            bins, installed = workload.layout == "first_fit_descending", FLASH_BACKENDS[workload.backend]()
-            if bins or not installed or device.type == "cpu" or workload.dtype == "float32":
-                needs = "its package, a CUDA device, --dtypes bfloat16 or float16, and --layouts varlen"
+        if workload.backend in COUNTED_WITH_SDPA and device.type == "cpu":
+            needs = "a GPU"
+        elif workload.backend in FLASH_BACKENDS and not FLASH_BACKENDS[workload.backend]():
+            needs = "its package"
+        elif workload.backend in FLASH_BACKENDS and workload.layout != "varlen":
+            needs = "--layouts varlen"
         if needs:
             raise ValueError(f"backend {workload.backend!r} needs {needs}; or use --backends sdpa")
-        vision = geometry_config(workload.geometry).vision_config
-        for name, value in pruning_settings(workload).items():
-            setattr(vision, name, value)
-        vision.validate_pruning()
-
-
-def run_preset(preset: Preset, device: torch.device, command: str) -> Iterator[dict[str, Any]]:
-    """Measures everything in `preset`; see `measure_cells`."""
-    return measure_cells(preset.name, measure_workloads(preset.workloads, device, preset.repeats), device, command)
+        set_pruning(geometry_config(workload.geometry), workload)
 
 
 def measure_cells(
     name: str, cells: Iterable[dict[str, Any]], device: torch.device, command: str
 ) -> Iterator[dict[str, Any]]:
     """
-    Takes the cells of a result as they are measured; yields the result so far whenever one is complete, and at the end
-    once more with `"finished": True`. command: what the user typed, to be named beside every figure.
+    Yields the result so far after each of the `cells`, and once more with `"finished": True`: a dictionary for `json`.
+    name: the preset's. command: what the user typed.
     """
     clock = time.perf_counter()
     result: dict[str, Any] = {
@@ -95,7 +81,7 @@ def measure_cells(
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores and threads in use, memory in bytes, GPU, and how busy the machine is before measuring."""
+    """Processor, cores and threads in use, memory in bytes, GPU, and the load average."""
     about = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = (line.partition(":")[2].strip() for line in about if line.startswith("model name"))
     machine: dict[str, Any] = {
@@ -114,7 +100,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of what took part; the commit where the package runs from a checkout, with "+" if that was changed."""
+    """Versions of the packages, and in a checkout the commit, with "+" after it if the code differs from it."""
     versions = {"stts_hf": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -130,62 +116,35 @@ def describe_versions() -> dict[str, str]:
 
 
 class Runner:
-    """Runs passes of one workload, by the stock model or by STTS. inputs: from `workload_inputs`."""
+    """Runs passes of one workload by the stock model or by STTS. inputs: from `workload_inputs`."""
 
     def __init__(self, workload: Workload, models: Models, inputs: dict[str, Any]) -> None:
         self.workload, self.inputs = workload, inputs
         self.model, self.stock = models
         if workload.mode == "training":
-            # Trainer's own choice. A step of size zero costs what any step costs, and keeps the weights.
+            # Trainer's default. A step of size zero takes as long as any other and keeps the weights.
             self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            self.optimiser.step()  # makes the optimiser's state, which no pass shall pay for
+            self.optimiser.step()  # allocates the optimiser's state before any pass is measured
             self.optimiser.zero_grad(set_to_none=True)
 
     def run(self, ratio: float | None, clock: Clock) -> dict[str, float]:
-        """One pass at pruning ratio `k`, or by the stock model for None. Returns what `clock` says of each stage."""
-        if ratio is None:
-            return self._pass(self.stock, {}, clock)
-        with self._pruning():
-            return self._pass(self.model, {"pruning_ratio": ratio}, clock)
-
-    def _pruning(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, the model prunes as the workload says."""
-        after = self.workload.selector == AFTER_TOWER
-        return prune_after_tower(self.model.model) if after else contextlib.nullcontext()
-
-    def _pass(self, model: Any, call: dict[str, float], clock: Clock) -> dict[str, float]:
+        """One pass at pruning ratio `k`, or by the stock model for None. Returns the clock's reading of each stage."""
+        model, call = (self.stock, {}) if ratio is None else (self.model, {"pruning_ratio": ratio})
         if self.workload.mode == "training":
             return self._train(model, call, clock)
         with torch.no_grad(), StageRecorder(model, clock) as recorder:
             if self.workload.mode == "tower":
-                model.model.get_video_features(**self._videos(self.inputs), **call)
+                videos = {name: self.inputs[name] for name in self.model.model.video_inputs if name in self.inputs}
+                model.model.get_video_features(**videos, **call)
                 cache = None
             else:
                 cache = model(**self.inputs, **call, logits_to_keep=1, use_cache=True).past_key_values
         return recorder.stages() | (self._decode(model, cache, clock) if cache else {})
 
-    def _videos(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Of a call's inputs, what the tower takes."""
-        return {name: inputs[name] for name in self.model.model.video_inputs if name in inputs}
-
-    @torch.no_grad()
-    def look_at_clips(self, number: int) -> list[tuple[torch.Tensor, np.ndarray]]:
-        """Of some drawn clips, what ranks their blocks, (T, n), and how much of each block moves, (T, n)."""
-        found, geometry, config = [], GEOMETRIES[self.workload.geometry], self.model.config
-        side, cells = geometry.clip_size(config)
-        with self._pruning():
-            for clip in draw_clips(number, CLIP_FRAMES, side, cells):
-                videos = self._videos(geometry.read_clip(clip.frames, config))
-                videos = {name: tensor.to(self.model.device) for name, tensor in videos.items()}
-                scores = self.model.model.get_video_features(**videos).token_scores[0].float().cpu()
-                moving = clip.moving.reshape(len(scores), -1, cells, cells).mean(1)  # of the video frames in each frame
-                found.append((scores, moving.reshape(len(scores), -1)))
-        return found
-
     def count_tokens(self, ratio: float) -> int:
-        """How many tokens a row has at pruning ratio `k`: of the video in mode "tower", else in the language model."""
+        """Tokens per row at pruning ratio `k`: of the video in mode "tower", else in the language model."""
         plan = self.model.model.plan_videos(self.inputs, ratio)
         others = self.inputs["input_ids"].shape[1] - plan.num_blocks[0]
         return plan.num_kept[0] + (0 if self.workload.mode == "tower" else others)
@@ -219,87 +178,99 @@ class Runner:
         return stages | {meters.TOTAL: clock.between(readings[0], readings[-1])}
 
 
+def take_turns(
+    title: str,
+    variants: Sequence[Variant],
+    repeats: int,
+    warm_up: Callable[[Variant], object],
+    run: Callable[[Variant], object],
+) -> list[list[str]]:
+    """
+    Calls `warm_up` with each variant, then `run` in `repeats` rounds with each whose "status" is still "ok". Each round
+    starts with another variant, so drift of the machine affects all alike. Returns the variants' names in the order of
+    each round.
+    """
+    order = []
+    with tqdm(total=len(variants) * (1 + repeats), desc=title, unit="pass", leave=False, disable=None) as bar:
+        for variant in variants:
+            warm_up(variant)
+            bar.update()
+        for number in range(repeats):
+            turn = [variant for variant in variants if variant["status"] == "ok"]
+            first = number % max(len(turn), 1)
+            turn = turn[first:] + turn[:first]
+            for variant in turn:
+                run(variant)
+                bar.update()
+            order.append([variant["name"] for variant in turn])
+    return order
+
+
 def measure_workloads(workloads: Sequence[Workload], device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
     """
-    Measures each workload on `device` in `repeats` rounds and yields its cell of the result (see `measure`) as soon as
-    it is complete. One that does not fit into memory, or fails in a kernel, says so in its cell.
+    Yields a cell of the result (see `measure`) for each workload. One that does not fit into memory, or fails in a
+    kernel, has the reason in its cell.
     """
     models: Models | None = None
     built_for = None
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # allocates cuBLAS's working space, which is no pass's
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # allocates cuBLAS's workspace before any pass
         torch.ones(16, 16, device=device, dtype=dtype).mm(torch.ones(16, 16, device=device, dtype=dtype))
     for workload in workloads:
         cell: dict[str, Any] = {"workload": dataclasses.asdict(workload), "title": workload.title, "variants": []}
         with _prepared(workload, device), _noting_failure(cell, device):
             if models is None or built_for != (workload.geometry, workload.dtype):
                 models = None
-                _clear_away(device, cache=True)
+                _free_memory(device, cache=True)
                 models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
                 built_for = (workload.geometry, workload.dtype)
             cell |= measure(workload, models, device, repeats)
-        _clear_away(device, cache=True)
+        _free_memory(device, cache=True)
         yield cell
 
 
 def measure(workload: Workload, models: Models, device: torch.device, repeats: int) -> dict[str, Any]:
     """
-    Measures one workload: `{"status", "order", "variants"}`, stock first among the variants, each with `stages` (raw
-    `seconds` of every round and `flops`), `peak_memory` in bytes, and `tokens`, how many a row has: of the video in
-    mode "tower", else in the language model; and `motion` where nothing trained ranks the blocks (see `look_at_clips`):
-    of each clip, the correlation of ranking and motion, and the share of what moves that is kept.
+    Measures one workload: `{"status", "order", "variants"}`, stock first among the variants, each with `stages` (the
+    `seconds` of every round and `flops`), `peak_memory` in bytes, and `tokens` per row (see `Runner.count_tokens`).
     """
     configure(models, workload, workload.backend)
     runner = Runner(workload, models, workload_inputs(workload, models[0].config, device))
-    variants: list[dict[str, Any]] = []
+    variants: list[Variant] = []
     for ratio in (None, *workload.ratios):
         name, tokens = "stock" if ratio is None else f"{ratio:g}", runner.count_tokens(ratio or 0.0)
         variants.append({"name": name, "pruning_ratio": ratio, "status": "ok", "tokens": tokens})
 
-    def warm_up(variant: dict[str, Any]) -> None:
+    def warm_up(variant: Variant) -> None:
         with _noting_failure(variant, device):
             variant |= _warm_up(runner, variant["pruning_ratio"], device)
 
-    def run(variant: dict[str, Any]) -> None:
-        _clear_away(device)
+    def run(variant: Variant) -> None:
+        _free_memory(device)
         with _noting_failure(variant, device):
             for stage, taken in runner.run(variant["pruning_ratio"], Clock(device)).items():
                 variant["stages"][stage]["seconds"].append(taken)
 
-    order = take_turns(workload.title, variants, repeats, warm_up, run)
-    if workload.selector not in LEARNED and workload.mode != "training":
-        clips = runner.look_at_clips(CLIPS)
-        for variant in variants:
-            if variant["pruning_ratio"] and variant["status"] == "ok":
-                variant["motion"] = {
-                    "correlation": [correlate(scores, moving) for scores, moving in clips],
-                    "kept": [share_kept(scores, moving, variant["pruning_ratio"]) for scores, moving in clips],
-                }
-    return {"status": "ok", "order": order, "variants": variants}
+    return {"status": "ok", "order": take_turns(workload.title, variants, repeats, warm_up, run), "variants": variants}
 
 
-def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> dict[str, Any]:
-    """`stages` with their FLOPs, `peak_memory`, and `not_counted` with the reason where FLOPs are None."""
-    _clear_away(device)
+def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> Variant:
+    """`stages` with their FLOPs, and `peak_memory`."""
+    _free_memory(device)
     models, workload = (runner.model, runner.stock), runner.workload
     with_sdpa = workload.backend in COUNTED_WITH_SDPA
     configure(models, workload, "sdpa" if with_sdpa else workload.backend)
     clock = meters.FlopClock()
-    with clock.counter, meters.UncountedAttention() as uncounted:
+    with clock.counter:
         flops, peak = meters.peak_memory(lambda: runner.run(ratio, clock), device)
     if with_sdpa:
         configure(models, workload, workload.backend)
-        _clear_away(device)
+        _free_memory(device)
         _, peak = meters.peak_memory(lambda: runner.run(ratio, Clock(device)), device)
-    names = ", ".join(sorted(uncounted.names))
-    stages: dict[str, Any] = {
-        stage: {"flops": None if names else count, "seconds": []} for stage, count in flops.items()
-    }
-    reason = {"not_counted": f"this PyTorch has no formula for {names}"} if names else {}
-    return {"stages": stages, "peak_memory": peak, **reason}
+    return {"stages": {stage: {"flops": count, "seconds": []} for stage, count in flops.items()}, "peak_memory": peak}
 
 
-def _clear_away(device: torch.device, cache: bool = False) -> None:
-    """Frees what the last pass left. CUDA's cache stays before a pass, as it would in use."""
+def _free_memory(device: torch.device, cache: bool = False) -> None:
+    """Collects garbage. CUDA's cache stays between passes, as in use."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     gc.collect()
@@ -310,9 +281,8 @@ def _clear_away(device: torch.device, cache: bool = False) -> None:
 @contextlib.contextmanager
 def _prepared(workload: Workload, device: torch.device) -> Iterator[None]:
     """
-    Allocations fail rather than the machine; collecting garbage before each pass skips what was imported before; and
-    flex_attention is compiled anew. PyTorch would go on uncompiled, which is another algorithm, after eight shapes;
-    here 64 are allowed, and more fail.
+    Limits memory, and exempts what was imported from garbage collection. flex_attention is compiled anew, for up to 64
+    shapes; after the default of eight PyTorch would go on uncompiled, which is another algorithm.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(meters.limited_to_free_memory(device))
@@ -327,22 +297,16 @@ def _prepared(workload: Workload, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_failure(found: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """What does not fit, or compile, or run on this device, is noted in its variant or cell; the others go on."""
+    """Notes in a variant or cell what does not fit, compile or run on this device; every other error passes."""
     try:
         yield
         return
     except Exception as error:
-        found |= _failure(error)
-    _clear_away(device, cache=True)  # after the exception is gone, which refers to the pass's tensors
-
-
-def _failure(error: Exception) -> dict[str, str]:
-    """Status and reason of a failure that may be the shape's or the kernel's; raises every other error again."""
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if is_out_of_memory(error):
-        return {"status": "out of memory", "reason": reason}
-    # Triton's errors ("out of resource: shared memory") are no RuntimeError.
-    kernels = isinstance(error, RuntimeError | FailOnRecompileLimitHit) or type(error).__module__.startswith("triton")
-    if not kernels:
-        raise error
-    return {"status": "failed", "reason": reason}
+        no_memory = is_out_of_memory(error)
+        # Triton's errors ("out of resource: shared memory") are no RuntimeError.
+        of_kernel = isinstance(error, RuntimeError | FailOnRecompileLimitHit) or "triton" in type(error).__module__
+        if not (no_memory or of_kernel):
+            raise
+        found["status"] = "out of memory" if no_memory else "failed"
+        found["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    _free_memory(device, cache=True)  # after the exception is gone, which refers to the pass's tensors

@@ -1,12 +1,10 @@
-"""What is measured: workloads, the table of presets, each one command, and how to vary them."""
+"""What `stts-hf bench` measures: workloads, the table of presets, and how options vary them."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
-
-from stts_hf.selectors import UNTRAINED
 
 ALL, PRUNED = (0.0, 0.3, 0.4, 0.5), (0.3, 0.4, 0.5)
 
@@ -15,11 +13,10 @@ ALL, PRUNED = (0.0, 0.3, 0.4, 0.5), (0.3, 0.4, 0.5)
 class Workload:
     """
     mode: "tower" (tower and connector), "inference" (pixels to logits, then `decode_tokens` tokens one by one) or
-        "training" (forward, backward, optimiser step). frames: of each video. batch: rows, each with one video.
-    ratios: pruning ratios `k`; the stock model always runs beside them. layout: `packing` of the survivors.
-    backend: `attn_implementation`. text_tokens: of a row besides the video's. timestamp_tokens: before each frame of
-    the tower. checkpointing: recompute activations in the backward pass, on both sides. selector: one of STTS's, or
-    "evs", which drops after the tower. pruning_layer: `l`, the geometry's if it is None.
+        "training" (forward, backward, optimiser step). frames: per video. batch: rows, one video each. ratios: pruning
+    ratios `k`, each compared with the stock model. layout: `packing`. backend: `attn_implementation`. text_tokens: per
+    row. timestamp_tokens: per frame of the tower. checkpointing: gradient checkpointing, in both models.
+    pruning_layer: `l`; None takes the geometry's.
     """
 
     mode: str
@@ -41,28 +38,24 @@ class Workload:
     def title(self) -> str:
         rows = f"{self.batch} x " if self.batch > 1 else ""
         words = [self.mode, f"{rows}{self.frames} frames", self.geometry, self.layout, self.backend, self.dtype]
-        if self.checkpointing and self.mode == "training":
-            words.append("gradient checkpointing")
-        if self.selector != Workload.selector:
-            words.append(self.selector)
-        if self.pruning_layer is not None:
-            words.append(f"l = {self.pruning_layer}")
+        words += ["gradient checkpointing"] if self.checkpointing and self.mode == "training" else []
+        words += [self.selector] if self.selector != Workload.selector else []
+        words += [f"l = {self.pruning_layer}"] if self.pruning_layer is not None else []
         return ", ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
     """
-    takes: what to expect, for `--list`. workloads: in the order in which they run. repeats: timed rounds of each.
-    needs_gpu: why this is not for a CPU, or None.
+    takes: time and memory, for `--list`. repeats: timed rounds. needs_gpu: why a CPU cannot run it, or None.
     """
 
+    name: str
     help: str
     takes: str
     workloads: tuple[Workload, ...]
     repeats: int = 3
     needs_gpu: str | None = None
-    name: str = ""
 
 
 def prompt_and_training(workload: Workload) -> tuple[Workload, Workload]:
@@ -70,107 +63,109 @@ def prompt_and_training(workload: Workload) -> tuple[Workload, Workload]:
 
 
 _TINY = Workload("tower", "tiny", 4, (0.0, 0.5), text_tokens=16, timestamp_tokens=2, decode_tokens=2)
-# As many tokens beside each video token, and as many of attention beside each linear FLOP, as in 4B at as many frames.
+# The text keeps 4B's ratios of text to video tokens and of attention to linear FLOPs.
 _SMALL = Workload("inference", "molmo2-small", 64, text_tokens=858, timestamp_tokens=3)
 _LONG = Workload("inference", "molmo2-small-long", 256, PRUNED, text_tokens=750, timestamp_tokens=3, checkpointing=True)
 _QWEN_SMALL = Workload("inference", "qwen3-vl-small", 64, (0.3, 0.5, 0.7), timestamp_tokens=1)
 _PAPER = tuple(
     Workload(mode, "molmo2-4b", frames, ratios, batch, "varlen", backend, "bfloat16", text, checkpointing=True)
     for mode in ("inference", "training")
-    # The text that makes the paper's tokens per instance, 15670 in two rows of 64 frames and 25307 in one of 256.
+    # Text up to the paper's tokens per instance: 15670 in two rows of 64 frames, 25307 in one of 256.
     for frames, batch, text in ((64, 2, 15670 // 2 - 64 * 90), (256, 1, 25307 - 256 * 90))
-    # Which of them is the fastest is not known before, on either side.
     for backend, ratios in (("sdpa", ALL), ("flex_attention", PRUNED))
 )
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "text_tokens": 128, "timestamp_tokens": 6, "checkpointing": True}
-# What is left of 720p under the processor's pixel budget is 11,648 tokens, of 64 frames and of 256.
+# The processor's pixel budget leaves 11,648 tokens of a 720p video, at 64 and at 256 frames.
 _QWEN = tuple(
     replace(_QWEN_SMALL, mode=mode, geometry=geometry, frames=frames, **_LARGE)
     for mode in ("inference", "training")
     for geometry, frames in (("qwen3-vl-4b", 64), ("qwen3-vl-4b-low", 256), ("qwen3-vl-4b", 256))
 )
-_PRESETS = {
-    "tiny": Preset(
-        "every stage once on a toy model, to see that it runs; its figures mean nothing",
-        "10 s, 1 GB",
-        (
-            _TINY,
-            replace(_TINY, layout="first_fit_descending"),
-            *prompt_and_training(replace(_TINY, mode="inference", batch=2)),
-            *prompt_and_training(replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8)),
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "tiny",
+            "every stage once on a toy model, to see that it runs; its figures mean nothing",
+            "10 s, 1 GB",
+            (
+                _TINY,
+                replace(_TINY, layout="first_fit_descending"),
+                *prompt_and_training(replace(_TINY, mode="inference", batch=2)),
+                *prompt_and_training(replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8)),
+            ),
         ),
-    ),
-    "tower": Preset(
-        "vision tower and connector of Molmo2 (SigLIP2 So400M/14, 25 layers)",
-        "11 min, 5 GB on 2 CPU cores",
-        (Workload("tower", "so400m", 8), Workload("tower", "so400m", 16, (0.5,))),
-    ),
-    "paper": Preset(
-        "Molmo2-4B with random weights at the sizes of the paper's two tables, beside the paper's speed-ups",
-        "12 to 17 min worked out from FLOPs, not measured; 110 GB of GPU memory for stock Molmo2 in training",
-        _PAPER,
-        needs_gpu="4.9 billion weights and 33 PFLOP a round take hours on a CPU; use --preset paper-small there",
-    ),
-    "paper-small": Preset(
-        "Molmo2-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
-        "13 min, 14 GB on 2 CPU cores",
-        prompt_and_training(_SMALL),
-        repeats=4,
-    ),
-    "paper-small-256": Preset(
-        "the same at 256 frames: smaller still, with attention's share as in 4B at 256 frames",
-        "8 min, 10 GB on 2 CPU cores",
-        prompt_and_training(_LONG),
-    ),
-    "qwen": Preset(
-        "Qwen3-VL-4B with random weights: 64 and 256 frames of 720p, and 256 frames with four times the pixel budget",
-        "not measured; 46,592 video tokens in training need more memory than one GPU of 80 GB has",
-        _QWEN,
-        needs_gpu="4.4 billion weights and 19 PFLOP a round take hours on a CPU; use --preset qwen-small there",
-    ),
-    "qwen-small": Preset(
-        "Qwen3-VL-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
-        "11 min, 12 GB on 2 CPU cores",
-        prompt_and_training(_QWEN_SMALL),
-    ),
-    "training-free": Preset(
-        "the same prompt, pruned without training: cosine in the ViT, EVS after it, random",
-        "7 min, 4 GB on 2 CPU cores",
-        tuple(replace(_QWEN_SMALL, selector=selector) for selector in (*UNTRAINED, "evs")),
-    ),
-    "scaling": Preset(
-        "cost per frame from 1 to 1024 frames: the narrow tower on a CPU, So400M on a GPU",
-        "13 min, 14 GB on 2 CPU cores",
-        tuple(Workload("tower", "narrow-tower", 2**power, (0.5,)) for power in range(11)),
-    ),
+        Preset(
+            "tower",
+            "vision tower and connector of Molmo2 (SigLIP2 So400M/14, 25 layers)",
+            "11 min, 5 GB on 2 CPU cores",
+            (Workload("tower", "so400m", 8), Workload("tower", "so400m", 16, (0.5,))),
+        ),
+        Preset(
+            "paper",
+            "Molmo2-4B with random weights at the sizes of the paper's two tables, beside the paper's speed-ups",
+            "12 to 17 min worked out from FLOPs, not measured; 110 GB of GPU memory for stock Molmo2 in training",
+            _PAPER,
+            needs_gpu="4.9 billion weights and 33 PFLOP a round take hours on a CPU; use --preset paper-small there",
+        ),
+        Preset(
+            "paper-small",
+            "Molmo2-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
+            "13 min, 14 GB on 2 CPU cores",
+            prompt_and_training(_SMALL),
+            repeats=4,
+        ),
+        Preset(
+            "paper-small-256",
+            "the same at 256 frames: smaller still, with attention's share as in 4B at 256 frames",
+            "8 min, 10 GB on 2 CPU cores",
+            prompt_and_training(_LONG),
+        ),
+        Preset(
+            "qwen",
+            "Qwen3-VL-4B with random weights: 64 and 256 frames of 720p, and 256 with four times the pixel budget",
+            "not measured; 46,592 video tokens in training need more memory than one GPU of 80 GB has",
+            _QWEN,
+            needs_gpu="4.4 billion weights and 19 PFLOP a round take hours on a CPU; use --preset qwen-small there",
+        ),
+        Preset(
+            "qwen-small",
+            "Qwen3-VL-4B scaled down, tower and LLM alike, until 64 frames fit a CPU: prompt and training step",
+            "11 min, 12 GB on 2 CPU cores",
+            prompt_and_training(_QWEN_SMALL),
+        ),
+        Preset(
+            "scaling",
+            "cost per frame from 1 to 1024 frames: the narrow tower on a CPU, So400M on a GPU",
+            "13 min, 14 GB on 2 CPU cores",
+            tuple(Workload("tower", "narrow-tower", 2**power, (0.5,)) for power in range(11)),
+        ),
+    )
 }
-PRESETS = {name: replace(preset, name=name) for name, preset in _PRESETS.items()}
 
 
 def find_preset(name: str, on_gpu: bool = False) -> Preset:
-    """The preset `name`, a key of `PRESETS`, as it is on this kind of device."""
-    preset = PRESETS[name]
+    """The preset `name`, a key of `PRESETS`, for a CPU or a GPU."""
     if on_gpu and name in ("tower", "scaling"):
-        return replace(preset, workloads=vary(preset, geometry=["so400m"], dtype=["bfloat16"]).workloads)
-    return preset
+        return vary(PRESETS[name], geometry=["so400m"], dtype=["bfloat16"])
+    return PRESETS[name]
 
 
 def vary(
     preset: Preset, modes: Sequence[str] | None = None, repeats: int | None = None, **axes: Sequence[Any] | None
 ) -> Preset:
     """
-    The same preset with other values. `modes` chooses among its workloads; `axes` replaces their fields of these names,
-    every combination of the values, where there are any.
+    The preset with other values. `modes` filters its workloads; `axes` replaces their fields, in every combination.
 
-    Raises `ValueError` where nothing is left to measure.
+    Raises `ValueError` if no workload is left.
     """
     chosen = {field: values for field, values in axes.items() if values}
     workloads = [workload for workload in preset.workloads if not modes or workload.mode in modes]
     if not workloads:
         has = " and ".join(sorted({workload.mode for workload in preset.workloads}))
-        raise ValueError(f"preset {preset.name!r} measures {has}, which --modes leaves out.")
-    varied: dict[Workload, Workload] = {}  # of workloads that differ in ratios alone, the first
-    for workload, values in itertools.product(workloads, itertools.product(*chosen.values())):
-        new = replace(workload, **dict(zip(chosen, values, strict=True)))
+        raise ValueError(f"--modes leaves out {has}, which is all that preset {preset.name!r} measures.")
+    combinations = [dict(zip(chosen, values, strict=True)) for values in itertools.product(*chosen.values())]
+    varied: dict[Workload, Workload] = {}  # the first of workloads that differ only in their ratios
+    for new in (replace(workload, **values) for workload in workloads for values in combinations):
         varied.setdefault(replace(new, ratios=()), new)
     return replace(preset, workloads=tuple(varied.values()), repeats=repeats or preset.repeats)

@@ -16,8 +16,8 @@ from stts_hf.checkpoints.atomic_folder import atomic_file
 SCHEMA = 2
 RESULT, UNFINISHED, PAGE = "result.json", "unfinished.json", "README.md"
 
-# Supplement, "Detailed Throughput Tables", Molmo2-4B, 8 H100: (mode, frames in a batch) to speed-ups over
-# the paper's own system without pruning. The batches per second printed beside the 1.88x in training make it 1.78x.
+# Supplement, "Detailed Throughput Tables", Molmo2-4B, 8 H100: speed-ups over the paper's own system without pruning,
+# by mode, frames in a batch and pruning ratio. The batches per second printed beside the 1.88x make it 1.78x.
 PAPER_SPEED_UPS = {
     ("training", 128): {0.3: 1.28, 0.4: 1.44, 0.5: 1.62},
     ("training", 256): {0.3: 1.48, 0.4: 1.88, 0.5: 2.25},
@@ -25,7 +25,7 @@ PAPER_SPEED_UPS = {
     ("inference", 256): {0.3: 1.45, 0.4: 1.71, 0.5: 2.22},
 }
 
-# Of the table, in their order.
+# The order of the table's rows.
 ROWS = [*STAGES, "memory, MiB", "GFLOP", "frames/s", "tokens of a row", "correlation with motion", "kept of what moves"]
 ROWS += ["same_frames", "same_tokens", "speed-up in the paper"]
 
@@ -38,7 +38,7 @@ its process holds after its imports. [Benchmarks](../README.md) says what the st
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `ValueError` where a result in `folder` would replace files that no benchmark of this version wrote."""
+    """Raises `ValueError` if a result in `folder` would replace files that no benchmark of this version wrote."""
     if any(os.path.lexists(folder / name) for name in (RESULT, UNFINISHED, PAGE)):
         try:
             read_result(folder)
@@ -48,8 +48,8 @@ def check_folder(folder: Path) -> None:
 
 def write_result(result: Mapping[str, Any], folder: Path) -> None:
     """
-    Writes samples and page of a finished result into `folder`, each whole or not at all, in place of what an unfinished
-    run left. Of one that goes on, writes `unfinished.json` alone, beside any result of an earlier run.
+    Writes a finished result and its page into `folder`; one that goes on into `unfinished.json` alone, beside the
+    result of an earlier run.
     """
     with atomic_file(folder / (RESULT if result["finished"] else UNFINISHED)) as new:
         new.write_text(json.dumps(result, indent=1) + "\n")
@@ -64,10 +64,7 @@ def write_page(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """
-    The result in `folder`; without one what a run that did not finish left. Raises `ValueError` where there is neither,
-    or one of another schema.
-    """
+    """The result in `folder`, or else what an unfinished run left there. Raises `ValueError` if it holds neither."""
     path = next((folder / name for name in (RESULT, UNFINISHED) if (folder / name).exists()), folder / RESULT)
     try:
         result = json.loads(path.read_text())
@@ -78,11 +75,11 @@ def read_result(folder: Path) -> dict[str, Any]:
     return result
 
 
-def nothing_measured(result: Mapping[str, Any]) -> str | None:
-    """Why a result has not a single figure; None where it has one, or was to have none."""
+def why_nothing_measured(result: Mapping[str, Any]) -> str | None:
+    """The first failure of a result without a single figure; None if it has one, or has no cells."""
     if any(variant["status"] == "ok" for cell in result["cells"] for variant in cell["variants"]):
         return None
-    return next((f"nothing could be measured; {reason}" for reason in _failures(result["cells"])), None)
+    return next(iter(_failures(result["cells"])), None)
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -108,7 +105,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """One row for each figure of each cell, one column for each variant."""
+    """One row per figure of each cell, one column per variant."""
     names = list(dict.fromkeys(variant["name"] for cell in cells for variant in cell["variants"]))
     lines = [["", *map(_label, names)], ["---", *["---:"] * len(names)]]
     for cell in cells:
@@ -125,7 +122,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
-    """What the table says of a variant, by names of `ROWS`."""
+    """A variant's column of the table, by names of `ROWS`."""
     first, total = cell["variants"][0], variant["stages"][TOTAL]
     stock = first["stages"] if first is not variant and first["status"] == "ok" else {}
     figures: dict[str, Any] = {
@@ -150,7 +147,7 @@ def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, A
 
 
 def _time(found: Mapping[str, Any], stock: Mapping[str, Any] | None) -> str:
-    """Median and spread of a stage; beside those of the stock model, speed-up, FLOP ideal and the share reached."""
+    """Median and spread of a stage; beside the stock model's, also speed-up, FLOP ideal and the share reached."""
     measured = Measurement(1, found["seconds"], TaskSpec(stmt="", setup=""))
     text = f"{_milliseconds(measured.median)} ± {_milliseconds(measured.iqr)}"
     if stock is None:
@@ -168,22 +165,19 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _median(values: Sequence[float], form: str = ".2f") -> str:
-    """Median and extremes of what is a number."""
+    """Median and extremes, without NaN."""
     known = sorted(value for value in values if not math.isnan(value))
     low, middle, high = (format(value, form) for value in (known[0], statistics.median(known), known[-1]))
     return f"{middle} ({low} to {high}, {len(known)} clips)"
 
 
 def _failures(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why variants have no figures, or no FLOPs."""
+    """Why cells and variants have no figures."""
     lines = []
     for cell in cells:
-        for found in [cell, *cell["variants"]]:
-            name = cell["title"] if found is cell else f"{cell['title']}, {_label(found['name'])}"
-            if found["status"] != "ok":
-                lines.append(f"{name}: {found['status']} ({found['reason']}).")
-            elif found.get("not_counted"):
-                lines.append(f"{name}: FLOPs were not counted; {found['not_counted']}.")
+        titles = [(cell["title"], cell)]
+        titles += [(f"{cell['title']}, {_label(variant['name'])}", variant) for variant in cell["variants"]]
+        lines += [f"{title}: {it['status']} ({it['reason']})." for title, it in titles if it["status"] != "ok"]
     return lines
 
 

@@ -1,7 +1,8 @@
 """Prints what FLOPs allow in every preset, worked out and not measured: `python -m tests.stts_hf.benchmark.ideals`."""
 
-from stts_hf.benchmark.geometries import GEOMETRIES, Molmo2, geometry_config
+from stts_hf.benchmark.geometries import geometry_config
 from stts_hf.benchmark.presets import PRESETS, Workload
+from stts_hf.modeling.configuration_stts import STTSConfig
 from tests.stts_hf.benchmark import formulas
 
 
@@ -55,7 +56,7 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
 def main() -> None:
     for preset in PRESETS.values():
         for workload in preset.workloads:
-            if not isinstance(GEOMETRIES[workload.geometry], Molmo2):
+            if not isinstance(geometry_config(workload.geometry), STTSConfig):
                 continue  # ideals_qwen3_vl
             stock = flops(workload, None)
             ideals = [

@@ -13,16 +13,19 @@ from tests.stts_hf.benchmark import formulas
 AFTER = "evs"
 
 
+def tubelets(workload: Workload) -> int:
+    return -(-workload.frames // 2)
+
+
 def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = None) -> float:
     """
     FLOPs of one pass of a workload, as `stts_hf.benchmark.meters` counts them with scaled dot product attention.
 
     lengths: how many patches of each tubelet survive; by default they are spread evenly over the tubelets.
     """
-    geometry: Any = GEOMETRIES[workload.geometry]
-    config = geometry_config(workload.geometry)
+    config: Any = geometry_config(workload.geometry)
     vision, side = config.vision_config, config.vision_config.spatial_merge_size
-    frames, blocks = geometry.num_frames(workload), math.prod(geometry.grid)
+    frames, blocks = tubelets(workload), math.prod(GEOMETRIES[workload.geometry].grid)
     patches, layers = side**2 * blocks, vision.depth
     if lengths is None:
         lengths = [round((1 - (ratio or 0.0)) * patches)] * frames
@@ -77,8 +80,7 @@ def main() -> None:
         for workload in PRESETS[name].workloads:
             stock = flops(workload, None)
             tower = flops(dataclasses.replace(workload, mode="tower"), None) * (3 if workload.mode == "training" else 1)
-            geometry: Any = GEOMETRIES[workload.geometry]
-            tokens = geometry.num_frames(workload) * math.prod(geometry.grid)
+            tokens = tubelets(workload) * math.prod(GEOMETRIES[workload.geometry].grid)
             cells = [f"{workload.geometry}, {workload.frames} frames, {tokens} tokens, {workload.mode}"]
             cells += [f"{stock / 1e12:.4g}", f"{tower / stock:.0%}" if workload.mode == "inference" else ""]
             for ratio in ratios:

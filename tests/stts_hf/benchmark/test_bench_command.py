@@ -18,44 +18,30 @@ from stts_hf.cli.main import main
 def tiny(tmp_path_factory):
     """Folder of a whole run of the tiny preset."""
     folder = tmp_path_factory.mktemp("results") / "tiny"
-    words = ["bench", "--preset", "tiny", "--repeats", "2", "--device", "cpu", "--output", str(folder)]
+    words = ["bench", "--preset", "tiny", "--repeats", "1", "--device", "cpu", "--output", str(folder)]
     with pytest.MonkeyPatch.context() as typed:
         typed.setattr("sys.argv", ["stts-hf", *words])
         assert main(words) == 0
     return folder
 
 
-def refused(capsys, *arguments: str) -> str:
-    """What the command says no with."""
-    assert main(["bench", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return printed.err
-
-
-def test_it_writes_samples_and_page(tiny):
-    assert sorted(path.name for path in tiny.iterdir()) == ["README.md", "result.json"]
-    assert (tiny / "README.md").read_text().startswith("# stts-hf bench: tiny")
-
-
 def test_the_result_holds_every_raw_sample(tiny):
+    assert sorted(path.name for path in tiny.iterdir()) == ["README.md", "result.json"]
     found = json.loads((tiny / "result.json").read_text())
     assert found["schema"] == 2
-    assert found["command"].endswith(f"stts-hf bench --preset tiny --repeats 2 --device cpu --output {tiny}")
+    assert found["command"].endswith(f"stts-hf bench --preset tiny --repeats 1 --device cpu --output {tiny}")
     assert {"cpu", "cores", "threads", "memory", "device", "load_before", "load_after"} <= set(found["machine"])
     assert {"torch", "transformers", "stts_hf", "python", "commit"} <= set(found["versions"])
-    assert found["seconds"] > 0
     seen = set()
     for cell in found["cells"]:
         assert cell["status"] == "ok"
-        assert len(cell["order"]) == 2
-        assert [variant["name"] for variant in cell["variants"]] == ["stock", "0", "0.5"]
+        assert cell["order"] == [["stock", "0", "0.5"]]
         for variant in cell["variants"]:
             assert variant["peak_memory"] > 0
             for stage, measured in variant["stages"].items():
                 seen.add(stage)
-                assert len(measured["seconds"]) == 2
-                assert all(seconds > 0 for seconds in measured["seconds"])
+                (seconds,) = measured["seconds"]
+                assert seconds > 0
     assert seen == set(STAGES)
 
 
@@ -87,67 +73,30 @@ def test_the_list_names_every_preset_and_what_it_takes(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "tower", "--modes", "training"], "'tower' measures tower, which --modes leaves out"),
+        (["--preset", "tower", "--modes", "training"], "--modes leaves out tower"),
         (["--backends", "flex_attention"], "'flex_attention' needs a GPU"),
         (["--pruning-layers", "1", "5"], "`pruning_layer` is 5"),
         (["--preset", "qwen"], "preset 'qwen' is for a GPU"),
-        (["--preset", "paper"], "'paper' is for a GPU"),
         (["--device", "abacus"], "--device abacus cannot be used here"),
-        (["--device", "meta"], "--device meta cannot be used here"),
-        (["--render"], "--render measures nothing, so --device would have no effect"),
-        (["--list", "--preset", "tower"], "--list measures nothing, so --device, --preset would have no effect"),
+        (["--render"], "--render needs --output"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_refusals_name_the_option_and_what_would_be_right(capsys, arguments, message):
-    assert message in refused(capsys, "--device", "cpu", *arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "huge"], "--preset: invalid choice: 'huge' (choose from"),
-        (["--layouts", "zigzag"], "--layouts: invalid choice: 'zigzag' (choose from"),
-        (["--backends", "cuda"], "--backends: invalid choice: 'cuda'"),
-        (["--dtypes", "int8"], "--dtypes: invalid choice: 'int8'"),
-        (["--modes", "serving"], "--modes: invalid choice: 'serving'"),
-        (["--ratios", "0.5", "50"], "--ratios: is 50, but must be a share from 0"),
-        (["--ratios", "nan"], "--ratios: is nan"),
-        (["--frames", "0"], "--frames: is 0, but must be at least 1"),
-        (["--batches", "-1"], "--batches: is -1"),
-        (["--batches", "many"], "--batches: invalid count value: 'many'"),
-        (["--repeats", "0"], "--repeats: is 0, but must be at least 1"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_values_that_cannot_be_are_refused(capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
-    assert ended.value.code == 2
+def test_refusals_name_the_option(capsys, arguments, message):
+    assert main(["bench", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("installed", "device", "dtype", "layout"),
-    [
-        (False, "cuda:0", "bfloat16", "varlen"),
-        (True, "cpu", "bfloat16", "varlen"),
-        (True, "cuda:0", "float32", "varlen"),
-        (True, "cuda:0", "bfloat16", "first_fit_descending"),
-    ],
-)
-def test_flash_attention_is_refused_where_it_cannot_run(monkeypatch, installed, device, dtype, layout):
-    monkeypatch.setattr("stts_hf.benchmark.measure.FLASH_BACKENDS", {"flash_attention_2": lambda: installed})
-    preset = vary(find_preset("tiny"), backend=["flash_attention_2"], dtype=[dtype], layout=[layout])
-    with pytest.raises(ValueError, match="'flash_attention_2' needs its package, a CUDA device, --dtypes bfloat16"):
-        check_runnable(preset, torch.device(device))
-
-
-def test_an_output_that_cannot_be_is_refused_before_measuring(capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "must be a folder that can be written" in refused(capsys, "--output", str(tmp_path / "file"))
-    message = refused(capsys, "--output", str(tmp_path / "file" / "sub"))
-    assert message.endswith(f"must be a folder that can be written, but {tmp_path / 'file'} is not\n")
+def test_flash_attention_is_refused_where_it_cannot_run(monkeypatch):
+    monkeypatch.setattr("stts_hf.benchmark.measure.FLASH_BACKENDS", {"flash_attention_2": lambda: True})
+    preset = vary(find_preset("tiny"), backend=["flash_attention_2"], dtype=["bfloat16"])
+    with pytest.raises(ValueError, match="'flash_attention_2' needs a GPU"):
+        check_runnable(preset, torch.device("cpu"))
+    with pytest.raises(ValueError, match="needs --layouts varlen"):
+        check_runnable(preset, torch.device("cuda"))
+    monkeypatch.setattr("stts_hf.benchmark.measure.FLASH_BACKENDS", {"flash_attention_2": lambda: False})
+    with pytest.raises(ValueError, match="needs its package"):
+        check_runnable(preset, torch.device("cuda"))
 
 
 def test_axes_replace_the_presets_values_in_every_combination():

@@ -10,13 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
 from stts_hf.benchmark.measure import Runner
-from stts_hf.benchmark.meters import (
-    CONNECTOR,
-    TOTAL,
-    VISION_TOWER,
-    FlopClock,
-    UncountedAttention,
-)
+from stts_hf.benchmark.meters import CONNECTOR, TOTAL, VISION_TOWER, FlopClock
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 from tests.stts_hf.benchmark import formulas, ideals
@@ -107,20 +101,6 @@ def test_another_version_of_pytorch_counted_the_same(ratio):
     changed = expected["score"]["flops"] - formulas.scorer(models[0].config, 81) if ratio else 0
     for stage, flops in found.items():
         assert flops == expected[stage]["flops"] - (changed if stage in (VISION_TOWER, TOTAL) else 0), stage
-
-
-def test_attention_without_a_formula_is_named():
-    states = torch.ones(1, 2, 4, 8)
-    with UncountedAttention() as uncounted:
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(states, states, states)
-        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    assert not uncounted.names
-    with torch.library._scoped_library("stts_test", "FRAGMENT") as library:
-        library.define("new_attention(Tensor states) -> Tensor")
-        library.impl("new_attention", lambda states: states + 1, "CPU")
-        with UncountedAttention() as uncounted:
-            torch.ops.stts_test.new_attention(states)
-    assert uncounted.names == {"stts_test.new_attention"}
 
 
 def share_of_text(name: str, frames: int, text_tokens: int, timestamp_tokens: int) -> tuple[float, float]:

@@ -50,16 +50,6 @@ def test_what_failed_says_so_and_why():
     assert "float32: failed (RuntimeError: no kernel)." in page
 
 
-def test_flops_that_were_not_counted_say_why():
-    uncounted = cell([variant(None, {"total": ([2.0], 0)}), variant(0.5, {"total": ([1.0], 0)})])
-    for found in uncounted["variants"]:
-        found["stages"]["total"]["flops"] = None
-        found["not_counted"] = "this PyTorch has no formula for aten.new_attention"
-    page = markdown(result([uncounted]))
-    assert rows_of(page)["total"][1] == "1000 ± 0.00, 2.000x"
-    assert "k = 0.5: FLOPs were not counted; this PyTorch has no formula for aten.new_attention." in page
-
-
 def of_the_paper(mode: str, frames: int, batch: int) -> dict:
     stages = {"total": ([2.0], 4)}
     return cell(

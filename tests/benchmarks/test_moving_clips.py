@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stts_hf.benchmark.moving_clips import correlate, draw_clips, share_kept
+from examples.benchmarks.moving_clips import correlate, draw_clips, share_kept
 
 MOVING = np.zeros((3, 4))
 MOVING[1:, :2] = 1.0

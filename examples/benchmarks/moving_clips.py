@@ -1,4 +1,4 @@
-"""Drawn clips of known motion: whether a ranking that needs no training keeps the blocks that move."""
+"""Drawn clips of known motion, and how well a ranking of blocks keeps what moves."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,11 +1,8 @@
-"""Pruning where the ViT ends, as vLLM's EVS does it: what STTS's training-free selectors are compared with.
+"""EVS (Efficient Video Sampling, arXiv 2510.14624) for every backbone: pruning after the ViT and connector, as in vLLM.
 
-EVS (Efficient Video Sampling, arXiv 2510.14624) compares what two neighbouring frames hand to the language model at
-the same place, and drops the tokens that are most like the one before. The whole ViT has run by then, so only the
-language model has less to do. As in vLLM, a token is all that it hands on: deepstack's features stand behind the merged
-one. The budget, frame 0 that stays, and equal scores are as for every selector of STTS, so that methods differ in
-nothing but what they rank by; vLLM's own budget, `floor((1 - k) * T * n)`, is a token less where that is no whole
-number.
+EVS drops the tokens most similar to the token at the same place one frame before; deepstack's features are part of a
+token. The whole ViT runs, so only the language model saves work. Budget, frame 0 and ties are those of STTS's
+selectors, so methods differ only in their ranking; vLLM's budget, `floor((1 - k) * T * n)`, may be one token smaller.
 """
 
 import contextlib
@@ -19,14 +16,12 @@ from stts_hf.modeling.plan_stts import PruningPlan, VideoFeatures
 from stts_hf.modeling.pruning_stts import PruningBackbone
 from stts_hf.modeling.scoring_stts import select_blocks, temporal_similarity
 
-AFTER_TOWER = "evs"  # beside the selectors of STTS
-
 
 @contextlib.contextmanager
 def prune_after_tower(model: PruningBackbone) -> Iterator[None]:
     """
-    Within the block, the `model` without a head drops a video's tokens after its ViT and connector. Its selector ranks
-    nothing then, but runs: set "random", which costs nothing.
+    Within the block, the `model` without a head drops a video's tokens after its ViT and connector. Its own selector
+    still runs without effect: set "random", which costs nothing.
     """
     model.encode_videos = functools.partial(encode_then_prune, model.encode_videos)
     try:
@@ -38,7 +33,7 @@ def prune_after_tower(model: PruningBackbone) -> Iterator[None]:
 def encode_then_prune(
     encode: Callable[..., VideoFeatures], pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: object
 ) -> VideoFeatures:
-    """What `encode_videos` returns, of videos that are encoded whole and then lose what the plan says."""
+    """`encode_videos` of whole videos, then drops tokens by the plan."""
     whole = encode(pixel_values, replace(plan, pruning_ratio=0.0), **kwargs)
     merged = torch.cat(whole.pooler_output)  # (G, text hidden size)
     taps = [torch.cat(tap) for tap in whole.deepstack_features or ()]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stts_hf.benchmark.evs import prune_after_tower
+from examples.benchmarks.evs import prune_after_tower
 from tests.backbones import BACKBONES, Clip, Picture
 
 ROWS = [[3, Clip(4), 5], [2, Picture(), 4, Clip(3), 6]]
