@@ -29,8 +29,8 @@ def measure_methods(
     """Yields a cell of the result for each method and pruning layer; None is the geometry's own layer."""
     models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
     for method in METHODS:
-        for layer in layers or [None]:
-            yield measure_method(method, replace(workload, pruning_layer=layer), models, device, repeats)
+        for varied in [replace(workload, pruning_layer=layer) for layer in layers or ()] or [workload]:
+            yield measure_method(method, varied, models, device, repeats)
 
 
 def measure_method(

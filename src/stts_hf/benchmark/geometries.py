@@ -139,7 +139,7 @@ def lay_out(config: Any, grid: tuple[int, int]) -> Layout:
     frame = [config.vision_start_token_id, *[config.video_token_id] * (rows * cols), config.vision_end_token_id]
     block = vision.spatial_merge_size * vision.patch_size
     sizes = {"temporal_patch_size": vision.temporal_patch_size, "merge_size": vision.spatial_merge_size}
-    as_is = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
+    as_is: dict[str, Any] = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
     qwen = Qwen3VLVideoProcessor(patch_size=vision.patch_size, **sizes, **as_is)
     return Layout(frame, [0, *[2] * (rows * cols), 0], (rows * block, cols * block), qwen)
 
