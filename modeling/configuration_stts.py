@@ -19,7 +19,7 @@ from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2VisionConfig,
 )
 
-from .settings_stts import PRUNING_FIELDS, PruningConfig, PruningSettings, TrainingSettings, auto_map
+from .settings_stts import PRUNING_FIELDS, SELECTORS, PruningConfig, PruningSettings, TrainingSettings, auto_map
 
 AUTO_MAP = auto_map() | {
     "AutoProcessor": "processing_stts.STTSProcessor",
@@ -100,8 +100,10 @@ class STTSConfig(PruningConfig, TrainingSettings, Molmo2Config):
     }
 
     def validate_vision_config(self) -> None:
-        """Raises `ValueError` also where the connector reads no layer after `pruning_layer`: no score would train."""
+        """Raises `ValueError` also for a scorer that no layer of the connector would train."""
         super().validate_vision_config()
+        if not SELECTORS[self.vision_config.selector].is_learned:
+            return
         num_layers, layers = self.vision_config.num_hidden_layers, self.adapter_config.vision_feature_layer or ()
         last = max((layer % num_layers for layer in layers if -num_layers <= layer < num_layers), default=num_layers)
         if self.vision_config.pruning_layer >= last:

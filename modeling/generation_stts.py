@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
-from .cache_stts import CachedPrompt, holds_vision, mark_cache
+from .cache_stts import CacheRecord, first_column
 from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
@@ -41,10 +41,10 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers looks for these names, the rest is its
         self, input_ids: torch.LongTensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As in transformers. Each row holds one sample, whatever the positions of its padding look like."""
+        """As in transformers. A row holds one sample, whatever the positions of its padding; `generate` records."""
         native: Any = super()  # whose methods are declared for a protocol of transformers
         inputs = native.prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        return inputs | {"packed_rows": False}
+        return inputs | {"packed_rows": False, "records_cache": False}
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         """As in transformers, of text alone, since it takes no pixels. Raises `ValueError` for placeholders of them."""
@@ -78,6 +78,8 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         native: Any = super()
         placed = name_arguments(args)
         kwargs = placed | check_names(kwargs, placed)
+        if generation_config is not None:  # which takes any name
+            check_names(dict.fromkeys(vars(generation_config).keys() - vars(GenerationConfig()).keys()))
 
         def setting(name: str) -> Any:
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
@@ -89,14 +91,12 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name != "input_ids"}
         if inputs is not None and kwargs.setdefault("input_ids", inputs) is not inputs:
             raise ValueError("`inputs` and `input_ids` are both given; pass the prompt once.")
-        cache, config = kwargs.get("past_key_values"), generation_config
-        cached, given = CachedPrompt.of(cache), [name for name, value in kwargs.items() if value is not None]
+        cache, given = kwargs.get("past_key_values"), [name for name, value in kwargs.items() if value is not None]
+        record = CacheRecord.usable(cache)
         self.model.check_new_vision(cache, given)
-        if cached is None and not self.model.needs_pruning(given) and not pads_right(cache, kwargs):
-            kept_indices = check_native_prompt(kwargs, self.model.num_axes)
-            output = native.generate(None, config, **kwargs)
-            mark_cache(cache_of(output, cache), skips_padding=True)
-            return with_what_was_kept(output, kept_indices)
+        cached = None if record is None or record.whole else record
+        if cached is None and not self.model.needs_pruning(given) and not pads_right(record, kwargs):
+            return self.generate_natively(record, kwargs, generation_config)
         whole_ids = check_options(self.model, cache, cached, kwargs, setting)
         prompt, call = read_prompt(self.model, kwargs, cached, setting)
         pruned = self.model.prune(replace(call, pruning_ratio=ratio))
@@ -106,10 +106,10 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         keep_vision_together(self.model, pruned, kwargs, setting("prefill_chunk_size"))
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = WholePromptStreamer(kwargs["streamer"], prompt.cpu())
-        with CachedPrompt.set_aside(cache, pruned.cached_after):
-            output = native.generate(None, config, **kwargs)
+        with CacheRecord.set_aside(cache, pruned.record):
+            output = native.generate(None, generation_config, **kwargs)
         answer = (output if isinstance(output, torch.Tensor) else output.sequences)[:, length:]
-        record_answer(pruned, cache_of(output, cache), answer, (setting("num_beams") or 1) > 1)
+        record_answer(pruned.record, cache_of(output, cache), answer, (setting("num_beams") or 1) > 1)
         prompts = prompt.repeat_interleave(len(answer) // len(prompt), 0).to(answer.device)
         sequences = torch.cat([prompts, answer], dim=-1)
         if isinstance(output, torch.Tensor):
@@ -117,11 +117,34 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         output.sequences = sequences
         return with_what_was_kept(output, pruned.kept_indices, pruned.video)
 
+    def generate_natively(
+        self, record: CacheRecord | None, kwargs: dict[str, Any], generation_config: GenerationConfig | None
+    ) -> GenerateOutput | torch.LongTensor:
+        """Native `generate` on the caller's prompt. record: of the caller's cache."""
+        native: Any = super()
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        kept_indices = check_native_prompt(kwargs, self.model.num_axes)
+        with CacheRecord.set_aside(cache):
+            output = native.generate(None, generation_config, **kwargs)
+        cache = cache_of(output, cache)
+        if cache is not None:
+            first = None if record is None else record.first_vision
+            names = (*self.model.video_inputs, *self.model.image_inputs)
+            if first is None and ids is not None and not kwargs.keys().isdisjoint(names):
+                first = first_column(torch.stack(self.model.find_placeholders(ids, names)).any(0))
+            rows = output if isinstance(output, torch.Tensor) else output.sequences
+            fields = {"skips_hidden": True, "first_vision": first}
+            after = CacheRecord.of_columns(int(cache.get_seq_length()), len(rows), rows.device, **fields)
+            CacheRecord.attach(cache, after)
+        return with_what_was_kept(output, kept_indices)
 
-def pads_right(cache: Cache | None, kwargs: dict[str, Any]) -> bool:
+
+def pads_right(record: CacheRecord | None, kwargs: dict[str, Any]) -> bool:
     """Whether a turn behind cached videos or images is padded on the right, where native `generate` would go on."""
     mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-    return ids is not None and mask is not None and holds_vision(cache) and not bool(mask[:, -1].all())
+    if ids is None or mask is None or record is None or not record.holds_vision:
+        return False
+    return not bool(mask[:, -1].all())
 
 
 def name_arguments(args: tuple[Any, ...]) -> dict[str, Any]:
@@ -159,7 +182,7 @@ def check_native_prompt(kwargs: dict[str, Any], num_axes: int) -> torch.Tensor |
 def check_options(
     model: PruningBackbone,
     cache: Cache | None,
-    cached: CachedPrompt | None,
+    cached: CacheRecord | None,
     kwargs: dict[str, Any],
     setting: Callable[[str], Any],
 ) -> bool:
@@ -173,7 +196,6 @@ def check_options(
     model.check_generation(cache, setting)
     if cached is None:
         return True
-    cached.check_usable()
     mask, lookup = kwargs.get("attention_mask"), setting("prompt_lookup_num_tokens")
     if kwargs.get("assistant_model") is not None or (lookup and mask is not None and not bool(mask.bool().all())):
         name = "assistant_model" if kwargs.get("assistant_model") is not None else "prompt_lookup_num_tokens"
@@ -186,7 +208,7 @@ def check_options(
 
 
 def read_prompt(
-    model: PruningBackbone, kwargs: dict[str, Any], cached: CachedPrompt | None, setting: Callable[[str], Any]
+    model: PruningBackbone, kwargs: dict[str, Any], cached: CacheRecord | None, setting: Callable[[str], Any]
 ) -> tuple[torch.Tensor, Call]:
     """
     Takes the prompt out of `generate`'s arguments: the ids of the whole of it (B, L), and the call for the part that
@@ -243,7 +265,7 @@ def check_one_sample(prompt: torch.Tensor, kwargs: dict[str, Any], num_axes: int
 
 
 def count_seen(
-    whole: torch.Tensor, attention_mask: torch.Tensor | None, cached: CachedPrompt | None, cache: Cache | None
+    whole: torch.Tensor, attention_mask: torch.Tensor | None, cached: CacheRecord | None, cache: Cache | None
 ) -> int:
     """
     How many tokens of a prompt (B, L) a cache has seen. As in transformers, a mask longer than the prompt says that the
@@ -258,8 +280,7 @@ def count_seen(
             f"The prompt has {length} tokens, but `past_key_values` has already seen {seen}. Pass the whole "
             "conversation, dropped video tokens included, with at least one new token."
         )
-    known = cached.token_ids if cached is not None else None
-    if known is not None and not torch.equal(known.to(whole.device), whole[:, :seen]):
+    if cached is not None and not cached.matches(whole):
         raise ValueError(
             "The prompt does not begin with the tokens that `past_key_values` has seen. Build the next turn from the "
             "returned sequences, or call again without `past_key_values`."
@@ -280,11 +301,7 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool)
     if types is None:  # zeros mean the same, and make transformers build a mask instead of guessing from positions
         types = torch.zeros_like(pruned.kept_indices)
     columns = tokens.attention_mask.shape[-1] - pruned.kept_indices.shape[-1]
-    past = tokens.input_ids.new_zeros(tokens.input_ids.shape[0], columns if whole_ids else 0)
-    note = pruned.cached_after
-    if past.shape[1] and note is not None and note.token_ids is not None:
-        places = note.kept_indices[:, :columns]
-        past = note.token_ids.to(past.device).gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
+    past = pruned.record.token_ids[:, : columns if whole_ids else 0].clamp_min(0)
     return {  # chunks of a prefill are cut out of these by their place in the cache
         "input_ids": torch.cat([past, tokens.input_ids], dim=-1),
         "attention_mask": tokens.attention_mask,
@@ -318,13 +335,13 @@ def shorten_limits(kwargs: dict[str, Any], setting: Callable[[str], Any], by: in
             kwargs[name] = max(setting(name) - by, 0)
 
 
-def record_answer(pruned: PrunedInputs, cache: Cache | None, answer: torch.Tensor, beams: bool) -> None:
-    """Says on a cache what it holds after a prompt and its answer (B * copies, new), for the next turn."""
-    mark_cache(cache, bool(pruned.features), skips_padding=True)
-    if pruned.cached_after is None or cache is None:
+def record_answer(record: CacheRecord, cache: Cache | None, answer: torch.Tensor, beams: bool) -> None:
+    """Attaches to a cache the record of a prompt, `record`, and its answer (B * copies, new)."""
+    if cache is None:
         return
-    after = pruned.cached_after.repeat(answer.shape[0] // pruned.kept_indices.shape[0])
-    if beams:
-        after.unusable = "after beam search its rows are those of beams, which are not the returned sequences."
-    grown = int(cache.get_seq_length()) - after.kept_indices.shape[1]
-    after.extended(grown, answer[:, :grown]).attach(cache)
+    record.batch_repeat_interleave(len(answer) // len(record.positions))
+    grown = int(cache.get_seq_length()) - record.columns
+    record = record.answered(grown, answer[:, :grown])
+    if beams and not record.whole:
+        record.unusable = "after beam search its rows are those of beams, which are not the returned sequences."
+    CacheRecord.attach(cache, record)

@@ -76,8 +76,8 @@ class STTSModel(PruningBackbone, Molmo2Model):
         if self.image_inputs[0] in call.vision:
             check_tensors(call.vision, *self.image_inputs)
         tokens = call.tokens
-        if call.packed_rows is False and tokens.attention_mask is None and call.cache is None:
-            # Gaps in the positions, or those of padding, would look like packed samples.
+        if tokens.attention_mask is None and call.packed_rows is False and call.cache is None and self.is_native(call):
+            # Native code would take gaps in the positions, or those of padding, for packed samples.
             tokens.attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)
 
     def find_placeholders(self, input_ids: torch.Tensor, vision: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested
 
-from .cache_stts import CachedPrompt
+from .cache_stts import CacheRecord
 from .checks_stts import check_finite, check_grids, check_runs, check_tensors
 from .plan_stts import PruningPlan, VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
@@ -54,6 +54,8 @@ class MropeBackbone(PruningBackbone):
 
     def needs_pruning(self, arguments: Collection[str]) -> bool:
         """Images too: native code would not remember the positions of what it leaves in a cache."""
+        if "inputs_embeds" in arguments and not any(name in arguments for name in self.pixels):
+            return "mm_encoder_outputs" in arguments  # grids without pixels say nothing
         return any(name in arguments for name in (*self.video_inputs, *self.image_inputs, "mm_encoder_outputs"))
 
     def find_placeholders(self, input_ids: torch.Tensor, vision: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +144,7 @@ class MropeBackbone(PruningBackbone):
     def position_tokens(
         self,
         tokens: Tokens,
-        cached: CachedPrompt,
+        cached: CacheRecord,
         whole_mask: torch.Tensor | None,
         vision: dict[str, Any],
         placeholders: tuple[torch.Tensor, torch.Tensor],

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput, can_return_tuple
 
-from .cache_stts import CachedPrompt, check_new_vision, forget_marks, mark_cache, needs_note, record_cache, resume_cache
+from .cache_stts import CacheRecord, check_new_vision, first_column, last_positions
 from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import PruningPlan, RowPlan, VideoFeatures
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, keep_tokens, token_order
@@ -48,14 +48,14 @@ class PrunedInputs:
     What is left of a call's arguments.
 
     tokens: (B, L'); their mask covers cached columns too, (B, columns + L'). kept_indices: (B, L') in the caller's
-    sequence. cached_after: what a cache will hold, or None where its columns are the caller's tokens and positions.
-    video, images: what the hooks returned. features: pairs of a placeholder mask (B, L') and the features that go there
-    in order, the videos' first. features_per_row: how many of the videos' features go to each row, if known.
+    sequence. record: of a cache that this call fills. video, images: what the hooks returned. features: pairs of a
+    placeholder mask (B, L') and the features that go there in order, the videos' first. features_per_row: how many of
+    the videos' features go to each row, if known.
     """
 
     tokens: Tokens
     kept_indices: torch.Tensor
-    cached_after: CachedPrompt | None = None
+    record: CacheRecord
     video: VideoFeatures | None = None
     images: BaseModelOutputWithPooling | None = None
     features: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -135,29 +135,32 @@ class PruningBackbone(PreTrainedModel):
         pruned_length: int | None = None,
         packed_rows: bool | None = None,
         with_temporal_loss: bool = False,
+        records_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
         """
         As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone.
         `pruning_ratio` replaces the config's for this call; `pruned_length` is the length `L'` that every row gets;
         `packed_rows` says whether rows hold several samples (None: where `position_ids` start over);
-        `past_key_values` from an earlier call that dropped tokens continues it, in the caller's positions.
+        `past_key_values` from an earlier call that dropped tokens continues it, in the caller's positions;
+        `records_cache=False` leaves its record to the caller.
         """
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         vision = self.take_vision_inputs(kwargs)
         call = Call(tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss)
         self.read_call(call, kwargs)
-        pruned = None
+        pruned = record = None
         if self.is_native(call):
+            if records_cache:
+                record = self.record_native(call, bool(vision or kwargs.get("mm_encoder_outputs")))
             arguments = tokens.arguments | vision
         else:
-            check_exclusive(kwargs, self.encodes(call))
+            check_exclusive(kwargs, self.refuses_encoder_outputs(call))
             pruned = self.prune(call)
-            arguments = self.merge(call, pruned)
-        outputs = self.native_forward(**(kwargs | arguments), past_key_values=past_key_values, return_dict=True)
-        mark_cache(outputs.past_key_values, vision=bool(vision or kwargs.get("mm_encoder_outputs")))
-        if pruned is not None and pruned.cached_after is not None and isinstance(outputs.past_key_values, Cache):
-            pruned.cached_after.attach(outputs.past_key_values)
+            record, arguments = pruned.record, self.merge(call, pruned)
+        with CacheRecord.set_aside(past_key_values, record):
+            outputs = self.native_forward(**(kwargs | arguments), past_key_values=past_key_values, return_dict=True)
+        CacheRecord.attach(outputs.past_key_values, record)
         report = {} if pruned is None else pruned.report
         names = PruningModelOutputWithPast.__dataclass_fields__
         return PruningModelOutputWithPast(**{name: report.get(name, outputs.get(name)) for name in names})
@@ -167,7 +170,7 @@ class PruningBackbone(PreTrainedModel):
         check_names(kwargs)
         check_settings(call.pruning_ratio, call.pruned_length)
         call.tokens.check_one_source()
-        forget_marks(call.cache, call.tokens.shape[1])
+        CacheRecord.usable(call.cache)
         self.check_new_vision(call.cache, call.vision)
         if call.packed_rows is None and (self.num_axes or self.video_inputs[0] not in call.vision):
             text_config, has_vision = self.config.text_config, bool(call.vision)
@@ -175,16 +178,34 @@ class PruningBackbone(PreTrainedModel):
 
     def is_native(self, call: Call) -> bool:
         """Whether nothing is to be dropped, laid out or continued: then the native model does all."""
-        changes = call.packed_rows or call.changes_length or needs_note(call.cache, call.tokens)
+        record = CacheRecord.of(call.cache)
+        changes = call.packed_rows or call.changes_length or (record is not None and not record.whole)
         return not changes and not self.needs_pruning(call.vision)
+
+    def record_native(self, call: Call, has_vision: bool) -> CacheRecord | None:
+        """The record of a cache after a native call, which gets the positions that a record before it says."""
+        tokens, record = call.tokens, CacheRecord.of(call.cache)
+        if record is None and not has_vision:
+            return None
+        record, (batch_size, length) = CacheRecord.resume(call.cache, tokens), tokens.shape
+        if record.skips_hidden and tokens.position_ids is None and tokens.padding_mask is not None:
+            tokens.position_ids = (tokens.padding_mask.long().cumsum(-1) - 1)[:, -length:].clamp_min(0)
+        first = record.first_vision
+        if has_vision and first is None:
+            names = (*self.video_inputs, *self.image_inputs)
+            ids = tokens.input_ids
+            flags = torch.ones(1, 1) if ids is None else torch.stack(self.find_placeholders(ids, names)).any(0)
+            first = record.columns + first_column(flags)
+        fields = {"skips_hidden": record.skips_hidden, "first_vision": first}
+        return CacheRecord.of_columns(record.columns + length, batch_size, tokens.device, **fields)
 
     def check_new_vision(self, cache: Cache | None, arguments: Collection[str]) -> None:
         """Raises `ValueError` for pixels among the names of `arguments` where cached vision tokens would see them."""
         if not self.vision_is_causal:
             check_new_vision(cache, [name for name in self.pixels if name in arguments])
 
-    def encodes(self, call: Call) -> bool:
-        """Whether features that the caller encoded, `mm_encoder_outputs`, do not fit what becomes of a call."""
+    def refuses_encoder_outputs(self, call: Call) -> bool:
+        """Whether `mm_encoder_outputs`, features that the caller encoded, do not fit what becomes of a call."""
         return bool(
             call.packed_rows
             or call.changes_length
@@ -232,7 +253,7 @@ class PruningBackbone(PreTrainedModel):
     def position_tokens(
         self,
         tokens: Tokens,
-        cached: CachedPrompt,
+        cached: CacheRecord,
         whole_mask: torch.Tensor | None,
         vision: dict[str, Any],
         placeholders: tuple[torch.Tensor, torch.Tensor],
@@ -294,17 +315,37 @@ class PruningBackbone(PreTrainedModel):
         closes_gaps = self.config.pruned_position_ids == "compact"
         filler_id = getattr(self.config, "pad_token_id", None) or 0
         left = gather_tokens(tokens, sequence, ~keeps if closes_gaps else None, past_mask, filler_id)
-        pruned = PrunedInputs(left, sequence.kept_indices, None, video, images)
-        # Otherwise a cache's columns are the caller's tokens, and say the positions.
-        if drops or CachedPrompt.of(call.cache) is not None or tokens.position_ids.dim() == 3:
-            pruned.cached_after = record_cache(cached, tokens, sequence, left, closes_gaps)
+        pruned = PrunedInputs(left, sequence.kept_indices, cached, video, images)
         if video is not None:
             pruned.features.append((sequence.take(found[0], False), torch.cat(video.pooler_output)))
             if rows.rows is not None:
                 pruned.features_per_row = [sum(num_kept[v] for v in videos) for videos in rows.rows]
         if images is not None:
             pruned.features.append((sequence.take(found[1], False), torch.cat(list(images.pooler_output or ()))))
+        pruned.record = self.record_pruned(cached, tokens, sequence, pruned, drops)
         return pruned
+
+    def record_pruned(
+        self, cached: CacheRecord, tokens: Tokens, sequence: KeptSequence, pruned: PrunedInputs, drops: bool
+    ) -> CacheRecord:
+        """The record of a cache after this call. drops: whether columns are not the new tokens."""
+        left, positions = pruned.tokens, tokens.position_ids
+        assert positions is not None  # `prune` sets it
+        assert left.position_ids is not None  # `gather_tokens` makes both
+        assert left.padding_mask is not None
+        batch_size, new = sequence.kept_indices.shape
+        firsts = [] if cached.first_vision is None else [cached.first_vision]
+        if pruned.features:
+            firsts.append(cached.columns + first_column(torch.stack([found for found, _ in pruned.features]).any(0)))
+        first = torch.stack(firsts).amin() if firsts else None
+        if cached.whole and not drops and positions.dim() == 2:
+            fields = {"skips_hidden": cached.skips_hidden, "first_vision": first}
+            return CacheRecord.of_columns(cached.columns + new, batch_size, tokens.device, **fields)
+        after = left.position_ids if self.config.pruned_position_ids == "compact" else last_positions(tokens, sequence)
+        after = after.masked_fill(left.padding_mask[:, -new:] == 0, -1)
+        record = cached.grown(sequence.kept_indices, after, sequence.length, left.input_ids)
+        record.first_vision = first
+        return record
 
     def read_images(self, call: Call, placeholders: torch.Tensor) -> BaseModelOutputWithPooling:
         """A call's images, encoded. Raises `ValueError` where their tokens are not as many as `placeholders` (B, L)."""
@@ -322,7 +363,7 @@ class PruningBackbone(PreTrainedModel):
             )
         return images
 
-    def resume(self, call: Call) -> tuple[CachedPrompt, torch.Tensor, torch.Tensor | None, Tokens]:
+    def resume(self, call: Call) -> tuple[CacheRecord, torch.Tensor, torch.Tensor | None, Tokens]:
         """
         What the cache holds, the mask of its columns (B, columns), the caller's whole mask (B, seen + L) or None, and
         the new tokens' arguments (B, L).
@@ -333,7 +374,12 @@ class PruningBackbone(PreTrainedModel):
                 "`inputs_embeds` came with videos, packed rows, `pruned_length` or a cache of such a call, where ids "
                 "say what each token is. Pass `input_ids` instead."
             )
-        cached = resume_cache(call.cache, tokens, call.pruned_length)
+        cached = CacheRecord.resume(call.cache, tokens)
+        if call.pruned_length is not None and cached.seen:
+            raise ValueError(
+                f"`pruned_length` is {call.pruned_length}, but `past_key_values` holds {cached.seen} tokens already. "
+                "It is for calls without a cache, such as training; leave it out."
+            )
         order = token_order(tokens.position_ids, self.num_axes)
         past_mask, whole_mask, tokens = slice_uncached(tokens, cached, self.num_axes)
         if order is not None and cached.seen == 0 and call.packed_rows is not False:
@@ -342,7 +388,7 @@ class PruningBackbone(PreTrainedModel):
 
 
 def slice_uncached(
-    tokens: Tokens, cached: CachedPrompt, num_axes: int
+    tokens: Tokens, cached: CacheRecord, num_axes: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, Tokens]:
     """
     Cuts a call's arguments where the cache ends: the mask of the cached columns (B, columns), the caller's whole

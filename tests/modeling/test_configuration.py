@@ -71,6 +71,8 @@ def test_a_pruning_layer_behind_all_that_the_connector_reads(layers):
     """The scorer would get no gradient of the task."""
     with pytest.raises(StrictDataclassClassValidationError, match=r"`pruning_layer` is 2, but must be below [12]"):
         tiny_config(feature_layers=layers)
+    model = tiny_model(tiny_config(feature_layers=layers, selector="cosine"))  # has nothing to train
+    assert model(**build_inputs([[2, Video(2), 3]])).logits is not None
     model = tiny_model()
     model.config.vision_config.pruning_layer = 4  # the last that fits
     assert model(**build_inputs([[2, Video(2), 3]])).logits is not None

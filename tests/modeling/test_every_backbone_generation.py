@@ -160,6 +160,20 @@ def test_near_misses_of_our_arguments(one, any_model, way, name, meant):
     call = calls.get(way, any_model.model.get_video_features)
     with pytest.raises(ValueError, match=rf"`{name}` .*{meant}"):
         call(**inputs, **{name: 0.9})
+    if way == "generate":
+        with pytest.raises(ValueError, match=rf"`{name}` .*{meant}"):
+            call(**inputs, generation_config=GenerationConfig(**{name: 0.9}))
+
+
+def test_embeddings_beside_grids_without_pixels(backbone, one, any_model):
+    """As stock takes them: grids without pixels say nothing."""
+    if not any_model.model.num_axes:
+        pytest.skip("no position depends on a grid")
+    inputs = {"inputs_embeds": any_model.get_input_embeddings()(one["input_ids"])}
+    inputs |= {name: one[name] for name in ("attention_mask", "video_grid_thw")}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
+    expected = backbone.stock(any_model).generate(**inputs, **settings)
+    assert torch.equal(any_model.generate(**inputs, **settings), expected)
 
 
 def test_arguments_of_ours_have_no_place(one, any_model):

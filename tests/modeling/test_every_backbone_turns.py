@@ -1,13 +1,13 @@
 """Turns over a cache, for every backbone: whatever was called in between, the answer is that to the whole prompt."""
 
-from dataclasses import replace
+import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from stts_hf.modeling.cache_stts import CachedPrompt
+from stts_hf.modeling.cache_stts import CacheRecord
 from tests.backbones import Clip, Inputs, Picture, Rows, prompt
 from tests.modeling.reference import CLOSE
 
@@ -42,8 +42,8 @@ def test_steps_at_positions_off_by_one_are_not_one_call(backbone, any_model):
     with torch.no_grad():
         for shift in (0, 1):
             cache = any_model(**first, pruning_ratio=0.5).past_key_values
-            note: Any = CachedPrompt.of(cache)
-            replace(note, positions=note.positions + shift).attach(cache)
+            note: Any = CacheRecord.of(cache)
+            note.values = note.values + shift
             logits.append(any_model(input_ids=inputs["input_ids"][:, -4:], past_key_values=cache).logits)
     assert (logits[1] - logits[0]).abs().max() > 1e-3
 
@@ -200,6 +200,54 @@ def test_new_vision_tokens_behind_cached_ones(backbone, any_model, filled_by, fi
         expected = any_model(**whole, pruning_ratio=ratio).logits[:, -4:]
         found = any_model(**more, past_key_values=cache, pruning_ratio=ratio).logits[:, -4:]
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["crop", "reset"])
+def test_a_new_video_behind_a_cache_that_holds_none_any_more(backbone, any_model, way):
+    inputs = prompt(backbone.batch([[5, Clip(2), 3]], "left"))
+    with torch.no_grad():
+        expected = any_model(**inputs).logits[:, -1]
+        cache = any_model(**inputs, use_cache=True).past_key_values
+        if way == "crop":  # to text before the video
+            cache.crop(2 - int(cache.get_seq_length()))
+            rest = {n: value[:, 2:] if n in PER_TOKEN[::2] else value for n, value in inputs.items()}
+        else:
+            cache.reset()
+            any_model(input_ids=inputs["input_ids"][:, :1], past_key_values=cache)
+            rest = {n: value[:, 1:] if n in PER_TOKEN[::2] else value for n, value in inputs.items()}
+        found = any_model(**rest, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_rows_of_a_cache_that_the_caller_moved(backbone, any_model, way):
+    inputs = prompt(backbone.batch([[3, Clip(3), 4], [2, Clip(2), 3]], "left"))
+    rows, given = {
+        "reorder_cache": ([1, 0], torch.tensor([1, 0])),
+        "batch_select_indices": ([1], torch.tensor([1])),
+        "batch_repeat_interleave": ([0, 0, 1, 1], 2),
+    }[way]
+    with torch.no_grad():
+        cache = any_model(**inputs, use_cache=True).past_key_values
+        text, mask = torch.tensor([[7, 8], [7, 8]]), torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+        expected = any_model(input_ids=text, attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits[rows]
+        getattr(cache, way)(given)
+        found = any_model(input_ids=text[:1].expand(len(rows), -1), attention_mask=mask[rows], past_key_values=cache)
+    torch.testing.assert_close(found.logits, expected, **CLOSE)
+
+
+def test_steps_over_text_that_generate_cached_are_native(backbone, any_model, monkeypatch):
+    inputs = prompt(backbone.batch([[9], [5]], "left"))
+    cache = DynamicCache()
+    any_model.generate(**tokens_of(inputs, slice(0, 7)), **(GREEDY | {"max_new_tokens": 1}), past_key_values=cache)
+    with torch.no_grad():
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+        expected = any_model(**inputs, position_ids=positions).logits[:, -2:]
+        monkeypatch.setattr(any_model.model, "prune", None)
+        for end in (8, 9):
+            step = tokens_of(inputs, slice(end - 1, end)) | {"attention_mask": inputs["attention_mask"][:, :end]}
+            found = any_model(**step, past_key_values=cache).logits[:, 0]
+            torch.testing.assert_close(found, expected[:, end - 8], **CLOSE)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])

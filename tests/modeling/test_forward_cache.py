@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from stts_hf.modeling.cache_stts import CacheRecord
 from tests.modeling.reference import CLOSE, Inputs, logits_of_row
 from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
 
@@ -60,16 +61,16 @@ def test_a_wrong_position_after_the_cache_would_be_seen(model, fault):
     text = torch.tensor([[7, 8]])
     expected = model(**with_text(inputs, text), use_cache=False).logits[:, -2:]
     cache = model(**inputs, use_cache=True).past_key_values
-    note = cache.pruned_prompt
+    note = CacheRecord.of(cache)
     if fault == "position_off_by_one":
-        note.positions = note.positions + 1
+        note.values = note.values + 1
     else:  # where the other rule would go on
         other = (
             inputs["input_ids"].shape[1]
             if model.config.pruned_position_ids == "compact"
             else note.kept_indices.shape[1]
         )
-        note.positions = note.positions + other - note.next_position
+        note.values = note.values + other - note.next_position
     wrong = model(input_ids=text, past_key_values=cache).logits
     assert (wrong - expected).abs().max() > 10 * CLOSE["atol"]
 
@@ -111,7 +112,7 @@ def test_a_copied_cache_goes_its_own_way(model):
     first = model(input_ids=text, attention_mask=mask, past_key_values=cache)
     second = model(input_ids=text, attention_mask=mask, past_key_values=copied)
     assert torch.equal(first.logits, second.logits)
-    assert cache.pruned_prompt.seen == copied.pruned_prompt.seen == mask.shape[1]
+    assert CacheRecord.of(cache).seen == CacheRecord.of(copied).seen == mask.shape[1]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from stts_hf.modeling.cache_stts import CachedPrompt
+from stts_hf.modeling.cache_stts import CacheRecord
 from tests.backbones import Backbone, Clip, Inputs, Rows, longer, prompt, without_vision
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
@@ -91,9 +91,9 @@ def test_a_cache_that_an_error_left_half_filled_is_refused(backbone, any_model):
 
 def test_a_cache_that_was_reset_begins_anew(backbone, any_model):
     cache = any_model(**build(backbone, [ROWS[0]])).past_key_values
-    assert CachedPrompt.of(cache) is not None
+    assert CacheRecord.of(cache) is not None
     cache.crop(-int(cache.get_seq_length()))
-    assert CachedPrompt.of(cache) is None
+    assert CacheRecord.of(cache) is None
 
 
 @pytest.mark.parametrize("through", ["forward", "generate"])
@@ -105,7 +105,7 @@ def test_grids_without_pixels_say_nothing(backbone, any_model, through):
         again = without_vision(inputs) | grids
         assert torch.equal(any_model.generate(**again, **GREEDY, past_key_values=cache), expected)
     else:
-        note = CachedPrompt.of(cache)
+        note = CacheRecord.of(cache)
         assert note is not None
         text = without_vision(inputs) | {"input_ids": inputs["input_ids"][:, note.seen :]}
         assert any_model(**text, **grids, past_key_values=cache).logits.isfinite().all()

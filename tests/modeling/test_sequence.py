@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from stts_hf.modeling.cache_stts import CachedPrompt
+from stts_hf.modeling.cache_stts import CacheRecord
 from stts_hf.modeling.plan_stts import assign_videos_to_rows
 from stts_hf.modeling.sequence_stts import (
     KeptSequence,
+    Tokens,
     find_samples,
     gather_columns,
     keep_tokens,
@@ -206,23 +207,29 @@ def test_placeholders_that_are_not_whole_videos_are_refused(per_row, videos, mes
         assign_videos_to_rows(per_row, videos)
 
 
-def test_a_cached_prompt_grows_by_tokens_that_stay():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
-    longer = prompt.extended(2)
-    assert longer.kept_indices.tolist() == [[*LEFT[0], 8, 9], [*LEFT[1], 8, 9]]
-    assert longer.seen == 10
-    assert longer.next_position.tolist() == [[10], [6]]
+def cached() -> DynamicCache:
+    """A cache of five columns in two rows, with a record of eight tokens of the caller."""
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 1, 5, 4), torch.zeros(2, 1, 5, 4), 0)
+    ids = torch.tensor(LEFT).where(torch.tensor(LEFT) < 0, torch.tensor(LEFT) + torch.tensor([[0], [8]]))
+    CacheRecord.attach(cache, CacheRecord(torch.tensor(LEFT), POSITIONS, 8, ids))
+    return cache
+
+
+def record_of(cache: DynamicCache) -> CacheRecord:
+    record = CacheRecord.of(cache)
+    assert record is not None
+    return record
 
 
 def test_new_tokens_take_the_next_positions():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
     everything = torch.ones(2, 11, dtype=torch.int64)
     for mask in (None, everything):
-        assert prompt.positions_of_new(3, mask).tolist() == [[8, 9, 10], [4, 5, 6]]
+        assert record_of(cached()).positions_of_new(3, mask).tolist() == [[8, 9, 10], [4, 5, 6]]
 
 
 def test_tokens_after_the_end_of_a_row_take_no_position():
-    answered = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS).extended(3)
+    answered = record_of(cached()).answered(3)
     mask = torch.ones(2, 14, dtype=torch.int64)
     mask[1, 9:12] = 0  # the second row ended after one token; the last of these is new
     hidden = answered.hide(KeptSequence(answered.kept_indices, 11).take_mask(mask[:, :11]))
@@ -231,54 +238,57 @@ def test_tokens_after_the_end_of_a_row_take_no_position():
     assert positions[1, 1:].tolist() == [5, 6]
 
 
-@pytest.mark.parametrize(("length", "batch"), [(4, 2), (6, 2), (5, 1)])
-def test_a_cache_of_another_shape_is_refused(length, batch):
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
-    assert prompt.fitted(5, 2) is prompt
+@pytest.mark.parametrize(("columns", "batch"), [(1, 2), (0, 1)])
+def test_a_cache_of_another_shape_is_refused(columns, batch):
+    cache, tokens = cached(), Tokens(torch.ones(batch, 1, dtype=torch.int64))
+    for _ in range(columns):  # native code continued it
+        cache.layers[0].update(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4))
     with pytest.raises(ValueError, match=r"`past_key_values` holds .* recorded 5 for 2"):
-        prompt.fitted(length, batch)
+        CacheRecord.resume(cache, tokens)
 
 
-def test_a_note_is_cropped_as_its_cache_was():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS, torch.arange(16).view(2, 8))
-    answered = prompt.extended(3, torch.arange(6).view(2, 3))
-    cropped = answered.crop(6)
+def test_a_record_is_cropped_with_its_cache():
+    cache = cached()
+    CacheRecord.attach(cache, record_of(cache).answered(3, torch.arange(6).view(2, 3)))
+    cache.layers[0].update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))
+    cache.crop(-2)
+    cropped = record_of(cache)
     assert cropped.kept_indices.tolist() == [[*LEFT[0], 8], [*LEFT[1], 8]]
     assert cropped.seen == 9
     assert cropped.next_position.tolist() == [[9], [5]]
-    assert cropped.token_ids is not None
     assert cropped.token_ids[:, -1].tolist() == [0, 3]
 
 
-@pytest.mark.parametrize("columns", [0, 2])
-def test_a_note_cannot_be_cropped_into_a_video(columns):
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
-    with pytest.raises(ValueError, match=r"was cropped to .*, into the part where video tokens were dropped"):
-        prompt.crop(columns)
+def test_a_record_cannot_be_cropped_into_a_video():
+    cache = cached()
+    cache.crop(-3)
+    with pytest.raises(ValueError, match=r"was cropped to 2 positions"):
+        CacheRecord.usable(cache)
 
 
-def test_a_note_is_reordered_and_repeated_as_its_cache_is():
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS, torch.arange(16).view(2, 8))
-    swapped = prompt.reorder(torch.tensor([1, 0]))
-    assert swapped.kept_indices.tolist() == LEFT[::-1]
-    assert swapped.next_position.tolist() == [[4], [8]]
-    twice = prompt.repeat(2)
-    assert twice.kept_indices.tolist() == [LEFT[0], LEFT[0], LEFT[1], LEFT[1]]
-    assert twice.token_ids is not None
-    assert twice.token_ids[:, 0].tolist() == [0, 0, 8, 8]
+@pytest.mark.parametrize("way", ["reorder_cache", "batch_select_indices"])
+def test_a_record_is_reordered_with_its_cache(way):
+    cache = cached()
+    getattr(cache, way)(torch.tensor([1, 0]))
+    assert record_of(cache).kept_indices.tolist() == LEFT[::-1]
+    assert record_of(cache).next_position.tolist() == [[4], [8]]
 
 
-def test_a_note_that_is_set_aside_comes_back_after_an_error():
-    cache = DynamicCache()
-    cache.update(torch.zeros(2, 1, 5, 4), torch.zeros(2, 1, 5, 4), 0)
-    prompt = CachedPrompt(torch.tensor(LEFT), 8, POSITIONS)
-    prompt.attach(cache)
+def test_a_record_is_repeated_with_its_cache():
+    cache = cached()
+    cache.batch_repeat_interleave(2)
+    assert record_of(cache).kept_indices.tolist() == [LEFT[0], LEFT[0], LEFT[1], LEFT[1]]
+
+
+def test_a_record_that_is_set_aside_comes_back_after_an_error():
+    cache = cached()
+    record = record_of(cache)
 
     def fail():
-        with CachedPrompt.set_aside(cache, None):
-            assert CachedPrompt.of(cache) is None
+        with CacheRecord.set_aside(cache):
+            assert CacheRecord.of(cache) is None
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert CachedPrompt.of(cache) is prompt
+    assert CacheRecord.of(cache) is record

@@ -14,7 +14,7 @@ from transformers import BatchFeature, GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
 from stts_hf.data.collator import join_vision
-from stts_hf.modeling.cache_stts import CachedPrompt
+from stts_hf.modeling.cache_stts import CacheRecord
 from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.video.processors import OF_VIDEOS, grids_of
 from stts_hf.wording import did_you_mean
@@ -94,7 +94,7 @@ class ReadHeads:
     token_scores: tuple[torch.Tensor, ...] | None
 
     def __post_init__(self) -> None:
-        self.columns, self.note = int(self.cache.get_seq_length()), CachedPrompt.of(self.cache)
+        self.columns, self.record = int(self.cache.get_seq_length()), copy.copy(CacheRecord.of(self.cache))
 
     @property
     def num_bytes(self) -> int:
@@ -112,8 +112,6 @@ class ReadHeads:
             cache = copy.copy(cache)
             cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         cache.batch_select_indices(rows)  # on the host, since layers may be on several devices
-        if self.note is not None:
-            self.note.reorder(rows).attach(cache)
         return cache
 
     def rewind(self) -> None:
@@ -124,8 +122,7 @@ class ReadHeads:
         layers: list[Any] = self.cache.layers
         for layer in layers:
             layer.keys, layer.values = (of[..., : self.columns, :] for of in (layer.keys, layer.values))
-        if self.note is not None:
-            self.note.attach(self.cache)
+        CacheRecord.attach(self.cache, copy.copy(self.record))
 
     def answer(
         self, model: Any, cache: Cache, rows: torch.Tensor, tails: Mapping[str, torch.Tensor], **options: Any
