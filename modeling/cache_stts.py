@@ -30,6 +30,8 @@ class CacheRecord(DynamicLayer):
     unusable: why no prompt fits the cache, or "".
     """
 
+    keys: torch.Tensor  # (B, 1, columns, 2) places and token ids
+    values: torch.Tensor  # (B, 1, columns, 1) positions
     is_cache_record = True  # each folder of remote code has its own class of this name
 
     def __init__(

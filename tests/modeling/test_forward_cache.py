@@ -1,6 +1,7 @@
 """Decoding by hand: `forward` with the cache of an earlier `forward` equals computing everything anew."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_wrong_position_after_the_cache_would_be_seen(model, fault):
     text = torch.tensor([[7, 8]])
     expected = model(**with_text(inputs, text), use_cache=False).logits[:, -2:]
     cache = model(**inputs, use_cache=True).past_key_values
-    note = CacheRecord.of(cache)
+    note: Any = CacheRecord.of(cache)
     if fault == "position_off_by_one":
         note.values = note.values + 1
     else:  # where the other rule would go on
@@ -112,7 +113,8 @@ def test_a_copied_cache_goes_its_own_way(model):
     first = model(input_ids=text, attention_mask=mask, past_key_values=cache)
     second = model(input_ids=text, attention_mask=mask, past_key_values=copied)
     assert torch.equal(first.logits, second.logits)
-    assert CacheRecord.of(cache).seen == CacheRecord.of(copied).seen == mask.shape[1]
+    records: list[Any] = [CacheRecord.of(some) for some in (cache, copied)]
+    assert [record.seen for record in records] == [mask.shape[1]] * 2
 
 
 @torch.no_grad()

@@ -159,7 +159,8 @@ def test_a_changed_beginning_is_refused(model, turn, through):
 
 def test_a_prompt_without_new_tokens_is_refused(model, turn):
     cache, inputs = turn
-    seen = CacheRecord.of(cache).seen
+    record: Any = CacheRecord.of(cache)
+    seen = record.seen
     short = {name: value[:, :seen] for name, value in without_vision(inputs).items()}
     with pytest.raises(ValueError, match=rf"has {seen} tokens, but `past_key_values` has already seen {seen}"):
         model.generate(**short, **GREEDY, past_key_values=cache)
@@ -205,7 +206,8 @@ def test_vision_inputs_beside_a_cache_that_holds_a_video_are_refused(model, turn
         )
     call = model.generate
     if through == "forward":
-        seen = CacheRecord.of(cache).seen
+        record: Any = CacheRecord.of(cache)
+        seen = record.seen
         inputs["input_ids"] = inputs["input_ids"][:, seen:]
         call = model
     name = "pixel_values" if what == "an_image" else "pixel_values_videos"

@@ -242,7 +242,7 @@ def test_tokens_after_the_end_of_a_row_take_no_position():
 def test_a_cache_of_another_shape_is_refused(columns, batch):
     cache, tokens = cached(), Tokens(torch.ones(batch, 1, dtype=torch.int64))
     for _ in range(columns):  # native code continued it
-        cache.layers[0].update(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4))
+        cache.update(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4), 0)
     with pytest.raises(ValueError, match=r"`past_key_values` holds .* recorded 5 for 2"):
         CacheRecord.resume(cache, tokens)
 
@@ -250,7 +250,7 @@ def test_a_cache_of_another_shape_is_refused(columns, batch):
 def test_a_record_is_cropped_with_its_cache():
     cache = cached()
     CacheRecord.attach(cache, record_of(cache).answered(3, torch.arange(6).view(2, 3)))
-    cache.layers[0].update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))
+    cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
     cache.crop(-2)
     cropped = record_of(cache)
     assert cropped.kept_indices.tolist() == [[*LEFT[0], 8], [*LEFT[1], 8]]

@@ -363,7 +363,7 @@ def test_a_clip_says_what_it_holds_and_lets_it_go(assistant, five):
     text = assistant.model.config.get_text_config()
     columns = clip.ask(QUESTIONS[0], **GREEDY).tokens_read_before
     head_dim = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
-    of_column = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * head_dim
+    of_column = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * head_dim + 3 * 8  # with the record
     fresh = assistant.watch(five)
     assert fresh.num_bytes == columns * of_column
     # What a question left of room stays until the next one: its own tokens and those of its answer.
