@@ -37,5 +37,5 @@ def test_a_ratio_among_generates_options_counts(pipe, chat, monkeypatch):
 
 
 def test_a_ratio_that_only_the_processor_would_see_is_refused(pipe, chat):
-    with pytest.raises(ValueError, match=r"pruning_ratio=0.5 has no effect .*generate"):
+    with pytest.raises(ValueError, match=r"pruning_ratio=0.5 has no effect"):
         pipe(text=chat, pruning_ratio=0.5, max_new_tokens=2)
