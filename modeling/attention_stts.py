@@ -1,7 +1,7 @@
 """Attention over packed frames: one door, the fastest kernel that the machine has behind it.
 
-Pure tensors and plain numbers. Queries, keys and values are flat, `(P, heads, head_dim)`, and cut into frames by
-`cu_seqlens`; no frame sees another. A "frame" is any stretch of the sequence whose patches attend to each other.
+Pure tensors and plain numbers. Queries, keys and values are flat, `(P, heads, head_dim)`. `AttentionSpans` cuts
+them into spans, called frames below; no frame sees another.
 """
 
 import functools
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
+
+from .layout_stts import AttentionSpans, FrameBins
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -30,32 +32,30 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    spans: AttentionSpans,
     scaling: float,
     key_bias: torch.Tensor | None = None,
     dropout: float = 0.0,
     implementation: str = "sdpa",
 ) -> torch.Tensor:
     """
-    Every query of a frame attends to all keys of that frame: `softmax(scaling * q k + key_bias) v` (paper 3.2).
+    Every query of a span attends to all keys of that span: `softmax(scaling * q k + key_bias) v` (paper 3.2).
 
-    query: (P_q, heads, d). key, value: (P_k, heads, d). cu_seqlens_q, cu_seqlens_k: (F + 1,) int32.
-    key_bias: (P_k,) float32, added to the logits of every query towards that key; gradients reach it.
-    implementation: a transformers attention name. Those with "flash" in them ("flash_attention_2", "flash_attention_3",
-    "kernels-community/flash-attn2", ...) are that kernel, "eager" is plain matrix products, every other the best that
-    PyTorch has on this device. Returns (P_q, heads, d).
+    query: (P_q, heads, d). key, value: (P_k, heads, d). key_bias: (P_k,) float32, added to the logits of every query
+    towards that key; gradients reach it. implementation: a transformers attention name. Those with "flash" in them
+    ("flash_attention_2", "kernels-community/flash-attn2", ...) are that kernel, "eager" is plain matrix products, every
+    other the fastest that PyTorch has on this device. Returns (P_q, heads, d).
     """
     head_dim = query.shape[-1]
+    if spans.bins is not None:
+        return binned_attention(query, key, value, spans.bins, scaling, dropout, implementation)
     if query.shape[0] == 0:
         reached = key.sum() + value.sum() if key_bias is None else key.sum() + value.sum() + key_bias.sum()
         return query * reached  # empty, and its gradients are zeros
     if key_bias is not None:
         query, key, value = fold_bias_into_keys(query, key, value, key_bias, scaling)
-    backend = choose_backend(implementation, query, dropout)
-    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    backend, longest = choose_backend(implementation, query, dropout), spans.max_seqlen
+    is_whole = query.shape[0] == key.shape[0] == longest * (len(spans.cu_seqlens_k) - 1)
     if backend == "flash":
         output = _flash_attention_forward(  # of every version and source that transformers knows
             query[None],
@@ -66,22 +66,23 @@ def packed_attention(
             is_causal=False,
             dropout=dropout,
             softmax_scale=scaling,
-            cu_seq_lens_q=cu_seqlens_q,  # type: ignore[arg-type]
-            cu_seq_lens_k=cu_seqlens_k,  # type: ignore[arg-type]
-            max_length_q=max_seqlen_q,
-            max_length_k=max_seqlen_k,
+            cu_seq_lens_q=spans.cu_seqlens_q,  # type: ignore[arg-type]
+            cu_seq_lens_k=spans.cu_seqlens_k,  # type: ignore[arg-type]
+            max_length_q=longest,
+            max_length_k=longest,
             attn_implementation=implementation,
         )[0]
-    elif backend == "torch_varlen":
+    elif backend == "torch_varlen" and not is_whole:
         if missing := -query.shape[-1] % 8:
             query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
-        # PyTorch prefers cuDNN on Hopper and Blackwell, but cuDNN takes no window. A window wider than any frame hides
+        # PyTorch prefers cuDNN on Hopper and Blackwell, but cuDNN takes no window. A window wider than any span hides
         # nothing and selects flash attention for this call alone.
-        window = (-1, -1) if cudnn_takes_empty_frames() else (max_seqlen_q + max_seqlen_k,) * 2
+        window = (-1, -1) if cudnn_takes_empty_frames() else (2 * longest,) * 2
+        bounds = (spans.cu_seqlens_q, spans.cu_seqlens_k, longest, longest)
         output = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=window)
-    else:
-        attend = frame_by_frame if backend == "frame_by_frame" else padded_frames
-        output = attend(query, key, value, *bounds, scaling, dropout, eager=implementation == "eager")
+    else:  # spans of one length are one batch on every device
+        attend = frame_by_frame if backend == "frame_by_frame" and not is_whole else padded_frames
+        output = attend(query, key, value, spans, scaling, dropout, implementation == "eager")
     return output[..., :head_dim]
 
 
@@ -164,16 +165,13 @@ def frame_by_frame(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    spans: AttentionSpans,
     scaling: float,
     dropout: float = 0.0,
     eager: bool = False,
 ) -> torch.Tensor:
     """One call per frame: on a CPU faster than masked bins, since no masked product is ever computed."""
-    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    lengths_q, lengths_k = spans.cu_seqlens_q.diff().tolist(), spans.cu_seqlens_k.diff().tolist()
     outputs = []
     for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
         if k.shape[0] == 0:  # nothing to attend to: padding slots of the biased layer
@@ -188,29 +186,24 @@ def padded_frames(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    spans: AttentionSpans,
     scaling: float,
     dropout: float = 0.0,
     eager: bool = False,
 ) -> torch.Tensor:
     """One call for all frames, padded to `max_seqlen` and masked: no size depends on the frames' lengths."""
-    num_queries = query.shape[0]
-    query, valid_queries = gather_frames(query, cu_seqlens_q, max_seqlen_q)  # (F, heads, max_seqlen_q, d)
-    (key, valid), (value, _) = (gather_frames(states, cu_seqlens_k, max_seqlen_k) for states in (key, value))
-    if valid is None:
-        mask = None
-    else:
-        mask = valid | ~valid.any(-1, keepdim=True)  # a frame without keys: its values are zero, so its output is
-        mask = mask[:, None, None, :]
+    num_queries, bounds, longest = query.shape[0], spans.cu_seqlens_q, spans.max_seqlen
+    query, valid_queries = gather_frames(query, bounds, longest)  # (F, heads, max_seqlen, d)
+    (key, valid), (value, _) = (gather_frames(states, spans.cu_seqlens_k, longest) for states in (key, value))
+    mask = None
+    if valid is not None:  # a frame without keys: its values are zero, so its output is
+        mask = (valid | ~valid.any(-1, keepdim=True))[:, None, None, :]
     output = masked_attention(query, key, value, mask, scaling, dropout, eager)
     if valid_queries is None:
         return output.transpose(1, 2).flatten(0, 1)
-    slots = torch.arange(num_queries, device=output.device, dtype=cu_seqlens_q.dtype)
-    frame = torch.searchsorted(cu_seqlens_q[1:].contiguous(), slots, right=True)
-    return output[frame, :, slots - cu_seqlens_q[frame]]
+    slots = torch.arange(num_queries, device=output.device, dtype=bounds.dtype)
+    frame = torch.searchsorted(bounds[1:].contiguous(), slots, right=True)
+    return output[frame, :, slots - bounds[frame]]
 
 
 def gather_frames(
@@ -256,22 +249,21 @@ def binned_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    bins: FrameBins,
     scaling: float,
     dropout: float = 0.0,
     implementation: str = "sdpa",
 ) -> torch.Tensor:
     """
-    Attention in bins of several frames under a mask (paper Algorithm 1).
-
-    query, key, value: (bins, capacity, heads, d). mask: (bins, 1, capacity, capacity) bool. Returns the query's shape.
-    Raises `ValueError` for flash attention, which takes no mask.
+    Attention of patches (P, heads, d) in bins of several frames under a mask (paper Algorithm 1). Raises `ValueError`
+    for flash attention, which takes no mask.
     """
     if is_flash_attention_requested(requested_attention_implementation=implementation):
         raise ValueError(
             f"`packing` is 'first_fit_descending', which needs an attention mask, but `attn_implementation` is "
             f"{implementation!r} for the vision tower. Use packing='varlen' or attn_implementation='sdpa'."
         )
-    query, key, value = (states.transpose(1, 2) for states in (query, key, value))  # (bins, heads, capacity, d)
-    output = masked_attention(query, key, value, mask, scaling, dropout, eager=implementation == "eager")
-    return output.transpose(1, 2)
+    heads = query.shape[1:]
+    packed = (bins.pack(states.flatten(1)).unflatten(-1, heads).transpose(1, 2) for states in (query, key, value))
+    output = masked_attention(*packed, bins.attention_mask, scaling, dropout, implementation == "eager")
+    return bins.unpack(output.transpose(1, 2).flatten(2)).unflatten(-1, heads)

@@ -125,14 +125,8 @@ class STTSModel(PruningBackbone, Molmo2Model):
             pixel_values = pixel_values.flatten(0, 1)
         vision: STTSVisionOutput = self.vision_tower(pixel_values, plan, **kwargs)
         features = self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state
-        return VideoFeatures(
-            pooler_output=features.split(plan.num_kept),
-            token_scores=plan.per_video(vision.token_scores),
-            keep_mask=plan.per_video(vision.keep_mask),
-            temporal_loss=vision.temporal_loss,
-            last_hidden_state=vision.last_hidden_state,
-            hidden_states=vision.hidden_states,
-        )
+        shared = {name: value for name, value in vision.items() if name in VideoFeatures.__dataclass_fields__}
+        return VideoFeatures(**shared, pooler_output=features.split(plan.num_kept))
 
     def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
         """All images of a call; per image (image tokens, text hidden size)."""

@@ -8,13 +8,10 @@ their number. A video of `T` frames with `rows x cols = n` blocks each is descri
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
-from transformers import initialization as init
 
 MIN_RESCALED_SCORE = math.exp(-2)
 # Scores begin near the small values they are to learn (paper 3.4: `1 - similarity`). From 0.5 all of them would fall
@@ -82,66 +79,6 @@ class TokenScorer(nn.Module):
         hidden = F.silu(self.input_layer(pairs))
         hidden = F.silu(self.hidden_layer(hidden))
         return self.score_layer(hidden).squeeze(-1).float().sigmoid()
-
-
-if TYPE_CHECKING:
-
-    class NativeTower(PreTrainedModel):
-        """The native class that the mixin below precedes."""
-
-else:
-    NativeTower = object
-
-
-class RankingTower(NativeTower):
-    """Mixin for a vision tower with a `scorer`, whose config says what ranks the blocks."""
-
-    config: Any
-    scorer: TokenScorer
-
-    def add_scorer(self, hidden_size: int, intermediate_size: int, num_heads: int, head_dim: int | None = None) -> None:
-        """A new scorer, which a stock checkpoint lacks: to be called before `post_init`."""
-        self.scorer = TokenScorer(hidden_size, intermediate_size, num_heads, head_dim)
-        if not SELECTORS[self.config.selector].is_learned:  # no warning: a stock checkpoint has all weights in use
-            self._keys_to_ignore_on_load_missing = [r"(^|\.)scorer\."]
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        # transformers skips modules of custom code that hold no parameters themselves, so this asks for the layer.
-        if hasattr(self, "scorer") and module is self.scorer.score_layer:
-            init.zeros_(module.weight)
-            init.constant_(module.bias, FIRST_LOGIT)
-
-    def returns_states(self, kwargs: dict[str, Any]) -> bool:
-        """Whether `output_hidden_states` of a call, or else of the config, asks for them, as in native models."""
-        asked = kwargs.get("output_hidden_states")
-        return bool(getattr(self.config, "output_hidden_states", False) if asked is None else asked)
-
-    def check_call(self, kwargs: dict[str, Any]) -> None:
-        """Raises `ValueError` where the config's fields do not fit each other, and for `output_attentions`."""
-        self.config.validate_pruning()
-        if kwargs.get("output_attentions"):
-            raise ValueError(
-                "`output_attentions` is True, but attention within the frames of a video computes no weights. "
-                "Leave it out; `token_scores` and `keep_mask` say what the video's tokens are worth."
-            )
-
-    def rank_blocks(
-        self,
-        blocks: torch.Tensor,
-        grids: list[tuple[int, int, int]],
-        num_kept: list[int],
-        valid: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Scores (G,) of blocks (G, S, D), padding slots zero where `valid` (G, S) is False, and the bias (G,) of layer
-        `l + 1`: None for the untrained selectors, and where no video loses anything. num_kept: blocks of each video.
-        """
-        selector = SELECTORS[self.config.selector]
-        scores = selector.rank(self, blocks, grids, valid)
-        loses = [kept < math.prod(grid) for kept, grid in zip(num_kept, grids, strict=True)]
-        biased = selector.is_learned and any(loses)
-        return scores, score_bias(scores, grids, self.config.score_rescaling, loses) if biased else None
 
 
 @dataclass(frozen=True)

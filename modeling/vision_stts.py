@@ -1,7 +1,6 @@
-"""Molmo2's vision tower and connector with token scoring: dense layers, bias, drop, layers on what is left.
+"""Molmo2's vision tower and connector with token scoring.
 
-`pixel patches -> layers 0..l -> score -> layer l + 1 with bias -> drop -> layers l + 2.. on survivors -> connector`
-(paper section 3). Images take the native path untouched.
+Patches of a frame come row by row; the tower gathers them block by block. `tower_stts` has the pass.
 """
 
 from dataclasses import dataclass, field
@@ -13,48 +12,29 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2Adapter,
-    Molmo2VisionAttention,
     Molmo2VisionEncoderLayer,
     Molmo2VisionModel,
 )
-from transformers.utils import ModelOutput
 
-from .attention_stts import binned_attention, packed_attention
 from .checks_stts import check_finite, check_grids, check_tensors
 from .configuration_stts import STTSVisionConfig
-from .gathered_layout_stts import (
-    GatheredSequence,
-    frame_of_blocks,
-    gather_blocks,
-    sequence_kept_patches,
-    sequence_with_refill,
-    spread_to_patches,
-)
-from .layout_stts import FrameBins, bin_frames, first_fit_descending
-from .plan_stts import PruningPlan
-from .scoring_stts import SELECTORS, RankingTower, select_blocks, temporal_loss
+from .layout_stts import AttentionSpans
+from .plan_stts import PruningPlan, VideoFeatures
+from .tower_stts import PruningTower, SpanLayer
 
 # Per call of the connector: kernels put the batch into a dimension of CUDA's grid, which has this limit.
 MAX_GRID_BLOCKS = 65535
 
 
 @dataclass
-class STTSVisionOutput(ModelOutput):
+class STTSVisionOutput(VideoFeatures):
     """
-    features: (K, S, D * feature layers), the patches of kept blocks. valid: (K, S) bool or None, False for padding.
-    token_scores: (G,) float32. keep_mask: (G,) bool. temporal_loss: scalar or None. last_hidden_state: (P, D) of the
-    last layer that the connector needs. hidden_states: if asked for, the embeddings and each layer's output, (F, N, D)
-    up to the pruning layer and (P, D) after it.
+    `VideoFeatures` before the connector. features: (K, S, D * feature layers), the patches of kept blocks. valid: (K,
+    S) bool or None, False for padding. hidden_states: (F, N, D) up to the pruning layer and (P, D) after it.
     """
 
-    # `ModelOutput` wants a default; these three are always there.
-    features: torch.Tensor = None  # type: ignore[assignment]
-    token_scores: torch.Tensor = None  # type: ignore[assignment]
-    keep_mask: torch.Tensor = None  # type: ignore[assignment]
+    features: torch.Tensor = None  # type: ignore[assignment]  # `ModelOutput` wants a default
     valid: torch.Tensor | None = None
-    temporal_loss: torch.Tensor | None = None
-    last_hidden_state: torch.Tensor | None = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -117,89 +97,24 @@ def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) 
     return grids
 
 
-class STTSVisionAttention(Molmo2VisionAttention):
-    """Native attention, and beside it attention within the frames of a packed sequence."""
+class STTSVisionEncoderLayer(SpanLayer, Molmo2VisionEncoderLayer):
+    """Native layer, and beside it attention within the frames of videos."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        key_bias: torch.Tensor | None = None,
-        sequence: GatheredSequence | None = None,
-        bins: FrameBins | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        With `sequence`: hidden_states (P, D); keys from encoder_hidden_states (F, N, D) and key_bias (F * N,), or from
-        the sequence itself. With `bins`: (num_bins, capacity, D). With neither: as in Molmo2.
-        """
-        if sequence is None and bins is None:
-            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        sources = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (..., heads, d)
-        key = self.k_proj(sources).unflatten(-1, (-1, self.head_dim))
-        value = self.v_proj(sources).unflatten(-1, (-1, self.head_dim))
-        if self.num_key_value_groups > 1:
-            key = key.repeat_interleave(self.num_key_value_groups, dim=-2)
-            value = value.repeat_interleave(self.num_key_value_groups, dim=-2)
-        settings = {
-            "scaling": self.scaling,
-            "dropout": self.attention_dropout if self.training else 0.0,
-            "implementation": self.config._attn_implementation,
-        }
-        if bins is not None:
-            output = binned_attention(query, key, value, bins.attention_mask, **settings)
-            return self.o_proj(output.flatten(-2)), None
-        assert sequence is not None  # one of the two is given
-        cu_seqlens = sequence.cu_seqlens
-        if encoder_hidden_states is not None:
-            cu_seqlens = sequence.whole_cu_seqlens
-            key, value = key.flatten(0, 1), value.flatten(0, 1)
-        output = packed_attention(
-            query,
-            key,
-            value,
-            sequence.cu_seqlens,
-            cu_seqlens,
-            sequence.max_seqlen,
-            sequence.max_seqlen,
-            key_bias=key_bias,
-            **settings,
-        )
-        return self.o_proj(output.flatten(-2)), None
+    names = ("layer_norm1", "self_attn", "o_proj", "layer_norm2")
+
+    def project(
+        self, states: torch.Tensor, queries: torch.Tensor | None, *rotation: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        attention, groups = self.self_attn, self.self_attn.num_key_value_groups
+        query = attention.q_proj(states if queries is None else states[queries])
+        key, value = attention.k_proj(states), attention.v_proj(states)
+        query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in (query, key, value))
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=-2), value.repeat_interleave(groups, dim=-2)
+        return query, key, value
 
 
-class STTSVisionEncoderLayer(Molmo2VisionEncoderLayer):
-    """Native layer; as layer `l + 1` it also drops patches."""
-
-    def __init__(self, config: STTSVisionConfig):
-        super().__init__(config)
-        self.self_attn = STTSVisionAttention(config)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        key_bias: torch.Tensor | None = None,
-        survivors: GatheredSequence | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """
-        With `survivors`, as layer `l + 1`: (F, N, D) -> (P, D). All patches serve as keys and values, with key_bias
-        (F * N,) or None, but only survivors have outputs, so only theirs are computed. Else as in Molmo2.
-        """
-        if survivors is None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
-        sources = self.layer_norm1(hidden_states)
-        attended, _ = self.self_attn(
-            sources.flatten(0, 1)[survivors.patch_index], sources, key_bias=key_bias, sequence=survivors
-        )
-        hidden_states = hidden_states.flatten(0, 1)[survivors.patch_index] + attended
-        return hidden_states + self.mlp(self.layer_norm2(hidden_states))
-
-
-class STTSVisionModel(RankingTower, Molmo2VisionModel):
+class STTSVisionModel(PruningTower, Molmo2VisionModel):
     """Molmo2's ViT, which for videos scores blocks after layer `pruning_layer` and drops the lowest."""
 
     config: STTSVisionConfig
@@ -216,77 +131,32 @@ class STTSVisionModel(RankingTower, Molmo2VisionModel):
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
         returns an `STTSVisionOutput`, with the layers' outputs where `output_hidden_states` asks for them. Raises
-        `ValueError` where the blocks of `pruning` leave out patches or the config's pruning fields do not fit each
-        other, and for `output_attentions`.
+        `ValueError` where the blocks of `pruning` leave out patches, and as `check_call`.
         """
         if pruning is None:
             return super().forward(pixel_values, **kwargs)
-        self.check_call(kwargs)
+        returns_states, table = self.check_call(kwargs), pruning.block_patches
         pruning.check_blocks(pixel_values.shape[1])
-        hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
-        hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)
-        pruning_layer = self.config.pruning_layer
-        asked = self.returns_states(kwargs)
-        wanted = range(len(self.layers)) if asked else pruning.feature_layers
-        states = {-1: hidden_states} if asked else {}  # outputs of layers by their index
-        for index, layer in enumerate(self.layers[: pruning_layer + 1]):
-            hidden_states = layer(hidden_states, None)
-            if index in wanted:
-                states[index] = hidden_states
-
-        block_patches = pruning.block_patches
-        blocks, valid = gather_blocks(hidden_states.flatten(0, 1), block_patches)  # (G, S, D)
-        token_scores, bias = self.rank_blocks(blocks, pruning.grids, pruning.num_kept, valid)
-        num_patches = hidden_states.shape[0] * hidden_states.shape[1]
-        key_bias = None if bias is None else spread_to_patches(bias, block_patches, num_patches)  # (F * N,)
-        output = STTSVisionOutput(token_scores=token_scores)
-        if pruning.with_temporal_loss and SELECTORS[self.config.selector].is_learned:
-            output.temporal_loss = temporal_loss(token_scores, blocks, pruning.grids, pruning.detach_temporal_target)
-        output.keep_mask, kept_blocks = select_blocks(token_scores, pruning.grids, pruning.num_kept)
-
-        if kept_blocks.numel() == 0:  # k = 1: nothing is left to encode
-            output.features = blocks.new_zeros(0, blocks.shape[1], blocks.shape[2] * len(pruning.feature_layers))
-            output.last_hidden_state = blocks.new_zeros(0, blocks.shape[2])
-            output.hidden_states = tuple(states.values()) if asked else None
-            return output
-        sequence, bins = self.pack_survivors(kept_blocks, pruning, *hidden_states.shape[:2])
-        output.valid = sequence.window_valid
-        for index in range(pruning_layer + 1, max(pruning.feature_layers) + 1):
-            layer = self.layers[index]
-            if index == pruning_layer + 1:
-                hidden_states = layer(hidden_states, None, key_bias, sequence)  # (F, N, D) -> (P, D)
-                hidden_states = hidden_states if bins is None else bins.pack(hidden_states)
-            else:
-                hidden_states = layer(hidden_states, None, sequence=None if bins else sequence, bins=bins)
-            if index in wanted:
-                states[index] = hidden_states if bins is None else bins.unpack(hidden_states)
-        features = [
-            states[index] if index > pruning_layer else states[index].flatten(0, 1)[sequence.patch_index]
-            for index in pruning.feature_layers
-        ]
-        output.features = sequence.windows(torch.cat(features, dim=-1), blocks.shape[1])  # (K, S, D * feature layers)
-        output.last_hidden_state = features[pruning.feature_layers.index(max(pruning.feature_layers))]
-        output.hidden_states = tuple(states.values()) if asked else None
-        return output
-
-    def pack_survivors(
-        self, kept_blocks: torch.Tensor, pruning: STTSVisionPlan, num_frames: int, size: int
-    ) -> tuple[GatheredSequence, FrameBins | None]:
-        """The layout of the survivors among `F` frames of `N = size` patches: their sequence, and bins if wanted."""
-        frame_blocks = [rows * cols for frames, rows, cols in pruning.grids for _ in range(frames)]
-        block_frame = frame_of_blocks(frame_blocks, kept_blocks.device)
-        sequence = sequence_kept_patches(kept_blocks, pruning.block_patches, block_frame, [size] * num_frames)
-        if self.config.packing == "varlen":
-            return sequence, None
-        sequence = sequence.without_padding(num_frames)
-        lengths = sequence.cu_seqlens.diff().tolist()
-        if self.config.refill_single_frame_bins:
-            frame_bin, _, _ = first_fit_descending(lengths, size)
-            shared = torch.bincount(torch.tensor([b for b, n in zip(frame_bin, lengths, strict=True) if n]))
-            alone = [f for f, b in enumerate(frame_bin) if lengths[f] and shared[b] == 1]
-            sequence = sequence_with_refill(sequence, alone, pruning.block_patches.shape[1], [size] * num_frames)
-            lengths = sequence.cu_seqlens.diff().tolist()
-        return sequence, bin_frames(sequence, lengths, size)
+        patches = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
+        patches = patches + self.positional_embedding[None].to(patches)
+        frames, num_patches, width = patches.shape
+        valid = table >= 0 if table.numel() > frames * num_patches else None
+        hidden_states = patches.flatten(0, 1)[table.flatten().clamp_min(0)]  # (G * S, D)
+        lengths = [table.shape[1] * rows * cols for num_frames, rows, cols in pruning.grids for _ in range(num_frames)]
+        spans, taps = [AttentionSpans.of_lengths(lengths, table.device)], pruning.feature_layers
+        found, kept, states, tapped = self.encode_blocks(
+            hidden_states, self.layers[: 1 + max(taps)], taps, returns_states, pruning, spans, valid=valid
+        )
+        if returns_states:
+            raster = table.flatten().argsort()[table.numel() - frames * num_patches :]  # padding slots are -1
+            last = self.config.pruning_layer + 1  # of those that hold all patches
+            whole = tuple(part[raster].view(frames, num_patches, width) for part in states[: last + 1])
+            found["hidden_states"] = whole + states[last + 1 :]
+        features = torch.cat(tapped, dim=-1).unflatten(0, (-1, table.shape[1]))  # (K, S, D * feature layers)
+        if valid is not None:
+            valid = valid[kept]
+            features = features * valid[..., None].to(features.dtype)
+        return STTSVisionOutput(**found, features=features, valid=valid)
 
 
 class STTSAdapter(Molmo2Adapter):

@@ -11,25 +11,19 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
-    Qwen2_5_VLVisionAttention,
     Qwen2_5_VLVisionBlock,
     apply_rotary_pos_emb_vision,
 )
 
 from .configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig
-from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock
+from .layout_stts import AttentionSpans
+from .mrope_tower_stts import FlatTower, RotarySpanLayer
 
 
-class STTSQwen2_5_VLVisionAttention(FrameAttention, Qwen2_5_VLVisionAttention):  # type: ignore[misc]  # hands `max_seqlen` on
-    """Native attention, and beside it attention within the tubelets of videos and their windows."""
+class STTSQwen2_5_VLVisionBlock(RotarySpanLayer, Qwen2_5_VLVisionBlock):
+    """Native layer, and beside it attention within the tubelets of videos and their windows."""
 
     rotate = staticmethod(apply_rotary_pos_emb_vision)
-
-
-class STTSQwen2_5_VLVisionBlock(FrameBlock, Qwen2_5_VLVisionBlock):
-    """Native layer; as layer `l + 1` it also drops patches."""
-
-    attention = STTSQwen2_5_VLVisionAttention
 
 
 class STTSQwen2_5_VLVisionModel(FlatTower, Qwen2_5_VisionTransformerPretrainedModel):
@@ -41,7 +35,7 @@ class STTSQwen2_5_VLVisionModel(FlatTower, Qwen2_5_VisionTransformerPretrainedMo
 
     def cut_windows(
         self, grids: list[tuple[int, int, int]], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, AttentionSpans]:
         """
         As in `FlatTower`, by the native rule: windows begin at a frame's corner and end at its border. Native code
         reads tensors for it, which no graph can hold; here every size follows from the grids.
@@ -62,9 +56,9 @@ class STTSQwen2_5_VLVisionModel(FlatTower, Qwen2_5_VisionTransformerPretrainedMo
             )
             lengths.append((heights[:, None] * widths).flatten().repeat(frames))
             start += frames * rows * cols
-        bounds = self.spatial_merge_unit * F.pad(torch.cat(lengths).cumsum(0), (1, 0))
+        bounds = (self.spatial_merge_unit * F.pad(torch.cat(lengths).cumsum(0), (1, 0))).to(torch.int32)
         longest = max(min(rows, side) * min(cols, side) for _, rows, cols in grids)
-        return torch.cat(orders), bounds.to(torch.int32), self.spatial_merge_unit * longest
+        return torch.cat(orders), AttentionSpans(bounds, bounds, self.spatial_merge_unit * longest)
 
     def sees_window(self, layer: int) -> bool:
         return layer not in self.fullatt_block_indexes

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLVisionAttention,
     Qwen3VLVisionBlock,
     Qwen3VLVisionModel,
     apply_rotary_pos_emb_vision,
@@ -16,19 +15,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from .configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig
-from .mrope_tower_stts import FlatTower, FrameAttention, FrameBlock
+from .mrope_tower_stts import FlatTower, RotarySpanLayer
 
 
-class STTSQwen3VLVisionAttention(FrameAttention, Qwen3VLVisionAttention):  # type: ignore[misc]  # hands `max_seqlen` on
-    """Native attention, and beside it attention within the tubelets of videos."""
+class STTSQwen3VLVisionBlock(RotarySpanLayer, Qwen3VLVisionBlock):
+    """Native layer, and beside it attention within the tubelets of videos."""
 
     rotate = staticmethod(apply_rotary_pos_emb_vision)
-
-
-class STTSQwen3VLVisionBlock(FrameBlock, Qwen3VLVisionBlock):
-    """Native layer; as layer `l + 1` it also drops patches."""
-
-    attention = STTSQwen3VLVisionAttention
 
 
 class STTSQwen3VLVisionModel(FlatTower, Qwen3VLVisionModel):

@@ -21,7 +21,7 @@ from torch import nn
 
 from stts_hf.modeling.attention_stts import packed_attention
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
-from stts_hf.modeling.layout_stts import frame_bounds
+from stts_hf.modeling.layout_stts import AttentionSpans
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSModel
 from stts_hf.modeling.vision_stts import STTSVisionEncoderLayer, STTSVisionModel, STTSVisionOutput, STTSVisionPlan
 
@@ -123,15 +123,12 @@ class MergingEncoderLayer(STTSVisionEncoderLayer):
         if attention.num_key_value_groups > 1:
             key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
             value = value.repeat_interleave(attention.num_key_value_groups, dim=1)
-        bounds = frame_bounds([states.shape[1]] * states.shape[0], states.device)
+        spans = AttentionSpans.of_lengths([states.shape[1]] * states.shape[0], states.device)
         output = packed_attention(
             query,
             key,
             value,
-            bounds,
-            bounds,
-            states.shape[1],
-            states.shape[1],
+            spans,
             attention.scaling,
             None if key_bias is None else key_bias.flatten(),
             attention.attention_dropout if self.training else 0.0,
@@ -185,7 +182,12 @@ class MergingVisionModel(STTSVisionModel):
         features, valid, keep_mask, token_scores = (torch.cat(part) for part in zip(*parts, strict=True))
         window_size = tables[0].shape[1]
         padded = any(num_patches * tokens // blocks < tokens * window_size for blocks, tokens in budgets)
-        return STTSVisionOutput(features, token_scores, keep_mask, valid if padded else None)
+        return STTSVisionOutput(
+            features=features,
+            valid=valid if padded else None,
+            token_scores=pruning.per_video(token_scores.flatten()),
+            keep_mask=pruning.per_video(keep_mask.flatten()),
+        )
 
     def merge_frames(
         self, hidden_states: torch.Tensor, table: torch.Tensor, num_tokens: int, feature_layers: list[int]

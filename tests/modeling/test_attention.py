@@ -14,7 +14,6 @@ from transformers import modeling_flash_attention_utils
 
 from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import (
-    binned_attention,
     choose_backend,
     cudnn_takes_empty_frames,
     fold_bias_into_keys,
@@ -22,7 +21,7 @@ from stts_hf.modeling.attention_stts import (
     has_flash,
     packed_attention,
 )
-from stts_hf.modeling.gathered_layout_stts import cumulative_lengths
+from stts_hf.modeling.layout_stts import AttentionSpans, bin_frames, frame_bounds
 
 HEADS, HEAD_DIM = 2, 8
 SCALING = HEAD_DIM**-0.5
@@ -58,16 +57,13 @@ def make_inputs(
 
 
 def attend(inputs: dict[str, Any], lengths: tuple[Sequence[int], Sequence[int]], implementation="sdpa"):
-    bounds = [cumulative_lengths(torch.tensor(side, device=inputs["query"].device)) for side in lengths]
-    return packed_attention(
-        **inputs,
-        cu_seqlens_q=bounds[0],
-        cu_seqlens_k=bounds[1],
-        max_seqlen_q=max(lengths[0]),
-        max_seqlen_k=max(lengths[1]),
-        scaling=SCALING,
-        implementation=implementation,
-    )
+    spans = spans_of(lengths, inputs["query"].device)
+    return packed_attention(**inputs, spans=spans, scaling=SCALING, implementation=implementation)
+
+
+def spans_of(lengths: tuple[Sequence[int], Sequence[int]], device: Any = "cpu", slack: int = 0) -> AttentionSpans:
+    bounds = [frame_bounds(list(side), device) for side in lengths]
+    return AttentionSpans(*bounds, max(*lengths[0], *lengths[1]) + slack)
 
 
 def naive_attention(inputs: dict[str, torch.Tensor], lengths: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
@@ -304,8 +300,7 @@ def varlen_stand_in(query, key, value, *bounds, scale, window_size=(-1, -1)):
     """Torch 2.14's choice on Hopper: cuDNN for calls without a window, which before 9.25 fails on empty frames."""
     left, right = window_size
     assert left == right == -1 or min(left, right) >= max(bounds[2:])  # hides nothing
-    arguments: list[Any] = [query, key, value, *bounds, scale]
-    output = frame_by_frame(*arguments)
+    output = frame_by_frame(query, key, value, AttentionSpans(*bounds[:3]), scale)
     is_cudnn = left < 0 and not attention_stts.cudnn_takes_empty_frames()
     return output * torch.nan if is_cudnn and any((side.diff() == 0).any() for side in bounds[:2]) else output
 
@@ -341,7 +336,8 @@ def test_calls_that_overlap_in_threads_leave_the_flags_of_the_process(monkeypatc
         return query
 
     def call(length: int) -> None:
-        attend({name: tensor.detach() for name, tensor in make_inputs(([length], [length])).items()}, ([length],) * 2)
+        lengths = ([length], [2 * length])  # of one length, they would be one batch
+        attend({name: tensor.detach() for name, tensor in make_inputs(lengths).items()}, lengths)
 
     monkeypatch.setattr(attention_stts, "varlen_attn", kernel)
     flags = ("flash", "mem_efficient", "math", "cudnn")
@@ -365,47 +361,34 @@ def test_nothing_is_copied_that_kernels_take_as_it_is(monkeypatch):
 
     monkeypatch.setattr(attention_stts, "varlen_attn", kernel)
     monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "torch_varlen")
-    inputs = {name: tensor.detach() for name, tensor in without_bias(make_inputs(([3], [3]))).items()}
-    attend(inputs, ([3], [3]))
+    inputs = {name: tensor.detach() for name, tensor in without_bias(make_inputs(([3], [4]))).items()}
+    attend(inputs, ([3], [4]))
     assert all(one is other for one, other in zip(seen[0], inputs.values(), strict=True))
-    attend({name: tensor[..., :7] for name, tensor in inputs.items()}, ([3], [3]))
+    attend({name: tensor[..., :7] for name, tensor in inputs.items()}, ([3], [4]))
     assert [states.shape[-1] for states in seen[1]] == [8, 8, 8]
 
 
-def make_bins(seed: int = 0) -> tuple[dict[str, Any], torch.Tensor]:
-    """Two bins of 6 places: frames of 4 and 2 patches, a frame of 3 and three free places."""
-    generator = torch.Generator().manual_seed(seed)
-    frame = torch.tensor([[0, 0, 0, 0, 1, 1], [2, 2, 2, -1, -2, -3]])
-    mask = frame[:, None, :, None] == frame[:, None, None, :]
-    states = {name: torch.randn(2, 6, HEADS, HEAD_DIM, generator=generator) for name in ("query", "key", "value")}
-    return {name: tensor.requires_grad_() for name, tensor in states.items()}, mask
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_binned_attention_is_packed_attention(implementation):
-    inputs, mask = make_bins()
-    places = [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    lengths = ([4, 2, 3], [4, 2, 3])
-    output = binned_attention(**inputs, mask=mask, scaling=SCALING, implementation=implementation)
-    expected = naive_attention({name: tensor.flatten(0, 1)[places] for name, tensor in inputs.items()}, lengths)
-    actual = output.flatten(0, 1)[places]
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
+def test_attention_in_bins_is_that_of_spans(implementation):
+    lengths = ([4, 2, 0, 3], [4, 2, 0, 3])
+    inputs, spans = without_bias(make_inputs(lengths)), spans_of(lengths)
+    spans.bins = bin_frames(list(lengths[0]), 6, torch.device("cpu"))
+    output = packed_attention(**inputs, spans=spans, scaling=SCALING, implementation=implementation)
+    expected = naive_attention(inputs, lengths)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
     expected_gradients = gradients(expected, inputs)
-    for name, gradient in gradients(actual, inputs).items():
+    for name, gradient in gradients(output, inputs).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=FLOAT32_TOLERANCE, msg=name)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_free_places_of_a_bin_stay_finite(implementation):
-    inputs, mask = make_bins()
-    output = binned_attention(**inputs, mask=mask, scaling=SCALING, implementation=implementation)
-    assert output.isfinite().all()
-
-
 def test_flash_attention_over_bins_is_refused():
-    inputs, mask = make_bins()
+    lengths = ([4], [4])
+    spans = spans_of(lengths)
+    spans.bins = bin_frames([4], 6, torch.device("cpu"))
     with pytest.raises(ValueError, match="packing='varlen'"):
-        binned_attention(**inputs, mask=mask, scaling=SCALING, implementation="flash_attention_2")
+        packed_attention(
+            **without_bias(make_inputs(lengths)), spans=spans, scaling=SCALING, implementation="flash_attention_2"
+        )
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from stts_hf.checkpoints.original import (
     convert_original_config,
     load_original_config,
 )
-from stts_hf.modeling import vision_stts
+from stts_hf.modeling import layout_stts
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import (
     STTSForConditionalGeneration,
@@ -143,13 +143,13 @@ def test_pooled_features_are_the_authors(fixture, model, layout, expected):
 @pytest.mark.parametrize("layout", ["bins", "refill"])
 def test_bins_and_refilled_patches_are_as_many_as_the_authors(fixture, model, layout, monkeypatch):
     plans = []
-    bin_frames = vision_stts.bin_frames
+    bin_frames = layout_stts.bin_frames
 
-    def record(sequence, lengths, capacity):
-        plans.append((bin_frames(sequence, lengths, capacity), sum(lengths)))
+    def record(lengths, capacity, device):
+        plans.append((bin_frames(lengths, capacity, device), sum(lengths)))
         return plans[-1][0]
 
-    monkeypatch.setattr(vision_stts, "bin_frames", record)
+    monkeypatch.setattr(layout_stts, "bin_frames", record)
     encode(model, fixture, layout)
     ((bins, num_patches),) = plans
     kept = int(fixture.expected["keep_mask"].sum()) * fixture.pooling_size[0] * fixture.pooling_size[1]

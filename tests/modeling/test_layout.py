@@ -1,6 +1,5 @@
 """Bins of the survivors' frames: the plan, what they hold, and the way back."""
 
-import itertools
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.modeling.layout_stts import FrameSequence, bin_frames, first_fit_descending
+from stts_hf.modeling.layout_stts import bin_frames, first_fit_descending
 from tests.naive import naive_first_fit_descending
 
 WIDTH = 4
@@ -120,9 +119,8 @@ class Binned:
 
     def __post_init__(self) -> None:
         patches = [CAPACITY * frame + place for frame, length in enumerate(self.lengths) for place in range(length)]
-        bounds = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32)
-        self.sequence = FrameSequence(torch.tensor(patches), bounds)
-        self.bins = bin_frames(self.sequence, self.lengths, CAPACITY)
+        self.patch_index = torch.tensor(patches)
+        self.bins = bin_frames(self.lengths, CAPACITY, torch.device("cpu"))
         self.packed = torch.randn(len(patches), WIDTH, generator=torch.Generator().manual_seed(0))
 
 
@@ -167,4 +165,4 @@ def test_the_mask_lets_frames_see_themselves_alone(binned):
     for seen, frame in zip(mask.flatten(0, 1), bins.frame.flatten().tolist(), strict=True):
         # Free places see themselves, so that no row of the softmax is empty.
         assert seen.sum() == (binned.lengths[frame] if frame >= 0 else 1)
-    assert torch.equal(bins.frame.flatten()[bins.slot], binned.sequence.patch_index // CAPACITY)
+    assert torch.equal(bins.frame.flatten()[bins.slot], binned.patch_index // CAPACITY)

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import padded_frames
+from stts_hf.modeling.layout_stts import AttentionSpans
 from stts_hf.modeling.pruning_stts import Call
 from stts_hf.modeling.sequence_stts import Tokens
 from tests.backbones import Clip, Inputs, Rows
@@ -76,7 +77,7 @@ def kernel_stand_in(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     """
     assert query.shape[-1] % 8 == 0
     with sdpa_kernel(SDPBackend.MATH):
-        return padded_frames(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
+        return padded_frames(query, key, value, AttentionSpans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q), scale)
 
 
 def flex_stand_in(module, query, key, value, attention_mask, **kwargs):

@@ -1,13 +1,11 @@
 """Attention padded to whole frames, where no kernel takes variable lengths, against softmax written out."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stts_hf.modeling.attention_stts import padded_frames
-from stts_hf.modeling.gathered_layout_stts import cumulative_lengths
+from stts_hf.modeling.layout_stts import AttentionSpans
 from tests.modeling.test_attention import (
     FLOAT32_TOLERANCE,
     HEADS,
@@ -16,18 +14,13 @@ from tests.modeling.test_attention import (
     gradients,
     make_inputs,
     naive_attention,
+    spans_of,
     without_bias,
 )
 
 
-def bounds_of(lengths) -> list[torch.Tensor]:
-    return [cumulative_lengths(torch.tensor(side)) for side in lengths]
-
-
 def padded(inputs, lengths, eager: bool = False, slack: int = 0, dropout: float = 0.0) -> torch.Tensor:
-    longest = [max(side) + slack for side in lengths]
-    arguments: list[Any] = [*inputs.values(), *bounds_of(lengths), *longest, SCALING, dropout, eager]
-    return padded_frames(*arguments)
+    return padded_frames(*inputs.values(), spans_of(lengths, slack=slack), SCALING, dropout, eager)
 
 
 def bias_free(lengths):
@@ -81,12 +74,10 @@ def test_whole_frames_are_neither_copied_nor_masked(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
     inputs = {name: tensor.detach() for name, tensor in bias_free(([2, 6, 4], [6, 6, 6])).items()}
     padded(inputs, ([2, 6, 4], [6, 6, 6]))
-    padded(inputs, ([4, 4, 4], [6, 6, 6]))
-    padded(inputs, ([4, 4, 4], [3, 6, 9]))
-    assert [call[1].data_ptr() == inputs["key"].data_ptr() for call in seen] == [True, True, False]
-    assert [call[0].data_ptr() == inputs["query"].data_ptr() for call in seen] == [False, True, True]
+    assert [call[1].data_ptr() == inputs["key"].data_ptr() for call in seen] == [True]
+    assert [call[0].data_ptr() == inputs["query"].data_ptr() for call in seen] == [False]
     # Without room for queries: the kernels' own copies of a mask are as large as what they get.
-    assert [None if call[3] is None else call[3].shape for call in seen] == [None, None, (3, 1, 1, 9)]
+    assert [None if call[3] is None else call[3].shape for call in seen] == [None]
 
 
 def test_padded_frames_never_read_the_lengths():
@@ -94,7 +85,9 @@ def test_padded_frames_never_read_the_lengths():
     lengths = LENGTHS["padding-slots-behind"]
     inputs = bias_free(lengths)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fakes = [mode.from_tensor(tensor) for tensor in (*inputs.values(), *bounds_of(lengths))]
-        arguments: list[Any] = [*fakes, max(lengths[0]), max(lengths[1]), SCALING]
-        output = padded_frames(*arguments)
+        whole = spans_of(lengths)
+        query, key, value, *bounds = (
+            mode.from_tensor(tensor) for tensor in (*inputs.values(), whole.cu_seqlens_q, whole.cu_seqlens_k)
+        )
+        output = padded_frames(query, key, value, AttentionSpans(*bounds, whole.max_seqlen), SCALING)
     assert output.shape == (sum(lengths[0]), HEADS, 8)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers.vision_utils import get_vision_window_index
 
-from stts_hf.modeling import mrope_tower_stts
-from stts_hf.modeling.layout_stts import sequence_kept_blocks
+from stts_hf.modeling.layout_stts import AttentionSpans
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.test_qwen3_vl_vision import FFD, encode, encode_naively, flat, found, videos
 from tests.modeling.towers import assert_features_close, largest_difference, weighted
@@ -75,12 +74,12 @@ def test_scores_are_in_the_callers_order_of_blocks():
 def test_windows_are_the_native_ones(side):
     tower = tiny_model(tiny_config(window_size=4 * SIDE * side)).model.visual
     grids = [(2, 3, 7), (1, 1, 2), (3, 4, 4)]
-    order, bounds, longest = tower.cut_windows(grids, torch.device("cpu"))
+    order, spans = tower.cut_windows(grids, torch.device("cpu"))
     patches = torch.tensor([[frames, 2 * rows, 2 * cols] for frames, rows, cols in grids])
     expected_order, expected_bounds = get_vision_window_index(patches, 2, tower.window_size, tower.patch_size)
     assert torch.equal(order, expected_order)
-    assert torch.equal(bounds, expected_bounds)
-    assert longest == expected_bounds.diff().max()
+    assert torch.equal(spans.cu_seqlens_k, expected_bounds)
+    assert spans.max_seqlen == expected_bounds.diff().max()
 
 
 def test_windows_that_lost_everything():
@@ -100,11 +99,13 @@ def test_the_comparison_notices(monkeypatch, mistake):
     if mistake == "windows-as-frames":
         monkeypatch.setattr(model.model.visual, "sees_window", lambda layer: False)
     else:
+        exact = AttentionSpans.drop
 
-        def unsorted(kept, *arguments):
-            return replace(sequence_kept_blocks(kept, *arguments), patch_index=torch.arange(4 * len(kept)))
+        def first_ones(spans, slots):
+            dropping, after = exact(spans, slots)
+            return replace(dropping, queries=torch.arange(len(slots))), after
 
-        monkeypatch.setattr(mrope_tower_stts, "sequence_kept_blocks", unsorted)
+        monkeypatch.setattr(AttentionSpans, "drop", first_ones)
     with torch.no_grad():
         wrong = found(encode(model, inputs, 0.5))[0]
         assert largest_difference(wrong, flat(naively(model, inputs, 0.5))[0]) > 1e-3

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.modeling import mrope_tower_stts
-from stts_hf.modeling.layout_stts import sequence_kept_blocks
+from stts_hf.modeling.layout_stts import AttentionSpans
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.towers import assert_features_close, largest_difference, weighted
 from tests.naive import naive_temporal_loss
@@ -114,13 +113,15 @@ def test_a_video_does_not_depend_on_the_others():
 
 
 def test_the_comparison_notices_survivors_that_see_another_frame(monkeypatch):
-    def one_frame_too_far(*arguments):
-        sequence = sequence_kept_blocks(*arguments)
-        sequence.cu_seqlens[1] = sequence.cu_seqlens[2]
-        return sequence
+    exact = AttentionSpans.drop
+
+    def one_frame_too_far(spans, slots):
+        dropping, after = exact(spans, slots)
+        after.cu_seqlens_k[1] = after.cu_seqlens_k[2]
+        return dropping, after
 
     model, inputs = tiny_model(), videos()
-    monkeypatch.setattr(mrope_tower_stts, "sequence_kept_blocks", one_frame_too_far)
+    monkeypatch.setattr(AttentionSpans, "drop", one_frame_too_far)
     with torch.no_grad():
         wrong = found(encode(model, inputs, 0.5))[0]
         assert largest_difference(wrong, flat(encode_naively(model, inputs, 0.5))[0]) > 1e-3

@@ -22,6 +22,7 @@ CORE = [
     "pruning",
     "generation",
     "outputs",
+    "tower",
     "mrope",
     "mrope_tower",
 ]

@@ -8,8 +8,8 @@ import torch
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Model
 
-from stts_hf.modeling import gathered_layout_stts, vision_stts
-from stts_hf.modeling.layout_stts import bin_frames
+from stts_hf.modeling import layout_stts, vision_stts
+from stts_hf.modeling.layout_stts import AttentionSpans, bin_frames
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from tests.modeling.towers import (
     FFD,
@@ -125,14 +125,14 @@ def test_a_leaked_neighbour_in_the_sequence_would_be_seen(monkeypatch):
     model = tiny_model()
     inputs = video_inputs(model.config, [4, 2])
     expected = torch.cat(encode(model, inputs, 0.5).pooler_output)
-    exact = gathered_layout_stts.cumulative_lengths
+    exact = AttentionSpans.drop
 
-    def off_by_one(lengths: torch.Tensor) -> torch.Tensor:
-        bounds = exact(lengths)
-        bounds[1] -= 1
-        return bounds
+    def off_by_one(spans: AttentionSpans, slots: torch.Tensor) -> tuple[AttentionSpans, AttentionSpans]:
+        dropping, after = exact(spans, slots)
+        after.cu_seqlens_q[1] -= 1
+        return dropping, after
 
-    monkeypatch.setattr(gathered_layout_stts, "cumulative_lengths", off_by_one)
+    monkeypatch.setattr(AttentionSpans, "drop", off_by_one)
     actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
     assert largest_difference(actual, expected) > 100 * FORWARD_TOLERANCE
 
@@ -146,7 +146,7 @@ def test_a_frame_leaked_into_its_bin_would_be_seen(monkeypatch):
         bins = bin_frames(*arguments)
         return dataclasses.replace(bins, attention_mask=(bins.frame >= 0)[:, None, None, :])
 
-    monkeypatch.setattr(vision_stts, "bin_frames", leaky)
+    monkeypatch.setattr(layout_stts, "bin_frames", leaky)
     actual = torch.cat(encode(model, inputs, 0.5).pooler_output)
     assert largest_difference(actual, expected) > 100 * FORWARD_TOLERANCE
 

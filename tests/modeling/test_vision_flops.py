@@ -27,7 +27,7 @@ def count(feature_layers, pruning_ratio: float, **overrides) -> tuple[int, int]:
     hook.remove()
     ((pruning, output),) = outputs
     counted = counter.get_flop_counts()["STTSVisionModel"]
-    kept = output.keep_mask.view(sum(FRAMES), -1).sum(-1) * pruning.block_patches.shape[1]
+    kept = torch.cat(output.keep_mask).view(sum(FRAMES), -1).sum(-1) * pruning.block_patches.shape[1]
     expected = expected_flops(config, kept.tolist(), max(feature_layers), pruning_ratio)
     return sum(counted.values()), expected
 

@@ -138,7 +138,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, use_reentrant, lor
 
 
 def test_bf16_autocast_keeps_scores_and_temporal_loss_in_float32(tmp_path, monkeypatch):
-    from stts_hf.modeling import scoring_stts, vision_stts
+    from stts_hf.modeling import scoring_stts, tower_stts
 
     seen: dict[str, set[torch.dtype]] = {"linear": set(), "sigmoid": set(), "log": set(), "temporal": set()}
 
@@ -154,7 +154,7 @@ def test_bf16_autocast_keeps_scores_and_temporal_loss_in_float32(tmp_path, monke
         seen["temporal"] |= {scores.dtype, loss.dtype}
         return loss
 
-    monkeypatch.setattr(vision_stts, "temporal_loss", temporal_loss)
+    monkeypatch.setattr(tower_stts, "temporal_loss", temporal_loss)
     run = trainer(tmp_path, data=Rows([[3, Video(4), 5]]), max_steps=1, bf16=True)
     with Watch():
         run.train()

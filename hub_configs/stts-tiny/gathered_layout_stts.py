@@ -1,1 +1,0 @@
-../../modeling/gathered_layout_stts.py
