@@ -37,7 +37,7 @@ class SpanLayer(NativeLayer):
 
     # Names of the first norm, the attention, its output projection and the second norm.
     names: ClassVar[tuple[str, str, str, str]] = ("norm1", "attn", "proj", "norm2")
-    mlp: nn.Module
+    mlp: Any
 
     def project(
         self, states: torch.Tensor, queries: torch.Tensor | None, *rotation: torch.Tensor
@@ -63,7 +63,7 @@ class SpanLayer(NativeLayer):
         norm1, attention, norm2 = (getattr(self, self.names[index]) for index in (0, 1, 3))
         query, key, value = self.project(norm1(hidden_states), spans.queries, *rotation)
         dropout, kernel = attention.attention_dropout if self.training else 0.0, attention.config._attn_implementation
-        attended = packed_attention(query, key, value, spans, attention.scaling, *arguments, dropout, kernel)
+        attended = packed_attention(query, key, value, spans, attention.scaling, arguments[0], dropout, kernel)
         if spans.queries is not None:
             hidden_states = hidden_states[spans.queries]
         hidden_states = hidden_states + getattr(attention, self.names[2])(attended.flatten(1))
@@ -169,7 +169,7 @@ class PruningTower(NativeTower):
             if keeps_states or index in wanted:
                 states[index] = hidden_states
 
-        among = None if spans[0].bins is None else torch.searchsorted(left, slots).clamp_max(len(left) - 1)
+        among = None if spans[0].bins is None else torch.searchsorted(left, slots).clamp_max(len(left) - 1)  # type: ignore[arg-type]
         callers = None if kept_rank is None else block_slots(kept_rank.argsort(), size)
         kept = {i: reorder(reorder(states[i], slots if i <= layer else among), callers) for i in wanted}
         found: dict[str, Any] = {"last_hidden_state": kept[len(layers) - 1], "token_scores": pruning.per_video(scores)}

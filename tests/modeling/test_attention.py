@@ -62,8 +62,8 @@ def attend(inputs: dict[str, Any], lengths: tuple[Sequence[int], Sequence[int]],
 
 
 def spans_of(lengths: tuple[Sequence[int], Sequence[int]], device: Any = "cpu", slack: int = 0) -> AttentionSpans:
-    bounds = [frame_bounds(list(side), device) for side in lengths]
-    return AttentionSpans(*bounds, max(*lengths[0], *lengths[1]) + slack)
+    queries, keys = (frame_bounds(list(side), device) for side in lengths)
+    return AttentionSpans(queries, keys, max(*lengths[0], *lengths[1]) + slack)
 
 
 def naive_attention(inputs: dict[str, torch.Tensor], lengths: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
@@ -371,7 +371,8 @@ def test_nothing_is_copied_that_kernels_take_as_it_is(monkeypatch):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_attention_in_bins_is_that_of_spans(implementation):
     lengths = ([4, 2, 0, 3], [4, 2, 0, 3])
-    inputs, spans = without_bias(make_inputs(lengths)), spans_of(lengths)
+    inputs: dict[str, Any] = without_bias(make_inputs(lengths))
+    spans = spans_of(lengths)
     spans.bins = bin_frames(list(lengths[0]), 6, torch.device("cpu"))
     output = packed_attention(**inputs, spans=spans, scaling=SCALING, implementation=implementation)
     expected = naive_attention(inputs, lengths)
@@ -383,12 +384,11 @@ def test_attention_in_bins_is_that_of_spans(implementation):
 
 def test_flash_attention_over_bins_is_refused():
     lengths = ([4], [4])
+    inputs: dict[str, Any] = without_bias(make_inputs(lengths))
     spans = spans_of(lengths)
     spans.bins = bin_frames([4], 6, torch.device("cpu"))
     with pytest.raises(ValueError, match="packing='varlen'"):
-        packed_attention(
-            **without_bias(make_inputs(lengths)), spans=spans, scaling=SCALING, implementation="flash_attention_2"
-        )
+        packed_attention(**inputs, spans=spans, scaling=SCALING, implementation="flash_attention_2")
 
 
 @pytest.mark.gpu

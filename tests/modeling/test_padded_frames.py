@@ -20,7 +20,9 @@ from tests.modeling.test_attention import (
 
 
 def padded(inputs, lengths, eager: bool = False, slack: int = 0, dropout: float = 0.0) -> torch.Tensor:
-    return padded_frames(*inputs.values(), spans_of(lengths, slack=slack), SCALING, dropout, eager)
+    return padded_frames(
+        inputs["query"], inputs["key"], inputs["value"], spans_of(lengths, slack=slack), SCALING, dropout, eager
+    )
 
 
 def bias_free(lengths):
@@ -86,8 +88,8 @@ def test_padded_frames_never_read_the_lengths():
     inputs = bias_free(lengths)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         whole = spans_of(lengths)
-        query, key, value, *bounds = (
+        query, key, value, ends_q, ends_k = (
             mode.from_tensor(tensor) for tensor in (*inputs.values(), whole.cu_seqlens_q, whole.cu_seqlens_k)
         )
-        output = padded_frames(query, key, value, AttentionSpans(*bounds, whole.max_seqlen), SCALING)
+        output = padded_frames(query, key, value, AttentionSpans(ends_q, ends_k, whole.max_seqlen), SCALING)
     assert output.shape == (sum(lengths[0]), HEADS, 8)

@@ -67,7 +67,7 @@ def test_gradient_checkpointing_changes_no_gradient(packing, use_reentrant, froz
     expected = training_gradients(model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     calls = []
-    model.model.vision_tower.layers[3].mlp.register_forward_hook(lambda *_: calls.append(1))
+    model.model.vision_tower.layers[3].layer_norm1.register_forward_hook(lambda *_: calls.append(1))
     actual = training_gradients(model, inputs)
     assert len(calls) == 2  # computed again in the backward pass
     assert actual.keys() == expected.keys()
