@@ -264,8 +264,7 @@ def binned_attention(
             f"{implementation!r} for the vision tower. Use packing='varlen' or attn_implementation='sdpa'."
         )
     heads = query.shape[1:]
-    query, key, value = (
-        bins.pack(states.flatten(1)).unflatten(-1, heads).transpose(1, 2) for states in (query, key, value)
-    )
+    packed = (bins.pack(states.flatten(1)) for states in (query, key, value))
+    query, key, value = (states.unflatten(-1, heads).transpose(1, 2) for states in packed)
     output = masked_attention(query, key, value, bins.attention_mask, scaling, dropout, implementation == "eager")
     return bins.unpack(output.transpose(1, 2).flatten(2)).unflatten(-1, heads)
