@@ -56,22 +56,6 @@ def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset)
         assert (parts["video_processor"].num_frames, parts["video_processor"].max_fps) == (64, 2)
 
 
-def test_presets_load_without_the_package(hub_configs, run_without_package):
-    code = """
-import json
-from transformers import AutoConfig, AutoVideoProcessor
-loaded = {}
-for folder in sys.argv[1:]:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    video_processor = AutoVideoProcessor.from_pretrained(folder, trust_remote_code=True)
-    loaded[folder] = [type(config).__name__, config.vision_config.selector, type(video_processor).__name__]
-print(json.dumps(loaded))
-"""
-    folders = [str(hub_configs / preset) for preset in PRESETS]
-    loaded = json.loads(run_without_package(code, *folders))
-    assert loaded == {folder: ["STTSConfig", "scorer", "STTSVideoProcessor"] for folder in folders}
-
-
 # The released weights are float32 and 18.1, 32.3 and 28.9 GiB large; every wrong width or depth changes these counts.
 @pytest.mark.parametrize(
     ("preset", "gibibytes", "text"),

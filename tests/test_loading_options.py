@@ -221,24 +221,6 @@ def test_a_folder_without_config_is_refused(tmp_path):
         load_tiny(tmp_path)
 
 
-PIPELINE = """
-import json
-from transformers import pipeline
-folder, clip = sys.argv[1:]
-pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True, device="cpu")
-content = [{"type": "video", "video": clip}, {"type": "text", "text": "What moves?"}]
-answer = pipe(text=[{"role": "user", "content": content}], max_new_tokens=6, do_sample=False, return_full_text=False)
-print(json.dumps([type(pipe.model).__name__, answer[0]["generated_text"]]))
-"""
-
-
-def test_pipeline_answers_about_a_video(clip, inputs, run_without_package):
-    name, answer = json.loads(run_without_package(PIPELINE, str(TINY), str(clip)).splitlines()[-1])
-    tokens = load_tiny().generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert name == "STTSForConditionalGeneration"
-    assert answer == STTSProcessor.from_pretrained(TINY).decode(tokens, skip_special_tokens=True)
-
-
 # From a Hub
 
 FROM_HUB = """

@@ -79,6 +79,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_adapter_loads_on_remote_code(adapter, adapted, inputs, tmp_path, run_without_package):
     torch.save(inputs, tmp_path / "inputs.pt")
     run_without_package(LOAD_ADAPTER, str(TINY), str(adapter), str(tmp_path / "inputs.pt"), str(tmp_path / "logits.pt"))

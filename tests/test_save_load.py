@@ -124,20 +124,6 @@ def test_a_model_quantised_by_bitsandbytes_loads_as_it_was_saved(tmp_path, optio
         assert torch.equal(load_tiny(tmp_path)(input_ids=prompt).logits, model(input_ids=prompt).logits)
 
 
-SAVE_AGAIN = """
-from transformers import AutoModelForImageTextToText, AutoProcessor
-source, destination = sys.argv[1:]
-AutoModelForImageTextToText.from_pretrained(source, trust_remote_code=True).save_pretrained(destination)
-AutoProcessor.from_pretrained(source, trust_remote_code=True).save_pretrained(destination)
-"""
-
-
-def test_saving_again_from_remote_code_changes_no_byte(saved, tmp_path, run_without_package):
-    again = tmp_path / "again"
-    run_without_package(SAVE_AGAIN, str(saved), str(again))
-    assert digests(again, "*") == digests(saved, "*")
-
-
 def test_sharded_weights_load_equal(tmp_path, inputs):
     model = load_tiny()
     model.save_pretrained(tmp_path, max_shard_size="1MB")

@@ -30,61 +30,6 @@ def tokenizer():
     return tiny_model.build_tokenizer(tiny_model.texts())
 
 
-ANSWER = """
-import json
-import torch, transformers
-folder, clip = sys.argv[1:3]
-processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-content = [{"type": "video", "video": clip}, {"type": "text", "text": "What moves?"}]
-inputs = processor.apply_chat_template(
-    [{"role": "user", "content": content}],
-    add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-)
-answers = {}
-for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
-    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
-    output = model.generate(**inputs, max_new_tokens=4, do_sample=False, pruning_ratio=0.5)
-    answers[name] = [type(model).__name__, output[0].tolist()]
-kept = model(**inputs, pruning_ratio=0.5).keep_mask[0]
-print(json.dumps({"prompt": inputs["input_ids"][0].tolist(), "answers": answers, "kept": kept.sum(dim=1).tolist()}))
-if len(sys.argv) > 3:
-    model.save_pretrained(sys.argv[3])
-    processor.save_pretrained(sys.argv[3])
-"""
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
-    write_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
-    return str(path)
-
-
-def test_it_answers_through_every_auto_class_without_the_package(folder, clip, run_without_package):
-    printed = json.loads(run_without_package(ANSWER, str(folder), clip).splitlines()[-1])
-    prompt, answers = printed["prompt"], printed["answers"]
-    assert {name for name, _ in answers.values()} == {"STTSForConditionalGeneration"}
-    sequences = [tokens for _, tokens in answers.values()]
-    assert sequences[0] == sequences[1] == sequences[2]
-    # The caller's whole prompt, placeholders of dropped blocks included, then the new tokens.
-    assert sequences[0][: len(prompt)] == prompt
-    assert len(prompt) < len(sequences[0]) <= len(prompt) + 4
-    # Nine frames; the first keeps all of its 16 blocks, and floor(0.5 * 144) are dropped from the others.
-    assert printed["kept"][0] == 16
-    assert len(printed["kept"]) == 9
-    assert sum(printed["kept"]) == 144 - 72
-
-
-def test_what_it_saves_is_a_whole_checkpoint_of_real_files(folder, clip, run_without_package, tmp_path):
-    saved = tmp_path / "saved"
-    first = run_without_package(ANSWER, str(folder), clip, str(saved)).splitlines()[-1]
-    assert (
-        {"modeling_stts.py"} < {file.name for file in saved.glob("*.py")} <= {file.name for file in folder.glob("*.py")}
-    )
-    assert not any(file.is_symlink() for file in saved.iterdir())
-    assert run_without_package(ANSWER, str(saved), clip).splitlines()[-1] == first
-
-
 def test_it_is_small(folder):
     size = sum(file.stat().st_size for file in folder.iterdir())
     assert size < 10 * 2**20

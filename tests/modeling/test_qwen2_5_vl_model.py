@@ -10,8 +10,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration, STTSQwen2_5_VLModel
 from tests import tiny_qwen3_vl
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
-from tests.modeling.test_qwen3_vl_stock import LOAD, NEW, ROWS, WAYS
-from tests.modeling.test_rooms import CORE
+from tests.modeling.test_qwen3_vl_stock import NEW, ROWS, WAYS
 from tests.naive_qwen2_5_vl import naive_forward
 from tests.tiny_qwen2_5_vl import samples, stock_twin, tiny_config, tiny_model
 from tests.tiny_qwen3_vl import Image, Video, batch, text_of
@@ -106,17 +105,6 @@ def test_weights_are_saved_under_the_names_of_released_ones(model, tmp_path):
             names.append(set(file.keys()))
     assert {name for name in names[1] - names[0] if ".scorer." not in name} == set()
     assert names[0] < names[1]
-
-
-def test_a_process_without_the_package_loads_it_and_gives_the_same_tokens(model, tmp_path, run_without_package):
-    inputs = text_of(batch(samples(ROWS)))
-    model.save_pretrained(tmp_path / "saved")
-    own = {f"{room}_stts_qwen2_5_vl.py" for room in ("configuration", "vision", "modeling")}
-    assert {file.name for file in (tmp_path / "saved").glob("*.py")} == {f"{room}_stts.py" for room in CORE} | own
-    torch.save(inputs, tmp_path / "inputs.pt")
-    load = LOAD.replace("STTSQwen3VL", "STTSQwen2_5_VL")
-    printed = run_without_package(load, str(tmp_path / "saved"), str(tmp_path / "inputs.pt"))
-    assert json.loads(printed) == model.generate(**inputs, **NEW).tolist()
 
 
 def test_grids_that_are_not_those_of_the_texts_runs_are_refused(model):

@@ -134,27 +134,6 @@ def test_what_is_saved_is_what_is_loaded_and_no_file_is_molmo2s(tmp_path):
     }
 
 
-LOAD = """
-import torch, transformers
-folder = sys.argv[1]
-config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-for name in ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
-    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
-    assert type(model).__name__ == "STTSQwen3VLForConditionalGeneration", type(model)
-    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
-inputs = torch.load(sys.argv[2])
-print(model.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0).tolist())
-"""
-
-
-def test_a_process_without_the_package_loads_it_and_gives_the_same_tokens(tmp_path, run_without_package):
-    model, inputs = tiny_model(), text_of(batch(samples(ROWS)))
-    model.save_pretrained(tmp_path / "saved")
-    torch.save(inputs, tmp_path / "inputs.pt")
-    printed = run_without_package(LOAD, str(tmp_path / "saved"), str(tmp_path / "inputs.pt"))
-    assert json.loads(printed) == model.generate(**inputs, **NEW).tolist()
-
-
 def test_auto_classes_know_it_once_the_package_is_used(tmp_path):
     import stts_hf
 

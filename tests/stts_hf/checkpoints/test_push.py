@@ -47,6 +47,7 @@ print(json.dumps(seen | {"logits": logits.tolist()}))
 )
 
 
+@pytest.mark.slow
 def test_a_fresh_process_without_the_package_loads_every_auto_class_by_revision(hub, tmp_path, clip, sharded):
     status, _, err = push(hub, tmp_path / "push", sharded, "user/tiny", "--revision", "v1")
     assert status == 0, err
