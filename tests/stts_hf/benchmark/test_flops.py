@@ -70,8 +70,8 @@ def test_stock_tower_and_connector(models, count, backend):
 @pytest.mark.parametrize("ratio", [None, 0.0, 0.5], ids=["stock", "k=0", "k=0.5"])
 @pytest.mark.parametrize(
     "changes",
-    [{"mode": "tower"}, {"mode": "inference"}, {"mode": "training"}, {"mode": "training", "checkpointing": True}],
-    ids=["tower", "inference", "training", "training with checkpointing"],
+    [{"mode": "inference"}, {"mode": "training"}, {"mode": "training", "checkpointing": True}],
+    ids=["inference", "training", "training with checkpointing"],
 )
 def test_what_ideals_work_out_is_what_is_counted(count, kept_patches, changes, ratio):
     lengths = kept_patches(ratio) if ratio else None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch._dynamo.testing import CompileCounter
 
 from stts_hf.benchmark import measure as measuring
 from stts_hf.benchmark.geometries import workload_inputs
-from stts_hf.benchmark.measure import Runner, measure, measure_workloads, take_turns
-from stts_hf.benchmark.meters import Clock, FlopClock, limited_to_free_memory, peak_memory, proc_bytes
+from stts_hf.benchmark.measure import Runner, measure, take_turns
+from stts_hf.benchmark.meters import Clock, limited_to_free_memory, peak_memory, proc_bytes
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 from tests.backbones import BACKBONES, Clip
@@ -74,6 +73,7 @@ def test_peak_memory_is_the_highest_sum_of_what_is_held():
     assert peak == 6_000_000
 
 
+@pytest.mark.slow
 def test_counting_flops_does_not_change_the_peak(models):
     configure(models, TRAINING, "sdpa")
     runner = Runner(TRAINING, models, workload_inputs(TRAINING, models[0].config, CPU))
@@ -85,6 +85,7 @@ def test_counting_flops_does_not_change_the_peak(models):
         assert plain > 1_000_000
 
 
+@pytest.mark.slow
 def test_a_pass_without_memory_is_noted_and_the_others_go_on(models, monkeypatch):
     real = Runner.run
 
@@ -100,50 +101,7 @@ def test_a_pass_without_memory_is_noted_and_the_others_go_on(models, monkeypatch
     assert cell["order"] == [["stock", "0.5"]]
 
 
-def test_a_workload_larger_than_the_machine_is_noted_too():
-    (cell,) = measure_workloads([dataclasses.replace(TOWER, frames=10_000_000_000)], CPU, repeats=1)
-    assert cell["status"] == "out of memory"
-    assert cell["reason"]
-
-
-def test_mistakes_in_a_program_are_not_swallowed(models, monkeypatch):
-    def run(self, ratio, clock):
-        raise TypeError("a mistake")
-
-    monkeypatch.setattr(Runner, "run", run)
-    with pytest.raises(TypeError, match="a mistake"):
-        measure(TOWER, models, CPU, repeats=1)
-
-
-@pytest.fixture
-def backends(monkeypatch):
-    """Replaces passes by notes of the attention of the ViT, that of the LLM, and the clock; counts 7 FLOPs in each."""
-    notes: list[tuple[str, str, str]] = []
-
-    def run(self, ratio, clock):
-        parts = (self.model.config.vision_config, self.model.config.text_config)
-        notes.append((*(part._attn_implementation for part in parts), type(clock).__name__))
-        return {"total": 7 if isinstance(clock, FlopClock) else 1.0}
-
-    monkeypatch.setattr(Runner, "run", run)
-    monkeypatch.setattr(gc, "collect", lambda: 0)
-    return notes
-
-
-@pytest.mark.parametrize(
-    ("backend", "used"),
-    [
-        ("flex_attention", ("sdpa", "flex_attention")),
-        ("flash_attention_2", ("flash_attention_2", "sdpa")),
-    ],
-)
-def test_kernels_without_formulas_are_counted_with_sdpa(models, backends, backend, used):
-    workload = dataclasses.replace(TOWER, backend=backend, ratios=())
-    cell = measure(workload, models, CPU, repeats=1)
-    assert backends == [("sdpa", "sdpa", "FlopClock"), (*used, "Clock"), (*used, "Clock")]
-    assert cell["variants"][0]["stages"]["total"] == {"flops": 7, "seconds": [1.0]}
-
-
+@pytest.mark.slow
 def test_flex_attention_is_never_given_up_for_uncompiled_code():
     """PyTorch's default is to go on uncompiled after eight versions."""
     counter = CompileCounter()

@@ -49,10 +49,8 @@ def kept_patches(runner: Runner, ratio: float) -> list[int]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mode": "tower"},
         {"mode": "inference"},
         {"mode": "inference", "selector": "cosine", "pruning_layer": 3},
-        {"mode": "training"},
         {"mode": "training", "checkpointing": True},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),

@@ -65,12 +65,6 @@ def test_instructions_work(adapter, tmp_path, run_without_package):
     assert (tmp_path / "merged" / "processor_config.json").is_file()
 
 
-def test_nothing_is_said_against_the_code_of_the_processor_beside_it(adapter):
-    write_adapter_card(adapter)
-    assert list(adapter.glob("*.py"))
-    assert "no model code" not in (adapter / "README.md").read_text()
-
-
 def test_trainer_writes_it_in_place_of_pefts(tmp_path):
     config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["scorer"])
     run = trainer(tmp_path, model=peft.get_peft_model(load_tiny(), config))

@@ -122,9 +122,7 @@ def test_scaled_rope_of_some_layers(config):
     ("section", "key", "value"),
     [
         pytest.param("llm", "block_type", "moe", id="mixture-of-experts"),
-        pytest.param("vit", "image_model_type", "dino", id="another-vit"),
         pytest.param("vit", "prune_method", "heuristic", id="heuristic-selector"),
-        pytest.param("vit", "rescale_bias_min", 0.5, id="another-bias"),
         pytest.param("vit", "prune_from_frame", 8, id="another-budget"),
     ],
 )

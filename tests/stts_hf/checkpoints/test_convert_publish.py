@@ -113,14 +113,3 @@ def test_a_disk_that_fills_up_keeps_the_old_checkpoint(source, tmp_path, monkeyp
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
     assert contents(tmp_path / "new") == before
     assert os.listdir(tmp_path) == ["new"]
-
-
-def test_an_interrupt_leaves_nothing(source, tmp_path, monkeypatch):
-    def stop(part, path, metadata):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tensors, "save_file", stop)
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(source, tmp_path / "new")
-    assert os.listdir(tmp_path) == []

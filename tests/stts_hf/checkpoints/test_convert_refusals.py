@@ -140,7 +140,6 @@ def test_a_tied_head_that_is_none(folders, tmp_path):
 
 BAD_TRAINING_SETTINGS = {
     "section": (("llm",), 3, "config.yaml cannot be used"),
-    "theta": (("llm", "rope_theta"), None, "cannot be built"),
     "layer_out_of_range": (("vision_backbone", "vit_layers"), [9], r"\[9\], but must be a list of the 9 layers"),
     "frames": (("mm_preprocessor", "video", "max_frames"), "x", "config.yaml cannot be used .*got 'x'"),
 }
@@ -157,12 +156,6 @@ def test_a_training_setting_of_a_wrong_kind_is_named(folders, tmp_path, name):
     settings[path[-1]] = value
     (source / "config.yaml").write_text(yaml.safe_dump(config))
     refuse(source, message, base=folders / "base")
-
-
-def test_a_training_checkpoint_of_something_else(folders, tmp_path):
-    source = copy(UNSHARDED, tmp_path / "source")
-    torch.save({"model": {}}, source / "model.pt")
-    refuse(source, "must hold a dict of names and tensors", base=folders / "base")
 
 
 def test_a_tokenizer_with_other_ids(folders, tmp_path):
@@ -196,8 +189,6 @@ def test_a_dtype_that_cannot_hold_the_weights(folders, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pruning_ratio": 1.5}, "pruning_ratio"),
-        ({"packing": "tight"}, "packing"),
         ({"dtype": "int4"}, "`dtype` is 'int4'"),
         ({"max_shard_size": "banana"}, "`max_shard_size` is 'banana'.*such as 5GB"),
         ({"seed": 2**64}, "`seed` is 18446744073709551616"),

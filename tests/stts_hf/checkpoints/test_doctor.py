@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.files import Finding
 from stts_hf.cli.main import main
 from tests.checkpoints import TINY
 from tests.stts_hf.checkpoints.convert_files import CODE_THAT_MUST_NOT_RUN
-
-Damage = Callable[[Path], object]
+from tests.stts_hf.checkpoints.test_broken_folders import Damage, edit_weights, write
 
 
 @pytest.fixture
@@ -34,21 +32,8 @@ def edit(name: str, change: Callable[[dict], object]) -> Damage:
     return damage
 
 
-def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    def damage(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
 def remove(name: str) -> Damage:
     return lambda folder: (folder / name).unlink()
-
-
-def write(name: str, text: str) -> Damage:
-    return lambda folder: (folder / name).write_text(text)
 
 
 def of_videos(**settings: object) -> Damage:

@@ -12,7 +12,6 @@ from stts_hf.checkpoints.convert import convert_checkpoint
 from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.loading import load_config_and_processor, load_model
 from stts_hf.checkpoints.push import check_folder
-from stts_hf.checkpoints.tensors import open_safetensors
 from tests.checkpoints import TINY
 
 
@@ -59,11 +58,3 @@ def test_more_tensors_than_any_model_has_are_refused_at_once(tmp_path, number, f
     assert time.perf_counter() - start < 10  # the rest of the checkpoint is read each time
     assert "bytes of names of tensors" in messages[-1]
     assert max(map(len, messages)) < 400
-
-
-def test_the_limit_is_far_above_what_a_model_has_and_below_it_messages_stay_short(tmp_path):
-    folder = with_more(tmp_path / "checkpoint", 50_000, "header")
-    assert len(open_safetensors(folder)) > 50_000
-    (finding,) = examine(folder)["weights"]
-    assert "50000 tensors are unexpected: x0, x1, x10, x100 and 49996 more" in str(finding)
-    assert len(str(finding)) < 400

@@ -185,12 +185,10 @@ def test_a_push_that_is_killed_changes_nothing_and_can_be_repeated(hub, tmp_path
 
 REFUSALS = {
     "wrong_token": ("user/tiny", "wrong", r"does not accept the token.*hf auth login.*\(401"),
-    "no_token": ("user/tiny", None, r"does not accept a push without a token.*hf auth login.*\(401"),
     "no_rights": ("user/tiny", "read-token", r"the token has no right to write to user/tiny.*\(403"),
     "foreign_repository": ("other/theirs", "write-token", r"the token has no right to write to other/theirs.*\(403"),
     "not_a_name": ("user/a b", "write-token", r"does not accept this: Repo id must .*'user/a b'"),
     "other_model": ("user/llama", "write-token", r"user/llama exists and holds a 'llama' model.*--overwrite"),
-    "other_files": ("user/files", "write-token", r"user/files exists and holds other files.*--overwrite"),
 }
 
 
@@ -199,7 +197,6 @@ def test_a_refusal_is_one_clear_line_and_exit_status_2(hub, tmp_path, name):
     repository, token, message = REFUSALS[name]
     hub.create("other/theirs")
     hub.create("user/llama", {"config.json": b'{"model_type": "llama"}'})
-    hub.create("user/files", {"data.txt": b"x"})
     before = {repo: hub.files(repo) for repo in hub.repositories}
     status, out, err = push(hub, tmp_path, TINY, repository, token=token)
     lines = [line for line in err.splitlines() if "error: " in line]

@@ -14,7 +14,6 @@ from stts_hf.cli.answer_options import settings_of
 from stts_hf.cli.main import main
 from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES, TINY
 from tests.clips import write_clip
-from tests.small_disk import small_disk
 from tests.training_files import write_rows
 
 FIELDS = ["id", "type", "group", "written", "right", "no_option", "error"]
@@ -105,8 +104,13 @@ def test_without_output_it_prints_alone(rows, checkpoint, tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_goes_on_where_a_killed_run_ended(run, tmp_path):
-    whole = run()[3]
+def test_it_goes_on_where_a_killed_run_ended_and_loads_no_weights_where_it_had_finished(run, tmp_path, monkeypatch):
+    first = run()
+    whole = first[3]
+    with monkeypatch.context() as patch:
+        patch.setattr("stts_hf.cli.eval.load_model", None)
+        same = run()
+    assert (same[0], same[1], same[3]) == (0, first[1], whole)
     path = tmp_path / "answers.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]) + lines[2][:20])
@@ -121,19 +125,10 @@ def test_it_goes_on_where_a_killed_run_ended(run, tmp_path):
     assert re.search(r"^all +4 +1 ", out, re.M)
 
 
-def test_a_finished_run_is_summed_up_without_loading_weights(run, monkeypatch):
-    first = run()
-    monkeypatch.setattr("stts_hf.cli.eval.load_model", None)
-    again = run()
-    assert (again[0], again[1], again[3]) == (0, first[1], first[3])
-
-
 @pytest.mark.parametrize(
     ("options", "setting"),
     [
         (["--pruning-ratio", "0.3"], r"pruning_ratio was 0\.5, and is 0\.3 now"),
-        (["--num-frames", "2"], r"processing was \{\}, and is \{\"num_frames\": 2\} now"),
-        (["--selector", "cosine"], 'selector was "scorer", and is "cosine" now'),
         (["--without-options"], "without_options was null, and is true now"),
     ],
 )
@@ -175,16 +170,6 @@ def test_answers_to_other_rows_are_refused(run, rows):
     assert "rows was {" in run("--max-new-tokens", "1", rows=other)[2]
 
 
-def test_answers_about_other_clips_are_refused_where_the_rows_are_the_same(run, rows, tmp_path):
-    for name, snow in (("snow", True), ("calm", False)):
-        shutil.copytree(rows.parent, tmp_path / name)
-        (tmp_path / name / "dataset.json").write_text(json.dumps({"snow": snow}))
-    assert run("--max-new-tokens", "1", rows=tmp_path / "snow" / "rows.jsonl")[0] == 0
-    status, _, err, _ = run("--max-new-tokens", "1", rows=tmp_path / "calm" / "rows.jsonl")
-    assert status == 2
-    assert "holds answers of other settings: rows was {" in err
-
-
 def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -217,16 +202,6 @@ def test_max_fps(run):
     assert [line["video_tokens"] for line in lines if line["id"] == "b"] == [5 * BLOCKS]
 
 
-def test_a_full_disk_is_one_clear_line(run, tmp_path):
-    with small_disk(700):
-        status, _, err, lines = run()
-    assert status == 2
-    assert re.search(r"error: --output .*answers\.jsonl cannot be written: .*No space left", err)
-    assert "Traceback" not in err
-    assert 0 < len(lines) < 4
-    assert run()[0] == 0
-
-
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
@@ -234,10 +209,8 @@ def test_a_full_disk_is_one_clear_line(run, tmp_path):
         ('{"question": "a", "answer": "b"}\nx\n', [], r"rows\.jsonl:2 is not JSON"),
         ('{"id": "x", "question": "a", "answer": "b"}\n' * 2, [], r"several rows of the id x; give each its own"),
         ('{"question": "a", "answer": "b"}\n', ["--output", "answers.csv"], "must be a file that ends in .jsonl"),
-        ('{"question": "a", "answer": "b"}\n', ["--output", "no/a.jsonl"], "lies in a folder that does not exist"),
-        ('{"question": "a", "answer": "b"}\n', ["--test-time-scaling", "--pruning-ratio", "1"], "below 1"),
     ],
-    ids=["no file", "damaged", "same id", "ending", "folder", "scaling"],
+    ids=["no file", "damaged", "same id", "ending"],
 )
 def test_what_cannot_be_asked_is_refused_before_weights_are_loaded(run, tmp_path, monkeypatch, rows, options, message):
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,5 @@
 """`stts-hf predict` on a tiny checkpoint: rows, files, resuming, and what is refused."""
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import torch
 
 from stts_hf.cli.main import main
 from stts_hf.inference import generate
-from stts_hf.inference.predicting import Predictor
 from tests.checkpoints import ANSWER, BLOCKS
 from tests.clips import write_clip
 from tests.small_disk import small_disk
@@ -26,7 +24,6 @@ COLUMNS += ["frames", "damaged_frames", "seconds", "error"]
 PROMPT = ["--prompt", "What moves?"]
 ANSWERING = ["--max-new-tokens", "40"]
 RAY = ["clips", *PROMPT, "--engine", "ray"]
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 
 
 def command(*arguments: object, checkpoint: Path) -> int:
@@ -178,18 +175,6 @@ def test_run_of_several_videos_is_predict_without_output(here, checkpoint, capsy
     assert sorted(here.iterdir()) == before
 
 
-def test_a_video_that_is_deleted_meanwhile_is_an_error_alone(run, monkeypatch):
-    real = Predictor.predict
-
-    def predict(self, rows):
-        Path("clips/two.mp4").unlink()
-        return real(self, rows)
-
-    monkeypatch.setattr(Predictor, "predict", predict)
-    assert run("rows.jsonl", "--output", "out.jsonl")[0] == 1
-    assert [lines()[name]["error"] is None for name in "abc"] == [False, True, False]
-
-
 def test_a_full_disk_keeps_what_is_done_and_the_next_run_goes_on(run):
     with small_disk(700):
         status, _, err = run("rows.jsonl", "--output", "out.jsonl", "--batch-size", "1")
@@ -252,10 +237,8 @@ def test_names_that_are_no_text(run):
     [
         (["clips", "--prompt", "Why?"], 'prompt was "What moves?", and is "Why?" now'),
         (["clips", *PROMPT, "--pruning-ratio", "0.3"], "pruning_ratio was 0.5, and is 0.3 now"),
-        (["clips/two.mp4", *PROMPT], 'inputs was ["clips"], and is ["clips/two.mp4"] now'),
-        (["clips", *PROMPT, "--selector", "cosine"], 'selector was "scorer", and is "cosine" now'),
     ],
-    ids=["prompt", "ratio", "inputs", "selector"],
+    ids=["prompt", "ratio"],
 )
 def test_a_file_of_another_job_is_refused_and_stays(run, options, message):
     before = Path("clips-done.jsonl").read_bytes()
@@ -271,9 +254,8 @@ def test_a_file_of_another_job_is_refused_and_stays(run, options, message):
         ("rows.jsonl", "Where?", "Why?", "the prompt of row b is 'Why?', and was 'Where?'"),
         ("rows.jsonl", "clips/two.mp4", "clips/three.mp4", "the video of row a is 'clips/three.mp4'"),
         ("rows-done.jsonl", '"frames": 2', '"frames": null', "rows-done.jsonl:1: frames cannot be null"),
-        ("rows-done.jsonl", '"error": null', '"error": 3', "rows-done.jsonl:1: error cannot be 3"),
     ],
-    ids=["prompt", "video", "count", "error"],
+    ids=["prompt", "video", "count"],
 )
 def test_answers_to_something_else_or_of_a_wrong_kind_are_refused(run, file, before, now, said):
     content = Path(file).read_text()
@@ -291,16 +273,12 @@ def test_answers_to_something_else_or_of_a_wrong_kind_are_refused(run, file, bef
     [
         (["clips"], "prompt is missing for 3 of 3 rows"),
         (["clips", "--prompt", "What is <|video|>?"], "--prompt: question holds '<|video|>'"),
-        (["gone", *PROMPT], "gone does not exist. Name"),
         (["clips", *PROMPT, "--retry-errors"], "--retry-errors needs --output"),
         (["clips", *PROMPT, "--output", "out.csv"], "--output out.csv must be a file that ends in .jsonl or .parquet"),
         (["clips", *PROMPT, "--output", "no/out.jsonl"], "--output no/out.jsonl lies in a folder that does not exist"),
-        (["rows.jsonl", "--output", "rows.jsonl"], "--output would write to rows.jsonl, which is an input"),
         (["rows.jsonl", "--output", "rows.parquet"], "--output would write to rows.jsonl, which is an input"),
         (["clips", *PROMPT, "--test-time-scaling", "--pruning-ratio", "1"], "--test-time-scaling needs"),
-        (["clips", *PROMPT, "--device", "abacus"], "--device abacus cannot be used here"),
         (["clips", *PROMPT, "--gpus", "0"], "--gpus needs --engine ray"),
-        pytest.param([*RAY, "--address", "127.0.0.1:1"], "--address 127.0.0.1:1 cannot be used: ", marks=needs_ray),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -313,15 +291,14 @@ def test_what_is_refused_before_weights_are_loaded(run, here, monkeypatch, argum
     assert sorted(here.iterdir()) == before
 
 
-@pytest.mark.parametrize("inputs", ["clips", "clips/*"])
-def test_answers_that_lie_among_the_videos_are_no_input(run, inputs):
+def test_answers_that_lie_among_the_videos_are_no_input(run):
     for _ in range(2):
-        status, _, err = run(inputs, *PROMPT, "--output", "clips/answers.parquet")
+        status, _, err = run("clips/*", *PROMPT, "--output", "clips/answers.parquet")
         assert status == 1  # of the file that is no video
     assert "3 of 3 rows are in " in err
 
 
-@pytest.mark.parametrize("output", ["pipe.jsonl", "x" * 256 + ".jsonl", "loop.jsonl", "loop.jsonl/out.jsonl"])
+@pytest.mark.parametrize("output", ["pipe.jsonl", "x" * 256 + ".jsonl", "loop.jsonl"])
 def test_an_output_that_is_no_file_is_refused(run, output):
     os.mkfifo("pipe.jsonl")
     Path("loop.jsonl").symlink_to("loop.jsonl")

@@ -27,7 +27,6 @@ from stts_hf.training.config import check_unchanged, load_config
 from stts_hf.training.termination import Termination
 from tests.checkpoints import BLOCKS, TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
-from tests.stts_hf.checkpoints.test_loading import with_trap
 from tests.training_files import row, train, write_config, write_rows
 
 pytest.importorskip("accelerate")
@@ -105,8 +104,6 @@ def test_resume_goes_on_where_the_run_stopped(whole, tmp_path):
 
 CHANGED = {
     "--learning_rates={scorer: 7e-3}": "'scorer': 0.007} and was ",
-    "--weight_decay=0.1": "`weight_decay` is 0.1 and was 0.0",
-    "--freeze=scorer": "`freeze` is ['scorer'] and was ['vision_tower']",
     "--pack_to=300": "`pack_to` is 300 and was None",
 }
 
@@ -168,30 +165,25 @@ def test_nothing_is_pushed_that_a_link_leads_to_elsewhere(data, tmp_path, upload
     assert not uploads
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "adapter"])
-def test_card_is_pushed_as_the_file_has_it(adapter, data, tmp_path, uploads):
+def test_cards_of_an_adapter_and_its_merged_model_are_pushed_as_the_file_has_them(data, tmp_path, uploads):
     more = (
         "card_name: Ours\ncard_base_model: someone/base\ncard_license: cc0-1.0\ncard_text: Our words.\n"
-        "card_datasets: [someone/clips]\n"
+        "card_datasets: [someone/clips]\nuse_peft: true\nlora_r: 4\nmerge_adapter: true\n"
     )
-    more += "use_peft: true\nlora_r: 4\nmerge_adapter: true\n" if adapter else ""
     config = write_config(tmp_path, data, tmp_path / "out", more=more)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "id_rsa").write_text("mine")
-    pushing = ["--push_to_hub=true"]
-    assert train(config, *pushing) == 0
+    assert train(config, "--push_to_hub=true") == 0
     [pushed] = uploads
-    cards = ["README.md", "merged/README.md"] if adapter else ["README.md"]
-    for name in cards:
+    for name in ("README.md", "merged/README.md"):
         card: Any = ModelCard(pushed[name])
         assert (card.data.base_model, card.data.license) == ("someone/base", "cc0-1.0")
         assert card.data.datasets == ["someone/clips"]
         assert "# Ours" in card.text
         assert "Our words." in card.text
         assert pushed[name] == (tmp_path / "out" / name).read_text()
-    assert ("PeftModel.from_pretrained(model, adapter)" in pushed["README.md"]) == adapter
-    assert ("adapter_config.json" in pushed) == adapter
-    assert "train_config.yaml" in pushed
+    assert "PeftModel.from_pretrained(model, adapter)" in pushed["README.md"]
+    assert {"adapter_config.json", "train_config.yaml"} <= pushed.keys()
     assert not {"id_rsa", "training_args.bin", "trainer_state.json"} & pushed.keys()
     assert not [name for name in pushed if name.startswith("checkpoint-")]
 
@@ -229,22 +221,20 @@ def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
     assert entry["kept_share"] == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(workers, data, tmp_path, capsys):
+def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(data, tmp_path, capsys):
     (data.parent / "damaged.mp4").write_bytes(b"no video" * 50)
     rows = write_rows(data.parent, [row(0), row(1, videos=["damaged.mp4"])], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, rows, tmp_path / "out")
-    assert train(config, f"--dataloader_num_workers={workers}") == 2
+    assert train(config, "--dataloader_num_workers=1") == 2
     error = capsys.readouterr().err
     assert "Row 'row-1': " in error
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
-def test_adapter_is_saved_reloaded_and_merged(method, data, tmp_path):
+def test_adapter_is_saved_reloaded_and_merged(data, tmp_path):
     peft = pytest.importorskip("peft")
     more = (
-        f"use_peft: true\nuse_dora: {method == 'dora'}\nlora_r: 4\nlora_alpha: 8\nmerge_adapter: true\n"
+        "use_peft: true\nuse_dora: true\nlora_r: 4\nlora_alpha: 8\nmerge_adapter: true\n"
         "pruning_ratio: 0.25\ncard_base_model: someone/base\n"
     )
     config = write_config(tmp_path, data, tmp_path / "out", more=more)
@@ -257,7 +247,7 @@ def test_adapter_is_saved_reloaded_and_merged(method, data, tmp_path):
     plain = logits_of(base, inputs)
     adapted = peft.PeftModel.from_pretrained(base, output).eval()
     weights = {name: parameter for name, parameter in adapted.named_parameters() if "original_module" not in name}
-    assert any("lora_magnitude_vector" in name for name in weights) == (method == "dora")
+    assert any("lora_magnitude_vector" in name for name in weights)
     assert any(".scorer.modules_to_save." in name for name in weights)
     changed = logits_of(adapted, inputs)
     assert (changed - plain).abs().max() > 1e-2
@@ -266,7 +256,7 @@ def test_adapter_is_saved_reloaded_and_merged(method, data, tmp_path):
     assert STTSConfig.from_pretrained(output / "merged").vision_config.pruning_ratio == 0.25
     card = ModelCard.load(output / "README.md")
     assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "video-text-to-text")
-    assert (card.data.base_model, method in card.data.tags) == ("someone/base", True)
+    assert (card.data.base_model, "dora" in card.data.tags) == ("someone/base", True)
     assert "model.config.vision_config.pruning_ratio = 0.25" in card.text
     assert "PeftModel.from_pretrained(model, adapter)" in card.text
 
@@ -343,15 +333,12 @@ def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_pa
 
 
 REFUSED = {
-    "--pruning_ratio=1.5": "`pruning_ratio` is 1.5",
     "--use_peft --lora_modules_to_save=skorer": "`lora_modules_to_save` names 'skorer'",
     "--freeze language_model vision_tower connector scorer": "Nothing is left to train",
     "--train_data=nowhere.jsonl": "`train_data` cannot be loaded: There is no data file",
-    "--train_sampling_strategy=group_by_length": "`train_sampling_strategy` is 'group_by_length'",
     "--model_name_or_path=/nowhere/model": "`model_name_or_path` '/nowhere/model'",
     "--per_device_train_batch_size=4 --dataloader_drop_last=true": "`dataloader_drop_last` leaves nothing of 3 rows",
     "--output_dir=/dev/null/out": "'/dev/null/out' cannot be written",
-    "--resume": "holds no whole checkpoint",
     "--push_to_hub=true": "`push_to_hub` cannot be done: the Hub is switched off",
 }
 
@@ -361,27 +348,3 @@ def test_settings_that_do_not_fit_are_refused_by_name(words, message, data, tmp_
     assert train(write_config(tmp_path, data, tmp_path / "out"), *words.split()) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "train_config.yaml").exists()
-
-
-@pytest.mark.parametrize("kind", ["tokenizer", "image_processor"])
-def test_no_code_of_a_checkpoint_runs_and_nobody_is_asked(kind, data, tmp_path, capsys, monkeypatch):
-    """A class that transformers does not know, in a terminal where the user answers "y" to every question."""
-    questions: list[object] = []
-
-    def agree(*question: object) -> str:
-        questions.append(question)
-        return "y"
-
-    monkeypatch.setattr("builtins.input", agree)
-    folder = with_trap(TINY, tmp_path / "model")
-    file = folder / ("tokenizer_config.json" if kind == "tokenizer" else "processor_config.json")
-    settings = json.loads(file.read_text())
-    if kind == "tokenizer":
-        settings["tokenizer_class"] = "Trap"
-    else:
-        settings["image_processor"] |= {"image_processor_type": "Trap", "auto_map": {"AutoImageProcessor": "trap.Trap"}}
-    file.write_text(json.dumps(settings))
-    assert train(write_config(tmp_path, data, tmp_path / "out", model=folder), "--dry-run") == 2
-    assert "trust_remote_code" not in capsys.readouterr().err
-    assert questions == []
-    assert not list(tmp_path.rglob("ran"))

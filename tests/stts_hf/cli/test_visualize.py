@@ -19,7 +19,6 @@ from stts_hf.benchmark.models import stock_config, stock_twin
 from stts_hf.cli.main import main
 from stts_hf.inference.engine import answer_videos
 from stts_hf.visualize.sample_clip import write_sample_clip
-from tests.clips import write_no_video
 from tests.small_disk import small_disk
 from tests.stts_hf.visualize.test_html_report import Page
 
@@ -133,29 +132,6 @@ def test_a_scorer_that_was_never_trained_is_refused_where_it_is_asked_for(run, h
     assert not folder.exists()
 
 
-def test_a_selector_given_twice_is_shown_once(run):
-    assert run(selector="cosine cosine")[1].count("\ncosine: ") == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("missing", "does not exist"),
-        ("truncated", "as a video"),
-        ("address", "--allow-urls"),
-    ],
-)
-def test_what_is_no_video_is_one_clear_line(run, tmp_path, kind, words):
-    path = tmp_path / "video.mp4"
-    if kind != "address":
-        write_no_video(path, kind)
-    status, out, last, folder = run(video="https://example.com/clip.mp4" if kind == "address" else path)
-    assert (status, out) == (2, "")
-    assert last.startswith("stts-hf visualize: error: ")
-    assert words in last
-    assert not folder.exists()
-
-
 def test_an_address_that_is_allowed_is_downloaded_once(run, clip):
     asked: list[str] = []
 
@@ -188,20 +164,6 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(run, tmp_path):
     assert status == 2
     assert last.startswith(f"stts-hf visualize: error: --output {folder} is not written")
     assert not [path for path in tmp_path.iterdir() if "output" in path.name]
-
-
-def test_an_interruption_leaves_nothing(run, tmp_path, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("stts_hf.visualize.html_report.write_report", interrupt)
-    assert run()[0] == 130
-    assert not [path for path in tmp_path.iterdir() if "output" in path.name]
-
-
-def test_bad_options_are_one_clear_line(run, monkeypatch):
-    assert "question is empty" in run("--question", " ")[2]
-    assert "--test-time-scaling needs" in run("--test-time-scaling", "--pruning-ratio", "1")[2]
 
 
 def test_everything_dropped_and_nothing_dropped_are_shown(run):

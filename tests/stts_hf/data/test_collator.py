@@ -56,7 +56,6 @@ def test_seconds_per_tubelet_are_no_tensor(rows):
 @pytest.mark.parametrize(
     ("names", "side"),
     [
-        (["bytes", "text"], "left"),
         (["image", "images"], "right"),
         (["image", "two", "text", "images", "five"], "left"),
     ],

@@ -15,9 +15,8 @@ def running():
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-@pytest.mark.parametrize(("num_workers", "ahead"), [(1, 1), (3, 4)])
-def test_results_come_in_the_order_of_the_items(num_workers, ahead):
-    assert list(prefetch(lambda item: item * item, range(20), num_workers=num_workers, ahead=ahead)) == [
+def test_results_come_in_the_order_of_the_items():
+    assert list(prefetch(lambda item: item * item, range(20), num_workers=3, ahead=4)) == [
         item * item for item in range(20)
     ]
     assert not running()
@@ -91,9 +90,3 @@ def test_leaving_early_starts_no_more():
     assert started == [0, 1]
     assert not running()
     assert list(results) == []
-
-
-@pytest.mark.parametrize("name", ["num_workers", "ahead"])
-def test_bad_settings_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        prefetch(len, [], **{name: 0})

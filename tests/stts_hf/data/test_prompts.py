@@ -40,7 +40,7 @@ def test_bad_subtitles_are_refused(given, said):
         subtitle_text(given)
 
 
-@pytest.mark.parametrize("answer", [1, "1", "B", "b", "(B)", "B.", "to the right"], ids=repr)
+@pytest.mark.parametrize("answer", [1, "1", "b", "(B)", "to the right"], ids=repr)
 def test_choice_prompt_and_answer(answer):
     options = ["to the left", "to the right", "up"]
     prompt = (
@@ -55,13 +55,11 @@ def test_choice_prompt_and_answer(answer):
     ("question", "options", "answer", "said"),
     [
         ("Q?", OPTIONS, 3, "answer 3 is none of"),
-        ("Q?", OPTIONS, -1, "answer -1 is none of"),
         ("Q?", OPTIONS, "D", "answer 'D' is none of"),
         ("Q?", OPTIONS, True, "answer True is none of"),
         ("Q?", OPTIONS, "B", "answer 'B' fits several of"),
         ("Q?", ["x", "x"], "x", "fits several of"),
         ("Q?", ["x"], 0, "options must be a list of 2 to 26"),
-        ("Q?", "AB", 0, "options must be"),
         ("", OPTIONS, 0, "question must be a text"),
     ],
 )

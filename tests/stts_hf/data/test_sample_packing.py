@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from stts_hf import PackedDataset, RowError
-from stts_hf.data.sample_packing import best_fit
 
 LENGTHS = np.random.default_rng(0).integers(50, 900, 500).tolist()
 ROWS = [{"id": f"row-{index}"} for index in range(500)]
@@ -51,12 +50,6 @@ def test_windows_keep_rows_together_that_the_shuffle_put_together():
     assert len(packed) > len(PackedDataset(ROWS, LENGTHS, 1000))
     counts = np.cumsum([len(group) for group in packed.groups])
     assert set(range(10, 501, 10)) <= set(counts.tolist())
-
-
-def test_best_fit_leaves_the_least_room():
-    sizes = dict(enumerate([60, 50, 40, 50, 30, 20]))
-    assert best_fit(list(sizes), sizes, 100) == [[0, 2], [1, 3], [4, 5]]
-    assert best_fit(list(sizes), sizes, 100, max_samples=1) == [[0], [1], [3], [2], [4], [5]]
 
 
 def test_a_row_longer_than_the_budget_is_named():

@@ -13,14 +13,12 @@ from transformers import GenerationConfig
 import stts_hf
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.inference.engine import answer_videos
-from stts_hf.inference.generate import generate_options
 from tests.checkpoints import TINY, load_tiny
 from tests.clips import write_audio
 from tests.stts_hf.checkpoints.convert_files import write_qwen3_vl
 
 QUESTION = "What moves?"
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-NO_OPTIONS = GenerationConfig()
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +84,8 @@ def test_a_device_map_places_the_model(two):
         ({"checkpoint": "./gone"}, ValueError, r"checkpoint \./gone is not a folder"),
         ({"checkpoint": 3}, TypeError, "checkpoint must be a folder or the name of a Hub repository, got 3"),
         ({"selector": "best"}, ValueError, "selector must be one of scorer, cosine, random, got 'best'"),
-        ({"pruning_ratio": 1.5}, ValueError, "1.5"),
         ({"device": "cuda:99"}, ValueError, "cuda:99 cannot be used here"),
         ({"dtype": "float23"}, ValueError, "dtype is 'float23', but must be"),
-        ({"no_such_option": 1}, TypeError, "no_such_option"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -148,7 +144,6 @@ def broken(tmp_path_factory) -> dict[str, Any]:
         "missing": str(folder / "gone.mp4"),
         "sound": write_audio(folder / "sound.mp4"),
         "words": folder / "words.mp4",
-        "number": 3,
         "no-frames": [],
         "no-time": np.zeros((64, 64), dtype=np.uint8),
     }
@@ -161,7 +156,6 @@ def broken(tmp_path_factory) -> dict[str, Any]:
         ("missing", r"gone\.mp4"),
         ("sound", r"no video in video file '.*sound\.mp4'"),
         ("words", r"words\.mp4"),
-        ("number", r"There is no video file"),
         ("no-frames", r"video is \[\]"),
         ("no-time", r"frames \(T, height, width, 3\)"),
     ],
@@ -178,11 +172,9 @@ def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, b
     ("question", "options", "error", "message"),
     [
         ("", {}, ValueError, "question is '', which asks nothing"),
-        (None, {}, TypeError, "question must be a text, got None"),
         ("Is <|im_end|> there?", {}, ValueError, r"question holds '<\|im_end\|>'"),
         (QUESTION, {"num_frames": 2}, ValueError, r"num_frames is 2.* processing=\{'num_frames': 2\}"),
         (QUESTION, {"max_new_token": 8}, ValueError, "Did you mean 'max_new_tokens'"),
-        (QUESTION, {"pruning_ratio": -1}, ValueError, "`pruning_ratio` is -1"),
         (QUESTION, {"generation_config": GenerationConfig(pruning_ratio=0.9)}, ValueError, "pruning_ratio=0.9"),
         (QUESTION, {"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
         (QUESTION, {"processing": {"num_frame": 2}}, ValueError, "'num_frame'.* Did you mean 'num_frames'"),
@@ -195,21 +187,6 @@ def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, b
 def test_bad_questions_and_options_are_refused(assistant, two, question, options, error, message):
     with pytest.raises(error, match=message):
         assistant.answer(two, question, **options)
-
-
-@pytest.mark.parametrize(
-    ("given", "options"),
-    [
-        ({}, {"do_sample": False, "max_new_tokens": 256}),
-        ({"max_new_tokens": 5}, {"do_sample": False, "max_new_tokens": 5}),
-        ({"max_length": 900}, {"do_sample": False, "max_length": 900}),
-        ({"temperature": 0.7}, {"do_sample": True, "max_new_tokens": 256, "temperature": 0.7}),
-        ({"generation_config": NO_OPTIONS}, {"generation_config": NO_OPTIONS}),
-    ],
-    ids=str,
-)
-def test_options_that_are_not_given(processor, given, options):
-    assert generate_options(processor, given) == options
 
 
 def seconds_of(*command: str) -> float:

@@ -62,18 +62,12 @@ def test_the_limit_is_an_option(ask, retries, errors):
     assert len(rounds) == retries + 1
 
 
-def test_nothing_is_done_again_where_all_is_answered(ask):
-    assert ask([row(number) for number in range(10)]) == ({}, [[2] * 5])
-
-
 @pytest.mark.parametrize(
     ("arguments", "slots"),
     [
         ((GPUS, "auto"), Slots(12, 4, 1)),
-        ((GPUS, "cpu"), Slots(88, 1, 0)),
         ((GPUS, "cpu", None, 8), Slots(11, 8, 0)),
         ((GPUS, "cuda", 20, 1, 0.5), Slots(20, 1, 0.5)),
-        (([{"CPU": 2.0, "GPU": 1.0}], "auto"), Slots(1, 2, 1)),
         (([{"CPU": 12.0, "GPU": 1.0}], "auto", None, 1, 0.1), Slots(10, 1, 0.1)),
         (([{"CPU": 2.0}], "auto"), Slots(2, 1, 0)),
     ],
@@ -87,7 +81,6 @@ def test_a_model_for_each_slot(arguments, slots):
     [
         (([{"CPU": 2.0}], "cuda"), "gpus 1 and cpus 1 of a model are more"),
         (([{"CPU": 2.0}, {"CPU": 4.0}], "auto", None, 5), "cpus 5 "),
-        ((GPUS, "auto", None, None, 2), "gpus 2 "),
         ((GPUS, "cpu", None, None, 1), "gpus 1 does not fit device cpu"),
         ((GPUS, "cuda", None, None, 0), "gpus 0 does not fit device cuda"),
         ((GPUS, "cuda:1"), "device cuda:1"),
@@ -100,7 +93,7 @@ def test_slots_that_no_machine_has_are_refused(arguments, words):
 
 
 @pytest.mark.skipif(RAY is None, reason="needs Ray")
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "127.0.0.1:1", "nowhere", "127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "nowhere"])
 def test_an_address_without_ray_is_refused(address):
     with pytest.raises(ValueError, match=rf"address {address} cannot be used: .* `ray start --head`"), connect(address):
         pass

@@ -1,7 +1,6 @@
-"""A run to be sent SIGTERM: `python -m tests.stts_hf.training.terminated_run FOLDER STEPS WORKERS [SECONDS A SAVE]`.
+"""A run to be sent SIGTERM: `python -m tests.stts_hf.training.terminated_run FOLDER STEPS WORKERS`.
 
-Under `torchrun`'s environment variables, as one of several processes. Prints `step N` at the end of each step and
-`saving N` at the start of each save.
+Under `torchrun`'s environment variables, as one of several processes. Prints `step N` at the end of each step.
 """
 
 import os
@@ -25,22 +24,13 @@ class Report(TrainerCallback):
         time.sleep(0.05)
 
 
-def main(folder: str, steps: str, workers: str, seconds: str = "0") -> None:
+def main(folder: str, steps: str, workers: str) -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = {"max_steps": int(steps), "logging_steps": 1000, "dataloader_num_workers": int(workers)}
     rows: list[list[Part]] = [[3, Video(2), 4], [3, Video(3), 2]]  # all with video, so that DDP sees every weight used
     run = trainer(Path(folder), data=Rows(rows, length=4 * int(steps)), **options)
     run.add_callback(Report())
-    save = run._save_rng_state
-
-    def slow_save(output_dir: str) -> None:
-        print(f"saving {run.state.global_step}", flush=True)
-        time.sleep(float(seconds))
-        save(output_dir)
-
-    run._save_rng_state = slow_save
     os.setpgid(0, 0)
-    print("ready", flush=True)
     try:
         run.train()
     except TrainingTerminated:

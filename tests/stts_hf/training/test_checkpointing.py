@@ -1,8 +1,7 @@
-"""A run resumes from the last whole checkpoint: kills and errors amid saves, rotation, the best checkpoint."""
+"""A run resumes from the last whole checkpoint: errors amid saves, rotation, the best checkpoint."""
 
 import json
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,16 @@ from tests.tiny import tiny_model
 EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_the_last_checkpoint_loadable():
-    command = [sys.executable, "-m", "tests.stts_hf.training.kill_trainings", "--unfinished", "4"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout.splitlines()[-1])["unfinished"] == 4
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    trainer(folder, max_steps=3, **EVERY_STEP).train()
+    return folder
 
 
 @pytest.fixture
-def run_folder(tmp_path) -> Path:
-    trainer(tmp_path, max_steps=3, **EVERY_STEP).train()
-    return tmp_path
+def run_folder(finished, tmp_path) -> Path:
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
 def test_a_folder_that_was_cut_off_is_passed_over(run_folder, caplog):
@@ -69,11 +66,10 @@ def test_a_named_checkpoint_without_its_optimizer_is_refused(tmp_path):
         trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("name", ["", "absent"], ids=["empty", "absent"])
-def test_no_checkpoint_is_an_error_only_for_a_resumed_run(tmp_path, name):
-    assert last_checkpoint(tmp_path / name) is None
+def test_no_checkpoint_is_an_error_only_for_a_resumed_run(tmp_path):
+    assert last_checkpoint(tmp_path / "absent") is last_checkpoint(tmp_path) is None
     with pytest.raises(ValueError, match="holds no whole checkpoint to resume from"):
-        trainer(tmp_path / name).train(resume_from_checkpoint=True)
+        trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_an_error_while_a_step_is_saved_again_leaves_no_mixed_checkpoint(run_folder, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 from stts_hf.training.distillation import Teaching
 from tests.modeling.reference import assert_gradients_equal, one_by_one, pack
-from tests.stts_hf.training.runs import Rows, logged, trainer
+from tests.stts_hf.training.runs import trainer
 from tests.tiny import Image, Part, Video, build_inputs, randomise, tiny_config, tiny_model
 
 SCORER_ONLY: dict[str, Any] = {"distillation_weight": 1.0}
@@ -44,8 +44,7 @@ def divergence(model: Any, inputs: dict[str, Any], temperature: float = 1.0) -> 
     return Teaching.of(model, inputs).divergence(model(**inputs), temperature)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(("side", "temperature"), [("left", 1.0), ("right", 2.5)])
 def test_divergence_of_a_mixed_batch(side, temperature):
     model, inputs = tiny_model(), mixed_inputs(padding_side=side)
     expected = naive_divergence(model, inputs, MIXED, temperature)
@@ -103,30 +102,14 @@ def test_the_gradient_reaches_the_scorer_alone_and_is_that_of_the_divergence(tmp
     assert_gradients_equal(found[0], found[1], tolerance=1e-3)  # float32 through the whole model, against rows alone
 
 
-def test_the_divergence_falls(tmp_path):
-    """Without the temporal loss, on one batch: the gradient leads to scores that change the outputs less."""
-    model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.0}))
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    rows = Rows([[3, Video(4), 12], [3, Video(5), 20]])
-    options: dict[str, Any] = {"max_steps": 25, "per_device_train_batch_size": 2, "learning_rates": {"scorer": 1e-2}}
-    run = trainer(tmp_path, model=model, data=rows, **SCORER_ONLY, **options)
-    run.train()
-    losses = logged(run, "distillation_loss")
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert all(".scorer." in name for name in changed)
-    assert changed
-
-
 @pytest.mark.parametrize(
     ("vision", "options", "message"),
     [
         ({}, {"freeze": ["scorer"]}, "Nothing is left to train"),
         ({"pruning_ratio": 0.0}, {}, "`pruning_ratio` is 0.0"),
-        ({"pruning_ratio": 1.0}, {}, "`pruning_ratio` is 1.0"),
         ({"selector": "cosine"}, {}, "`selector` is 'cosine'"),
     ],
-    ids=["scorer_frozen", "ratio_0", "ratio_1", "cosine"],
+    ids=["scorer_frozen", "ratio_0", "cosine"],
 )
 def test_what_cannot_be_matched(tmp_path, vision, options, message):
     with pytest.raises(ValueError, match=message):

@@ -328,15 +328,14 @@ def test_accelerate_reads_the_shipped_config(engine):
         assert "fsdp_transformer_layer_cls_to_wrap" not in config.fsdp_config  # the layers of any backbone are found
 
 
-@pytest.mark.parametrize("unit", ["tower", "connector"])
 @pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
-def test_fsdp_units_inside_the_vision_tower_are_refused(backbone, unit):
+def test_fsdp_units_inside_the_vision_tower_are_refused(backbone):
     units = {
-        "molmo2": {"tower": "STTSVisionEncoderLayer", "connector": "STTSAdapter"},
-        "qwen2_5_vl": {"tower": "STTSQwen2_5_VLVisionBlock", "connector": "Qwen2_5_VLPatchMerger"},
-        "qwen3_vl": {"tower": "STTSQwen3VLVisionBlock", "connector": "Qwen3VLVisionPatchMerger"},
+        "molmo2": "STTSAdapter",
+        "qwen2_5_vl": "STTSQwen2_5_VLVisionBlock",
+        "qwen3_vl": "Qwen3VLVisionPatchMerger",
     }
-    names = [LAYERS[backbone.name], units[backbone.name][unit]]
+    names = [LAYERS[backbone.name], units[backbone.name]]
     with pytest.raises(ValueError, match=f"{names[0]} alone, not {', '.join(names)}: "):
         wrap_language_model_alone(plugin(transformer_cls_names_to_wrap=names), backbone.model())
     with pytest.raises(ValueError, match="not SIZE_BASED_WRAP"):

@@ -79,7 +79,7 @@ def test_an_adapter_is_of_the_text_model_and_merges_into_a_whole_checkpoint(chec
     assert f"stts_hf.{type(model).__name__}.from_pretrained(base)" in card.text
 
 
-def test_a_stock_model_is_trained_with_a_new_scorer(checkpoint, data, tmp_path):
+def test_a_new_scorer_alone_learns_from_an_unpruned_stock_model(checkpoint, data, tmp_path):
     """The checkpoint's own weights, under the stock model's type."""
     stock = tmp_path / "stock"
     stock.mkdir()
@@ -90,13 +90,9 @@ def test_a_stock_model_is_trained_with_a_new_scorer(checkpoint, data, tmp_path):
     native = family_of_checkpoint(checkpoint).config.native.model_type
     config["model_type"], config["vision_config"]["model_type"] = native, f"{native}_vision"
     (stock / "config.json").write_text(json.dumps(config))
-    output = run(tmp_path, data, stock, "")
-    assert load(output).config.model_type == load(checkpoint).config.model_type
-
-
-def test_the_scorer_alone_learns_from_the_unpruned_model(checkpoint, data, tmp_path):
     more = "freeze: [language_model, vision_tower, connector]\ndistillation_weight: 1.0\n"
-    output = run(tmp_path, data, checkpoint, more)
+    output = run(tmp_path, data, stock, more)
+    assert load(output).config.model_type == load(checkpoint).config.model_type
     assert moved(checkpoint, output, parts_of(load(output))) == {"scorer"}
     log = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert log[0]["distillation_loss"] > 0

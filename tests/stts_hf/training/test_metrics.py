@@ -59,7 +59,7 @@ def scalars(folder: Path) -> Any:
     return events
 
 
-@pytest.mark.parametrize("wanted", [64, 2, 0])
+@pytest.mark.parametrize("wanted", [64, 2])
 def test_frame_positions_go_to_tensorboard_alone(tmp_path, capsys, wanted):
     model, rows = tiny_model(), Rows()
     _, masks = kept_by_hand(model, rows, [0, 1, 3])
@@ -84,8 +84,7 @@ def test_frame_positions_go_to_tensorboard_alone(tmp_path, capsys, wanted):
     assert not any(re.search("frame_", name) for logs in run.state.log_history for name in logs)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4])
-@pytest.mark.parametrize("only_loss", [True, False], ids=["loss_only", "with_logits"])
+@pytest.mark.parametrize(("batch_size", "only_loss"), [(1, True), (2, False)], ids=["loss_only", "with_logits"])
 def test_eval_loss_does_not_depend_on_the_batches(tmp_path, batch_size, only_loss):
     model, rows = tiny_model(), Rows()
     options: dict[str, Any] = {"per_device_eval_batch_size": batch_size, "prediction_loss_only": only_loss}
@@ -145,13 +144,3 @@ def test_an_evaluation_has_a_collator_of_its_own_and_counts_what_it_skips(tmp_pa
     assert run.predict(rows).metrics["test_skipped_rows"] == 3
     run.train()
     assert not logged(run, "skipped_rows")
-
-
-def test_the_clock_stands_while_paused(monkeypatch):
-    times = iter([0.0, 10.0, 13.0, 20.0])
-    monkeypatch.setattr("stts_hf.training.losses.time.perf_counter", lambda: next(times))
-    statistics = PruningMetrics(torch.device("cpu"))
-    statistics.pause()
-    statistics.pause()
-    statistics.resume()
-    assert statistics.read(Accelerator(cpu=True))[0]["seconds"] == 17

@@ -61,8 +61,7 @@ def unpacked(model, processor, rows):
     return run(model, STTSDataCollator(processor)(rows))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("pad_to", [None, BUDGET], ids=["", "pad_to"])
+@pytest.mark.parametrize(("side", "pad_to"), [("left", None), ("right", BUDGET)], ids=["left", "right_pad_to"])
 def test_packed_rows_give_the_losses_and_gradients_of_unpacked_ones(model, processor, rows, unpacked, side, pad_to):
     ratio = model.config.vision_config.pruning_ratio
     packed = PackedDataset(rows, lengths(rows, processor, ratio), BUDGET)
@@ -96,8 +95,7 @@ def test_losses_are_the_means_over_samples_of_their_own(model, processor, rows, 
     torch.testing.assert_close(unpacked[0].temporal_loss, temporal / blocks, **CLOSE)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize(("kind", "packed"), [("text", False), ("image", True)], ids=["text", "image_packed"])
 def test_a_black_frame_changes_no_loss_and_reaches_every_parameter(model, processor, rows, kind, packed):
     chosen = [rows[1], rows[3]] if kind == "image" else [rows[1], text_row("other", "No.")]
     outputs, gradients = run(model, STTSDataCollator(processor)(chosen))

@@ -18,8 +18,8 @@ from tests.stts_hf.training.runs import KeepGradients, Rows, logged, trainer
 ROOT = Path(__file__).parents[3]
 
 
-def start(folder: Path, steps: int, workers: int = 0, seconds: float = 0, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.stts_hf.training.terminated_run", folder, steps, workers, seconds]
+def start(folder: Path, steps: int, workers: int = 0, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.stts_hf.training.terminated_run", folder, steps, workers]
     return subprocess.Popen(
         [str(part) for part in command],
         cwd=ROOT,
@@ -103,14 +103,14 @@ class SignalAt(KeepGradients):
 
 def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
     """The save is at the end of a step, so that the random state is that of the run without a stop."""
-    options: dict[str, Any] = {"max_steps": 5, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
-    whole = trainer(tmp_path / "whole", data=Rows(length=12), **options)
+    options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
+    whole = trainer(tmp_path / "whole", data=Rows(length=6), **options)
     whole.train()
-    stopped = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
+    stopped = trainer(tmp_path / "stopped", data=Rows(length=6), **options)
     stopped.add_callback(SignalAt(2))
     with pytest.raises(TrainingTerminated):
         stopped.train()
     assert stopped.state.global_step == 2
-    resumed = trainer(tmp_path / "stopped", data=Rows(length=12), **options)
+    resumed = trainer(tmp_path / "stopped", data=Rows(length=6), **options)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(whole, "loss")

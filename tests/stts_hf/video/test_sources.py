@@ -1,4 +1,4 @@
-"""Downloads end at their limits, and addresses are told from files."""
+"""Downloads end at their limits, and frames that cannot be shown are refused."""
 
 import io
 import threading
@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers.video_utils import VideoMetadata
 
-from stts_hf.video.sources import decoded_frames, download, is_url, one_each, open_source
+from stts_hf.video.sources import decoded_frames, download, open_source
 from tests.clips import write_clip
 from tests.modeling.test_video_sources import send, serving
 
@@ -69,29 +67,11 @@ def test_a_downloaded_file_is_closed_after_it_is_read(tmp_path):
     assert source.closed
 
 
-LAYOUTS = {
-    "numpy": lambda frames: frames,
-    "torch": torch.from_numpy,
-    "channels first": lambda frames: frames.transpose(0, 3, 1, 2),
-    "reversed view": lambda frames: frames[::-1][::-1],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_decoded_frames_lie_alike(layout):
-    array = np.random.default_rng(0).integers(0, 256, (3, 8, 10, 3), dtype=np.uint8)
-    given = VideoMetadata(total_num_frames=3, fps=25.0)
-    frames, shown = decoded_frames(LAYOUTS[layout](array), given, "video", samples=True)
-    assert np.array_equal(frames.permute(0, 2, 3, 1), array)
-    assert (shown.frames_indices, shown.fps, given.frames_indices) == ([0, 1, 2], 25.0, None)
-
-
 @pytest.mark.parametrize(
     ("video", "metadata", "samples", "message"),
     [
         (np.full((6, 8, 8, 3), np.nan), None, True, "video has NaN or infinite"),
         (np.zeros((0, 8, 8, 3)), None, True, "must hold frames .* got shape"),
-        (np.zeros((6, 8)), None, True, "must hold frames .* got shape"),
         (SIX, {"total_num_frames": 99}, True, "6 frames, .*frames_indices.: 99.*do_sample_frames=False"),
         (SIX, {"total_num_frames": 99, "frames_indices": [0, 1]}, False, "frames_indices.: 2"),
         (SIX, {"fps": 0.0}, True, "has fps=0.0"),
@@ -101,29 +81,3 @@ def test_decoded_frames_lie_alike(layout):
 def test_frames_that_cannot_be_shown_are_refused(video, metadata, samples, message):
     with pytest.raises(ValueError, match=message):
         decoded_frames(video, metadata, "video", samples)
-
-
-def test_metadata_is_one_of_each_video():
-    assert one_each(None, 2) == [None, None]
-    assert one_each([[{"fps": 1}], {"fps": 2}], 2) == [{"fps": 1}, {"fps": 2}]
-    with pytest.raises(ValueError, match="2 entries for 1 videos"):
-        one_each([{"fps": 1}] * 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("http://a.b/c.mp4", True),
-        ("HTTPS://a.b/c.mp4", True),
-        ({"bytes": None, "path": "https://a.b/c.mp4"}, True),
-        ({"bytes": b"data", "path": "https://a.b/c.mp4"}, False),
-        ("a.mp4", False),
-        ("http.mp4", False),
-        ("ftp://a.b/c.mp4", False),
-        (b"http://a.b", False),
-        (None, False),
-    ],
-    ids=str,
-)
-def test_addresses_are_told_from_files(source, expected):
-    assert is_url(source) is expected
