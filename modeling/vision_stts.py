@@ -144,8 +144,9 @@ class STTSVisionModel(PruningTower, Molmo2VisionModel):
         hidden_states = patches.flatten(0, 1)[table.flatten().clamp_min(0)]  # (G * S, D)
         lengths = [table.shape[1] * rows * cols for num_frames, rows, cols in pruning.grids for _ in range(num_frames)]
         spans, taps = [AttentionSpans.of_lengths(lengths, table.device)], pruning.feature_layers
+        layers = self.layers[: 1 + max(*taps, self.config.pruning_layer + 1)]  # up to the one that prunes
         found, kept, states, tapped = self.encode_blocks(
-            hidden_states, self.layers[: 1 + max(taps)], taps, returns_states, pruning, spans, valid=valid
+            hidden_states, layers, taps, returns_states, pruning, spans, valid=valid
         )
         if returns_states:
             raster = table.flatten().argsort()[table.numel() - frames * num_patches :]  # padding slots are -1
