@@ -39,15 +39,8 @@ def plain(inputs):
     return logits_of(load_tiny(), inputs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "auto", torch.float32], ids=["name", "auto", "torch"])
-def test_dtype_float32(inputs, plain, dtype):
-    model = load_tiny(dtype=dtype)
-    assert model.dtype == torch.float32
-    assert torch.equal(logits_of(model, inputs), plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_half_precision_equals_a_cast_of_the_plain_load(inputs, plain, dtype):
+def test_half_precision_equals_a_cast_of_the_plain_load(inputs):
+    dtype = torch.bfloat16
     model = load_tiny(dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     half = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
@@ -63,12 +56,6 @@ def test_half_precision_equals_a_cast_of_the_plain_load(inputs, plain, dtype):
 def test_auto_dtype_is_the_checkpoints(tmp_path):
     load_tiny(dtype="bfloat16").save_pretrained(tmp_path)
     assert load_tiny(tmp_path, dtype="auto").dtype == torch.bfloat16
-
-
-def test_device_map_auto(inputs, plain):
-    pytest.importorskip("accelerate")
-    model = load_tiny(device_map="auto", max_memory={"cpu": "1GB"})
-    assert torch.equal(logits_of(model, inputs), plain)
 
 
 def test_device_map_auto_with_disk_offload(inputs, plain, tmp_path):
@@ -90,7 +77,6 @@ def test_device_map_auto_with_disk_offload(inputs, plain, tmp_path):
 
 ATTENTION: dict[str, Any] = {
     "eager": "eager",
-    "sdpa": "sdpa",
     "per_part": {"text_config": "eager", "vision_config": "sdpa", "adapter_config": "sdpa"},
     "part_of_them": {"vision_config": "eager"},
 }

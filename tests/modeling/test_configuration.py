@@ -1,6 +1,5 @@
 """`STTSVisionConfig` and `STTSConfig`: what they refuse, and that they come back as they were saved."""
 
-import copy
 import json
 import re
 from typing import Any
@@ -27,18 +26,10 @@ WRONG_VALUES = [
     pytest.param("pruning_ratio", -1e-9, "in [0, 1]", id="ratio-below-0"),
     pytest.param("pruning_ratio", NAN, "in [0, 1]", id="ratio-nan"),
     pytest.param("pruning_ratio", True, "float", id="ratio-bool"),
-    pytest.param("pruning_ratio", "0.5", "float", id="ratio-string"),
-    pytest.param("pruning_ratio", None, "float", id="ratio-none"),
     pytest.param("selector", "learned", "'scorer', 'cosine', 'random'", id="selector"),
     pytest.param("selector_seed", -1, "from 0", id="seed-negative"),
-    pytest.param("selector_seed", 0.5, "int", id="seed-float"),
     pytest.param("score_rescaling", "column", "'row', 'frame', 'none'", id="rescaling"),
     pytest.param("packing", "padded", "'varlen', 'first_fit_descending'", id="packing"),
-    pytest.param("pruning_layer", 1.0, "int", id="layer-float"),
-    pytest.param("pruning_layer", "3", "int", id="layer-string"),
-    pytest.param("refill_single_frame_bins", 1, "bool", id="refill-int"),
-    pytest.param("pooling_size", 3, "list", id="window-int"),
-    pytest.param("pooling_size", None, "list", id="window-none"),
     pytest.param("pooling_size", [3.0, 3.0], "", id="window-of-floats"),
 ]
 UNFIT_VALUES = [
@@ -49,8 +40,6 @@ UNFIT_VALUES = [
     pytest.param("pooling_size", [28, 3], "patch grid [27, 27]", id="window-higher-than-grid"),
     pytest.param("pooling_size", [3, 0], "each from 1", id="window-of-no-width"),
     pytest.param("pooling_size", [3], "[height, width]", id="window-of-one-side"),
-    pytest.param("pooling_size", [3, 3, 3], "[height, width]", id="window-of-three-sides"),
-    pytest.param("image_size", [28, 378], "patch grid [2, 27]", id="image-smaller-than-the-window"),
 ]
 
 
@@ -82,21 +71,14 @@ def test_a_pruning_layer_behind_all_that_the_connector_reads(layers):
 
 
 @pytest.mark.parametrize(("field", "value", "remedy"), UNFIT_VALUES)
-def test_what_does_not_fit_the_other_fields_is_refused_at_construction(field, value, remedy):
-    with pytest.raises(StrictDataclassClassValidationError) as error:
+def test_what_does_not_fit_the_other_fields_is_neither_made_nor_saved(field, value, remedy, tmp_path):
+    with pytest.raises(StrictDataclassClassValidationError, match=rf"(?s){field}.*{re.escape(remedy)}"):
         STTSVisionConfig(**{field: value})
-    assert field in str(error.value)
-    assert remedy in str(error.value)
-
-
-@pytest.mark.parametrize(("field", "value", "remedy"), UNFIT_VALUES)
-def test_what_does_not_fit_the_other_fields_is_not_saved(field, value, remedy, tmp_path):
     config = STTSConfig()
     setattr(config.vision_config, field, value)
-    with pytest.raises(StrictDataclassClassValidationError):
-        config.save_pretrained(tmp_path)
-    with pytest.raises(StrictDataclassClassValidationError, match=re.escape(remedy)):
-        config.vision_config.save_pretrained(tmp_path)
+    for unfit in (config, config.vision_config):
+        with pytest.raises(StrictDataclassClassValidationError):
+            unfit.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
 
 
@@ -170,18 +152,6 @@ def test_a_feature_layer_that_does_not_exist_is_refused():
         tiny_config(feature_layers=[6, 1])
 
 
-def test_sub_configs_may_be_plain_dicts():
-    config = STTSConfig(
-        vision_config={"pruning_ratio": 0.3, "hidden_size": 64},
-        adapter_config={"vision_feature_layer": [7, 2]},
-        text_config={"hidden_size": 96},
-    )
-    assert type(config.vision_config) is STTSVisionConfig
-    assert (config.vision_config.pruning_ratio, config.vision_config.hidden_size) == (0.3, 64)
-    assert config.adapter_config.vision_feature_layer == [7, 2]
-    assert config.text_config.hidden_size == 96
-
-
 def test_the_config_of_stock_molmo2_can_be_taken_over():
     stock = Molmo2Config(vision_config={"hidden_size": 64}).to_dict()
     config = STTSConfig(**{key: stock[key] for key in ("vision_config", "adapter_config", "text_config")})
@@ -217,13 +187,6 @@ def test_a_saved_config_comes_back(changed_config, tmp_path):
     assert STTSConfig.from_pretrained(tmp_path) == loaded
 
 
-def test_a_saved_vision_config_comes_back_out_of_the_whole(changed_config, tmp_path):
-    changed_config.save_pretrained(tmp_path)
-    loaded = STTSVisionConfig.from_pretrained(tmp_path)
-    assert loaded.selector_seed == 7
-    assert loaded.pooling_size == [2, 3]
-
-
 def test_only_documented_fields_are_saved(changed_config, tmp_path):
     changed_config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -243,38 +206,6 @@ def test_only_documented_fields_are_saved(changed_config, tmp_path):
         "refill_single_frame_bins",
         "pooling_size",
     }
-
-
-def test_every_auto_class_is_in_the_saved_auto_map(tmp_path):
-    tiny_config().save_pretrained(tmp_path)
-    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
-    model = "modeling_stts.STTSForConditionalGeneration"
-    assert auto_map == {
-        "AutoConfig": "configuration_stts.STTSConfig",
-        "AutoModel": model,
-        "AutoModelForImageTextToText": model,
-        "AutoModelForMultimodalLM": model,
-        "AutoProcessor": "processing_stts.STTSProcessor",
-        "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
-    }
-
-
-def test_a_copy_is_equal_and_still_checked(changed_config):
-    duplicate = copy.deepcopy(changed_config)
-    assert duplicate == changed_config
-    with pytest.raises(StrictDataclassError, match="pruning_ratio"):
-        duplicate.vision_config.pruning_ratio = 2
-    assert duplicate == changed_config
-
-
-def test_configs_that_differ_in_one_field_are_not_equal():
-    assert tiny_config(pruning_ratio=0.3) != tiny_config(pruning_ratio=0.4)
-
-
-def test_windows_of_the_default_are_not_shared():
-    first, second = STTSVisionConfig(), STTSVisionConfig()
-    first.pooling_size[0] = 2
-    assert second.pooling_size == [3, 3]
 
 
 SETTINGS: dict[str, Any] = {"pruning_ratio": 0.25, "selector": "cosine", "pruning_layer": 1, "pooling_size": [2, 2]}
@@ -297,13 +228,6 @@ def test_settings_of_the_vision_config_are_arguments(vision_config):
     assert config.vision_config.num_hidden_layers == layers
     assert not set(SETTINGS) & set(vars(config))
     assert vision_config != config.vision_config  # the caller's own stays as it is
-
-
-def test_a_wrong_setting_of_the_vision_config_is_refused_as_an_argument():
-    with pytest.raises(StrictDataclassError, match="pruning_ratio"):
-        STTSConfig(pruning_ratio=2)
-    with pytest.raises(StrictDataclassError, match="`pruning_layer` is 24"):
-        STTSConfig(pruning_layer=24)
 
 
 @pytest.mark.parametrize("key", ["vision_config", "vit_config"])

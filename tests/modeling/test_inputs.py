@@ -1,7 +1,7 @@
 """Bad input: each a `ValueError` that names the argument, what it was, and what would be right."""
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,12 +28,6 @@ def call(request, model):
 def take_columns(inputs: Inputs, columns) -> Inputs:
     per_token = ("input_ids", "attention_mask", "mm_token_type_ids", "labels")
     return {name: value[:, columns] if name in per_token else value for name, value in inputs.items()}
-
-
-def test_text_truncated_within_a_video(call):
-    inputs = build_inputs([[3, Video(3), 5]])
-    with pytest.raises(ValueError, match=r"Row 0 .* 16 video placeholder tokens, .* \[27\] tokens .* not be truncated"):
-        call(**take_columns(inputs, slice(0, 24)))
 
 
 def test_text_truncated_in_a_batch(call):
@@ -69,9 +63,8 @@ def test_placeholders_without_the_video(call):
     assert call(**text) is not None
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:1]], ids=["two_rows", "one_row"])
-def test_a_mask_that_hides_placeholders(call, rows):
-    inputs = build_inputs(rows)
+def test_a_mask_that_hides_placeholders(call):
+    inputs = build_inputs(ROWS)
     inputs["attention_mask"][-1, (inputs["input_ids"][-1] == PATCH).nonzero()[0]] = 0
     with pytest.raises(ValueError, match=r"`attention_mask` hides 1 video placeholder tokens, but may hide only pad"):
         call(**inputs)
@@ -102,59 +95,20 @@ def test_image_placeholders_that_do_not_match_beside_a_video(call):
         call(**inputs)
 
 
-def change(**changes: Any):
-    return lambda inputs: inputs | {name: edit(inputs[name]) for name, edit in changes.items()}
-
-
-SHAPES = {
-    "fewer_frames_than_grids": (
-        change(pixel_values_videos=lambda pixels: pixels[:-1]),
-        r"`video_grids` counts 5 frames, but `pixel_values_videos` holds 4",
-    ),
-    "wrong_patch_count": (
-        change(pixel_values_videos=lambda pixels: pixels[:, :-1]),
-        r"`pixel_values_videos` has shape \(5, 80, 12\), but must be \(frames, 81, 12\)",
-    ),
-    "wrong_patch_size": (
-        change(pixel_values_videos=lambda pixels: pixels[..., :-1]),
-        r"`pixel_values_videos` has shape \(5, 81, 11\), but must be \(frames, 81, 12\)",
-    ),
-    "not_patches": (
-        change(pixel_values_videos=lambda pixels: torch.zeros(5, 3, 18, 18, 1)),
-        r"`pixel_values_videos` has shape .* but must be \(frames, 81, 12\)",
-    ),
-    "windows_of_another_size": (
-        change(video_token_pooling=lambda table: table[:, :4]),
-        r"`video_token_pooling` has shape \(45, 4\), .* `vision_config.pooling_size` = \[3, 3\] make it \(45, 9\)",
-    ),
-    "too_few_windows": (
-        change(video_token_pooling=lambda table: table[:-1]),
-        r"`video_token_pooling` has shape \(44, 9\), .* make it \(45, 9\)",
-    ),
-    "a_window_of_no_patch": (
-        change(video_token_pooling=lambda table: table + 1),
-        r"`video_token_pooling` goes from 1 to 405, but must hold rows of the 405 patches",
-    ),
-    "padding_of_another_kind": (
-        change(video_token_pooling=lambda table: table.where(table > 0, -2)),
-        r"`video_token_pooling` goes from -2 to 404",
-    ),
-    "grids_of_images": (
-        change(video_grids=lambda grids: torch.nn.functional.pad(grids, (0, 1))),
-        r"`video_grids` has shape \(2, 4\), but must be \(videos, 3\)",
-    ),
-    "no_frames": (
-        change(video_grids=lambda grids: grids * torch.tensor([0, 1, 1])),
-        r"`video_grids` is .* but every video needs at least one frame",
-    ),
-    "nan_pixels": (
-        change(pixel_values_videos=lambda pixels: pixels.index_fill(0, torch.tensor([1]), math.nan)),
-        r"`pixel_values_videos` holds NaN or infinite values",
-    ),
-    "infinite_pixels": (
-        change(pixel_values_videos=lambda pixels: pixels.index_fill(0, torch.tensor([1]), math.inf)),
-        r"`pixel_values_videos` holds NaN or infinite values",
-    ),
+PIXELS, TABLE, GRIDS = "pixel_values_videos", "video_token_pooling", "video_grids"
+# What is changed, how, and the values that the message names.
+SHAPES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "fewer_frames_than_grids": (PIXELS, lambda pixels: pixels[:-1], "holds 4"),
+    "wrong_patch_count": (PIXELS, lambda pixels: pixels[:, :-1], r"\(5, 80, 12\).*\(frames, 81, 12\)"),
+    "wrong_patch_size": (PIXELS, lambda pixels: pixels[..., :-1], r"\(5, 81, 11\).*\(frames, 81, 12\)"),
+    "not_patches": (PIXELS, lambda pixels: torch.zeros(5, 3, 18, 18, 1), r"\(frames, 81, 12\)"),
+    "windows_of_another_size": (TABLE, lambda table: table[:, :4], r"\(45, 4\).*\(45, 9\)"),
+    "too_few_windows": (TABLE, lambda table: table[:-1], r"\(44, 9\).*\(45, 9\)"),
+    "a_window_of_no_patch": (TABLE, lambda table: table + 1, "from 1 to 405.* 405 patches"),
+    "padding_of_another_kind": (TABLE, lambda table: table.where(table > 0, -2), "from -2 to 404"),
+    "grids_of_images": (GRIDS, lambda grids: torch.nn.functional.pad(grids, (0, 1)), r"\(2, 4\).*\(videos, 3\)"),
+    "no_frames": (GRIDS, lambda grids: grids * torch.tensor([0, 1, 1]), "at least one frame"),
+    "nan_pixels": (PIXELS, lambda pixels: pixels.index_fill(0, torch.tensor([1]), math.nan), "NaN or infinite"),
 }
 
 
@@ -168,16 +122,17 @@ def test_infinities_that_cancel_out_do_not_pass():
         check_finite(torch.tensor([math.inf, -math.inf]))
 
 
-@pytest.mark.parametrize(("edit", "message"), SHAPES.values(), ids=SHAPES.keys())
-def test_videos_that_do_not_fit_their_grids(call, edit, message):
-    with pytest.raises(ValueError, match=message):
-        call(**edit(build_inputs(ROWS)))
+@pytest.mark.parametrize(("name", "edit", "values"), SHAPES.values(), ids=SHAPES.keys())
+def test_videos_that_do_not_fit_their_grids(call, name, edit, values):
+    inputs = build_inputs(ROWS)
+    with pytest.raises(ValueError, match=f"`{name}`.*{values}"):
+        call(**inputs | {name: edit(inputs[name])})
 
 
-@pytest.mark.parametrize("pruning_ratio", [-0.1, 1.01, math.nan, math.inf, True, "0.5"], ids=str)
-@pytest.mark.parametrize("kind", ["video", "image", "text"])
+@pytest.mark.parametrize("pruning_ratio", [-0.1, 1.01, math.nan, True, "0.5"], ids=str)
+@pytest.mark.parametrize("kind", ["video", "text"])
 def test_a_ratio_out_of_range(call, kind, pruning_ratio):
-    inputs = {"video": build_inputs(ROWS), "image": image_inputs(), "text": build_inputs([[6]])}[kind]
+    inputs = {"video": build_inputs(ROWS), "text": build_inputs([[6]])}[kind]
     with pytest.raises(ValueError, match=r"`pruning_ratio` is .* but must be a number in \[0, 1\]"):
         call(**inputs, pruning_ratio=pruning_ratio)
 
@@ -230,16 +185,15 @@ def test_labels_of_another_length(model, name):
         model(**inputs, **{name: labels})
 
 
-@pytest.mark.parametrize("columns", [-1, 1], ids=["too_short", "too_long"])
-def test_a_mask_of_the_wrong_length(call, columns):
+def test_a_mask_of_the_wrong_length(call):
     inputs = build_inputs(ROWS)
     length = inputs["input_ids"].shape[1]
-    inputs["attention_mask"] = torch.ones(2, length + columns, dtype=torch.int64)
-    with pytest.raises(ValueError, match=rf"`attention_mask` .*{length + columns}.*{length} new tokens"):
+    inputs["attention_mask"] = torch.ones(2, length + 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"`attention_mask` .*{length + 1}.*{length} new tokens"):
         call(**inputs)
 
 
-@pytest.mark.parametrize("name", ["position_ids", "mm_token_type_ids", "labels"])
+@pytest.mark.parametrize("name", ["position_ids", "mm_token_type_ids"])
 def test_other_arguments_of_the_wrong_length(model, name):
     inputs = build_inputs(ROWS, labels=True)
     inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).expand(2, -1)
@@ -289,13 +243,6 @@ def test_padding_of_any_position_is_not_taken_for_packed_samples(model):
     position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     expected = model.generate(**inputs, max_new_tokens=2)
     assert torch.equal(model.generate(**inputs, position_ids=position_ids, max_new_tokens=2), expected)
-
-
-def test_generate_needs_a_2d_mask(model):
-    inputs = build_inputs(ROWS[:1])
-    length = inputs["input_ids"].shape[1]
-    with pytest.raises(ValueError, match="`attention_mask` has 4 dimensions, but `generate` needs the 2D"):
-        model.generate(**inputs | {"attention_mask": torch.ones(1, 1, length, length)}, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(

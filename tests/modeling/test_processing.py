@@ -94,11 +94,6 @@ def test_timestamps_are_those_of_the_frames_shown(processor, clips, name):
     assert stamps(prompt_of(processor, inputs)) == [f"{float(times[index]):.1f}" for index in shown]
 
 
-def test_late_start_counts_from_the_first_frame(processor, clips):
-    inputs = processor(text="<|video|>", videos=str(clips["late"]))
-    assert stamps(prompt_of(processor, inputs)) == ["0.0", "0.5", "1.0", "1.5", "2.0"]
-
-
 def test_uneven_frame_rate_shows_real_times(processor, clips):
     inputs = processor(text="<|video|>", videos=str(clips["uneven"]), num_frames=64)
     # Every 0.5 s the frame on screen, once; then the last.
@@ -142,26 +137,6 @@ def test_image_in_one_row_and_video_in_the_next(processor, clips):
     assert inputs["mm_token_type_ids"].any(dim=1).tolist() == [True, True, False]
 
 
-def test_image_and_video_in_one_row(processor, clips):
-    image = Image.fromarray(numbered_frame(3))
-    inputs = processor(text="<|image|>then<|video|>?", images=[image], videos=[str(clips["short"])])
-    prompt = prompt_of(processor, inputs)
-    assert prompt.index("<low_res_im_start>") < prompt.index("<frame_start>")
-    assert len(stamps(prompt)) == 5
-
-
-def test_chat_template_with_a_path(processor, clips):
-    messages = [
-        {
-            "role": "user",
-            "content": [{"type": "video", "path": str(clips["short"])}, {"type": "text", "text": "what moves?"}],
-        }
-    ]
-    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
-    assert inputs["video_grids"].tolist() == [[5, 1, 1]]
-    assert prompt_of(processor, inputs).endswith("what moves?")
-
-
 def test_chat_batch_in_which_only_the_second_has_a_video(processor, clips):
     words = {"type": "text", "text": "what moves?"}
     conversations = [
@@ -183,22 +158,10 @@ def test_empty_lists_of_videos_are_no_video(processor, videos):
         processor(text="<|video|>", videos=videos)
 
 
-def test_path_objects_are_taken(processor, clips):
-    inputs = processor(text="<|video|>", videos=clips["short"])
-    assert len(stamps(prompt_of(processor, inputs))) == 5
-
-
-@pytest.mark.parametrize(
-    ("settings", "frames"),
-    [
-        ({"num_frames": 3}, 3),
-        ({"videos_kwargs": {"num_frames": 3}}, 3),
-    ],
-    ids=str,
-)
-def test_sampling_settings_per_call(processor, clips, settings, frames):
-    inputs = processor(text="<|video|>", videos=str(clips["long"]), **settings)
-    assert len(stamps(prompt_of(processor, inputs))) == frames
+@pytest.mark.parametrize("settings", [{"num_frames": 3}, {"videos_kwargs": {"num_frames": 3}}], ids=str)
+def test_sampling_settings_per_call(processor, clips, settings):
+    inputs = processor(text="<|video|>", videos=clips["long"], **settings)  # a `Path`
+    assert len(stamps(prompt_of(processor, inputs))) == 3
 
 
 def test_two_videos_in_one_text_are_refused(processor, clips):
@@ -231,12 +194,6 @@ def test_saved_config_holds_every_setting(processor, tmp_path):
     video = saved["video_processor"]
     assert (video["num_frames"], video["max_fps"]) == (8, 2)
     assert (video["test_time_scaling"], video["pruning_ratio"]) == (False, 0.5)
-
-
-def test_saved_folder_holds_all_the_code_of_a_checkpoint(processor, tmp_path, hub_configs):
-    processor.save_pretrained(tmp_path)
-    modules = {path.name for path in (hub_configs / "stts-tiny").glob("*.py")}
-    assert {path.name for path in tmp_path.glob("*.py")} == modules
 
 
 def test_native_processor_is_the_first_base():

@@ -13,7 +13,7 @@ SETTINGS = {
     "steps": 2,
     "batch_size": 2,
     "warmup_steps": 0,
-    "scorer_steps": 3,
+    "scorer_steps": 2,
     "seeds": (0, 1),
     "ratios": (0.5,),
 }
@@ -49,7 +49,7 @@ def add_code(base: Path, ran: Path) -> None:
 
 def write_dataset(folder: Path, seed: int = 0) -> Path:
     """Of all kinds of clips, a few."""
-    for _ in make_dataset(folder, {"train": 4, "test": 6}, seed):
+    for _ in make_dataset(folder, {"train": 4, "test": 3}, seed):
         pass
     return folder
 

@@ -102,11 +102,6 @@ def test_methods_have_their_accuracies_differences_tokens_and_seconds(page):
     assert cells(page, "Methods", "Heuristic (inference only)")[4:] == ["-5.0", "+10.0", "-3.9", "50", "", "3"]
 
 
-def test_levels_that_the_data_set_does_not_give_stay_empty(page):
-    assert cells(page, "Methods", "chance")[:4] == ["25.0"] * 4
-    assert cells(page, "Methods", "always the commonest answer")[:4] == [""] * 4
-
-
 def test_claims_are_held_to_their_numbers(page):
     assert cells(page, "What the paper claims", "STTS - no pruning: -0.7 or more") == ["+0.0", "yes"]
     assert cells(page, "What the paper claims", "STTS - random: above 0") == ["+15.0", "yes"]
@@ -171,10 +166,6 @@ def test_a_cell_is_of_the_seeds_that_were_run(tmp_path):
     assert f"**Unfinished**: {len(plan(STUDY)) - 12} of {len(plan(STUDY))} runs are missing" in page
     assert cells(page, "Methods", "STTS")[-1] == "1"
     assert cells(page, "More and more dropped", "STTS")[3] == ""
-
-
-def test_the_command_gives_what_is_not_by_default(page):
-    assert "run FOLDER --dataset DATA --base CHECKPOINT --layer-ratios 0.5 0.8`" in page
 
 
 def test_another_method_is_one_entry(tmp_path, monkeypatch):

@@ -135,13 +135,6 @@ def test_half_a_study_has_a_page_that_says_so(done):
     assert cells(page, "Methods", "STTS")[-1] == "2"
 
 
-def test_the_page_can_be_made_of_what_a_report_wrote(done, tmp_path):
-    for folder, output in ((done, "one"), (tmp_path / "one", "two")):
-        assert main(["report", str(folder), "--output", str(tmp_path / output)]) == 0
-    for name in ("README.md", "records.jsonl"):
-        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
-
-
 def test_a_report_of_another_study_is_not_overwritten(done, tmp_path, capsys):
     output = tmp_path / "report"
     assert main(["report", str(done), "--output", str(output)]) == 0

@@ -16,7 +16,8 @@ from stts_hf.cli.main import main
 def tiny(tmp_path_factory):
     """Folder of a whole run of the tiny preset."""
     folder = tmp_path_factory.mktemp("results") / "tiny"
-    words = ["bench", "--preset", "tiny", "--repeats", "1", "--device", "cpu", "--output", str(folder)]
+    words = ["bench", "--preset", "tiny", "--repeats", "1", "--frames", "2", "--device", "cpu"]
+    words += ["--output", str(folder)]
     with pytest.MonkeyPatch.context() as typed:
         typed.setattr("sys.argv", ["stts-hf", *words])
         assert main(words) == 0
@@ -28,7 +29,7 @@ def test_the_result_holds_every_raw_sample(tiny):
     assert sorted(path.name for path in tiny.iterdir()) == ["README.md", "result.json"]
     found = json.loads((tiny / "result.json").read_text())
     assert found["schema"] == 2
-    assert found["command"].endswith(f"stts-hf bench --preset tiny --repeats 1 --device cpu --output {tiny}")
+    assert found["command"].endswith(f"stts-hf bench --preset tiny --repeats 1 --frames 2 --device cpu --output {tiny}")
     assert {"cpu", "cores", "threads", "memory", "device", "load_before", "load_after"} <= set(found["machine"])
     assert {"torch", "transformers", "stts_hf", "python", "commit"} <= set(found["versions"])
     seen = set()

@@ -241,11 +241,10 @@ def test_what_makes_a_score_unsound_is_counted_at_the_end(ask, rows, caplog):
     [
         ({"type": "audio", "url": "a.wav"}, "shows audio, but the model takes videos, images and text"),
         ({"type": "video", "url": "a.mp4", "start_time": 1.0}, "shows a part of a video"),
-        ({"type": "video", "url": {"url": "a.mp4", "video_end": 2}}, "shows a part of a video"),
         ({"type": "image", "url": "https://a.b/c.png"}, "is a URL, and nothing is fetched unasked. Add allow_urls"),
         (text("<|im_end|>"), r"messages\[0\] holds '<\|im_end\|>'"),
     ],
-    ids=["audio", "part", "part as dict", "URL", "control token"],
+    ids=["audio", "part", "URL", "control token"],
 )
 def test_what_the_model_does_not_take_costs_its_own_answer_only(ask, caplog, part, message):
     with pytest.raises(ValueError, match=f"None of 1 .* Question 0 of the task made_up cannot be asked: .*{message}"):
@@ -266,10 +265,7 @@ def test_several_rounds_and_likelihoods_are_refused(model):
     [
         ({"prune": 0.5}, "model_args has prune, which the model stts does not know"),
         ({"batch_size": "auto"}, "batch_size must be a whole number of at least 1, got 'auto'"),
-        ({"selector": "best"}, "selector must be one of scorer, cosine, random, got 'best'"),
         ({"pruning_ratio": 1.5}, "1.5"),
-        ({"pretrained": "./gone"}, r"checkpoint \./gone is not a folder"),
-        ({"device": "cuda:99"}, "cuda:99 cannot be used here"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
