@@ -98,5 +98,5 @@ def test_the_pruning_layer_is_the_callers_or_the_checkpoints(checkpoint, layer):
     )
     with torch.no_grad():
         output = model(**build_inputs([[3, Video(4), 5]]))
-    assert outputs[0].shape[:2] == (4, 81)
+    assert len(outputs[0]) == 4 * 81
     assert int(output.keep_mask[0].sum()) == 18
