@@ -84,6 +84,8 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             videos = [frames for frames, _ in read]
             kwargs |= {"do_sample_frames": False, "input_data_format": ChannelDimension.FIRST}
             kwargs["video_metadata"] = [shown for _, shown in read]
+        elif isinstance(videos[0], list):  # files of images; native code batches again, which would part them
+            videos = [videos]
         # What native code hands to `sample_frames` for decoded frames.
         kwargs |= {"num_frames": num_frames, "max_fps": rate, "fps": None}
         kwargs |= {"test_time_scaling": False, "pruning_ratio": None}

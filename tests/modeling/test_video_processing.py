@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 from transformers.video_utils import VideoMetadata
 
@@ -126,6 +127,16 @@ def test_arrays_are_sampled_by_their_frame_rate(processor):
 def test_arrays_without_metadata_count_as_two_frames_a_second(processor):
     assert shown(processor, frames_of(6)) == [[0, 1, 2, 3, 4, 5]]
     assert shown(processor, frames_of(9), num_frames=5) == [[0, 2, 4, 6, 8]]
+
+
+def test_files_of_images_in_a_chat_are_the_frames_of_one_video(processor, tmp_path):
+    paths = [str(tmp_path / f"{index}.png") for index in range(3)]
+    frames = frames_of(3)
+    for path, frame in zip(paths, frames, strict=True):
+        Image.fromarray(frame).save(path)
+    read = processor([[paths]], do_sample_frames=False)  # as `apply_chat_template` nests them
+    expected = processor([frames], do_sample_frames=False)
+    assert torch.equal(read["pixel_values_videos"], expected["pixel_values_videos"])
 
 
 def test_frames_decoded_before_keep_their_times(processor, clip):

@@ -23,6 +23,11 @@ CANNOT_HOLD = (
         "it subtracts outputs to word a message, and `keep_mask` is bool (test_forward_outputs.py tests the same)",
         "the `-` operator, with two bool tensors",
     ),
+    CannotHold(
+        ("test_inputs_embeds", "test_inputs_embeds_matches_input_ids"),
+        "beside videos a prompt is given as ids, which say what each token is (docs/behaviour.md)",
+        "`inputs_embeds` came with videos",
+    ),
 )
 # Those of `generate`, which the source distribution lacks.
 CANNOT_HOLD_OF_GENERATE = (
