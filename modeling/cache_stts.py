@@ -197,7 +197,7 @@ class CacheRecord(DynamicLayer):
         """Whether a prompt (B, L) begins with the tokens that the cache holds, as far as they are known."""
         places, ids = self.kept_indices.to(prompt.device), self.token_ids.to(prompt.device)
         unknown = (places < 0) | (ids == UNKNOWN)
-        return bool(((prompt.gather(-1, places.clamp_min(0)) == ids) | unknown).all())
+        return len(prompt) == len(places) and bool(((prompt.gather(-1, places.clamp_min(0)) == ids) | unknown).all())
 
 
 def is_record(layer: Any) -> bool:

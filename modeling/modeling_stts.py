@@ -29,7 +29,14 @@ from .outputs_stts import PruningHead, with_native_arguments
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
-from .vision_tokens_stts import add_features, check_text_attention, features_of_rows, make_mask, placeholders_of_videos
+from .vision_tokens_stts import (
+    add_features,
+    check_text_attention,
+    features_of_rows,
+    make_mask,
+    pad_types,
+    placeholders_of_videos,
+)
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved model carries the processor's code.
@@ -66,6 +73,10 @@ class STTSModel(PruningBackbone, Molmo2Model):
     # The hooks of `PruningBackbone`.
 
     def native_forward(self, **arguments: Any) -> Molmo2ModelOutputWithPast:
+        ids, cache = arguments["input_ids"], arguments["past_key_values"]
+        if ids is not None:
+            types = pad_types(arguments["mm_token_type_ids"], cache, ids.shape[1])
+            arguments["mm_token_type_ids"] = types
         return Molmo2Model.forward(self, **arguments)
 
     def read_call(self, call: Call, kwargs: dict[str, Any]) -> None:
@@ -199,6 +210,22 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         if "cpu" in places or "disk" in places or getattr(self, "hf_quantizer", None) is not None:
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: Any,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None,
+        mm_token_type_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in Molmo2, with the types of new tokens in their columns of the cache."""
+        types = pad_types(mm_token_type_ids, past_key_values, inputs_embeds.shape[1])
+        return Molmo2ForConditionalGeneration.create_masks_for_generate(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids, types, **kwargs
+        )
 
     forward = with_native_arguments(Molmo2ForConditionalGeneration, PruningHead.forward)
 

@@ -97,6 +97,16 @@ def make_mask(
     return mask
 
 
+def pad_types(types: torch.Tensor | None, past_key_values: Cache | None, num_tokens: int) -> torch.Tensor | None:
+    """
+    `mm_token_type_ids` (B, columns + num_tokens) of a cache's columns and of new tokens. Native code reads types by
+    column, so those of new tokens alone would be taken for the first columns'.
+    """
+    if types is None or past_key_values is None or num_tokens == 1 or types.shape[-1] != num_tokens:
+        return types
+    return nn.functional.pad(types, (int(past_key_values.get_seq_length()), 0))
+
+
 def check_text_attention(text_config: PreTrainedConfig) -> None:
     """Raises `ValueError` for a text attention that would silently be causal among the vision tokens."""
     implementation = text_config._attn_implementation

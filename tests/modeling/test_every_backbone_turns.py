@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import Cache
 
 from stts_hf.modeling.cache_stts import CacheRecord
 from tests.backbones import Clip, Inputs, Picture, Rows, prompt
 from tests.modeling.reference import CLOSE
+from tests.version_marks import since_transformers_5_23
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
@@ -78,7 +80,9 @@ def test_a_second_turn_is_an_ordinary_prompt(backbone, any_model, reuse):
     assert torch.equal(any_model.generate(**turn, **GREEDY), at_once)
 
 
-@pytest.mark.parametrize("filled_by", ["forward", "generate"])
+@pytest.mark.parametrize(
+    "filled_by", ["forward", "generate", pytest.param("generate-static", marks=since_transformers_5_23)]
+)
 def test_a_video_after_a_turn_of_text_in_padded_rows(backbone, any_model, filled_by):
     """The cache holds text only, so the video's tokens find everything as it would be without a cache."""
     inputs = prompt(backbone.batch([[16, Clip(3), 4], [16, Clip(2), 14]], "left"))
@@ -86,8 +90,11 @@ def test_a_video_after_a_turn_of_text_in_padded_rows(backbone, any_model, filled
     assert starts.max() > 0
     head = slice(0, int(starts.max()) + 4)
     assert not inputs["mm_token_type_ids"][:, head].any()
-    cache, text = DynamicCache(), tokens_of(inputs, head)
-    if filled_by == "generate":
+    cache: Cache = DynamicCache()
+    if filled_by == "generate-static":
+        cache = StaticCache(config=any_model.config, max_cache_len=inputs["input_ids"].shape[1] + 4)
+    text = tokens_of(inputs, head)
+    if filled_by != "forward":
         any_model.generate(**text, **(GREEDY | {"max_new_tokens": 1}), past_key_values=cache)
     else:
         positions = (text["attention_mask"].cumsum(-1) - 1).clamp_min(0)
@@ -281,3 +288,25 @@ def test_embeddings_over_a_cache_that_generate_filled_with_text(backbone, any_mo
         rest = any_model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], past_key_values=cache).logits
         whole = any_model(**tokens_of(inputs, slice(None))).logits[:, 6:]
     torch.testing.assert_close(rest, whole, **CLOSE)
+
+
+def test_a_prompt_of_fewer_rows_than_a_cache_is_refused(backbone, any_model):
+    inputs = prompt(backbone.batch([[3, Clip(2), 4], [3, Clip(2), 4]], "left"))
+    said = any_model.generate(**inputs, **GREEDY, pruning_ratio=0.5, return_dict_in_generate=True)
+    turn = torch.cat([said.sequences, said.sequences[:, -2:]], dim=-1)[:1]
+    with pytest.raises(ValueError, match=r"does not begin .* `past_key_values`"):
+        any_model.generate(turn, **GREEDY, past_key_values=said.past_key_values)
+
+
+def test_an_image_after_a_turn_of_text_with_the_types_of_new_tokens(backbone, any_model):
+    inputs = prompt(backbone.batch([[9, Picture(), 4]], "left"))
+    first, more = (
+        {n: value[:, columns] for n, value in inputs.items() if n in PER_TOKEN[::2]}
+        for columns in (slice(6), slice(6, None))
+    )
+    vision = {name: value for name, value in inputs.items() if name not in PER_TOKEN}
+    with torch.no_grad():
+        expected = any_model(**inputs).logits[:, -4:]
+        cache = any_model(**first, use_cache=True).past_key_values
+        found = any_model(**more, **vision, past_key_values=cache).logits[:, -4:]
+    torch.testing.assert_close(found, expected, **CLOSE)
