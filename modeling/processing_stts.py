@@ -87,8 +87,8 @@ class STTSProcessor(Molmo2Processor):
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
         """Native layout of the inputs; takes path objects, and empty lists for no videos."""
-        has_none = isinstance(videos, list | tuple) and all(isinstance(of, list | tuple) and not of for of in videos)
-        videos = None if videos is None or has_none else as_paths(videos)
+        videos = None if videos is None else as_paths(videos)
+        videos = None if isinstance(videos, list) and not videos else videos
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import get_size_dict
-from transformers.image_utils import ChannelDimension, pil_torch_interpolation_mapping
+from transformers.image_utils import ChannelDimension, is_valid_image, pil_torch_interpolation_mapping
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor, Molmo2VideoProcessorKwargs
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
@@ -74,7 +74,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         videos = [] if isinstance(videos, list) and not videos else make_batched_videos(videos)
         if not videos:
             raise ValueError("videos holds no video. Pass a path, an address or decoded frames, or leave videos out.")
-        if any(isinstance(video, str) for video in videos):
+        if any(isinstance(video, str | list) for video in videos):
             read = []
             for video in videos:
                 with VideoFile(video) as file:
@@ -118,6 +118,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         if metadata.fps is None:
             metadata.fps = float(rate or self.max_fps or 1)
             warnings.warn(f"Frames came without fps: {metadata.fps:g} is taken. Pass video_metadata.", stacklevel=2)
+        check_amount("fps of video_metadata", float(metadata.fps))
         return sample_indices(metadata.total_num_frames, metadata.fps, num_frames, rate)
 
     def frame_limits(self, **call: Any) -> tuple[int | None, float | None]:
@@ -152,10 +153,17 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
 
 
 def as_paths(videos: Any) -> Any:
-    """Path objects as strings, the only form in which transformers lets a file through."""
+    """Path objects as strings, as transformers takes them, without empty lists.
+
+    Raises `ValueError` for what is neither a file nor decoded frames.
+    """
     if isinstance(videos, list | tuple):
-        return [as_paths(video) for video in videos]
-    return os.fspath(videos) if isinstance(videos, os.PathLike) else videos
+        found = [as_paths(video) for video in videos]
+        return [video for video in found if not isinstance(video, list) or video]
+    videos = os.fspath(videos) if isinstance(videos, os.PathLike) else videos
+    if not (isinstance(videos, str) or is_valid_image(videos)) or 0 in getattr(videos, "shape", ()):
+        raise ValueError(f"videos holds {videos!r:.80}. Pass a path, an address or decoded frames, or leave it out.")
+    return videos
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

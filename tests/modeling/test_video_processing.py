@@ -206,6 +206,27 @@ def test_no_videos_are_refused(processor):
         processor([])
 
 
+@pytest.mark.parametrize(
+    ("video", "named"),
+    [
+        (b"the bytes of a file", "b'the bytes"),
+        (None, "None"),
+        ({"bytes": b"x", "path": None}, "{'bytes'"),
+        (np.zeros((0, 96, 128, 3), np.uint8), r"shape=\(0, "),
+        (["a.png", "b.png"], "list"),
+    ],
+    ids=["bytes", "none", "row", "no frames", "image files"],
+)
+def test_other_forms_than_files_and_frames_are_refused_by_name(processor, video, named):
+    with pytest.raises(ValueError, match=f"{named}.* Pass a path, an "):
+        processor([[[video]]] if isinstance(video, list) else [video])
+
+
+def test_a_frame_rate_of_zero_is_refused(processor):
+    with pytest.raises(ValueError, match=r"fps of video_metadata .*0\.0"):
+        processor(np.zeros((6, 96, 128, 3), np.uint8), video_metadata=[{"total_num_frames": 6, "fps": 0.0}])
+
+
 @pytest.mark.gpu
 def test_device_is_passed_on(processor, clip):
     outputs = processor(str(clip), device="cuda", return_tensors="pt")

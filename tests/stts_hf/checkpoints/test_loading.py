@@ -45,6 +45,14 @@ def test_no_code_of_a_checkpoint_runs(backbone, tmp_path):
     assert not list(tmp_path.rglob("ran"))
 
 
+def test_a_pickle_is_not_opened(tmp_path):
+    folder = shutil.copytree(TINY, tmp_path / "checkpoint")
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": torch.zeros(2)}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds no weights .*safetensors"):
+        load(str(folder))
+
+
 def without(folder: Path, part: str) -> Path:
     """A copy of stts-tiny that lacks the weights with this in their names."""
     shutil.copytree(TINY, folder)
