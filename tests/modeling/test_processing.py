@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 
+from stts_hf import register_auto_classes
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from tests.clips import decode_everything, numbered_frame, write_clip
@@ -210,6 +211,7 @@ def test_what_was_saved_loads_with_its_settings(processor, clips, tmp_path):
         use_frame_special_tokens=False,
     )
     changed.save_pretrained(tmp_path)
+    register_auto_classes()  # or transformers asks whether to run the folder's code
     loaded: Any = STTSProcessor.from_pretrained(tmp_path)
     assert (loaded.video_processor.num_frames, loaded.use_frame_special_tokens) == (6, False)
     text, video = "<|video|>what?", str(clips["long"])
