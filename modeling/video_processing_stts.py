@@ -74,7 +74,7 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
         videos = [] if isinstance(videos, list) and not videos else make_batched_videos(videos)
         if not videos:
             raise ValueError("videos holds no video. Pass a path, an address or decoded frames, or leave videos out.")
-        if any(isinstance(video, str | list) for video in videos):
+        if any(isinstance(video, str) for video in videos):
             read = []
             for video in videos:
                 with VideoFile(video) as file:
