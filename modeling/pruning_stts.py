@@ -338,7 +338,9 @@ class PruningBackbone(PreTrainedModel):
         if pruned.features:
             firsts.append(cached.columns + first_column(torch.stack([found for found, _ in pruned.features]).any(0)))
         first = torch.stack(firsts).amin() if firsts else None
-        if cached.whole and not drops and positions.dim() == 2:
+        # Behind a cache, hidden tokens take no position (`positions_of_new`), where native code counts columns.
+        counts_columns = cached.skips_hidden or not cached.seen or tokens.padding_mask is None
+        if cached.whole and not drops and positions.dim() == 2 and counts_columns:
             fields = {"skips_hidden": cached.skips_hidden, "first_vision": first}
             return CacheRecord.of_columns(cached.columns + new, batch_size, tokens.device, **fields)
         after = left.position_ids if self.config.pruned_position_ids == "compact" else last_positions(tokens, sequence)

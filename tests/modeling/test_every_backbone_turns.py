@@ -310,3 +310,21 @@ def test_an_image_after_a_turn_of_text_with_the_types_of_new_tokens(backbone, an
         cache = any_model(**first, use_cache=True).past_key_values
         found = any_model(**more, **vision, past_key_values=cache).logits[:, -4:]
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_forward_over_rows_padded_behind_a_cache(backbone, any_model, ratio):
+    turns = [
+        prompt(backbone.batch(rows, "left")) for rows in ([[9], [9]], [[3, Clip(2), 5], [3, Clip(2), 2]], [[4]] * 2)
+    ]
+    whole = {name: torch.cat([turn[name] for turn in turns], dim=-1) for name in PER_TOKEN}
+    vision, cache = {name: value for name, value in turns[1].items() if name not in PER_TOKEN}, DynamicCache()
+    settings = GREEDY | {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    expected = any_model.generate(**whole, **vision, **settings, pruning_ratio=ratio).logits[0]
+    end = 0
+    for turn in turns:
+        end += turn["input_ids"].shape[1]
+        inputs = turn | {"attention_mask": whole["attention_mask"][:, :end]}
+        with torch.no_grad():
+            found = any_model(**inputs, past_key_values=cache, pruning_ratio=ratio).logits[:, -1]
+    torch.testing.assert_close(found, expected, **CLOSE)
