@@ -33,6 +33,7 @@ class CacheRecord(DynamicLayer):
     keys: torch.Tensor  # (B, 1, columns, 2) places and token ids
     values: torch.Tensor  # (B, 1, columns, 1) positions
     is_cache_record = True  # each folder of remote code has its own class of this name
+    is_compileable = True  # so that a cache's own layers decide it: native code runs without the record
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 Their towers take patches of all videos in one flat sequence, block by block, beside grids `(T, rows, cols)`. A call
 with videos or images goes `prune -> native forward`, which takes the features as `mm_encoder_outputs`. Native models
 keep in `rope_deltas` how far the last call's positions were ahead of its columns. Here nothing is kept: positions come
-from the prompt, the caller or the note on a cache, so calls may alternate, and run in several threads.
+from the prompt, the caller or the record of a cache, so calls may alternate, and run in several threads.
 """
 
 import math

@@ -44,8 +44,8 @@ def test_steps_at_positions_off_by_one_are_not_one_call(backbone, any_model):
     with torch.no_grad():
         for shift in (0, 1):
             cache = any_model(**first, pruning_ratio=0.5).past_key_values
-            note: Any = CacheRecord.of(cache)
-            note.values = note.values + shift
+            record: Any = CacheRecord.of(cache)
+            record.values = record.values + shift
             logits.append(any_model(input_ids=inputs["input_ids"][:, -4:], past_key_values=cache).logits)
     assert (logits[1] - logits[0]).abs().max() > 1e-3
 

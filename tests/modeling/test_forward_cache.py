@@ -96,6 +96,8 @@ def test_a_static_cache_is_filled_by_forward(model, rows, positions):
     outputs = model(**inputs, past_key_values=cache)
     for row in range(len(rows)):
         torch.testing.assert_close(logits_of_row(outputs, inputs, row), logits_of_row(expected, inputs, row), **CLOSE)
+    assert CacheRecord.of(cache) is not None
+    assert cache.is_compileable  # which transformers reads of all layers
     text = torch.full((len(rows), 2), 7)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
     again = model(input_ids=text, attention_mask=mask, past_key_values=cache)
