@@ -8,6 +8,7 @@ import torch
 from examples.benchmarks.training_free import PROMPT, measure_methods
 from stts_hf.benchmark.report import table
 
+pytestmark = pytest.mark.slow
 TINY = dataclasses.replace(
     PROMPT, geometry="qwen3-vl-tiny", frames=8, ratios=(0.5,), text_tokens=16, timestamp_tokens=2, decode_tokens=1
 )

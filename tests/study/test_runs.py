@@ -34,6 +34,7 @@ from stts_hf.checkpoints.files import read_json
 from tests.conftest import REPOSITORY
 from tests.study.small_study import SETTINGS, study_command, write_base, write_dataset
 
+pytestmark = pytest.mark.slow
 RUNS = ["none-0-layer2-seed0", "none-0-layer2-seed1", "stts-50-layer2-seed0", "stts-50-layer2-seed1"]
 
 
