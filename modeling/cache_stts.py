@@ -211,6 +211,12 @@ def first_column(flags: torch.Tensor) -> torch.Tensor:
     return torch.where(found.any(), found.int().argmax(), torch.iinfo(torch.int64).max // 2)
 
 
+def earliest(*columns: torch.Tensor | None) -> torch.Tensor | None:
+    """The least of several columns, scalars on the device; those that are None do not count."""
+    given = [column for column in columns if column is not None]
+    return torch.stack(given).amin() if given else None
+
+
 def check_new_vision(cache: Cache | None, pixels: list[str]) -> None:
     """Raises `ValueError` for `pixels`, names of arguments, behind cached vision tokens that would attend to them."""
     record = CacheRecord.of(cache)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
-from .cache_stts import CacheRecord, first_column
+from .cache_stts import CacheRecord, earliest, first_column
 from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
@@ -130,8 +130,8 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         if cache is not None:
             first = None if record is None else record.first_vision
             names = (*self.model.video_inputs, *self.model.image_inputs)
-            if first is None and ids is not None and not kwargs.keys().isdisjoint(names):
-                first = first_column(torch.stack(self.model.find_placeholders(ids, names)).any(0))
+            if ids is not None and not kwargs.keys().isdisjoint(names):
+                first = earliest(first, first_column(torch.stack(self.model.find_placeholders(ids, names)).any(0)))
             rows = output if isinstance(output, torch.Tensor) else output.sequences
             fields = {"skips_hidden": True, "first_vision": first}
             after = CacheRecord.of_columns(int(cache.get_seq_length()), len(rows), rows.device, **fields)

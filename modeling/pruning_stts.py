@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput, can_return_tuple
 
-from .cache_stts import CacheRecord, check_new_vision, first_column, last_positions
+from .cache_stts import CacheRecord, check_new_vision, earliest, first_column, last_positions
 from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import PruningPlan, RowPlan, VideoFeatures
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, keep_tokens, token_order
@@ -190,13 +190,13 @@ class PruningBackbone(PreTrainedModel):
         record, (batch_size, length) = CacheRecord.resume(call.cache, tokens), tokens.shape
         if record.skips_hidden and tokens.position_ids is None and tokens.padding_mask is not None:
             tokens.position_ids = (tokens.padding_mask.long().cumsum(-1) - 1)[:, -length:].clamp_min(0)
-        first = record.first_vision
-        if has_vision and first is None:
-            names = (*self.video_inputs, *self.image_inputs)
-            ids = tokens.input_ids
-            flags = torch.ones(1, 1) if ids is None else torch.stack(self.find_placeholders(ids, names)).any(0)
-            first = record.columns + first_column(flags)
-        fields = {"skips_hidden": record.skips_hidden, "first_vision": first}
+        new = None
+        if has_vision:
+            names, ids = (*self.video_inputs, *self.image_inputs), tokens.input_ids
+            flags = torch.ones(1, 1, device=tokens.device)
+            flags = flags if ids is None else torch.stack(self.find_placeholders(ids, names)).any(0)
+            new = record.columns + first_column(flags)
+        fields = {"skips_hidden": record.skips_hidden, "first_vision": earliest(record.first_vision, new)}
         return CacheRecord.of_columns(record.columns + length, batch_size, tokens.device, **fields)
 
     def check_new_vision(self, cache: Cache | None, arguments: Collection[str]) -> None:
@@ -334,10 +334,10 @@ class PruningBackbone(PreTrainedModel):
         assert left.position_ids is not None  # `gather_tokens` makes both
         assert left.padding_mask is not None
         batch_size, new = sequence.kept_indices.shape
-        firsts = [] if cached.first_vision is None else [cached.first_vision]
+        first = cached.first_vision
         if pruned.features:
-            firsts.append(cached.columns + first_column(torch.stack([found for found, _ in pruned.features]).any(0)))
-        first = torch.stack(firsts).amin() if firsts else None
+            found = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
+            first = earliest(first, cached.columns + first_column(found))
         # Behind a cache, hidden tokens take no position (`positions_of_new`), where native code counts columns.
         counts_columns = cached.skips_hidden or not cached.seen or tokens.padding_mask is None
         if cached.whole and not drops and positions.dim() == 2 and counts_columns:

@@ -328,3 +328,17 @@ def test_forward_over_rows_padded_behind_a_cache(backbone, any_model, ratio):
         with torch.no_grad():
             found = any_model(**inputs, past_key_values=cache, pruning_ratio=ratio).logits[:, -1]
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_an_image_in_a_cropped_cache_is_known_where_it_lies(backbone, any_model):
+    """The first image lay further back than the cache, with the second one, reaches."""
+    late, early = (prompt(backbone.batch([[count, Picture(), 1]], "left")) for count in (200, 2))
+    vision = {name: value for name, value in early.items() if name not in PER_TOKEN}
+    new = {name: value[:, 1:] for name, value in early.items() if name in PER_TOKEN[::2]}
+    with torch.no_grad():
+        cache = any_model(**late, use_cache=True).past_key_values
+        cache.crop(1 - int(cache.get_seq_length()))
+        any_model(**new, **vision, past_key_values=cache)
+    record = CacheRecord.of(cache)
+    assert record is not None
+    assert record.holds_vision
