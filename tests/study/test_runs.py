@@ -264,6 +264,12 @@ def test_every_method_trains_and_answers(parts, tmp_path):
 
 
 @pytest.mark.slow
+def workers_of(process: subprocess.Popen) -> set[int]:
+    """The processes of its pool that do runs."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
+    return {int(pid) for pid in found.stdout.split()}
+
+
 def test_kills_and_failures_lose_nothing(done, parts, tmp_path):
     """The command is killed, then one of its two processes, then a run fails; the fourth start ends the study."""
     command = [sys.executable, "-m", "examples.study", *study_command(tmp_path, *parts, "--only", "images")]
@@ -283,10 +289,14 @@ def test_kills_and_failures_lose_nothing(done, parts, tmp_path):
     wait_for("encoded/*.pt")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    process = start()
-    wait_for("records/*.json")
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    process, first = start(), set[int]()
+    while not list(tmp_path.glob("records/*.json")):
+        first |= workers_of(process)
+        assert process.poll() is None
+        time.sleep(0.05)
+    while not (later := workers_of(process) - first):  # a worker that has just begun: it cannot have ended its run
+        assert process.poll() is None
+    os.kill(later.pop(), signal.SIGKILL)
     assert process.wait(timeout=600) == 2
     (tmp_path / "scorers").mkdir(exist_ok=True)
     scorer = tmp_path / "scorers" / "layer2-seed1.pt"
