@@ -93,7 +93,7 @@ def open_video(arguments: argparse.Namespace, video: str) -> Opened:
                 request = dataclasses.replace(request, videos=(download(video, *download_limits(processor)),))
         with stage(f"Decoding {video}"):
             options = processing_options(processor, processing(arguments), arguments.pruning_ratio)
-            prepared = prepare(processor, request, options)
+            prepared = prepare(processor, options, request)
     except (ValueError, OSError) as error:
         raise CommandError(one_line(error)) from error
     with stage(f"Loading {checkpoint} on {device}"):

@@ -7,6 +7,7 @@ model's pass over it are the same for every question, and the cache after them i
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from transformers import TextIteratorStreamer
 
 from stts_hf.data.collator import resolve_ratio
-from stts_hf.modeling.settings_stts import PruningSettings, check_vision_config
+from stts_hf.modeling.settings_stts import check_vision_config
 from stts_hf.modeling.video_processing_stts import check_count
 
 from .generate import ReadHeads, answer_tails, generate_options, num_beams, read_heads, with_masks
@@ -39,22 +40,22 @@ class AnswerStream:
         """ask: called in the thread as `ask(*arguments, streamer=..., **options)`. turns: gets the answer too."""
         if "streamer" in options:
             raise TypeError("streamer is what a stream passes itself. Leave it out, or call `ask` or `answer`.")
-        turns = options.pop("turns", None)
-        self._taken: list[Answer] = []
-        streamer = _Pieces(processor.tokenizer, skip_special_tokens=True)
+        self.answer: Answer | None = None
+        self._turns: list[Answer] = options.pop("turns", [])
         # The generator must not reference `self`, or dropping the stream would not close it.
-        lists = [self._taken] if turns is None else [self._taken, turns]
-        self._pieces = _generate(streamer, lambda: ask(*arguments, streamer=streamer, **options), lists)
-
-    @property
-    def answer(self) -> Answer | None:
-        return self._taken[0] if self._taken else None
+        self._pieces = _generate(processor, functools.partial(ask, *arguments, **options))
 
     def __iter__(self) -> "AnswerStream":
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            if end.value is not None:  # None once the stream has ended
+                self.answer = end.value
+                self._turns.append(end.value)
+            raise
 
     def close(self) -> None:
         """Ends the answer where it is; returns when the model has stopped."""
@@ -86,19 +87,17 @@ class _Pieces(TextIteratorStreamer):
             self.print_len = len(text)
 
 
-def _generate(
-    streamer: _Pieces, answer: Callable[[], Answer], lists: Sequence[list[Answer]]
-) -> Generator[str, None, None]:
-    """The pieces. The answer may be complete long before a slow reader takes the last one; `lists` get it then."""
+def _generate(processor: Any, ask: Callable[..., Answer]) -> Generator[str, None, Answer]:
+    """Yields the pieces, and returns the answer after the last one."""
+    streamer = _Pieces(processor.tokenizer, skip_special_tokens=True)
     with ThreadPoolExecutor(1, "answer") as pool:
-        future = pool.submit(answer)
+        future = pool.submit(ask, streamer=streamer)
         future.add_done_callback(lambda _: streamer.on_finalized_text("", stream_end=True))
         try:
             yield from (piece for piece in streamer if piece)
         finally:
             streamer.left = True
-    for answers in lists:
-        answers.append(future.result())
+    return future.result()
 
 
 class Clip:
@@ -113,7 +112,8 @@ class Clip:
     Threads that ask one clip wait for each other; threads that ask different clips do not.
 
     Args:
-        model: an STTS model of any backbone, or one wrapped by PEFT. A clip does not notice if its weights change.
+        model: an STTS model of any backbone, or one wrapped by PEFT. A clip stays as it was read when its settings or
+            weights change.
         processor: its processor.
         video: as the processor takes it.
         pruning_ratio: fraction `k` of video tokens to drop; the model's by default.
@@ -141,14 +141,10 @@ class Clip:
         ratio = resolve_ratio(model.config, pruning_ratio)
         assert ratio is not None  # a model has one
         self.model, self.processor, self.pruning_ratio = model, processor, ratio
-        self._settings = settings_of(model)
-        if pruning_ratio is not None:
-            del self._settings["pruning_ratio"]  # it does not come from the model
-        self._lock = threading.Lock()
-        self._used_by: int | None = None  # the thread
-        request = ask_about(processor, video, "?")
+        self._lock, self._in_use = threading.RLock(), False
+        request = dataclasses.replace(ask_about(processor, video, "?"), tail="")
         self._head = request.head
-        prepared = prepare(processor, request, processing_options(processor, processing, ratio), head_only=True)
+        prepared = prepare(processor, processing_options(processor, processing, ratio), request)
         started = time.perf_counter()
         heads = read_heads(model, prepared.inputs, ratio)
         if any(heads.cache.is_sliding):
@@ -181,7 +177,7 @@ class Clip:
 
         Raises:
             TypeError, ValueError: the question is not text, is empty or holds a control token; an option is unknown;
-                the clip was released, or the model's settings have changed since it read the clip.
+                the clip was released.
         """
         (answer,) = self._answer([question], after, 1, options)
         return answer
@@ -250,13 +246,6 @@ class Clip:
             heads = self._heads
             if heads is None:
                 raise ValueError("The clip was released. Watch the video again.")
-            now = settings_of(self.model)
-            for name, value in self._settings.items():
-                if now[name] != value:
-                    raise ValueError(
-                        f"{name} of the model was {value!r} when it read the clip, and is {now[name]!r} now. Watch the "
-                        "video again, or set it back."
-                    )
             heads.rewind()  # an earlier call may have been interrupted while it did so
             try:
                 yield heads
@@ -265,15 +254,15 @@ class Clip:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Keeps other threads out. Raises `ValueError` within a call of this thread, which would wait for itself."""
-        if self._lock.locked() and self._used_by == threading.get_ident():
-            raise ValueError("The clip is answering in this very thread, within a streamer. Ask it when that is done.")
+        """Keeps other threads out. Raises `ValueError` within a call of this thread, whose cache it would change."""
         with self._lock:
-            self._used_by = threading.get_ident()
+            if self._in_use:
+                raise ValueError("The clip is answering in this thread, within a streamer. Ask it when that is done.")
+            self._in_use = True
             try:
                 yield
             finally:
-                self._used_by = None
+                self._in_use = False
 
 
 class Dialogue:
@@ -300,11 +289,3 @@ class Dialogue:
         """As `Clip.stream`, after the turns so far; it becomes a turn when its last piece is taken."""
         clip = self.clip
         return AnswerStream(clip.processor, clip.ask, question, after=self.turns, turns=self.turns, **options)
-
-
-def settings_of(model: Any) -> dict[str, Any]:
-    """The model's settings for reading a video, with its device and dtype."""
-    vision = model.config.vision_config
-    settings = {field.name: getattr(vision, field.name) for field in dataclasses.fields(PruningSettings)}
-    settings["pruned_position_ids"] = model.config.pruned_position_ids
-    return settings | {"device": str(model.device), "dtype": str(model.dtype)}

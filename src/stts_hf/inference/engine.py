@@ -26,7 +26,7 @@ from stts_hf.modeling.video_processing_stts import check_count
 from stts_hf.shortages import in_halves, is_out_of_memory, too_large
 
 from .generate import answer_prepared, answer_tails, check_one_answer, join_prompts, num_beams, read_heads, with_masks
-from .requests import Answer, Prepared, Request, Task, ask_about, prepare_task, processing_options
+from .requests import Answer, Prepared, Request, ask_about, prepare, processing_options
 
 DECODE_TIMEOUT = 600.0  # seconds
 Batch = list[list[tuple[int, Request]]]  # by head: requests and their indices
@@ -146,9 +146,12 @@ def answer_requests(
     batches = make_batches(requests, batch_size) if share else in_turn(requests, batch_size)
     generate_options["pruning_ratio"] = ratio
     answer = functools.partial(_answer_batch, model, processor, batch_size=batch_size, **generate_options)
-    prepare = functools.partial(prepare_task, processor, options)
     decode = functools.partial(
-        _decode_ahead, prepare, num_workers=num_workers, ahead=max(2, batch_size, num_workers), timeout=decode_timeout
+        _decode_ahead,
+        functools.partial(prepare, processor, options),
+        num_workers=num_workers,
+        ahead=max(2, batch_size, num_workers),
+        timeout=decode_timeout,
     )
     return _answer_batches(batches, decode, answer)
 
@@ -181,19 +184,19 @@ def in_turn(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
 
 def _answer_batches(
     batches: Iterable[Batch],
-    decode: Callable[[Iterable[Task]], contextlib.AbstractContextManager[Iterator[Prepared]]],
+    decode: Callable[[Iterable[Request]], contextlib.AbstractContextManager[Iterator[Prepared]]],
     answer: Callable[[Sequence[tuple[Request, Prepared]]], list[Answer]],
 ) -> Generator[tuple[int, Answer], None, None]:
-    """Each request's index and answer. decode: prepares tasks ahead. answer: of prepared requests."""
+    """Each request's index and answer. decode: prepares requests ahead. answer: of prepared requests."""
     waiting: deque[Batch] = deque()
 
-    def tasks() -> Iterator[Task]:
+    def to_decode() -> Iterator[Request]:
         for batch in batches:
             waiting.append(batch)
-            head_only = any(len(head) > 1 for head in batch)
-            yield from ((head[0][1], head_only) for head in batch)
+            share = any(len(head) > 1 for head in batch)
+            yield from (dataclasses.replace(head[0][1], tail="") if share else head[0][1] for head in batch)
 
-    with decode(tasks()) as decoded:
+    with decode(to_decode()) as decoded:
         for first in decoded:
             batch = waiting.popleft()
             prepared = [first, *itertools.islice(decoded, len(batch) - 1)]
@@ -207,15 +210,18 @@ def _answer_batches(
 
 @contextlib.contextmanager
 def _decode_ahead(
-    prepare: Callable[[Task], Prepared], tasks: Iterable[Task], num_workers: int, ahead: int, timeout: float | None
+    prepare: Callable[[Request], Prepared],
+    requests: Iterable[Request],
+    num_workers: int,
+    ahead: int,
+    timeout: float | None,
 ) -> Iterator[Iterator[Prepared]]:
-    """`prepare` of each task, or its error as an answer; `ahead` of them while the caller uses one."""
+    """`prepare` of each request, or its error as an answer; `ahead` of them while the caller uses one."""
     isolated = Isolated(prepare, timeout) if num_workers else None
 
-    def attempt(task: Task) -> Prepared:
-        request, _ = task
+    def attempt(request: Request) -> Prepared:
         try:
-            return (isolated or prepare)(task)
+            return (isolated or prepare)(request)
         except CannotStart:
             raise
         except ProcessDied as error:
@@ -234,7 +240,7 @@ def _decode_ahead(
             yield found
 
     with contextlib.ExitStack() as stack:
-        results = prefetch(attempt, tasks, num_workers=max(num_workers, 1), ahead=ahead)
+        results = prefetch(attempt, requests, num_workers=max(num_workers, 1), ahead=ahead)
         decoded = stack.enter_context(contextlib.closing(results))
         if isolated is not None:
             stack.enter_context(isolated)  # left first: threads wait for the processes

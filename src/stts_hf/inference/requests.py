@@ -98,9 +98,9 @@ class Request:
     """
     One conversation, rendered by the chat template up to where the answer begins.
 
-    head: up to the end of the last video or image, "" without any. tail: the rest. videos, images: in the order of
-    their placeholders: paths, URLs or bytes, images also PIL images; a video may be a list of images. question: as the
-    answer is to repeat it. error: why it cannot be asked.
+    head: up to the end of the last video or image, "" without any. tail: the rest, "" in a request for a head alone.
+    videos, images: in the order of their placeholders: paths, URLs or bytes, images also PIL images; a video may be a
+    list of images. question: as the answer is to repeat it. error: why it cannot be asked.
     """
 
     head: str
@@ -121,16 +121,13 @@ class Request:
         return Answer(self.videos[0] if self.videos else None, self.question, error=error)
 
 
-Task = tuple[Request, bool]  # to prepare, and whether only its head
-
-
 @dataclass(eq=False)
 class Prepared:
     """
     A request, decoded and tokenized.
 
     begun: the answer, with what is known before the model runs. inputs: one row, as the processor returns them, empty
-    with `begun.error`. head_only: whether they end with the request's head.
+    with `begun.error`. head_only: whether its request has no tail.
     """
 
     begun: Answer
@@ -206,11 +203,13 @@ def processing_options(processor: Any, processing: Mapping[str, Any] | None, pru
     return options
 
 
-def prepare(processor: Any, request: Request, options: Mapping[str, Any], *, head_only: bool = False) -> Prepared:
+def prepare(processor: Any, options: Mapping[str, Any], request: Request) -> Prepared:
     """
-    Decodes the videos and images of a request, and tokenizes its prompt, or only the head of it. options: of
-    `processing_options`. Raises what the decoder raises.
+    Decodes the videos and images of a request, and tokenizes its prompt. options: of `processing_options`. Raises the
+    request's error, and what the decoder raises.
     """
+    if request.error is not None:
+        raise request.error
     for video in request.videos:
         if video is None or (isinstance(video, list | tuple) and not video):
             raise ValueError(f"video is {video!r}. Pass a path, a URL, bytes, an open file or the frames of a video.")
@@ -225,7 +224,7 @@ def prepare(processor: Any, request: Request, options: Mapping[str, Any], *, hea
 
     inputs: BatchFeature = frames.process(
         processor,
-        text=[request.head if head_only else request.head + request.tail],
+        text=[request.head + request.tail],
         videos=[read_video(video) for video in request.videos] or None,
         images=[read_image(image) for image in request.images] or None,
         return_tensors="pt",
@@ -243,12 +242,4 @@ def prepare(processor: Any, request: Request, options: Mapping[str, Any], *, hea
         seen.append(Answer(video, request.question, **facts))
     first, *others = seen or [Answer(question=request.question)]
     begun = dataclasses.replace(first, prompt_tokens=inputs["input_ids"].shape[1], others=tuple(others))
-    return Prepared(begun, inputs, head_only)
-
-
-def prepare_task(processor: Any, options: Mapping[str, Any], task: Task) -> Prepared:
-    """`prepare`, as a function of one argument once the first two are bound. Raises the request's own error too."""
-    request, head_only = task
-    if request.error is not None:
-        raise request.error
-    return prepare(processor, request, options, head_only=head_only)
+    return Prepared(begun, inputs, head_only=not request.tail)

@@ -149,7 +149,7 @@ def _request(row: Mapping[str, Any], processor: Processor, identity: str) -> tup
     except RowError as error:
         return sample.id, "", Request("", "", error=error)
     key = Hasher.hash([identity, get_frames(processor.video_processor), sample.room, prompt, media])
-    return sample.id, key, Request(prompt, "", tuple(sample.videos), tuple(sample.images))
+    return sample.id, key, Request("", prompt, tuple(sample.videos), tuple(sample.images))
 
 
 def _digest(source: Any) -> str:

@@ -56,16 +56,16 @@ def pretend(monkeypatch):
     """A model that needs no processor: `prepare` and `answer` are called in place of the real steps."""
 
     def pretend(prepare=lambda video: None, answer=lambda video: None):
-        def prepare_task(processor, options, task):
-            prepare(task[0].videos[0])
-            return Prepared(Answer(task[0].videos[0], task[0].tail))
+        def prepare_request(processor, options, request):
+            prepare(request.videos[0])
+            return Prepared(Answer(request.videos[0], request.tail))
 
         def answer_prepared(model, processor, prepared, **options):
             for one in prepared:
                 answer(one.begun.video)
             return [replace(one.begun, answer=f"{one.begun.question} {one.begun.video}") for one in prepared]
 
-        monkeypatch.setattr(engine, "prepare_task", prepare_task)
+        monkeypatch.setattr(engine, "prepare", prepare_request)
         monkeypatch.setattr(engine, "answer_prepared", answer_prepared)
         monkeypatch.setattr(engine, "ask_about", lambda _, video, question: Request("", question, (video,)))
         monkeypatch.setattr(engine, "processing_options", lambda *_: {})
@@ -197,8 +197,8 @@ def test_threads_may_share_a_model(model, processor, clips):
     prepared = [
         prepare(
             processor,
-            ask_about(processor, clip, QUESTION),
             processing_options(processor, {"num_frames": 2 + place}, 0.5),
+            ask_about(processor, clip, QUESTION),
         )
         for place, clip in enumerate(clips)
     ]

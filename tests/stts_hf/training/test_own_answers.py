@@ -83,13 +83,13 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     with (tmp_path / "_answers_0.jsonl").open("a") as file:
         file.write('{"key": "cut off')
     written: list[Any] = []
-    prepare = engine.prepare_task
+    prepare = engine.prepare
 
     def note(*given: Any) -> Any:
         written.append(given)
         return prepare(*given)
 
-    monkeypatch.setattr(engine, "prepare_task", note)
+    monkeypatch.setattr(engine, "prepare", note)
     again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
     assert (list(again["stts_answer"]), written) == (list(first["stts_answer"]), [])
     answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b", progress=False)
