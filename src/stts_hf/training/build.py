@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import datasets
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import httpx
 from transformers import PreTrainedModel, set_seed
 from transformers.utils import logging
@@ -20,7 +19,7 @@ from stts_hf.checkpoints import loading
 from stts_hf.checkpoints.checks import empty_model
 from stts_hf.checkpoints.convert import new_scorer_weights
 from stts_hf.checkpoints.families import family_of_checkpoint
-from stts_hf.checkpoints.files import fingerprint, reason_of
+from stts_hf.checkpoints.files import fingerprint
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Processor
@@ -28,7 +27,7 @@ from stts_hf.data.loading import accepts_option, load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows
 from stts_hf.data.rows import ANSWER, PROMPT
 from stts_hf.data.sample_packing import PackedDataset
-from stts_hf.model_parts import SCORER, modules_of
+from stts_hf.model_parts import SCORER
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, PruningConfig
 from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, trained_parts
 from stts_hf.training.config import TEXT_LINEAR, ConfigError, TrainConfig
@@ -97,22 +96,17 @@ def load_model_config(config: TrainConfig) -> PruningConfig:
     """Returns the checkpoint's configuration with the run's settings. Raises `ConfigError`."""
     path, revision = config.model.model_name_or_path, config.model.model_revision
     settings = config.model.given((*PRUNING_FIELDS, *TRAINING_FIELDS))
-    try:
+    name = repr(path) if Path(path).is_dir() else f"{path!r} (no folder here, so it is sought on the Hub)"
+    with config.blame("model_name_or_path", f"{name} cannot be trained with its config.json and these settings"):
         return family_of_checkpoint(path, revision).config.from_pretrained(path, revision=revision, **settings)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        name = repr(path) if Path(path).is_dir() else f"{path!r} (no folder here, so it is sought on the Hub)"
-        problem = f"{name} cannot be trained with its config.json and these settings: {reason_of(error)}"
-        raise config.error("model_name_or_path", problem) from error
 
 
 def load_processor(config: TrainConfig, model_config: PruningConfig) -> Processor:
     """Returns the checkpoint's processor with the run's frame settings. Raises `ConfigError`."""
     model, data = config.model, config.data
-    try:
+    with config.blame("model_name_or_path", "has no processor that can be used with these settings"):
         processor: Processor = loading.load_processor(model.model_name_or_path, revision=model.model_revision)
-    except ValueError as error:
-        raise config.error("model_name_or_path", f"has no usable processor: {error}") from error
-    frames.set_frames(processor.video_processor, num_frames=data.num_frames, max_fps=data.max_fps)
+        frames.set_frames(processor.video_processor, num_frames=data.num_frames, max_fps=data.max_fps)
     ratio = model_config.vision_config.pruning_ratio
     if ratio < 1 and hasattr(processor.video_processor, "pruning_ratio"):
         processor.video_processor.pruning_ratio = ratio  # for `test_time_scaling`
@@ -124,14 +118,12 @@ def load_data(config: TrainConfig, name: str) -> datasets.Dataset:
     data = config.data
     sources, split = getattr(data, f"{name}_data"), getattr(data, f"{name}_split")
     revision = data.data_revision if accepts_option(sources, "revision") else None
-    try:
+    with config.blame(f"{name}_data", "cannot be loaded"):
         rows = load_rows(sources, split=split, media_root=data.media_root, revision=revision)
         if not config.training.scorer_alone:
             return rows
         room = 0 if config.training.temporal_loss_only else data.max_answer_tokens  # the temporal loss needs no answer
         return mark_unanswered(rows, data.default_question, room)
-    except (ValueError, OSError) as error:
-        raise config.error(f"{name}_data", f"cannot be loaded: {error}") from error
 
 
 def prepare_data(run: TrainingSetup, progress: bool = True) -> TrainingSetup:
@@ -208,16 +200,14 @@ def load_weights(run: TrainingSetup) -> PreTrainedModel:
     """Returns the checkpoint's model, with a new scorer if the run asks for one. Raises `ConfigError`."""
     set_seed(run.arguments.seed)  # for the adapter, and a scorer that the checkpoint lacks
     model = run.config.model
-    try:
+    with run.config.blame("model_name_or_path", "cannot be loaded"):
         loaded, _ = loading.load_weights(
             model.model_name_or_path,
             run.model_config,
             revision=model.model_revision,
-            dtype="auto" if model.dtype == "auto" else getattr(torch, model.dtype),
+            dtype=model.dtype,
             **model.given(["attn_implementation"]),
         )
-    except ValueError as error:
-        raise run.config.error("model_name_or_path", f"cannot be loaded: {error}") from error
     if model.new_scorer:
         renew_scorer(loaded, run.arguments.seed)
     return loaded
@@ -225,9 +215,7 @@ def load_weights(run: TrainingSetup) -> PreTrainedModel:
 
 def renew_scorer(model: Any, seed: int) -> None:
     """Replaces the model's scorer by an untrained one, drawn from `seed`."""
-    weights = new_scorer_weights(empty_model(model.config), seed)
-    ((name, scorer),) = modules_of(model, SCORER).items()
-    scorer.load_state_dict({key.removeprefix(f"{name}."): tensor for key, tensor in weights.items()})
+    model.load_state_dict(new_scorer_weights(empty_model(model.config), seed), strict=False)
 
 
 def adapt(run: TrainingSetup, model: PreTrainedModel) -> PreTrainedModel:
@@ -240,7 +228,7 @@ def adapt(run: TrainingSetup, model: PreTrainedModel) -> PreTrainedModel:
         targets = settings.lora_target_modules or [TEXT_LINEAR]
         is_names = len(targets) > 1 or re.fullmatch(r"[\w.]+", targets[0])  # else a pattern, or `all-linear`
         last_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-        for name in settings.lora_modules_to_save or ():
+        for name in settings.lora_modules_to_save or ():  # PEFT ignores unknown ones
             if name.rpartition(".")[2] not in last_names:
                 raise run.config.error("lora_modules_to_save", f"names {name!r}, but the model has no such module.")
         lora = LoraConfig(
@@ -252,14 +240,10 @@ def adapt(run: TrainingSetup, model: PreTrainedModel) -> PreTrainedModel:
             use_dora=settings.use_dora,
             use_rslora=settings.use_rslora,
         )
-        try:
+        with run.config.blame("use_peft", "is true, but the `lora_*` settings do not fit the model"):
             whole = get_peft_model(model, lora)
-        except ValueError as error:
-            raise run.config.error("lora_target_modules", f"does not fit the model: {error}") from error
-    try:
+    with run.config.blame("freeze", "and the learning rates do not fit the model"):
         prepare_parts(whole, run.arguments)
-    except ValueError as error:
-        raise ConfigError(f"{run.config.source}: {error}") from error
     return whole
 
 

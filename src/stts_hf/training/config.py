@@ -3,23 +3,24 @@
 # ruff: noqa: RUF009 -- `_arg` makes a `dataclasses.field`
 
 import argparse
+import contextlib
 import dataclasses
 import json
-import math
 import re
 import sys
-import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import yaml  # type: ignore[import-untyped]
+from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
+from stts_hf.checkpoints.files import reason_of
 from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS
 from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments
@@ -45,7 +46,7 @@ def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
 class ModelArguments:
     """Checkpoint, pruning and adapter. Checkpoint and adapter settings have the names of TRL's `ModelConfig`."""
 
-    model_name_or_path: str = _arg("", "Folder or Hub id of an STTS, stock Molmo2 or Qwen3-VL checkpoint; needed.")
+    model_name_or_path: str = _arg(MISSING, "Folder or Hub id of an STTS, stock Molmo2 or Qwen3-VL checkpoint.")
     model_revision: str = _arg("main", "Branch, tag or commit of a checkpoint on the Hub.")
     dtype: str = _arg(
         "float32",
@@ -82,10 +83,6 @@ class ModelArguments:
     merge_adapter: bool = _arg(False, "Whether to save the merged checkpoint too, in `merged` under the output folder.")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"`lora_dropout` is {self.lora_dropout}, but must be from 0 up to, not including, 1.")
-        if self.lora_target_modules == []:
-            raise ValueError("`lora_target_modules` names nothing. Leave it out for the text model's linear layers.")
         if self.lora_modules_to_save is None:
             self.lora_modules_to_save = ["scorer"]
 
@@ -98,7 +95,7 @@ class ModelArguments:
 class DataArguments:
     """Rows, their videos, and how they become batches."""
 
-    train_data: list[str] = _arg(None, "JSONL or Parquet files, saved data sets, or Hub data sets; needed.")
+    train_data: list[str] = _arg(MISSING, "JSONL or Parquet files, saved data sets, or Hub data sets.")
     eval_data: list[str] | None = _arg(None, "Evaluation data, in the same forms.")
     train_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
     eval_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
@@ -118,8 +115,6 @@ class DataArguments:
     max_answer_tokens: int = _arg(128, "Maximum length of an answer that the model writes itself, in tokens.")
 
     def __post_init__(self) -> None:
-        if self.max_fps is not None and not 0 < self.max_fps < math.inf:
-            raise ValueError(f"`max_fps` is {self.max_fps}, but must be a number of frames per second above 0.")
         if self.pack_to is not None and self.max_length is not None:
             raise ValueError("`max_length` is for unpacked rows. With `pack_to`, that is the limit; leave it out.")
         limit = self.pack_to or self.max_length
@@ -160,18 +155,21 @@ class TrainConfig:
         """A `ConfigError` about a setting."""
         return ConfigError(f"{self.source}: `{name}` {problem}")
 
+    @contextlib.contextmanager
+    def blame(self, name: str, problem: str) -> Iterator[None]:
+        """Turns a library's errors in the block into a `ConfigError` about a setting."""
+        try:
+            yield
+        except (ValueError, OSError, StrictDataclassError) as error:
+            raise self.error(name, f"{problem}: {reason_of(error)}.") from error
+
 
 ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
-REQUIRED = {
-    "model_name_or_path": "the folder or Hub id of a checkpoint",
-    "train_data": "at least one file or data set",
-    "output_dir": "the folder that the run is saved in",
-}
+MAPPINGS = {"attn_implementation", *STTSTrainingArguments._VALID_DICT_FIELDS}
 # Defaults of a run that differ from those of `TrainingArguments`.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
 AT_LEAST_ONE = {
-    *("lora_r", "lora_alpha", "pack_to", "max_samples_per_row", "max_length", "pad_to", "num_frames"),
-    "max_answer_tokens",
+    *("pack_to", "max_samples_per_row", "max_length", "pad_to", "max_answer_tokens"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
 }
 REFUSED = {
@@ -198,30 +196,10 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
-EMPTY = "[]"  # stands for an empty list, for which argparse has no words
-
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
-
-
-def read_words(words: Sequence[str]) -> dict[str, Any]:
-    """Parses the words of a command line to settings. Raises `ConfigError`."""
-    prog = "stts-hf train CONFIG"
-    parser = _Parser(ARGUMENT_CLASSES, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
-    hints = {name: str(hint) for kind in ARGUMENT_CLASSES for name, hint in typing.get_type_hints(kind).items()}
-    parser.set_defaults(**dict.fromkeys(hints, dataclasses.MISSING))
-    found, unknown = parser.parse_known_args(list(words))
-    given = {name: [] if v == [EMPTY] else v for name, v in vars(found).items() if v is not dataclasses.MISSING}
-    for name in [*given, *(re.sub(r"^--|=.*", "", word).replace("-", "_") for word in unknown[:1])]:
-        if name in REFUSED or name not in hints:
-            advice = did_you_mean(name, hints.keys() - REFUSED, "docs/training.md lists them all.")
-            raise ConfigError(f"unknown setting `{name}`. {REFUSED.get(name, advice)}")
-    for name, value in given.items():
-        if isinstance(value, str) and value.startswith("{") and "dict" in hints[name]:
-            given[name] = yaml.load(value, _Loader)  # noqa: S506 - a `SafeLoader`; reads JSON too
-    return given
 
 
 def words_of(file: Path) -> list[str]:
@@ -231,20 +209,19 @@ def words_of(file: Path) -> list[str]:
         loader = _Loader(file.read_text(encoding="utf-8"))
         root = loader.get_single_node()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.") from error
+        raise ConfigError(f"cannot be read: {error}.") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{file} must hold settings, such as `model_name_or_path: ...`.")
+        raise ConfigError("must hold settings, such as `model_name_or_path: ...`.")
     names = [key.value for key, _ in root.value]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{file}: `{twice[0]}` is given twice.")
+        raise ConfigError(f"`{twice[0]}` is given twice.")
     for name, (_, node) in zip(names, root.value, strict=True):
         if isinstance(node, yaml.MappingNode):
             words.append(f"--{name}={json.dumps(loader.construct_object(node, deep=True))}")
         elif isinstance(node, yaml.SequenceNode):
-            words += [f"--{name}", *(str(item.value) for item in node.value)]
-            words += [] if node.value else [EMPTY]
+            words += [f"--{name}", *([str(item.value) for item in node.value] or ["[]"])]
         elif node.tag != "tag:yaml.org,2002:null":
             words.append(f"--{name}={node.value}")
     return words
@@ -252,17 +229,24 @@ def words_of(file: Path) -> list[str]:
 
 def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the file's settings, replaced by those of `overrides`, words of a command line. Raises `ConfigError`."""
-    settings: list[dict[str, Any]] = []
-    for source, words in ((file, words_of(Path(file))), ("command line", overrides)):
-        try:
-            settings.append(read_words(words))
-        except (ConfigError, yaml.YAMLError) as error:
-            raise ConfigError(f"{source}: {error}") from None
-    given, replaced = settings
-    for name, value in replaced.items():
-        earlier = given.pop(name, None)
-        if value not in ("null", ["null"]):  # `--name null` removes a setting
-            given[name] = earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
+    known = {item.name for kind in ARGUMENT_CLASSES for item in dataclasses.fields(kind)}
+    prog = "stts-hf train CONFIG"
+    parser = _Parser(ARGUMENT_CLASSES, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+    parser.set_defaults(**dict.fromkeys(known))
+    try:
+        found, unknown = parser.parse_known_args([*words_of(Path(file)), *overrides])
+        given = {name: value for name, value in vars(found).items() if value not in (None, "null", ["null"])}
+        for name in [*given, *(re.sub(r"^--|=.*", "", word).replace("-", "_") for word in unknown[:1])]:
+            if name in REFUSED or name not in known:
+                advice = did_you_mean(name, known - REFUSED.keys(), "docs/training.md lists them all.")
+                raise ConfigError(f"unknown setting `{name}`. {REFUSED.get(name, advice)}")
+        for name, value in given.items():
+            if value == ["[]"]:
+                given[name] = []
+            elif name in MAPPINGS and value.startswith("{"):
+                given[name] = yaml.load(value, _Loader)  # noqa: S506 - a `SafeLoader`; reads JSON too
+    except (ConfigError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
     return given
 
 
@@ -281,9 +265,6 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bo
     if not need_gpu and not torch.accelerator.is_available():
         settings["use_cpu"] = True
     try:
-        for name, meaning in REQUIRED.items():
-            if not given.get(name):
-                raise ValueError(f"`{name}` is missing: {meaning}.")
         model, data, card, training = HfArgumentParser(ARGUMENT_CLASSES).parse_dict(settings)
         return TrainConfig(model, data, card, training, given, str(file))
     except (ValueError, TypeError, ImportError) as error:

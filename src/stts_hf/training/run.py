@@ -34,7 +34,7 @@ from stts_hf.training.build import (
     prepare,
 )
 from stts_hf.training.checkpointing import find_checkpoint
-from stts_hf.training.config import CONFIG_COPY, ConfigError, TrainConfig, check_unchanged, write_config
+from stts_hf.training.config import CONFIG_COPY, TrainConfig, check_unchanged, write_config
 from stts_hf.training.losses import LOSSES
 from stts_hf.training.trainer import STTSTrainer
 from stts_hf.versions import __version__
@@ -92,10 +92,8 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
         raise config.error("output_dir", f"{str(output)!r} holds an adapter, which would be loaded too. Name another.")
     if config.model.merge_adapter and is_deepspeed_zero3_enabled():
         raise config.error("merge_adapter", "is true, which ZeRO-3 cannot do. Merge with PEFT's `merge_and_unload`.")
-    try:
+    with config.blame("--resume", "is not possible"):
         checkpoint = find_checkpoint(output, resume)
-    except ValueError as error:
-        raise ConfigError(f"--resume: {error}") from error
     if checkpoint is not None:
         check_unchanged(config, Path(checkpoint).absolute().parent / CONFIG_COPY)
         return checkpoint

@@ -118,7 +118,7 @@ def test_resume_with_other_settings_is_refused_by_key(assignment, message, whole
 
 def test_what_a_resumed_run_may_change(whole):
     overrides = ["--save_steps=5", "--max_steps=9", "--eval_strategy=no", "--eval_data=null"]
-    overrides += ["--card_name=Ours", "--torch_compile", "--learning_rates={language_model: 1e-5}"]
+    overrides += ["--card_name=Ours", "--torch_compile", "--learning_rates={scorer: 1e-3, language_model: 1e-5}"]
     overrides += ["--pruning_ratio=0.30"]
     check_unchanged(load_config(whole.config, overrides), whole.output / "train_config.yaml")
 

@@ -61,11 +61,9 @@ MISTAKES = {
     "unknown part": ("learning_rates:\n  scorr: 1e-4\n", "`learning_rates` names 'scorr'"),
     "token": ("hub_token: hf_secret\n", "`hub_token`"),
     "key twice": ("output_dir: b\n", "`output_dir` is given twice"),
-    "adapter without rank": ("lora_r: 0\n", "`lora_r` is 0"),
     "nested too deeply": (f"fsdp_config: {'[' * 3000}\n", "run.yaml"),
     "two limits": ("pack_to: 9\nmax_length: 8\n", "`max_length`"),
     "padding too short": ("pack_to: 9\npad_to: 8\n", "`pad_to` is 8"),
-    "no frames per second": ("max_fps: 0\n", "`max_fps` is 0.0"),
 }
 
 
@@ -78,9 +76,9 @@ def test_mistakes_are_refused_by_name(load, more, place):
     assert "hf_secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["model_name_or_path", "train_data", "output_dir"])
+@pytest.mark.parametrize("key", ["model_name_or_path", "train_data"])
 def test_what_is_needed_is_missed_by_name(load, key):
-    with pytest.raises(ConfigError, match=f"`{key}` is missing"):
+    with pytest.raises(ConfigError, match=f"--{key}"):
         load(re.sub(rf"^{key}: .*\n", "", SMALLEST, flags=re.MULTILINE))
 
 
@@ -97,7 +95,7 @@ def test_the_command_line_takes_the_place_of_the_file(load):
     )
     assert config.training.max_steps == 10
     assert config.training.learning_rate == 2e-5
-    assert config.given["learning_rates"] == {"scorer": 1e-3, "connector": 1e-6}
+    assert config.given["learning_rates"] == {"scorer": 1e-3}
     assert config.model.use_peft
     assert load(text, "--max_steps=7", "--train_data", "x").given["max_steps"] == 7
 
