@@ -1,25 +1,25 @@
-"""What the commands that answer many questions share: their options, their file of answers, what they say of errors."""
+"""The options, the output file and the messages of `stts-hf predict` and `stts-hf eval`."""
 
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stts_hf.checkpoints.files import fingerprint
-from stts_hf.cli.answer_report import check_file
-from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import add_model_options, count, natural, positive, processing
-from stts_hf.cli.progress import note
-from stts_hf.data.isolated import start_early
+from stts_hf.cli.errors import CommandError, refused
+from stts_hf.cli.options import add_model_options, check_file, count, natural, positive, processing
+from stts_hf.cli.progress import note, progress_bar
+from stts_hf.wording import percent
 
 MOST_WORKERS = 4  # by default
-Write = Callable[[Mapping[str, Any]], None]
+Row = Mapping[str, Any]
+Write = Callable[[Row], None]
 
 
 def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Adds what answers, of which frames, how long and how many at once. max_new_tokens: the default."""
+    """Adds the options of model, frames, answers and decoding. max_new_tokens: the default."""
     add_model_options(parser, max_new_tokens)
     parser.add_argument(
         "--max-fps", type=positive, metavar="R", help="maximum frames per second (default: checkpoint's)"
@@ -41,20 +41,14 @@ def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
 
 
 def workers_of(arguments: argparse.Namespace) -> int:
-    """How many processes decode."""
+    """Returns the number of decoding processes."""
     if arguments.workers is not None:
         return arguments.workers
     return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
-def start_workers_early(arguments: argparse.Namespace) -> None:
-    """Lets the processes that decode import PyTorch while this one does."""
-    if workers_of(arguments):
-        start_early("stts_hf.inference.requests")
-
-
 def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str, ...] = (".jsonl",)) -> None:
-    """Raises `CommandError` where no file of answers can be made, before anything slow happens."""
+    """Raises `CommandError` for an output that cannot be written or is an input."""
     if output is None:
         return
     if output.suffix not in endings:
@@ -64,13 +58,13 @@ def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str
         raise CommandError(f"--output would write to {output}, which is an input; name another")
 
 
-def settings_of(arguments: argparse.Namespace, checkpoint: str, config: Any) -> dict[str, Any]:
-    """What of a model changes its answers; batches and devices change them by rounding only."""
-    folder = Path(checkpoint)
+def settings_of(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """Settings of the model that change its answers; batches and devices change them by rounding only."""
+    folder = Path(arguments.checkpoint)
     local = folder.is_dir() and arguments.output
     commit = getattr(config, "_commit_hash", None)  # of the Hub
     return {
-        "checkpoint": {"digest": fingerprint(folder)} if local else {"name": checkpoint, "commit": commit},
+        "checkpoint": {"digest": fingerprint(folder)} if local else {"name": str(folder), "commit": commit},
         "pruning_ratio": arguments.pruning_ratio,
         "selector": config.vision_config.selector,
         "processing": processing(arguments),
@@ -84,8 +78,8 @@ def open_output(
     path: Path | None, settings: Mapping[str, Any], *, columns: Mapping[str, Any], retry_errors: bool = True
 ) -> Iterator[tuple[dict[str, Any], Write, Write]]:
     """
-    The answers that are there, what adds one, and what ends the file; without a path in memory alone. Raises
-    `CommandError` where the file is refused or cannot be written.
+    Gives the answers that the file holds, a function that adds one, and one that ends the file; without a path all
+    stay in memory. Raises `CommandError` if the file is refused or cannot be written.
     """
     if path is None:
         records: dict[str, Any] = {}
@@ -93,21 +87,43 @@ def open_output(
         return
     from stts_hf.inference.answers_file import AnswersError, open_answers
 
-    try:
-        with open_answers(path, settings, columns=columns, retry_errors=retry_errors) as file:
-            try:
-                yield file.answered, file.write, file.finish
-            except KeyboardInterrupt:
-                note(f"\n{len(file.answered)} answers are in {path}; the same command goes on from there")
-                raise
-    except AnswersError as error:
-        raise CommandError(f"--output {one_line(error)}") from error
+    with (
+        refused("--output ", AnswersError),
+        open_answers(path, settings, columns=columns, retry_errors=retry_errors) as file,
+    ):
+        try:
+            yield file.answered, file.write, file.finish
+        except KeyboardInterrupt:
+            note(f"\n{len(file.answered)} answers are in {path}; the same command goes on from there")
+            raise
 
 
-def print_problems(records: Iterable[Mapping[str, Any]], summary: str, most: int = 5) -> None:
-    """Says on stderr which rows have errors. summary: takes their number."""
+def without_answer(rows: Sequence[Row], records: Mapping[str, Any], output: Path | None) -> list[Row]:
+    """Returns the rows that have no record yet."""
+    left = [row for row in rows if row["id"] not in records]
+    if len(left) < len(rows):
+        note(f"{len(rows) - len(left)} of {len(rows)} rows are answered in {output} already")
+    return left
+
+
+def watched(records: Generator[Row, None, None], left: int, total: int) -> Iterator[Row]:
+    """Yields the records of the last `left` of `total` rows, under a progress bar."""
+    with progress_bar(total, "row", done=total - left) as bar, contextlib.closing(records):
+        for record in records:
+            yield record
+            bar.update()
+
+
+def note_start(arguments: argparse.Namespace, left: int, place: object) -> None:
+    """Prints how many rows are answered, and how. place: where the models run."""
+    note(f"Answering {left} rows on {place} with {percent(arguments.pruning_ratio)} of the video tokens dropped ...")
+
+
+def print_problems(records: Iterable[Row], command: str, most: int = 5) -> int:
+    """Prints the rows that have errors on stderr. Returns the exit status: 1 if there are any."""
     errors = [f"{record['id']}: {record['error']}" for record in records if record["error"] is not None]
     for line in errors[:most]:
         note(line)
     if errors:
-        note(summary.format(len(errors)))
+        note(f"stts-hf {command}: error: {len(errors)} rows could not be answered")
+    return int(bool(errors))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.benchmark.presets import PRESETS, find_preset, vary
-from stts_hf.cli.errors import CommandError
-from stts_hf.cli.options import check_writable, choose_device, count, share
+from stts_hf.cli.errors import CommandError, refused
+from stts_hf.cli.options import check_writable, count, share
 from stts_hf.cli.progress import note
 from stts_hf.selectors import SELECTORS
 
@@ -69,13 +69,11 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     from stts_hf.benchmark.report import markdown, why_nothing_measured, write_result
 
-    try:
+    with refused():
         if arguments.render:
             render(arguments.output)
             return 0
         results, folder = prepare(arguments)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     for result in results:
         if folder is not None:
             write_result(result, folder)
@@ -103,8 +101,10 @@ def prepare(arguments: argparse.Namespace) -> tuple[Iterator[dict[str, Any]], Pa
     """
     from stts_hf.benchmark.measure import check_runnable, measure_cells, measure_workloads
     from stts_hf.benchmark.report import check_folder
+    from stts_hf.checkpoints.loading import choose_device
 
-    device = choose_device(arguments.device)
+    with refused("--"):
+        device = choose_device(arguments.device)
     axes = {field: getattr(arguments, name) for name, (field, _) in AXES.items()}
     if axes["ratios"]:
         axes["ratios"] = [tuple(sorted(set(axes["ratios"])))]  # all of them in one workload

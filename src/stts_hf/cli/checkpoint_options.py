@@ -3,20 +3,29 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stts_hf.checkpoints import loading
-from stts_hf.cli.errors import CommandError, of_option
-from stts_hf.cli.progress import note
+from stts_hf.checkpoints.loading import check_checkpoint
+from stts_hf.cli.errors import CommandError, refused
+from stts_hf.cli.options import check_scaling, processing
+from stts_hf.cli.progress import import_libraries, note, stage
+from stts_hf.data.isolated import start_early
 
+if TYPE_CHECKING:
+    from stts_hf.inference.predicting import Predictor
+
+OF_PREDICTOR = {
+    *("checkpoint", "revision", "selector", "device", "dtype", "pruning_ratio"),
+    *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
+}
 TINY = Path("hub_configs") / "stts-tiny"
 
 
 def find_checkpoint(checkpoint: str | None) -> str:
     """Returns the checkpoint asked for, or the tiny one where the command runs from a source checkout."""
     if checkpoint is not None:
-        with of_option():
-            return loading.check_checkpoint(checkpoint)
+        with refused("--"):
+            return check_checkpoint(checkpoint)
     for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
         if (root / TINY / "config.json").is_file():
             folder = root / TINY
@@ -27,13 +36,31 @@ def find_checkpoint(checkpoint: str | None) -> str:
     )
 
 
-def load_processor(checkpoint: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns configuration and processor."""
-    with of_option():
-        return loading.load_config_and_processor(checkpoint, revision=arguments.revision, selector=arguments.selector)
+def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor":
+    """
+    Returns the checkpoint of `find_checkpoint`; its weights are loaded on first use. Sets `arguments.checkpoint` and
+    `arguments.pruning_ratio` where the checkpoint decides them. options: of `Predictor`, before those of the arguments.
+    """
+    arguments.checkpoint = find_checkpoint(arguments.checkpoint)
+    if options.get("num_workers"):
+        start_early("stts_hf.inference.requests")  # decoding processes import PyTorch while this one does
+    import_libraries()
+    from stts_hf.inference.predicting import Predictor
+
+    with refused("--"):
+        predictor = Predictor(**{**predictor_options(arguments), **options})
+    arguments.pruning_ratio = predictor.pruning_ratio
+    check_scaling(arguments)
+    return predictor
 
 
-def load_model(checkpoint: str, config: Any, device: Any, arguments: argparse.Namespace) -> Any:
+def predictor_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `Predictor` that a command's arguments set."""
+    given = {name: value for name, value in vars(arguments).items() if name in OF_PREDICTOR}
+    return {**given, "processing": processing(arguments)}
+
+
+def load_weights(arguments: argparse.Namespace, predictor: "Predictor") -> Any:
     """Returns the model."""
-    with of_option():
-        return loading.load_model(checkpoint, config, device, revision=arguments.revision, dtype=arguments.dtype)
+    with refused("--"), stage(f"Loading {arguments.checkpoint}"):
+        return predictor.model

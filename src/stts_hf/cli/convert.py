@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from stts_hf.cli.errors import CommandError, one_line
+from stts_hf.cli.errors import refused
 from stts_hf.cli.options import check_writable
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
@@ -58,10 +58,8 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.checkpoints.convert import convert_checkpoint
 
     logging.disable_progress_bar()  # that of files without weights
-    try:
+    with refused("", ValueError, OSError):
         result = convert_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
-    except (ValueError, OSError) as error:
-        raise CommandError(one_line(error, limit=1000)) from error
     vision = result.config.vision_config
     layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")
     print(f"checkpoint: {result.folder} ({tqdm.format_sizeof(result.num_bytes, 'B')}, {result.dtype})")

@@ -6,10 +6,10 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from stts_hf.cli.checkpoint_options import TINY, find_checkpoint
-from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
-from stts_hf.cli.options import add_model_options, check_scaling, choose_device, count, positive, processing
-from stts_hf.cli.progress import import_libraries, note, stage
+from stts_hf.cli.checkpoint_options import TINY, load_weights, open_checkpoint
+from stts_hf.cli.errors import need_extras, refused
+from stts_hf.cli.options import add_model_options, check_scaling, count, positive, processing
+from stts_hf.cli.progress import note
 
 HELP = "serve a web page for asking about videos that shows what the model looked at"
 ABOUT_TINY = "stts-tiny knows a few shapes, colours and letters in made-up clips, and nothing else."
@@ -37,25 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Serves the page until it is interrupted; raises `CommandError` for what the user got wrong."""
     check_scaling(arguments)
-    checkpoint = find_checkpoint(arguments.checkpoint)
     need_extras("The page needs more packages", "demo", module="gradio")
     check_address(arguments.host, arguments.port)
-    import_libraries()
+    predictor = open_checkpoint(arguments)
     from stts_hf.demo.held_clips import Limits
     from stts_hf.demo.serving import build, serve
-    from stts_hf.inference.assistant import load
+    from stts_hf.inference.assistant import VideoAssistant
 
-    device = choose_device(arguments.device)
     limits = Limits(**{name: getattr(arguments, f"max_{name}") for name in (*LIMITS, "new_tokens")})
-    with stage(f"Loading {checkpoint} on {device}"), of_option():
-        options = {name: getattr(arguments, name) for name in ("pruning_ratio", "selector", "dtype", "revision")}
-        assistant = load(checkpoint, device=str(device), **options)
-    page = build(
-        assistant,
-        limits=limits,
-        processing=processing(arguments),
-        about=ABOUT_TINY if Path(checkpoint).name == TINY.name else Path(checkpoint).name,
-    )
+    assistant = VideoAssistant(load_weights(arguments, predictor), predictor.processor)
+    assistant.pruning_ratio = arguments.pruning_ratio
+    name = Path(arguments.checkpoint).name
+    about = ABOUT_TINY if name == TINY.name else name
+    page = build(assistant, limits=limits, processing=processing(arguments), about=about)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is kept of visitors goes then, too
     note(f"The page is at http://{arguments.host}:{arguments.port} until Ctrl+C")
     serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)
@@ -63,10 +57,8 @@ def execute(arguments: argparse.Namespace) -> None:
 
 def check_address(host: str, port: int) -> None:
     """Raises `CommandError` where nothing can listen there: before a model is loaded."""
-    try:
+    with refused(f"--host {host} and --port {port} cannot be listened on: ", OSError, OverflowError):
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except (OSError, OverflowError) as error:
-        raise CommandError(f"--host {host} and --port {port} cannot be listened on: {one_line(error, 120)}") from error

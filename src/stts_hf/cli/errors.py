@@ -49,9 +49,11 @@ def need_extras(what: str, *extras: str, module: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def of_option() -> Iterator[None]:
-    """Turns a `ValueError` such as "device x cannot be used" into a `CommandError` about the option `--device`."""
+def refused(prefix: str = "", *kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors of these kinds (default: `ValueError`) into a `CommandError`. prefix: put before the message."""
     try:
         yield
-    except ValueError as error:
-        raise CommandError(f"--{one_line(error, limit=500)}") from error
+    except Exception as error:
+        if not isinstance(error, kinds or ValueError):
+            raise
+        raise CommandError(prefix + one_line(error, limit=1000)) from error

@@ -3,40 +3,30 @@
 import argparse
 import math
 import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stts_hf.checkpoints import loading
-from stts_hf.cli.errors import CommandError, of_option
+from stts_hf.cli.errors import CommandError
 from stts_hf.selectors import SELECTORS
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text}, but must be at least 1")
-    return int(text)
+def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], needs: str) -> Callable[[str], Any]:
+    """Returns a `type` of `add_argument`."""
+
+    def number(text: str) -> Any:
+        if not accepts(kind(text)):  # NaN fails too
+            raise argparse.ArgumentTypeError(f"is {text}, but must be {needs}")
+        return kind(text)
+
+    return number
 
 
-def natural(text: str) -> int:
-    """A whole number of at least 0."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"is {text}, but must be at least 0")
-    return int(text)
-
-
-def share(text: str) -> float:
-    """A share that can be dropped."""
-    if not 0 <= float(text) <= 1:  # NaN fails too
-        raise argparse.ArgumentTypeError(f"is {text}, but must be a share from 0 (drop nothing) to 1 (drop all)")
-    return float(text)
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text}, but must be above 0")
-    return float(text)
+count = _number(int, lambda value: value >= 1, "at least 1")
+natural = _number(int, lambda value: value >= 0, "at least 0")
+share = _number(float, lambda value: 0 <= value <= 1, "a share from 0 (drop nothing) to 1 (drop all)")
+positive = _number(float, lambda value: 0 < value < math.inf, "above 0")
 
 
 def add_model_options(
@@ -93,7 +83,16 @@ def check_writable(option: str, folder: Path) -> None:
         raise CommandError(f"{option} {folder} must be a folder that can be written, but {there} is not")
 
 
-def choose_device(name: str) -> Any:
-    """Returns the `torch.device`, the fastest there is for "auto". Raises `CommandError` for one that is not there."""
-    with of_option():
-        return loading.choose_device(name)
+def check_file(option: str, path: Path) -> None:
+    """Raises `CommandError` if a file cannot be written at `path`, or something that is not a file is there."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode) or not os.access(path, os.W_OK):
+            raise CommandError(f"{option} {path} is there already and cannot be written over; name another file")
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long, a loop of links
+        raise CommandError(f"{option} {path} cannot be used: {error.strerror}; name another file") from error
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.exists():
+        raise CommandError(f"{option} {path} lies in a folder that does not exist; create {folder} first")
+    check_writable(option, folder)

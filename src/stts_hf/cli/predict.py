@@ -1,28 +1,28 @@
 """`stts-hf predict INPUT...`: answers about many videos, into a file that can be stopped and started."""
 
 import argparse
-import contextlib
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.answer_options import (
     add_answer_options,
     check_output,
+    note_start,
     open_output,
     print_problems,
     settings_of,
-    start_workers_early,
+    watched,
+    without_answer,
+    workers_of,
 )
-from stts_hf.cli.answer_report import print_lines
-from stts_hf.cli.checkpoint_options import find_checkpoint
-from stts_hf.cli.errors import CommandError, need_extras, one_line
-from stts_hf.cli.options import check_scaling, processing
-from stts_hf.cli.predict_engines import add_engine_options, check_engine, make_predictor, start_engine
-from stts_hf.cli.progress import import_libraries, note, progress_bar
-from stts_hf.wording import percent
+from stts_hf.cli.checkpoint_options import open_checkpoint
+from stts_hf.cli.errors import CommandError, need_extras, one_line, refused
+from stts_hf.cli.options import check_scaling
+from stts_hf.cli.predict_engines import add_engine_options, check_engine, start_engine
+from stts_hf.cli.progress import print_lines
 
 HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
@@ -30,10 +30,6 @@ NUMBERS = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "
 # Columns of a record with their types; where there is an error, None is allowed too.
 COLUMNS: dict[str, Any] = {"id": object, "video": object, "prompt": object, "answer": str, "error": str | None}
 COLUMNS |= dict.fromkeys(NUMBERS, int) | {"seconds": float}
-OF_PREDICTOR = (
-    *("revision", "selector", "device", "dtype", "pruning_ratio"),
-    *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,47 +59,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """
-    Runs the command. Returns 0 where all rows are answered and 1 where some have an error; raises `CommandError` for
-    the user's mistakes and a full disk.
+    Runs the command. Returns 0 if all rows are answered and 1 if some have an error; raises `CommandError` for a user
+    error and a full disk.
     """
     check_arguments(arguments)
     output = arguments.output
-    lines = output.with_suffix(".jsonl") if output else None  # which a Parquet file is made of
-    checkpoint = find_checkpoint(arguments.checkpoint)
+    lines = output.with_suffix(".jsonl") if output else None  # a Parquet file is made of it
     rows = find_rows(arguments)
-    if arguments.engine == "local":
-        start_workers_early(arguments)
-    import_libraries()
+    local = arguments.engine == "local"
+    here: dict[str, Any] = {"num_workers": workers_of(arguments)} if local else {"device": "cpu"}
+    predictor = open_checkpoint(arguments, **here)
     from stts_hf.inference.requests import check_question
 
-    options = {name: getattr(arguments, name) for name in OF_PREDICTOR}
-    options |= {"checkpoint": checkpoint, "processing": processing(arguments)}
-    predictor = make_predictor(arguments, options)
-    arguments.pruning_ratio = predictor.pruning_ratio
-    check_scaling(arguments)
     if arguments.prompt is not None:
-        try:
+        with refused("--prompt: "):
             check_question(predictor.processor, arguments.prompt)
-        except ValueError as error:
-            raise CommandError(f"--prompt: {one_line(error)}") from error
     settings = {"inputs": list(map(os.path.normpath, arguments.inputs)), "prompt": arguments.prompt}
-    settings |= {"split": arguments.split, "subset": arguments.subset}
-    settings |= settings_of(arguments, checkpoint, predictor.config)
+    settings |= {"split": arguments.split, "subset": arguments.subset} | settings_of(arguments, predictor.config)
     with open_output(lines, settings, columns=COLUMNS, retry_errors=arguments.retry_errors) as (records, write, finish):
         check_same(rows, records, output)
-        left = [row for row in rows if row["id"] not in records]
-        if len(left) < len(rows):
-            note(f"{len(rows) - len(left)} of {len(rows)} rows are in {lines} already")
+        left = without_answer(rows, records, lines)
         seconds = 0.0
         if left:
-            with start_engine(arguments, predictor, options) as (place, predict):
-                ratio = f"{percent(arguments.pruning_ratio)} of the video tokens dropped"
-                note(f"Answering {len(left)} rows on {place} with {ratio} ...")
+            with start_engine(arguments, predictor) as (place, predict):
+                note_start(arguments, len(left), place)
                 started = time.perf_counter()
-                for number, record in counted(predict(left), len(rows) - len(left), len(rows)):
+                for record in watched(predict(left), len(left), len(rows)):
                     write(record)
                     if output is None:
-                        print_record(number, len(rows), record)
+                        print_record(len(records), len(rows), record)
                 seconds = time.perf_counter() - started
         answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
         summary = summarize(answers)
@@ -111,8 +95,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if output is not None and output.suffix == PARQUET:
             write_parquet(answers, output)
     print_summary(summary, len(left), seconds)
-    print_problems(answers, "stts-hf predict: error: {} rows could not be answered")
-    return 1 if summary["errors"] else 0
+    return print_problems(answers, "predict")
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -128,14 +111,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
 
 
-def counted(records: Generator[dict[str, Any], None, None], done: int, total: int) -> Iterator[tuple[int, Any]]:
-    """Records with their numbers, from `done` + 1 to `total`, under a progress bar."""
-    with progress_bar(total, "row", done=done) as bar, contextlib.closing(records):
-        for number, record in enumerate(records, done + 1):
-            yield number, record
-            bar.update()
-
-
 def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of all inputs. Raises `CommandError` for what cannot be found or read."""
     from stts_hf.inference.answers_file import summary_path
@@ -144,12 +119,10 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     output = arguments.output
     leave_out = [] if output is None else [output, output.with_suffix(".jsonl"), summary_path(output)]
     options = {name: getattr(arguments, name) for name in ("prompt", "split", "subset")}
-    try:
+    with refused():
         if needs_datasets(arguments.inputs, leave_out):
             need_extras("Reading rows needs more packages", "train")
         return read_inputs(arguments.inputs, leave_out=leave_out, **options)
-    except ValueError as error:
-        raise CommandError(one_line(error, limit=500)) from error
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:

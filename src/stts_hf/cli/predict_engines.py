@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli.answer_options import workers_of
-from stts_hf.cli.errors import CommandError, need_extras, of_option, one_line
+from stts_hf.cli.checkpoint_options import load_weights, predictor_options
+from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import count, natural, positive
 from stts_hf.cli.progress import stage
 
@@ -45,36 +45,22 @@ def check_engine(arguments: argparse.Namespace) -> None:
         need_extras("--engine ray needs more packages", "ray", module="ray")
 
 
-def make_predictor(arguments: argparse.Namespace, options: Mapping[str, Any]) -> "Predictor":
-    """The predictor of this process, which checks the options; with Ray it loads no weights."""
-    from stts_hf.inference.predicting import Predictor
-
-    here: dict[str, Any] = {"num_workers": workers_of(arguments)} if arguments.engine == "local" else {"device": "cpu"}
-    with of_option():
-        return Predictor(**{**options, **here})
-
-
 @contextlib.contextmanager
-def start_engine(
-    arguments: argparse.Namespace, predictor: "Predictor", options: Mapping[str, Any]
-) -> Iterator[tuple[str, Predict]]:
-    """A name for where rows are answered, and what answers them. Raises `CommandError`, in the `with` block too."""
+def start_engine(arguments: argparse.Namespace, predictor: "Predictor") -> Iterator[tuple[str, Predict]]:
+    """Gives a name for where the models run, and a function that answers rows. Raises `CommandError`."""
     if arguments.engine == "local":
-        with of_option(), stage(f"Loading {options['checkpoint']}"):
-            model = predictor.model
-        yield str(model.device), predictor.predict
+        yield str(load_weights(arguments, predictor).device), predictor.predict
         return
     from stts_hf.inference.on_ray import RayFailed, choose_slots, connect, predict_on_ray
 
+    options = predictor_options(arguments)
     if arguments.workers is not None:
-        options = {**options, "num_workers": arguments.workers}
+        options["num_workers"] = arguments.workers
     with contextlib.ExitStack() as stack:
-        with of_option(), stage("Connecting to Ray"):
+        with refused("--"), stage("Connecting to Ray"):
             machines = stack.enter_context(connect(arguments.address))
             slots = choose_slots(machines, arguments.device, arguments.models, arguments.cpus, arguments.gpus)
         place = f"Ray ({slots.models} models, each with {slots.gpus:g} GPUs and {slots.cpus:g} CPUs)"
         retries = {} if arguments.retries is None else {"retries": arguments.retries}
-        try:
+        with refused("--engine ray: ", RayFailed):
             yield place, functools.partial(predict_on_ray, options=options, slots=slots, **retries)
-        except RayFailed as error:
-            raise CommandError(f"--engine ray: {one_line(error, limit=500)}") from error

@@ -1,4 +1,4 @@
-"""Progress messages and bars of the commands, on stderr. Bars are shown on a terminal only, not in logs."""
+"""What commands print: results on stdout, progress on stderr. Bars are shown on a terminal only, not in logs."""
 
 import contextlib
 import sys
@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+
+def print_lines(**lines: str) -> None:
+    """Prints labels and values on stdout."""
+    for label, value in lines.items():
+        print(f"{label.replace('_', ' ') + ':':<14}{value}", flush=True)
 
 
 def note(text: str) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from stts_hf.cli.errors import CommandError
+from stts_hf.cli.errors import refused
 
 HELP = "push a checkpoint folder to the Hugging Face Hub, in one commit"
 
@@ -33,7 +33,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
     from stts_hf.checkpoints.push import PushRefused, files_to_push, push_checkpoint
 
-    try:
+    with refused("", PushRefused):
         files, left_out = files_to_push(arguments.folder, arguments.include)
         print(f"Pushing {len(files)} files of {arguments.folder} to {arguments.repo_id}:", file=sys.stderr)
         for name, path in files.items():
@@ -42,6 +42,4 @@ def execute(arguments: argparse.Namespace) -> None:
             shown = ", ".join(name.encode("utf-8", "backslashreplace").decode() for name in left_out)
             print(f"Staying here: {shown}", file=sys.stderr, flush=True)
         pushed = push_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
-    except PushRefused as refused:
-        raise CommandError(str(refused)) from refused
     print(f"{len(pushed.files)} files: {pushed.url or 'nothing pushed (--dry-run)'}")

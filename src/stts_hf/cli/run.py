@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli import answer_report as report
 from stts_hf.cli import predict
-from stts_hf.cli.checkpoint_options import find_checkpoint, load_model, load_processor
-from stts_hf.cli.errors import CommandError, one_line
-from stts_hf.cli.options import add_model_options, check_scaling, choose_device, processing
-from stts_hf.cli.progress import TokenBar, import_libraries, progress_bar, stage
+from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
+from stts_hf.cli.errors import CommandError, refused
+from stts_hf.cli.options import add_model_options, check_file, check_scaling, processing
+from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
 from stts_hf.wording import percent
 
 if TYPE_CHECKING:
+    from stts_hf.inference.predicting import Predictor
     from stts_hf.inference.requests import Answer, Prepared
 
 HELP = "answer a question about a video and draw the dropped tokens"
 PICTURE = Path("contact_sheet.png")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+FRAME_SIDE = 480  # pixels of a frame in pictures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,52 +43,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the command and returns its exit status; raises `CommandError` for what the user got wrong."""
+    """Runs the command and returns its exit status; raises `CommandError` for a user error."""
     check_arguments(arguments)
     if len(arguments.videos) > 1:
         return predict.execute(as_prediction(arguments))
-    opened, path = open_video(arguments, arguments.videos[0]), arguments.output or PICTURE
-    answer = generate(arguments, opened)
-    report.print_lines(question=answer.question)
-    report.print_answer(answer)
+    predictor, prepared = open_video(arguments, arguments.videos[0])
+    path = arguments.output or PICTURE
+    answer = generate(arguments, predictor, prepared)
+    print_answer(answer)
     with stage(f"Drawing {path}"):
-        report.draw(answer, path)
-    report.print_lines(picture=str(path))
+        draw(answer, path)
+    print_lines(picture=str(path))
     if arguments.time:
         from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
         from stts_hf.inference.generate import inputs_for
 
-        inputs = inputs_for(opened.model, opened.prepared.inputs)
-        print_times(time_prompts(compare_with_stock(opened.model, inputs, arguments.pruning_ratio)))
+        inputs = inputs_for(predictor.model, prepared.inputs)
+        print_times(time_prompts(compare_with_stock(predictor.model, inputs, arguments.pruning_ratio)))
     return 0
 
 
-@dataclasses.dataclass
-class Opened:
-    """A decoded request about a video, and the model to answer it."""
-
-    checkpoint: str
-    model: Any
-    processor: Any
-    prepared: "Prepared"
-
-
-def open_video(arguments: argparse.Namespace, video: str) -> Opened:
+def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", "Prepared"]:
     """
-    Decodes the video, which an address is downloaded for once, and then loads the weights, which may take minutes.
-    Raises `CommandError` for a checkpoint, device, video or question that is refused. Sets the default pruning ratio.
+    Decodes the video, downloaded once if it is a URL, and then loads the weights, which may take minutes. Raises
+    `CommandError` for a checkpoint, device, video or question that is refused. Sets the default pruning ratio.
     """
-    checkpoint = find_checkpoint(arguments.checkpoint)
-    import_libraries()
+    predictor = open_checkpoint(arguments)
     from stts_hf.inference.requests import ask_about, prepare, processing_options
     from stts_hf.video.sources import download, download_limits, is_url
 
-    device = choose_device(arguments.device)
-    config, processor = load_processor(checkpoint, arguments)
-    if arguments.pruning_ratio is None:
-        arguments.pruning_ratio = config.vision_config.pruning_ratio
-        check_scaling(arguments)
-    try:
+    processor = predictor.processor
+    with refused("", ValueError, OSError):
         request = ask_about(processor, video, arguments.question)
         if is_url(video):
             with stage(f"Downloading {video}"):
@@ -94,15 +81,14 @@ def open_video(arguments: argparse.Namespace, video: str) -> Opened:
         with stage(f"Decoding {video}"):
             options = processing_options(processor, processing(arguments), arguments.pruning_ratio)
             prepared = prepare(processor, options, request)
-    except (ValueError, OSError) as error:
-        raise CommandError(one_line(error)) from error
-    with stage(f"Loading {checkpoint} on {device}"):
-        model = load_model(checkpoint, config, device, arguments)
-    return Opened(checkpoint, model, processor, prepared)
+    load_weights(arguments, predictor)
+    return predictor, prepared
 
 
-def generate(arguments: argparse.Namespace, opened: Opened, selector: str = "") -> "Answer":
-    """The greedy answer. selector: named in the progress message."""
+def generate(
+    arguments: argparse.Namespace, predictor: "Predictor", prepared: "Prepared", selector: str = ""
+) -> "Answer":
+    """Returns the greedy answer. selector: named in the progress message."""
     from stts_hf.inference.generate import answer_prepared
 
     options = {name: getattr(arguments, name) for name in ("pruning_ratio", "max_new_tokens")}
@@ -112,7 +98,38 @@ def generate(arguments: argparse.Namespace, opened: Opened, selector: str = "") 
         progress_bar(arguments.max_new_tokens, "token") as bar,
     ):
         options |= {"do_sample": False, "streamer": TokenBar(bar)}
-        return answer_prepared(opened.model, opened.processor, [opened.prepared], **options)[0]
+        return answer_prepared(predictor.model, predictor.processor, [prepared], **options)[0]
+
+
+def print_answer(answer: "Answer") -> None:
+    """Prints question, answer and counts on stdout."""
+    print_lines(question=answer.question)
+    if answer.damaged_frames:
+        print_lines(damaged=f"{answer.damaged_frames} frames; the whole frame before each is shown instead, once")
+    total, kept = answer.video_tokens, answer.video_tokens_kept
+    first, last = answer.timestamps[0], answer.timestamps[-1]
+    print_lines(
+        answer=answer.answer or "(empty)",
+        frames=f"{answer.num_frames} sampled from {first:.2f} s to {last:.2f} s of a video of {answer.duration:.2f} s",
+        video_tokens=f"{kept} of {total} kept ({1 - kept / total:.1%} dropped)",
+        prompt=f"{answer.prompt_tokens_kept} of {answer.prompt_tokens} tokens reach the language model",
+    )
+
+
+def draw(answer: "Answer", path: Path) -> None:
+    """Decodes the sampled frames once more and writes the contact sheet. Raises `CommandError` if one of them fails."""
+    from stts_hf.checkpoints.atomic_folder import atomic_file
+    from stts_hf.visualize.contact_sheet import contact_sheet
+    from stts_hf.visualize.frames import read_frames
+
+    with refused(f"{path} is not drawn, as its video is read once more: ", ValueError, OSError):
+        frames = read_frames(answer.video, answer.timestamps, FRAME_SIDE)
+    assert answer.keep_mask is not None  # there is an answer
+    where: dict[str, Any] = {"grid": answer.grid, "timestamps": answer.timestamps, "tubelet": answer.tubelet}
+    sheet = contact_sheet(frames, answer.keep_mask, token_scores=answer.token_scores, title=answer.question, **where)
+    wrong = f"The answer stands, but --output {path} cannot be written; name another file: "
+    with refused(wrong, OSError), atomic_file(path) as new:
+        sheet.save(new)
 
 
 def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -129,7 +146,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if os.path.isfile(arguments.question):
         raise CommandError(f"QUESTION is missing after the videos: the last argument, {arguments.question}, is a file")
     if len(arguments.videos) == 1:
-        report.check_picture(arguments.output or PICTURE)
+        path = arguments.output or PICTURE
+        if path.suffix.lower() not in PICTURES:
+            raise CommandError(f"--output {path} must end in .png, .jpg or .webp")
+        check_file("--output", path)
     elif arguments.time or arguments.output is not None:
         raise CommandError("--time and --output are about one VIDEO; answers about several: stts-hf predict --output")
 

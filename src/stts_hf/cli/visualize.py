@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli import answer_report as report
 from stts_hf.cli.errors import CommandError, need_extras, one_line
 from stts_hf.cli.options import add_model_options, check_writable, natural
-from stts_hf.cli.progress import note, stage
-from stts_hf.cli.run import Opened, check_videos, generate, open_video
+from stts_hf.cli.progress import note, print_lines, stage
+from stts_hf.cli.run import FRAME_SIDE, check_videos, generate, open_video
 from stts_hf.selectors import LEARNED, SELECTORS, UNTRAINED
 from stts_hf.shortages import is_disk_full
 from stts_hf.wording import percent
@@ -58,16 +57,16 @@ def execute(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
     # A stock checkpoint is refused where a scorer is asked for, and loaded for those that need none where not.
     arguments.selector = next((name for name in arguments.selectors or () if name in LEARNED), UNTRAINED[0])
-    opened = open_video(arguments, arguments.video)
+    predictor, prepared = open_video(arguments, arguments.video)
     from stts_hf.checkpoints.atomic_folder import atomic_folder
 
-    model, checkpoint, begun = opened.model, opened.checkpoint, opened.prepared.begun
+    model, checkpoint, begun = predictor.model, arguments.checkpoint, prepared.begun
     selectors, notes = usable_selectors(arguments.selectors, model, checkpoint)
     answers = {}
     for name in selectors:
         model.config.vision_config.selector = name
-        answers[name] = generate(arguments, opened, name)
-    times = measure(selectors, opened, arguments) if arguments.repeats else {}
+        answers[name] = generate(arguments, predictor, prepared, name)
+    times = measure(selectors, model, prepared.inputs, arguments) if arguments.repeats else {}
     facts = {
         "video": Path(arguments.video).name,
         "checkpoint": checkpoint,
@@ -117,14 +116,15 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
     return UNTRAINED, [f"The {without}, so there are only selectors that need no training."]
 
 
-def measure(selectors: Sequence[str], opened: Opened, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Times of the prompt in milliseconds, of the stock model and of each selector, as `time_prompts` returns them."""
+def measure(
+    selectors: Sequence[str], model: Any, inputs: Mapping[str, Any], arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Returns the prompt's times in milliseconds, of the stock model and of each selector, as `time_prompts` does."""
     from stts_hf.benchmark.models import stock_twin
     from stts_hf.cli.stock_times import time_prompts
     from stts_hf.inference.generate import inputs_for
 
-    model = opened.model
-    given = inputs_for(model, opened.prepared.inputs)
+    given = inputs_for(model, inputs)
     pruned = given | {"pruning_ratio": arguments.pruning_ratio}
     variants = {STOCK: (stock_twin(model), given)} | dict.fromkeys(selectors, (model, pruned))
 
@@ -157,7 +157,7 @@ def write_files(
     scores = {name: answer.token_scores for name, answer in answers.items() if answer.token_scores is not None}
     where: dict[str, Any] = {"grid": first.grid, "timestamps": first.timestamps, "tubelet": first.tubelet}
     with stage("Drawing contact sheets and figures"):
-        frames = read_frames(first.video, first.timestamps, report.FRAME_SIDE)
+        frames = read_frames(first.video, first.timestamps, FRAME_SIDE)
         for name, mask in masks.items():
             title = f"{name}: {first.question}"
             sheet = contact_sheet(frames, mask, token_scores=scores[name], title=title, **where)
@@ -184,13 +184,13 @@ def write_files(
 def print_findings(answers: Mapping[str, "Answer"], times: Mapping[str, list[float]], output: Path) -> None:
     """Prints what was found, and where it was written."""
     first = next(iter(answers.values()))
-    report.print_lines(question=first.question)
+    print_lines(question=first.question)
     for name, answer in answers.items():
         kept, total = answer.video_tokens_kept, answer.video_tokens
-        report.print_lines(**{name: f"{kept} of {total} video tokens kept; {answer.answer or '(empty)'}"})
+        print_lines(**{name: f"{kept} of {total} video tokens kept; {answer.answer or '(empty)'}"})
     if times:
         from stts_hf.cli.stock_times import print_times
 
         print_times(times)
         print()
-    report.print_lines(page=str(output / PAGE))
+    print_lines(page=str(output / PAGE))

@@ -35,6 +35,7 @@ class Predictor:
         config: the model's.
         processor: of the checkpoint.
         pruning_ratio: fraction `k` of video tokens to drop.
+        options: of `answer_rows`.
 
     Raises:
         ValueError: there is no such checkpoint or device, or an argument is out of range.
@@ -56,7 +57,7 @@ class Predictor:
         self.pruning_ratio = resolve_ratio(self.config, pruning_ratio)
         self._place = (checkpoint, self.config, choose_device(device))
         self._weights: dict[str, Any] = {"revision": revision, "dtype": dtype}
-        self._options = {"max_new_tokens": max_new_tokens, "pruning_ratio": self.pruning_ratio, **options}
+        self.options = {"max_new_tokens": max_new_tokens, "pruning_ratio": self.pruning_ratio, **options}
 
     @functools.cached_property
     def model(self) -> Any:
@@ -76,7 +77,7 @@ class Predictor:
             `answer` (None if there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`, `new_tokens`,
             `frames`, `damaged_frames`, `seconds` in the model (the batch's, divided by its rows), and `error`.
         """
-        answers = answer_rows(self.model, self.processor, rows, read_asked, do_sample=False, **self._options)
+        answers = answer_rows(self.model, self.processor, rows, read_asked, do_sample=False, **self.options)
         with contextlib.closing(answers):
             for row, answer in answers:
                 yield record_of(row, answer)

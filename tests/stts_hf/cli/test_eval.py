@@ -108,7 +108,7 @@ def test_it_goes_on_where_a_killed_run_ended_and_loads_no_weights_where_it_had_f
     first = run()
     whole = first[3]
     with monkeypatch.context() as patch:
-        patch.setattr("stts_hf.cli.eval.load_model", None)
+        patch.setattr("stts_hf.inference.predicting.load_model", None)
         same = run()
     assert (same[0], same[1], same[3]) == (0, first[1], whole)
     path = tmp_path / "answers.jsonl"
@@ -116,7 +116,7 @@ def test_it_goes_on_where_a_killed_run_ended_and_loads_no_weights_where_it_had_f
     path.write_bytes(b"".join(lines[:2]) + lines[2][:20])
     status, out, err, again = run("--batch-size", "1")
     assert status == 0
-    assert "2 of 4 questions are answered" in err
+    assert "2 of 4 rows are answered" in err
 
     def without_time(lines):
         return sorted(({**line, "seconds": 0} for line in lines), key=lambda line: line["id"])
@@ -151,16 +151,16 @@ def test_answers_of_other_settings_are_refused(run, options, setting):
 def test_a_checkpoint_is_another_by_any_file_that_decides_its_answers(tmp_path, name, old, new):
     folder = tmp_path / "checkpoint"
     shutil.copytree(TINY, folder)
-    values = {"output": folder / "answers.jsonl", "pruning_ratio": 0.5, "max_new_tokens": 1}
+    values = {"checkpoint": str(folder), "output": folder / "answers.jsonl", "pruning_ratio": 0.5, "max_new_tokens": 1}
     arguments = argparse.Namespace(**values, dtype="auto", num_frames=None, max_fps=None, test_time_scaling=False)
     config = SimpleNamespace(vision_config=SimpleNamespace(selector="scorer"))
-    before = settings_of(arguments, str(folder), config)
+    before = settings_of(arguments, config)
     (folder / "answers.summary.json").write_text("{}")  # of the run itself
-    assert settings_of(arguments, str(folder), config) == before
+    assert settings_of(arguments, config) == before
     text = (folder / name).read_text()
     assert old in text
     (folder / name).write_text(text.replace(old, new, 1))
-    assert settings_of(arguments, str(folder), config) != before
+    assert settings_of(arguments, config) != before
 
 
 def test_answers_to_other_rows_are_refused(run, rows):
@@ -180,12 +180,12 @@ def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, 
     assert status == 1
     assert re.search(r"^all +4 +0 +0\.0% +1 +2 ", out, re.M)
     assert "a: Cannot read video file" in err
-    assert "2 questions could not be asked" in err
+    assert "2 rows could not be answered" in err
     assert sorted(line["id"] for line in lines if line["error"]) == ["a", "c"]
     (folder / "two.mp4").write_bytes(rows.with_name("two.mp4").read_bytes())
     status, out, err, lines = run(rows=folder / "rows.jsonl")
     assert status == 0
-    assert "2 of 4 questions are answered" in err
+    assert "2 of 4 rows are answered" in err
     assert sorted(line["id"] for line in lines) == ["a", "b", "c", "d"]
     assert re.search(r"^all +4 +1 ", out, re.M)
 
@@ -214,7 +214,7 @@ def test_max_fps(run):
 )
 def test_what_cannot_be_asked_is_refused_before_weights_are_loaded(run, tmp_path, monkeypatch, rows, options, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("stts_hf.cli.eval.load_model", None)
+    monkeypatch.setattr("stts_hf.inference.predicting.load_model", None)
     path = tmp_path / ("gone.jsonl" if rows is None else "rows.jsonl")
     if rows is not None:
         path.write_text(rows)

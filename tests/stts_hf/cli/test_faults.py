@@ -74,9 +74,7 @@ def check_done(ended: Ended) -> None:
     assert ended.status == 0, ended.err
 
 
-@pytest.mark.parametrize(
-    ("kind", "at"), [("kill", "PIL.ImageFile._save"), ("full", "stts_hf.cli.answer_report.print_answer")]
-)
+@pytest.mark.parametrize(("kind", "at"), [("kill", "PIL.ImageFile._save"), ("full", "stts_hf.cli.run.print_answer")])
 def test_run(here, kind, at):
     write_small_clip(here)
     (here / "sheet.png").write_bytes(b"an earlier picture")

@@ -113,7 +113,7 @@ def test_a_bad_video_is_a_row_with_its_error_which_stays_until_it_is_to_be_tried
     assert Path("clips-done.jsonl").read_bytes() == before
     status, out, err = run("clips", *PROMPT, "--output", "clips-done.jsonl", "--retry-errors")
     assert status == 0
-    assert "2 of 3 rows are in clips-done.jsonl already" in err
+    assert "2 of 3 rows are answered in clips-done.jsonl already" in err
     assert re.search(r"^this run: +1 rows in ", out, re.M)
     assert lines("clips-done.jsonl").keys() == {"clips/two.mp4", "clips/three.mp4", "clips/words.mp4"}
 
@@ -165,7 +165,7 @@ def test_videos_that_lie_in_a_data_set(run):
 
 
 def test_run_of_several_videos_is_predict_without_output(here, checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("stts_hf.cli.predict_engines.workers_of", lambda arguments: 0)
+    monkeypatch.setattr("stts_hf.cli.predict.workers_of", lambda arguments: 0)
     before = sorted(here.iterdir())
     clips = ["clips/two.mp4", "clips/three.mp4"]
     assert main(["run", *clips, "What moves?", "--checkpoint", str(checkpoint), *ANSWERING]) == 0
@@ -295,7 +295,7 @@ def test_answers_that_lie_among_the_videos_are_no_input(run):
     for _ in range(2):
         status, _, err = run("clips/*", *PROMPT, "--output", "clips/answers.parquet")
         assert status == 1  # of the file that is no video
-    assert "3 of 3 rows are in " in err
+    assert "3 of 3 rows are answered in " in err
 
 
 @pytest.mark.parametrize("output", ["pipe.jsonl", "x" * 256 + ".jsonl", "loop.jsonl"])

@@ -147,5 +147,5 @@ def test_a_command_that_is_killed_goes_on(address, checkpoint, rows, expected, t
     second = start()
     said = second.communicate(timeout=600)[1]
     assert second.returncode == 1, said  # some rows have an error
-    assert f" of {len(rows)} rows are in {output} already" in said
+    assert f" of {len(rows)} rows are answered in {output} already" in said
     assert by_id(map(json.loads, output.read_text().splitlines())) == expected
