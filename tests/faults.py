@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from stts_hf.benchmark.meters import proc_bytes
+import psutil
+
 from stts_hf.data.isolated import start_early
 
 Fault = Callable[[], None]
@@ -135,8 +136,7 @@ def forbid(path: Path, mode: int = 0o500) -> None:
 
 def exhaust() -> None:
     """Leaves no memory beyond what this process has, nor blocks of 128 KiB and more of that."""
-    used = proc_bytes("/proc/self/status", "VmData")
-    assert used is not None
+    used = psutil.Process().memory_info().data
     resource.setrlimit(resource.RLIMIT_DATA, (used, resource.RLIM_INFINITY))
     malloc = ctypes.CDLL(None).malloc
     malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -15,11 +15,12 @@ from typing import Any
 
 import av
 import numpy as np
+import psutil
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import read_video_pyav
 
 from stts_hf.benchmark.measure import take_turns
-from stts_hf.benchmark.meters import TOTAL, proc_bytes
+from stts_hf.benchmark.meters import TOTAL
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor, sample_times
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import measure
@@ -62,8 +63,8 @@ def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int
             variant |= {"peak_memory": max(variant["peak_memory"], done["peak_memory"]), "same_frames": same}
             variant["stages"][TOTAL]["seconds"].append(done["seconds"])
 
-        order = take_turns(title, variants, repeats, lambda variant: None, run)
-    return {"title": title, "status": "ok", "order": order, "variants": variants}
+        take_turns(title, variants, repeats, lambda variant: None, run)
+    return {"title": title, "status": "ok", "variants": variants}
 
 
 def read_once(reader: str, path: str, frames: int, indices: list[int]) -> dict[str, Any]:
@@ -81,20 +82,20 @@ def read_once(reader: str, path: str, frames: int, indices: list[int]) -> dict[s
             pictures, metadata = file.read(chosen, measure(file, chosen))
         return pictures.permute(0, 2, 3, 1).numpy(), metadata  # (T, height, width, 3), as transformers' readers do
 
-    before = proc_bytes("/proc/self/status", "VmRSS")
+    if not psutil.LINUX:
+        raise RuntimeError("Peak memory of a reader is measured on Linux only.")
+    before = psutil.Process().memory_info().rss
     # A process begins with its parent's high-water mark, and so does what getrusage says of it.
     Path("/proc/self/clear_refs").write_text("5")
     started = time.perf_counter()
     pictures, metadata = read()
     seconds = time.perf_counter() - started
-    peak = proc_bytes("/proc/self/status", "VmHWM")
-    if peak is None or before is None:
-        raise RuntimeError("Peak memory of a reader is measured on Linux only.")
+    peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])  # in kB
     digest = hashlib.sha256()
     for picture in pictures:
         digest.update(np.ascontiguousarray(picture).tobytes())
     chosen = [int(index) for index in metadata.frames_indices]
-    return {"seconds": seconds, "peak_memory": peak - before, "indices": chosen, "hash": digest.hexdigest()}
+    return {"seconds": seconds, "peak_memory": 1024 * peak - before, "indices": chosen, "hash": digest.hexdigest()}
 
 
 def _read_in_new_process(*arguments: Any) -> dict[str, Any]:

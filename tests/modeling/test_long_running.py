@@ -15,8 +15,7 @@ FLAT = 2**21  # bytes; 0.2 MiB was measured, and 10 kB leaked by each call would
 
 LONG = f"""
 import gc, json, sys
-import torch
-from stts_hf.benchmark.meters import proc_bytes
+import psutil, torch
 from tests.backbones import BACKBONES, prompt
 from tests.modeling.test_long_running import rows_of
 torch.set_num_threads(1)
@@ -28,7 +27,7 @@ for call in range({CALLS}):
         model.generate(**inputs, max_new_tokens=2, do_sample=False, pruning_ratio=call % 10 / 10)
     if call % 20 == 19:
         gc.collect()
-        sizes.append(proc_bytes("/proc/self/status", "VmRSS"))
+        sizes.append(psutil.Process().memory_info().rss)
 print(json.dumps(sizes))
 """
 

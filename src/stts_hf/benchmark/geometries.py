@@ -1,8 +1,7 @@
 """Sizes of the models that presets measure, and their inputs: what each backbone's processor makes of one video."""
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ def _molmo2(
     """vision: width, MLP, layers, heads, head's width. feature_layers: of the ViT, which the connector takes."""
     width, mlp, layers, heads, head_dim = vision
     shared = {"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim}
-    tower = {"intermediate_size": mlp, "num_hidden_layers": layers, "image_size": [side, side], "patch_size": 14}
+    tower = {"intermediate_size": mlp, "num_hidden_layers": layers, "image_size": [side, side]}
     connector = {"vision_feature_layer": list(feature_layers), "intermediate_size": text["intermediate_size"]}
     first = text["vocab_size"]  # special tokens are numbered from the end of the text vocabulary
     special = {"image_start": 0, "image_end": 1, "low_res_image_start": 4, "frame_start": 7, "frame_end": 8}
@@ -56,10 +55,6 @@ def _qwen3_vl(
             "intermediate_size": 4 * width,
             "depth": layers,
             "num_heads": heads,
-            "patch_size": 16,
-            "temporal_patch_size": 2,
-            "spatial_merge_size": 2,
-            "num_position_embeddings": 48**2,
             "out_hidden_size": text["hidden_size"],
             "deepstack_visual_indexes": list(deepstack_layers),
             "pruning_layer": pruning_layer,
@@ -81,16 +76,11 @@ def _text(sizes: Sequence[int], vocabulary: int = 13312, head_dim: int = 128) ->
     return {**text, "head_dim": head_dim, "vocab_size": vocabulary, "rope_parameters": rope}
 
 
-@dataclasses.dataclass(frozen=True)
 class Geometry:
-    """config: makes a new configuration. grid: rows and columns of blocks of a frame of the tower."""
+    """grid: rows and columns of blocks of a frame of the tower. config: makes a new configuration, from `sizes`."""
 
-    config: Callable[[], Any]
-    grid: tuple[int, int]
-
-
-def _geometry(grid: tuple[int, int], build: Callable[..., Any], *sizes: Any) -> Geometry:
-    return Geometry(functools.partial(build, *sizes), grid)
+    def __init__(self, grid: tuple[int, int], build: Callable[..., Any], *sizes: Any) -> None:
+        self.grid, self.config = grid, partial(build, *sizes)
 
 
 _SO400M = ((1152, 4304, 25, 16, 72), 3, (24, 18))  # Molmo2 uses 25 of the original configuration's 27 layers
@@ -100,17 +90,17 @@ _NO_TEXT = (96, 2, 4, 2)  # of a text model as small as it can be, where only th
 # Smaller towers keep the share of dense layers: 2 of 13, or 1 of 6, are nearly 4 of 25. Qwen3-VL-4B has 364 blocks per
 # tubelet of 720p in 64 frames under the processor's pixel budget, 91 in 256 frames.
 GEOMETRIES: dict[str, Geometry] = {
-    "tiny": _geometry((3, 3), _molmo2, (32, 64, 6, 4, 8), 1, (5, 3), _text((48, *_NO_TEXT), 512, 16), 126),
-    "so400m": _geometry((9, 9), _molmo2, *_SO400M, _text((2560, 64, 1, 32, 8), 512)),
-    "narrow-tower": _geometry((9, 9), _molmo2, (144, 538, 13, 2, 72), 1, (12, 9), _text((320, *_NO_TEXT), 512, 64)),
-    "molmo2-4b": _geometry((9, 9), _molmo2, *_SO400M, _TEXT_4B),
-    "molmo2-small": _geometry((6, 6), _molmo2, (288, 1076, 13, 4, 72), 1, (12, 9), _text((1024, 3888, 8, 12, 3)), 252),
-    "molmo2-small-long": _geometry((6, 6), _molmo2, (144, 538, 6, 2, 72), 0, (5, 4), _text((640, 2432, 3, 4, 1)), 252),
-    "qwen3-vl-tiny": _geometry((2, 3), _qwen3_vl, (32, 6, 4), 1, (1, 4), _text((48, 96, 3, 4, 2), 512, 16)),
-    "qwen3-vl-4b": _geometry((14, 26), _qwen3_vl, *_QWEN_4B, _TEXT_4B),
-    "qwen3-vl-4b-low": _geometry((7, 13), _qwen3_vl, *_QWEN_4B, _TEXT_4B),
-    "qwen3-vl-small": _geometry((8, 14), _qwen3_vl, (256, 12, 4), 1, (2, 5, 8), _text((1024, 3891, 8, 16, 4))),
-    "qwen3-vl-small-long": _geometry((8, 14), _qwen3_vl, (128, 6, 2), 0, (1, 2, 4), _text((640, 2432, 3, 4, 1))),
+    "tiny": Geometry((3, 3), _molmo2, (32, 64, 6, 4, 8), 1, (5, 3), _text((48, *_NO_TEXT), 512, 16), 126),
+    "so400m": Geometry((9, 9), _molmo2, *_SO400M, _text((2560, 64, 1, 32, 8), 512)),
+    "narrow-tower": Geometry((9, 9), _molmo2, (144, 538, 13, 2, 72), 1, (12, 9), _text((320, *_NO_TEXT), 512, 64)),
+    "molmo2-4b": Geometry((9, 9), _molmo2, *_SO400M, _TEXT_4B),
+    "molmo2-small": Geometry((6, 6), _molmo2, (288, 1076, 13, 4, 72), 1, (12, 9), _text((1024, 3888, 8, 12, 3)), 252),
+    "molmo2-small-long": Geometry((6, 6), _molmo2, (144, 538, 6, 2, 72), 0, (5, 4), _text((640, 2432, 3, 4, 1)), 252),
+    "qwen3-vl-tiny": Geometry((2, 3), _qwen3_vl, (32, 6, 4), 1, (1, 4), _text((48, 96, 3, 4, 2), 512, 16)),
+    "qwen3-vl-4b": Geometry((14, 26), _qwen3_vl, *_QWEN_4B, _TEXT_4B),
+    "qwen3-vl-4b-low": Geometry((7, 13), _qwen3_vl, *_QWEN_4B, _TEXT_4B),
+    "qwen3-vl-small": Geometry((8, 14), _qwen3_vl, (256, 12, 4), 1, (2, 5, 8), _text((1024, 3891, 8, 16, 4))),
+    "qwen3-vl-small-long": Geometry((8, 14), _qwen3_vl, (128, 6, 2), 0, (1, 2, 4), _text((640, 2432, 3, 4, 1))),
 }
 
 
@@ -142,11 +132,6 @@ def lay_out(config: Any, grid: tuple[int, int]) -> Layout:
     as_is: dict[str, Any] = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
     qwen = Qwen3VLVideoProcessor(patch_size=vision.patch_size, **sizes, **as_is)
     return Layout(frame, [0, *[2] * (rows * cols), 0], (rows * block, cols * block), qwen)
-
-
-def geometry_config(name: str) -> Any:
-    """A new configuration of the geometry `name`, a key of `GEOMETRIES`."""
-    return GEOMETRIES[name].config()
 
 
 def workload_inputs(workload: Workload, config: Any, device: torch.device) -> dict[str, Any]:

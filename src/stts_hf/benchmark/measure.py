@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from stts_hf.benchmark import meters
-from stts_hf.benchmark.geometries import geometry_config, workload_inputs
+from stts_hf.benchmark.geometries import GEOMETRIES, workload_inputs
 from stts_hf.benchmark.meters import Clock, StageRecorder
 from stts_hf.benchmark.models import Models, build_models, configure, set_pruning
 from stts_hf.benchmark.presets import Preset, Workload
@@ -51,7 +51,7 @@ def check_runnable(preset: Preset, device: torch.device) -> None:
             needs = "--layouts varlen"
         if needs:
             raise ValueError(f"backend {workload.backend!r} needs {needs}; or use --backends sdpa")
-        set_pruning(geometry_config(workload.geometry), workload)
+        set_pruning(GEOMETRIES[workload.geometry].config(), workload)
 
 
 def measure_cells(
@@ -184,13 +184,11 @@ def take_turns(
     repeats: int,
     warm_up: Callable[[Variant], object],
     run: Callable[[Variant], object],
-) -> list[list[str]]:
+) -> None:
     """
     Calls `warm_up` with each variant, then `run` in `repeats` rounds with each whose "status" is still "ok". Each round
-    starts with another variant, so drift of the machine affects all alike. Returns the variants' names in the order of
-    each round.
+    starts with another variant, so drift of the machine affects all alike.
     """
-    order = []
     with tqdm(total=len(variants) * (1 + repeats), desc=title, unit="pass", leave=False, disable=None) as bar:
         for variant in variants:
             warm_up(variant)
@@ -198,12 +196,9 @@ def take_turns(
         for number in range(repeats):
             turn = [variant for variant in variants if variant["status"] == "ok"]
             first = number % max(len(turn), 1)
-            turn = turn[first:] + turn[:first]
-            for variant in turn:
+            for variant in turn[first:] + turn[:first]:
                 run(variant)
                 bar.update()
-            order.append([variant["name"] for variant in turn])
-    return order
 
 
 def measure_workloads(workloads: Sequence[Workload], device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
@@ -230,7 +225,7 @@ def measure_workloads(workloads: Sequence[Workload], device: torch.device, repea
 
 def measure(workload: Workload, models: Models, device: torch.device, repeats: int) -> dict[str, Any]:
     """
-    Measures one workload: `{"status", "order", "variants"}`, stock first among the variants, each with `stages` (the
+    Measures one workload: `{"status", "variants"}`, stock first among the variants, each with `stages` (the
     `seconds` of every round and `flops`), `peak_memory` in bytes, and `tokens` per row (see `Runner.count_tokens`).
     """
     configure(models, workload, workload.backend)
@@ -250,7 +245,8 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
             for stage, taken in runner.run(variant["pruning_ratio"], Clock(device)).items():
                 variant["stages"][stage]["seconds"].append(taken)
 
-    return {"status": "ok", "order": take_turns(workload.title, variants, repeats, warm_up, run), "variants": variants}
+    take_turns(workload.title, variants, repeats, warm_up, run)
+    return {"status": "ok", "variants": variants}
 
 
 def _warm_up(runner: Runner, ratio: float | None, device: torch.device) -> Variant:
@@ -281,17 +277,13 @@ def _free_memory(device: torch.device, cache: bool = False) -> None:
 @contextlib.contextmanager
 def _prepared(workload: Workload, device: torch.device) -> Iterator[None]:
     """
-    Limits memory, and exempts what was imported from garbage collection. flex_attention is compiled anew, for up to 64
-    shapes; after the default of eight PyTorch would go on uncompiled, which is another algorithm.
+    Limits memory. flex_attention is compiled anew, for up to 64 shapes; after the default of eight PyTorch would go on
+    uncompiled, which is another algorithm.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(meters.limited_to_free_memory(device))
-        if workload.backend == "flex_attention":
-            torch.compiler.reset()
-            stack.enter_context(torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True))
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+    if workload.backend == "flex_attention":
+        torch.compiler.reset()
+    compiled_alone = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
+    with meters.limited_to_free_memory(device), compiled_alone:
         yield
 
 

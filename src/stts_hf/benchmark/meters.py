@@ -7,9 +7,9 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -165,25 +165,12 @@ def peak_memory(run: Callable[[], Result], device: torch.device) -> tuple[Result
 
 @contextlib.contextmanager
 def limited_to_free_memory(device: torch.device) -> Iterator[None]:
-    """
-    On a CPU: allocations beyond the memory that Linux calls available fail. Without a limit the kernel would kill the
-    process with all its results.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    free = proc_bytes("/proc/meminfo", "MemAvailable")
-    if device.type == "cpu" and free is not None:
-        limit = (proc_bytes("/proc/self/status", "VmData") or 0) + free
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    """Lets allocations beyond the free memory of a Linux machine fail, where the kernel would kill the process."""
+    process, (soft, hard) = psutil.Process(), resource.getrlimit(resource.RLIMIT_DATA)
+    if device.type == "cpu" and psutil.LINUX and hard == resource.RLIM_INFINITY:
+        free = process.memory_info().data + psutil.virtual_memory().available
+        resource.setrlimit(resource.RLIMIT_DATA, (free, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def proc_bytes(path: str, field: str) -> int | None:
-    """A field in kB of a file in Linux' /proc, in bytes; None where there is no such file or field."""
-    with contextlib.suppress(OSError):
-        for line in Path(path).read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    return None

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from stts_hf.auto_classes import register_auto_classes
-from stts_hf.benchmark.geometries import geometry_config
+from stts_hf.benchmark.geometries import GEOMETRIES
 from stts_hf.benchmark.presets import Workload
 from stts_hf.model_parts import SCORER, module_of
 
@@ -24,7 +24,7 @@ def build_models(geometry: str, dtype: torch.dtype, device: torch.device) -> Mod
     register_auto_classes()
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForImageTextToText.from_config(geometry_config(geometry), dtype=dtype)
+        model = AutoModelForImageTextToText.from_config(GEOMETRIES[geometry].config(), dtype=dtype)
     nn.init.normal_(module_of(model, SCORER).score_layer.weight)
     return model, stock_twin(model)
 
@@ -94,7 +94,7 @@ def configure(models: Models, workload: Workload, backend: str) -> None:
 
 def set_pruning(config: Any, workload: Workload) -> None:
     """Sets a workload's pruning fields. Raises `ValueError` for a layer that the tower does not have."""
-    vision, layer = config.vision_config, workload.pruning_layer
+    vision, own = config.vision_config, GEOMETRIES[workload.geometry].config().vision_config
     vision.packing, vision.selector = workload.layout, workload.selector
-    vision.pruning_layer = geometry_config(workload.geometry).vision_config.pruning_layer if layer is None else layer
+    vision.pruning_layer = own.pruning_layer if workload.pruning_layer is None else workload.pruning_layer
     vision.validate_pruning()

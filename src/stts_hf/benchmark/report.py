@@ -77,9 +77,8 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 def why_nothing_measured(result: Mapping[str, Any]) -> str | None:
     """The first failure of a result without a single figure; None if it has one, or has no cells."""
-    if any(variant["status"] == "ok" for cell in result["cells"] for variant in cell["variants"]):
-        return None
-    return next(iter(_failures(result["cells"])), None)
+    measured = any(variant["status"] == "ok" for cell in result["cells"] for variant in cell["variants"])
+    return None if measured else next(iter(_failures(result["cells"])), None)
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -111,7 +110,8 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     for cell in cells:
         variants = {variant["name"]: variant for variant in cell["variants"]}
         states = [variants[name]["status"] if name in variants else "" for name in names]
-        rounds = f", {len(cell['order'])} rounds" if "order" in cell else ""
+        timed = [len(found["seconds"]) for it in cell["variants"] for found in it.get("stages", {}).values()]
+        rounds = f", {max(timed)} rounds" if timed else ""
         lines.append([f"**{cell['title']}**{rounds}", *("" if state == "ok" else state for state in states)])
         figures = [
             _figures(cell, variants[name]) if state == "ok" else {} for name, state in zip(names, states, strict=True)

@@ -1,6 +1,6 @@
 """Prints what FLOPs allow in every preset, worked out and not measured: `python -m tests.stts_hf.benchmark.ideals`."""
 
-from stts_hf.benchmark.geometries import geometry_config
+from stts_hf.benchmark.geometries import GEOMETRIES
 from stts_hf.benchmark.presets import PRESETS, Workload
 from stts_hf.modeling.configuration_stts import STTSConfig
 from tests.stts_hf.benchmark import formulas
@@ -12,7 +12,7 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
 
     lengths: how many patches of each frame of a row survive; by default they are spread evenly over the frames.
     """
-    config = geometry_config(workload.geometry)
+    config = GEOMETRIES[workload.geometry].config()
     vision = config.vision_config
     rows, cols = vision.block_grid
     blocks, patches, frames = rows * cols, 9 * rows * cols, workload.frames
@@ -56,7 +56,7 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
 def main() -> None:
     for preset in PRESETS.values():
         for workload in preset.workloads:
-            if not isinstance(geometry_config(workload.geometry), STTSConfig):
+            if not isinstance(GEOMETRIES[workload.geometry].config(), STTSConfig):
                 continue  # ideals_qwen3_vl
             stock = flops(workload, None)
             ideals = [

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config
+from stts_hf.benchmark.geometries import GEOMETRIES
 from stts_hf.benchmark.presets import PRESETS, Workload
 from tests.stts_hf.benchmark import formulas
 
@@ -23,7 +23,7 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
 
     lengths: how many patches of each tubelet survive; by default they are spread evenly over the tubelets.
     """
-    config: Any = geometry_config(workload.geometry)
+    config: Any = GEOMETRIES[workload.geometry].config()
     vision, side = config.vision_config, config.vision_config.spatial_merge_size
     frames, blocks = tubelets(workload), math.prod(GEOMETRIES[workload.geometry].grid)
     patches, layers = side**2 * blocks, vision.depth

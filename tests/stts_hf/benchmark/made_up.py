@@ -21,12 +21,10 @@ def cell(variants: list[dict[str, Any]], **workload: Any) -> dict[str, Any]:
     ratios = tuple(entry["pruning_ratio"] for entry in variants if entry["pruning_ratio"] is not None)
     given: dict[str, Any] = {"mode": "tower", "geometry": "tiny", "frames": 8, "ratios": ratios} | workload
     described = Workload(**given)
-    order = [[entry["name"] for entry in variants]] * 3
     return {
         "workload": vars(described) | {"ratios": list(ratios)},
         "title": described.title,
         "status": "ok",
-        "order": order,
         "variants": variants,
     }
 

@@ -35,7 +35,6 @@ def test_the_result_holds_every_raw_sample(tiny):
     seen = set()
     for cell in found["cells"]:
         assert cell["status"] == "ok"
-        assert cell["order"] == [["stock", "0", "0.5"]]
         for variant in cell["variants"]:
             assert variant["peak_memory"] > 0
             for stage, measured in variant["stages"].items():

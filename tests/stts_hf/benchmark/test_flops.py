@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from stts_hf.benchmark.geometries import GEOMETRIES, geometry_config, workload_inputs
+from stts_hf.benchmark.geometries import GEOMETRIES, workload_inputs
 from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.meters import CONNECTOR, TOTAL, VISION_TOWER, FlopClock
 from stts_hf.benchmark.models import build_models, configure
@@ -105,7 +105,7 @@ def test_another_version_of_pytorch_counted_the_same(ratio):
 
 def share_of_text(name: str, frames: int, text_tokens: int, timestamp_tokens: int) -> tuple[float, float]:
     """FLOPs of the LLM over those of the tower, and of attention over all of the LLM's, of one row of stock Molmo2."""
-    config = geometry_config(name)
+    config = GEOMETRIES[name].config()
     vision = config.vision_config
     rows, cols = vision.block_grid
     tower = formulas.vision_layers(config, vision.num_hidden_layers, [9 * rows * cols] * frames)
@@ -128,5 +128,5 @@ def test_the_scaled_down_models_have_the_proportions_of_4b(small, frames, small_
 
 def test_every_geometry_prunes_after_the_same_share_of_its_tower():
     for name in set(GEOMETRIES) - {"tiny", "qwen3-vl-tiny"}:
-        vision = geometry_config(name).vision_config
+        vision = GEOMETRIES[name].config().vision_config
         assert (vision.pruning_layer + 1) / vision.num_hidden_layers == pytest.approx(4 / 25, abs=0.01), name
