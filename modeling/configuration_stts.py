@@ -1,30 +1,18 @@
 """Configuration of STTS on Molmo2: what is scored, how much is dropped, and how the survivors are laid out."""
 
-from transformers.utils.versions import require_version
-
-# Before imports that fail without a reason in older versions.
-require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
-require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision`.")
+from .settings_stts import PRUNING_FIELDS, SELECTORS, PruningConfig, PruningSettings  # isort: split
 
 import math
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import SubConfigSpec
 from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2AdapterConfig,
     Molmo2Config,
     Molmo2TextConfig,
     Molmo2VisionConfig,
 )
-
-from .settings_stts import PRUNING_FIELDS, SELECTORS, PruningConfig, PruningSettings, TrainingSettings, auto_map
-
-AUTO_MAP = auto_map() | {
-    "AutoProcessor": "processing_stts.STTSProcessor",
-    "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
-}
 
 
 @strict
@@ -43,7 +31,6 @@ class STTSVisionConfig(PruningSettings, Molmo2VisionConfig):
     """
 
     model_type = "stts_vision"
-    base_config_key = "vision_config"
 
     pooling_size: list[int] = field(default_factory=lambda: [3, 3])
 
@@ -79,7 +66,7 @@ class STTSVisionConfig(PruningSettings, Molmo2VisionConfig):
 
 
 @strict
-class STTSConfig(PruningConfig, TrainingSettings, Molmo2Config):
+class STTSConfig(PruningConfig, Molmo2Config):
     r"""
     Molmo2's configuration with an `STTSVisionConfig` and the fields of `TrainingSettings`, checked like that one's.
 
@@ -90,13 +77,12 @@ class STTSConfig(PruningConfig, TrainingSettings, Molmo2Config):
     model_type = "stts"
     native = Molmo2Config
     family = "Molmo2"
-    vision_model_type = STTSVisionConfig.model_type
+    vision_class = STTSVisionConfig
     vision_settings = (*PRUNING_FIELDS, "pooling_size")
     vision_names = ("vision_config", "vit_config")  # the released checkpoints' name is the latter
-    auto_classes = AUTO_MAP
-    sub_configs_defaults: ClassVar[dict] = {
-        **Molmo2Config.sub_configs_defaults,
-        "vision_config": SubConfigSpec(config_class=STTSVisionConfig),
+    auto_classes: ClassVar[dict[str, str]] = {
+        "AutoProcessor": "processing_stts.STTSProcessor",
+        "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
     }
 
     def validate_vision_config(self) -> None:
@@ -119,7 +105,5 @@ class STTSConfig(PruningConfig, TrainingSettings, Molmo2Config):
 
         def __init__(self, **settings: Any) -> None: ...
 
-
-STTSConfig.register_for_auto_class()
 
 __all__ = ["STTSConfig", "STTSVisionConfig"]

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2ForConditionalGeneration,
@@ -25,7 +24,7 @@ from transformers.utils import can_return_tuple
 
 from .checks_stts import check_tensors
 from .configuration_stts import STTSConfig
-from .outputs_stts import PruningHead, with_native_arguments
+from .outputs_stts import PruningHead
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
@@ -49,6 +48,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
     """Molmo2 without a head, whose videos lose the blocks of least score."""
 
     config: STTSConfig
+    native = Molmo2Model
     vision_tower: STTSVisionModel
     multi_modal_projector: STTSAdapter
     language_model: Molmo2TextModel
@@ -194,15 +194,12 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
 
     config: STTSConfig
     model: STTSModel
+    native = Molmo2ForConditionalGeneration
+    backbone = STTSModel
 
     def __init__(self, config: STTSConfig):
-        super(Molmo2ForConditionalGeneration, self).__init__(config)
-        self.model = STTSModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        self.vocab_size = config.text_config.vocab_size
-        self.model_tags = ["stts", "molmo2", "video", "token-pruning", "custom_code"]  # of the model card
+        super().__init__(config)
         self.register_load_state_dict_post_hook(refuse_saved_names)
-        self.post_init()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers. Offloaded and quantised weights keep their native names: released ones fuse several."""
@@ -227,8 +224,6 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
             config, inputs_embeds, attention_mask, past_key_values, position_ids, types, **kwargs
         )
 
-    forward = with_native_arguments(Molmo2ForConditionalGeneration, PruningHead.forward)
-
 
 def refuse_saved_names(model: nn.Module, incompatible: Any) -> None:
     """Raises `RuntimeError` for names of a checkpoint's files, which `load_state_dict(strict=False)` passes over."""
@@ -240,11 +235,5 @@ def refuse_saved_names(model: nn.Module, incompatible: Any) -> None:
             "`stts_hf.training.checkpointing.accept_saved_names(model)` before."
         )
 
-
-# Without these, original Molmo2 weights would load into random parameters with no more than a warning: transformers
-# renames keys only for model types it knows.
-register_checkpoint_conversion_mapping("stts", get_checkpoint_conversion_mapping("molmo2"), overwrite=True)
-
-STTSForConditionalGeneration.register_for_auto_class("AutoModel")
 
 __all__ = ["STTSForConditionalGeneration", "STTSModel", "STTSVisionModel"]

@@ -8,7 +8,7 @@ from the prompt, the caller or the record of a cache, so calls may alternate, an
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -29,9 +29,13 @@ class MropeBackbone(PruningBackbone):
     """
     Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`.
 
-    run_per_frame: whether each frame of a video has a run of placeholders in the text, or all have one together.
+    native, tower, text_model: classes of the stock model, of `visual` and of `language_model`. run_per_frame: whether
+    each frame of a video has a run of placeholders in the text, or all have one together.
     """
 
+    native: ClassVar[Any]
+    tower: ClassVar[Any]
+    text_model: ClassVar[Any]
     run_per_frame = True
     video_inputs: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
     image_inputs = ("pixel_values", "image_grid_thw")
@@ -40,6 +44,15 @@ class MropeBackbone(PruningBackbone):
     visual: Any
     # Native code caches the last call's RoPE delta here. We ignore writes and return None, so calls share no state.
     rope_deltas: Any = property(lambda self: None, lambda self, value: None)
+
+    def __init__(self, config: Any):
+        super(self.native, self).__init__(config)  # the native `__init__` would build the stock tower
+        self.visual = self.tower(config.vision_config)
+        self.language_model = self.text_model(config.text_config)
+        self.post_init()
+
+    def native_forward(self, mm_token_type_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
+        return self.native.forward(self, **arguments)
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """As in `PruningBackbone`, grids on the host. Beside `mm_encoder_outputs` they alone say the positions."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, can_return_tuple
 
@@ -42,15 +43,34 @@ class PruningCausalLMOutputWithPast(PruningOutput, TaskOutput, CausalLMOutputWit
 
 
 class PruningHead(STTSGeneration):
-    """Mixin for a model with a head: logits and losses on the sequence that is left, and `generate`."""
+    """
+    Mixin for a model with a head: logits and losses on the sequence that is left, and `generate`.
 
+    native: the stock class with a head. backbone: class of `model`.
+    """
+
+    native: ClassVar[type[PreTrainedModel]]
+    backbone: ClassVar[Any]
     config: Any
     lm_head: nn.Linear
     named_arguments: ClassVar[frozenset[str]]  # of `forward`; the others are the loss's
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "native" in vars(cls):  # a backbone's, and not a subclass of one
+            cls.forward = with_native_arguments(cls.native, cls.forward)  # type: ignore[method-assign]
+            cls.register_for_auto_class("AutoModel")
+            keep_weight_names(cls.native, cls)
+            keep_weight_names(cls.backbone.native, cls.backbone)
         cls.named_arguments = frozenset(inspect.signature(cls.forward).parameters)
+
+    def __init__(self, config: Any):
+        super(self.native, self).__init__(config)  # the native `__init__` would build the stock model
+        self.model = self.backbone(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.vocab_size = config.text_config.vocab_size
+        self.model_tags = ["stts", config.native.model_type, "video", "token-pruning", "custom_code"]  # of the card
+        self.post_init()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers. Loading sets the types of sub configs; so a new model is saved like a loaded one."""
@@ -132,6 +152,18 @@ class PruningHead(STTSGeneration):
         if outputs.temporal_loss is not None:
             loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
         return {"loss": loss, "task_loss": task_loss}
+
+
+def keep_weight_names(native: type[PreTrainedModel], ours: type[PreTrainedModel]) -> None:
+    """
+    Registers for our class, or its `model_type`, how weights of the native class are renamed on loading. Without it
+    they would load random, with a warning at most.
+    """
+    types = native.config_class.model_type, ours.config_class.model_type  # type: ignore[union-attr]
+    for native_name, name in ((native.__name__, ours.__name__), types):
+        renamed = get_checkpoint_conversion_mapping(native_name)
+        if renamed is not None:
+            register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
 
 
 def with_native_arguments(native: type[PreTrainedModel], forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,12 @@
 """Text, images and videos to model inputs: Molmo2's processor, with timestamps that are those of the frames shown."""
 
-from transformers.utils.versions import require_version
-
-# Before imports that fail without a reason in older versions.
-require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
+from .video_processing_stts import STTSVideoProcessor, as_paths  # isort: split
 
 import os
 from typing import TYPE_CHECKING, Any
 
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
-
-from .video_processing_stts import STTSVideoProcessor, as_paths
 
 if TYPE_CHECKING:
     # Never imported. transformers saves every module named here, so a saved processor carries the model's code,

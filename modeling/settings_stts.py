@@ -1,5 +1,11 @@
 """The settings that every backbone has, their checks, and how a config takes, loads and saves them."""
 
+from transformers.utils.versions import require_version
+
+# Every entry file of a checkpoint imports this file first: later imports fail without a reason in older versions.
+require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
+require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision`.")
+
 import math
 import numbers
 import os
@@ -9,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from huggingface_hub.dataclasses import validated_field
 from transformers import PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import logging
 
 from .scoring_stts import SELECTORS
@@ -116,7 +123,7 @@ class MropeSettings(PruningSettings):
 @dataclass(kw_only=True, repr=False, eq=False)
 class TrainingSettings:
     r"""
-    What a model config says of training and of the shortened sequence. Goes beside a native config, under `@strict`.
+    What a model config says of training and of the shortened sequence.
 
     temporal_loss_weight (`float`, *optional*, defaults to 1.0):
         Weight of the temporal loss in the total loss: 1.0 in the paper, 0.5 in the released training code.
@@ -143,13 +150,6 @@ def with_settings(vision_config: Mapping[str, Any] | PreTrainedConfig | None, gi
     return contents | dict(given)
 
 
-def auto_map(suffix: str = "", native: str = "") -> dict[str, str]:
-    """The auto classes that every checkpoint serves; suffix: of the files' names. native: in the classes' names."""
-    model = f"modeling_stts{suffix}.STTS{native}ForConditionalGeneration"
-    names = ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
-    return {"AutoConfig": f"configuration_stts{suffix}.STTS{native}Config"} | dict.fromkeys(names, model)
-
-
 def check_vision_config(value: object, model_type: str | None = None) -> None:
     """Raises `ValueError` for a vision config that cannot prune, such as a stock model's."""
     if not hasattr(value, "pruning_ratio"):
@@ -163,25 +163,25 @@ if TYPE_CHECKING:
     class ModelConfig(PreTrainedConfig):
         """The native class that the mixin below precedes."""
 
-        vision_config: Any
+        vision_config: Any = None
 
 else:
     ModelConfig = object
 
 
-class PruningConfig(ModelConfig):
+class PruningConfig(TrainingSettings, ModelConfig):
     """
     Mixin that goes before a native model config, under `@strict`: takes settings of the vision config as arguments,
     loads stock checkpoints, and saves an entry for every auto class.
 
-    native: the stock config's class. family: its name in messages. vision_model_type: of the vision config.
+    native: the stock config's class. family: its name in messages. vision_class: of the vision config.
     vision_settings: fields of the vision config that are arguments too. vision_names: what files call the vision
-    config. auto_classes: the `auto_map` of a checkpoint.
+    config. auto_classes: the `auto_map` of a checkpoint, by default the classes of this file and its `modeling_...`.
     """
 
     native: ClassVar[type[PreTrainedConfig]]
     family: ClassVar[str]
-    vision_model_type: ClassVar[str]
+    vision_class: ClassVar[type[PreTrainedConfig]]
     vision_settings: ClassVar[tuple[str, ...]] = PRUNING_FIELDS
     vision_names: ClassVar[tuple[str, ...]] = ("vision_config",)
     auto_classes: ClassVar[dict[str, str]]
@@ -195,6 +195,18 @@ class PruningConfig(ModelConfig):
         "kept_indices",
     ]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "native" in vars(cls):  # a backbone's, and not a subclass of one
+            spec = {"vision_config": SubConfigSpec(config_class=cls.vision_class)}
+            cls.sub_configs_defaults = {**cls.native.sub_configs_defaults, **spec}
+            file = cls.__module__.rpartition(".")[2]
+            model = cls.__name__.replace("Config", "ForConditionalGeneration")
+            names = ("AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+            models = dict.fromkeys(names, f"{file.replace('configuration', 'modeling')}.{model}")
+            cls.auto_classes = {"AutoConfig": f"{file}.{cls.__name__}", **models, **vars(cls).get("auto_classes", {})}
+            cls.register_for_auto_class()
+        super().__init_subclass__(**kwargs)
+
     def __post_init__(self, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in self.vision_settings if name in kwargs}
         other = next((name for name in self.vision_names if name in kwargs), None)
@@ -207,7 +219,7 @@ class PruningConfig(ModelConfig):
 
     def validate_vision_config(self) -> None:
         """Raises `ValueError` for a stock vision config, and where the pruning fields do not fit each other."""
-        check_vision_config(self.vision_config, self.vision_model_type)
+        check_vision_config(self.vision_config, self.vision_class.model_type)
         self.vision_config.validate_pruning()
 
     @classmethod
@@ -256,7 +268,7 @@ class PruningConfig(ModelConfig):
         config["model_type"] = cls.model_type
         for key in cls.vision_names:
             if isinstance(config.get(key), dict):
-                config[key] = config[key] | {"model_type": cls.vision_model_type}
+                config[key] = config[key] | {"model_type": cls.vision_class.model_type}
         return config
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -267,8 +279,6 @@ class PruningConfig(ModelConfig):
 
 class MropeConfig(PruningConfig):
     """`PruningConfig` of a model whose tokens have a position in time, height and width."""
-
-    pruned_position_ids: PositionRule
 
     def validate_position_rule(self) -> None:
         """Raises `ValueError` for the rule that has no meaning here: at construction, saving and each use."""

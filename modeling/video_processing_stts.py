@@ -1,9 +1,6 @@
 """Which frames of a video the model sees; native Molmo2 makes tensors of them."""
 
-from transformers.utils.versions import require_version
-
-# Before imports that fail without a reason in older versions.
-require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
+from .settings_stts import check_pruning_ratio  # isort: split
 
 import functools
 import math
@@ -21,7 +18,6 @@ from transformers.image_utils import ChannelDimension, is_valid_image, pil_torch
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor, Molmo2VideoProcessorKwargs
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
-from .settings_stts import check_pruning_ratio
 from .video_reading_stts import VideoFile, resize
 
 _PIXELS_AT_ONCE = 2**18  # a frame of 378 x 378: native preprocessing holds several float32 copies of its input

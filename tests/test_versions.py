@@ -20,7 +20,12 @@ from tests.conftest import REPOSITORY
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 OPTIONAL = PROJECT["optional-dependencies"]
 REQUIREMENTS = {requirement.name: requirement for requirement in map(Requirement, PROJECT["dependencies"])}
-ENTRY_FILES = ["configuration_stts.py", "processing_stts.py", "video_processing_stts.py"]
+ENTRY_FILES = [
+    *(path.name for path in sorted((REPOSITORY / "modeling").glob("configuration_*.py"))),
+    "processing_stts.py",
+    "video_processing_stts.py",
+]
+CHECKING_FILE = "settings_stts.py"
 OF_ANOTHER_NAME = {"yaml": "pyyaml", "PIL": "pillow", "flash_attn": "flash-attn"}
 
 
@@ -46,23 +51,33 @@ def declared(monkeypatch):
     check_versions.cache_clear()
 
 
-@pytest.mark.parametrize("file", ENTRY_FILES)
-def test_remote_code_names_the_transformers_it_needs_before_any_other_import(monkeypatch, file):
-    pretend(monkeypatch, "transformers", "5.19.0")
-    with pytest.raises(ImportError, match=r"^transformers>=5\.20 is required .* found transformers==5\.19\.0"):
-        runpy.run_path(str(REPOSITORY / "modeling" / file))
-
-
-def test_remote_code_names_the_torch_it_needs(monkeypatch):
-    pretend(monkeypatch, "torch", "2.8.0")
-    with pytest.raises(ImportError, match=r"^torch>=2\.9 is required .* found torch==2\.8\.0"):
-        runpy.run_path(str(REPOSITORY / "modeling" / "configuration_stts.py"))
+def first_import(file: str) -> str | None:
+    """The file of a checkpoint that another one imports before anything else."""
+    tree = ast.parse((REPOSITORY / "modeling" / file).read_text())
+    first = next(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    return f"{first.module}.py" if isinstance(first, ast.ImportFrom) and first.level else None
 
 
 @pytest.mark.parametrize("file", ENTRY_FILES)
-def test_remote_code_asks_for_what_the_project_does(file):
+def test_remote_code_checks_versions_before_any_other_import(file):
+    while (following := first_import(file)) is not None:
+        file = following
+    assert file == CHECKING_FILE
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "least"), [("transformers", "5.19.0", "5.20"), ("torch", "2.8.0", "2.9")]
+)
+def test_remote_code_names_the_version_it_needs(monkeypatch, package, version, least):
+    pretend(monkeypatch, package, version)
+    with pytest.raises(ImportError, match=rf"^{package}>={least} is required .* found {package}=={version}"):
+        runpy.run_path(str(REPOSITORY / "modeling" / CHECKING_FILE))
+
+
+def test_remote_code_asks_for_what_the_project_does():
     """A ceiling is for installers only: a checkpoint on the Hub must not refuse every new release."""
-    asked = re.findall(r'^require_version\("([^"]+)"', (REPOSITORY / "modeling" / file).read_text(), re.MULTILINE)
+    text = (REPOSITORY / "modeling" / CHECKING_FILE).read_text()
+    asked = re.findall(r'^require_version\("([^"]+)"', text, re.MULTILINE)
     assert asked
     for requirement in map(Requirement, asked):
         floor = [f"{part.operator}{part.version}" for part in REQUIREMENTS[requirement.name].specifier]
