@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tiny, tiny_qwen2_5_vl, tiny_qwen3_vl
+from tests import naive_qwen2_5_vl, naive_qwen3_vl, tiny, tiny_qwen2_5_vl, tiny_qwen3_vl
 from tests.modeling import reference
 
 Inputs = dict[str, Any]
@@ -37,16 +37,17 @@ Rows = Sequence[Sequence[Part]]
 class Backbone:
     """
     model: of the vision config's settings, with or without a trained scorer. stock: the native model with a model's
-    weights. batch: samples as rows of one batch, padded on a side, with labels of their text. alone: the same samples
-    one by one. pack: the same in a single row. one_block: a model, and a batch of videos of so many frames, each frame
-    a single block. tower: where the scorer is. stock_rounding: of logits and gradients at ratio 0 against stock.
-    fills_cache_with_packed_rows: whether packed rows may be gone on with. stock_mixes: whether stock takes images
-    beside videos.
+    weights. naive: a sample through a model token by token. batch: samples as rows of one batch, padded on a side, with
+    labels of their text. alone: the same samples one by one. pack: the same in a single row. one_block: a model, and a
+    batch of videos of so many frames, each frame a single block. tower: where the scorer is. stock_rounding: of logits
+    and gradients at ratio 0 against stock. fills_cache_with_packed_rows: whether packed rows may be gone on with.
+    stock_mixes: whether stock takes images beside videos.
     """
 
     name: str
     model: Callable[..., Any]
     stock: Callable[[Any], Any]
+    naive: Callable[..., Any]
     batch: Callable[[Rows, str], Inputs]
     alone: Callable[[Rows], list[Inputs]]
     pack: Callable[[Rows], Inputs]
@@ -57,7 +58,7 @@ class Backbone:
     stock_mixes: bool = True
 
 
-def molmo2() -> Backbone:
+def molmo2(rule: str = "original") -> Backbone:
     def parts(rows: Rows) -> list[list[tiny.Part]]:
         def part(some: Part) -> tiny.Part:
             if isinstance(some, Clip):
@@ -74,11 +75,12 @@ def molmo2() -> Backbone:
         return tiny.tiny_model(config), tiny.video_prompt(frames, config, labels=True)
 
     return Backbone(
-        name="molmo2",
+        name="molmo2" if rule == "original" else f"molmo2-{rule}",
         model=lambda trained_scorer=True, **vision: tiny.tiny_model(
-            tiny.tiny_config(**vision), trained_scorer=trained_scorer
+            tiny.tiny_config(model_overrides={"pruned_position_ids": rule}, **vision), trained_scorer=trained_scorer
         ),
         stock=tiny.stock_twin,
+        naive=reference.naive_forward,
         batch=batch,
         alone=lambda rows: reference.one_by_one(batch(rows), parts(rows)),
         pack=lambda rows: reference.pack(batch(rows), parts(rows)),
@@ -90,7 +92,7 @@ def molmo2() -> Backbone:
     )
 
 
-def qwen_vl(name: str, tiny_qwen: Any) -> Backbone:
+def qwen_vl(name: str, tiny_qwen: Any, naive_qwen: Any) -> Backbone:
     def alone(rows: Rows) -> list[Inputs]:
         def part(some: Part) -> tiny_qwen3_vl.Part:
             if isinstance(some, Clip):
@@ -112,6 +114,7 @@ def qwen_vl(name: str, tiny_qwen: Any) -> Backbone:
             tiny_qwen.tiny_config(**vision), trained_scorer=trained_scorer
         ),
         stock=tiny_qwen.stock_twin,
+        naive=naive_qwen.naive_forward,
         batch=batch,
         alone=alone,
         pack=lambda rows: tiny_qwen3_vl.pack(alone(rows)),
@@ -122,7 +125,13 @@ def qwen_vl(name: str, tiny_qwen: Any) -> Backbone:
     )
 
 
-BACKBONES = [molmo2(), qwen_vl("qwen3_vl", tiny_qwen3_vl), qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl)]
+BACKBONES = [
+    molmo2(),
+    qwen_vl("qwen3_vl", tiny_qwen3_vl, naive_qwen3_vl),
+    qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl, naive_qwen2_5_vl),
+]
+# For tests of positions and caches: Molmo2 closes gaps in positions, too.
+WITH_COMPACT = [*BACKBONES, molmo2("compact")]
 # For tests that take seconds each: of backbones whose tower is the same code, one every day.
 DAILY = [*BACKBONES[:2], pytest.param(BACKBONES[2], marks=pytest.mark.slow)]
 

@@ -92,13 +92,14 @@ class NaiveOutput:
 
 
 def naive_forward(
-    model, row: Inputs, pruning_ratio: float | None = None, rule: str = "original", position_shift: int = 0
+    model, row: Inputs, pruning_ratio: float | None = None, shift: int = 0, rule: str | None = None
 ) -> NaiveOutput:
     """
     Logits of one unpadded row: embeddings, positions and mask built token by token for stock Molmo2's text model.
 
-    `position_shift` moves every token after the first dropped one, for tests that must notice it.
+    `shift` moves every token after the first dropped one, for tests that must notice it; `rule` replaces the config's.
     """
+    rule = rule or model.config.pruned_position_ids
     features, keep = [], []
     if "pixel_values_videos" in row:
         video = model.model.get_video_features(
@@ -127,10 +128,9 @@ def naive_forward(
             embedding = embedding + features.pop(0)
         elif token == PATCH:
             embedding = embedding + image_features.pop(0)
-        shift = position_shift if len(kept) < place else 0
         given = int(row["position_ids"][0, place]) if "position_ids" in row else place
         dropped = place - len(kept) if rule == "compact" else 0
-        positions.append(given - dropped + shift)
+        positions.append(given - dropped + (shift if len(kept) < place else 0))
         embeddings.append(embedding)
         is_vision.append(bool(row["mm_token_type_ids"][0, place]) if "mm_token_type_ids" in row else False)
         kept.append(place)
@@ -138,11 +138,8 @@ def naive_forward(
     assert not keep
     assert not image_features
 
-    length = len(kept)
-    mask = torch.zeros(1, 1, length, length, dtype=torch.bool)
-    for query in range(length):
-        for key in range(length):
-            mask[0, 0, query, key] = key <= query or (is_vision[query] and is_vision[key])
+    vision, causal = torch.tensor(is_vision), torch.ones(len(kept), len(kept), dtype=torch.bool).tril()
+    mask = (causal | (vision[:, None] & vision))[None, None]
     hidden_states = model.model.language_model(
         inputs_embeds=torch.stack(embeddings)[None],
         attention_mask=mask,
