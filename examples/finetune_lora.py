@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSDataCollator, load_rows
-from stts_hf.checkpoints.card import write_adapter_card
+from stts_hf.checkpoints.card import write_model_card
 from stts_hf.checkpoints.families import family_of_checkpoint
 
 checkpoint, data, output = sys.argv[1:4]
@@ -42,7 +42,7 @@ trainer = Trainer(
 )
 trainer.train()
 model.save_pretrained(output)  # LoRA weights and scorer
-write_adapter_card(output)
+write_model_card(output)
 
 base = family.model.from_pretrained(checkpoint)  # later, or on another machine
 reloaded = PeftModel.from_pretrained(base, output).eval()

@@ -5,7 +5,7 @@ import sys
 from peft import LoraConfig
 
 from stts_hf import STTSDataCollator, load_rows
-from stts_hf.checkpoints.card import write_adapter_card
+from stts_hf.checkpoints.card import write_model_card
 from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.training.config import TEXT_LINEAR
 from stts_hf.training.sft import STTSSFTConfig, STTSSFTTrainer  # a trl.SFTTrainer and SFTConfig with STTS's losses
@@ -33,4 +33,4 @@ trainer = STTSSFTTrainer(
 )
 trainer.train()
 trainer.save_model()  # LoRA weights, scorer, processor
-write_adapter_card(output)
+write_model_card(output)

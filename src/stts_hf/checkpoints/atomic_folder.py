@@ -10,15 +10,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-
-from .files import decides, read_json
-
-# What saving, downloading or converting a checkpoint leaves in a folder beside settings, weights and code.
-_BESIDE = re.compile(r"additional_chat_templates|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__")
 
 
 @contextlib.contextmanager
@@ -71,7 +66,9 @@ def _beside(destination: Path, timeout: float = -1) -> Iterator[tuple[Path, Path
     Locks `destination` and gives two hidden paths beside it: a new, empty folder, and the name for what it replaces.
     Puts back a folder that a killed run was replacing, and removes what else such a run left.
     """
-    parent, name = destination.parent, _short(destination.name)
+    parent, name = destination.parent, destination.name
+    if len(os.fsencode(name)) > 200:  # names have at most 255 bytes
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
     parent.mkdir(parents=True, exist_ok=True)
     new, old = parent / f".{name}.stts-new", parent / f".{name}.stts-old"
     lock = FileLock(parent / f".{name}.stts-lock", timeout=timeout)
@@ -101,9 +98,6 @@ def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
     """
     destination.mkdir(exist_ok=True)
     names = sorted(os.listdir(folder), key=lambda name: (name == commit_marker, name))
-    in_the_way = [name for name in names if (destination / name).is_dir() and not (folder / name).is_dir()]
-    if in_the_way:
-        raise FileExistsError(f"{destination / in_the_way[0]} is a folder in the way of a file: move it elsewhere.")
     if commit_marker in names:
         (destination / commit_marker).unlink(missing_ok=True)
     for name in stale_weights(os.listdir(destination), names):
@@ -115,14 +109,6 @@ def move_files(folder: Path, destination: Path, commit_marker: str) -> None:
             _sync(destination)
         os.replace(folder / name, destination / name)
     _sync(destination)
-
-
-def _short(name: str) -> str:
-    """Returns a name, shortened and hashed where it is long: file names have at most 255 bytes."""
-    raw = os.fsencode(name)
-    if len(raw) <= 100:
-        return name
-    return f"{raw[:80].decode(errors='ignore')}-{hashlib.sha256(raw).hexdigest()[:16]}"
 
 
 def flush(folder: Path) -> None:
@@ -150,37 +136,3 @@ def stale_weights(present: list[str], saved: list[str]) -> list[str]:
     if not any(map(weights.fullmatch, saved)):
         return []
     return sorted(name for name in present if weights.fullmatch(name) and name not in saved)
-
-
-def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[str, Path] | None = None) -> None:
-    """Raises `ValueError`, with a remedy, where `destination` cannot or must not be written.
-
-    An existing folder may be replaced only with `overwrite`, and only if it holds a checkpoint and nothing else.
-    `apart_from`: folders that must not change, by their role; `destination` may not be, contain or lie in one.
-    """
-    for what, folder in (apart_from or {}).items():
-        ours, other = destination.resolve(), folder.resolve()
-        if ours.is_relative_to(other) or other.is_relative_to(ours):
-            raise ValueError(f"`destination` {ours} and the {what} {other} must lie apart: name another folder.")
-    if not destination.exists():
-        return
-    if not destination.is_dir():
-        raise ValueError(f"`destination` {destination} is a file: name a folder that does not exist yet.")
-    if not overwrite:
-        raise ValueError(f"`destination` {destination} exists: pass --overwrite to replace it, or name another folder.")
-    foreign = sorted(path.name for path in destination.iterdir())
-    with contextlib.suppress(OSError, ValueError):
-        from .families import OWN, STOCK  # which imports models
-
-        if read_json(destination / "config.json").get("model_type") in OWN | STOCK:
-            code = re.compile(rf".*_({'|'.join(OWN | STOCK)})\.py")
-            foreign = [
-                name for name in foreign if not (decides(name) or _BESIDE.fullmatch(name) or code.fullmatch(name))
-            ]
-    if foreign:
-        more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
-        raise ValueError(
-            f"`destination` {destination} holds what is no part of an STTS or stock checkpoint ("
-            f"{', '.join(foreign[:4])}{more}), and --overwrite would delete it: move that elsewhere, or name another "
-            "folder."
-        )

@@ -8,7 +8,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData
 
-from .families import OWN
+from .families import OWN, Family
 from .files import read_json
 
 CARD = "README.md"
@@ -35,44 +35,57 @@ def model_card(
     figures: Mapping[str, Any] | None = None,
     scorer_trained: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """
-    Returns a new card for a checkpoint folder, with the settings of its `config.json` and `processor_config.json`.
+    Returns a new card for a checkpoint folder, with the settings of its `config.json` and `processor_config.json`, or
+    for the folder of a LoRA or DoRA adapter. PEFT's own card of an adapter lacks `pipeline_tag` and instructions.
 
     base_model: Hub id of the model it was made from. name: heading, "STTS on <base model>" by default. repo_id: for the
     usage section; a push fills it in later. datasets: Hub ids of its training data. training: prose about its training.
     figures: measured results, name to value. scorer_trained: False adds a warning. metadata: more of it, as
-    `inherited_metadata` returns it, where no other argument gives it. Raises `ValueError` for a folder without an STTS
-    `config.json`.
+    `inherited_metadata` returns it, where no other argument gives it. settings: of the model's config in an adapter's
+    training that are not the base's, by path, such as `{"vision_config.pruning_ratio": 0.3}`; an adapter does not keep
+    them. Raises `ValueError` for a folder without an STTS `config.json` or an `adapter_config.json`.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    family = OWN.get(str(config.get("model_type")))
-    if family is None:
+    config, adapter = (read_json(folder / file) for file in ("config.json", "adapter_config.json"))
+    family = _family_of_adapter(adapter) if adapter else OWN.get(str(config.get("model_type")))
+    if family is None and not adapter:
         found = f"has `model_type` {config.get('model_type')!r}" if config else "holds no config.json"
         kinds = " or ".join(map(repr, OWN))
         raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` {kinds}.")
+    method = "DoRA" if adapter.get("use_dora") else "LoRA"
+    own_tags = family.tags if family else ["stts", "video", "token-pruning"]
+    if adapter:
+        own_tags = [*(tag for tag in own_tags if tag != "custom_code"), method.lower()]
     data = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if adapter else "transformers",
         pipeline_tag="video-text-to-text",
         license=license,
         base_model=base_model,
         datasets=list(datasets) or None,
-        tags=[*family.tags, *(tag for tag in tags if tag not in family.tags)],
+        tags=[*own_tags, *(tag for tag in tags if tag not in own_tags)],
     )
     for key, value in (metadata or {}).items():
         if data.get(key) is None:
             data[key] = [value] if key == "datasets" and isinstance(value, str) else value
+    if adapter and data.base_model:
+        data["base_model_relation"] = "adapter"
     made_from = data.base_model if isinstance(data.base_model, str) else None
+    stts = f"STTS on {made_from.split('/')[-1]}" if made_from else "STTS"
     return ModelCard.from_template(
         data,
         template_path=_TEMPLATE,
-        name=name or (f"STTS on {made_from.split('/')[-1]}" if made_from else "STTS"),
-        checkpoint=repo_id or UNNAMED,
-        vision=config["vision_config"],
-        pruned_position_ids=config["pruned_position_ids"],
-        video=read_json(folder / "processor_config.json").get("video_processor") or {},
-        video_reader=family.video_reader,
+        name=name or (f"{method} adapter for STTS" if adapter else stts),
+        method=method,
+        adapter=adapter,
+        base=made_from or NO_BASE,
+        checkpoint=repo_id or (NO_ADAPTER if adapter else UNNAMED),
+        config=config,
+        family=family,
+        settings=settings or {},
+        processor=read_json(folder / "processor_config.json"),
         scorer_trained=scorer_trained,
         training=training,
         figures=figures,
@@ -80,62 +93,17 @@ def model_card(
 
 
 def write_model_card(folder: str | Path, **details: Any) -> None:
-    """Writes `README.md` into a checkpoint folder, over one that is there. details: arguments of `model_card`."""
+    """
+    Writes `README.md` into the folder of a checkpoint or an adapter, over one that is there. details: arguments of
+    `model_card`.
+    """
     model_card(folder, **details).save(Path(folder) / CARD)
 
 
-def write_adapter_card(
-    folder: str | Path,
-    *,
-    base_model: str | None = None,
-    name: str | None = None,
-    repo_id: str | None = None,
-    license: str | None = "apache-2.0",
-    datasets: Sequence[str] = (),
-    training: str | None = None,
-    figures: Mapping[str, Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> None:
-    """
-    Writes `README.md` into the folder of a LoRA or DoRA adapter, in place of PEFT's, which lacks `pipeline_tag` and
-    says nothing of loading. Method and modules are those of `adapter_config.json`.
-
-    base_model: Hub id of the base; None where it has none. repo_id: of the adapter, for the usage section. datasets,
-    training, figures: as in `write_model_card`. settings: of the model's config in training that are not the base's, by
-    path, such as `{"vision_config.pruning_ratio": 0.3}`; an adapter does not keep them. Raises `ValueError` for a
-    folder without `adapter_config.json`.
-    """
-    folder = Path(folder)
-    adapter = read_json(folder / "adapter_config.json")
-    if not adapter:
-        raise ValueError(f"`folder` {folder} holds no adapter_config.json, but must be a saved PEFT adapter.")
+def _family_of_adapter(adapter: Mapping[str, Any]) -> Family | None:
+    """Returns the family that PEFT names; it names none for an adapter with a `task_type`."""
     named = (adapter.get("auto_mapping") or {}).get("base_model_class")
-    family = next((one for one in OWN.values() if one.model.__name__ == named), None)  # none with a `task_type`
-    tags = family.tags if family else ["stts", "video", "token-pruning"]
-    method = "DoRA" if adapter.get("use_dora") else "LoRA"
-    data = ModelCardData(
-        library_name="peft",
-        pipeline_tag="video-text-to-text",
-        license=license,
-        base_model=base_model,
-        base_model_relation="adapter" if base_model else None,
-        datasets=list(datasets) or None,
-        tags=[*(tag for tag in tags if tag != "custom_code"), method.lower()],
-    )
-    ModelCard.from_template(
-        data,
-        template_path=_TEMPLATE,
-        name=name or f"{method} adapter for STTS",
-        method=method,
-        adapter=adapter,
-        base=base_model or NO_BASE,
-        name_or_path=repo_id or NO_ADAPTER,
-        family=family,
-        settings=settings or {},
-        processor="adapter" if (folder / "processor_config.json").is_file() else "base",
-        training=training,
-        figures=figures,
-    ).save(folder / CARD)
+    return next((one for one in OWN.values() if one.model.__name__ == named), None)
 
 
 def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:

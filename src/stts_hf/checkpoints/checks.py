@@ -170,17 +170,13 @@ def check_vocabulary(vocabulary: Mapping[str, int], config: Any, family: Family)
             "take the tokenizer that the model was trained with",
         )
         return
-    wrong = []
-    first = text.vocab_size if additional else 0  # elsewhere the LM head has rows, so that it could be generated
     for name, token in family.special_tokens.items():
         number = getattr(config, name)
-        if vocabulary.get(token, number) != number:
-            wrong.append(f"{token} is {vocabulary[token]} in the tokenizer but {number} in the config's `{name}`")
-        elif not first <= number < total:
-            least = f"`vocab_size` {first}" if first else "0"
-            wrong.append(f"`{name}` {number} must be from {least} to {total - 1}")
-    if wrong:
-        yield Finding(", ".join(wrong), "take the tokenizer that the model was trained with, or correct config.json")
+        if (known := vocabulary.get(token, number)) != number:
+            what = f"{token} is {known} in the tokenizer but {number} in the config's `{name}`"
+            yield Finding(what, "take the tokenizer that the model was trained with, or correct config.json")
+        elif not 0 <= number < total:
+            yield Finding(f"`{name}` is {number}", f"it must be a token id from 0 to {total - 1}")
 
 
 def check_processor(processor: Any, config: Any, family: Family) -> Iterator[Finding]:

@@ -1,9 +1,10 @@
 """`convert_checkpoint`: a stock model's folder or an original training checkpoint becomes an STTS checkpoint folder."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,28 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
 from stts_hf.shortages import is_disk_full, is_forbidden
 
-from .atomic_folder import atomic_folder, check_destination
+from .atomic_folder import atomic_folder
 from .card import inherited_metadata, write_model_card
 from .checks import (
-    WeightComparison,
-    check_chat_template,
     check_generation_config,
     check_processor,
-    check_sizes,
     check_vocabulary,
     compare_weights,
     empty_model,
     is_scorer,
 )
-from .families import OWN, family_of
-from .files import Finding, check_folder, raise_findings, read_json, usable
+from .families import OWN, STOCK, family_of
+from .files import Finding, check_folder, decides, raise_findings, read_json, usable
 from .original_weights import is_original, open_original
 from .settings import config_of_hugging_face, config_of_original, generation_config_of, load_processor, override
 from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What saving, downloading or converting a checkpoint leaves in a folder beside settings and weights.
+_BESIDE = re.compile(
+    r"additional_chat_templates|README\.md|LICENSE.*|\.gitattributes|\.cache|__pycache__"
+    rf"|.*_({'|'.join(OWN | STOCK)})\.py"
+)
 _SETTING_FILES = ["*.json", "*.jinja", "*.txt", "README.md"]
 
 
@@ -92,14 +95,14 @@ def convert_checkpoint(
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     base_folder = source_folder if base is None else find_folder(base, "base")
     given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
-    found = read_source(source_folder, base_folder, {name: value for name, value in given.items() if value is not None})
-    needs_scorer = leave_out_unused(found)
-    model = empty_model(found.config).to(DTYPES[dtype] if dtype else main_dtype(found.tensors))
-    model.generation_config = generation_config_of(base_folder, found.processor.tokenizer)
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.tensors.values()})
+    overrides = {name: value for name, value in given.items() if value is not None}
+    config, processor, tensors = read_source(source_folder, base_folder, overrides)
+    model = empty_model(config).to(DTYPES[dtype] if dtype else main_dtype(tensors))
+    model.generation_config = generation_config_of(base_folder, processor.tokenizer)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     with destination_errors(target), atomic_folder(target, overwrite=overwrite) as folder:
-        new_scorer = new_scorer_weights(model, seed) if needs_scorer else {}
-        tensors = found.tensors | write_settings(model, found.processor, folder, new_scorer)
+        new_scorer = {} if any(map(is_scorer, tensors)) else new_scorer_weights(model, seed)
+        tensors |= write_settings(model, processor, folder, new_scorer)
         trained = any(name.endswith(".score_layer.weight") and tensors[name].read().any() for name in tensors)
         num_bytes = write_safetensors(folder, tensors, model.dtype, max_shard_size)
         write_model_card(
@@ -109,67 +112,77 @@ def convert_checkpoint(
             scorer_trained=trained,
             metadata=inherited_metadata(source_folder, base_folder),
         )
-        check_destination(target, overwrite)  # another process may have come first
     new_dtype, notes = str(model.dtype).removeprefix("torch."), []
     if len(dtypes) > 1:
         notes.append(f"The source's weights are {' and '.join(dtypes)}; all are {new_dtype} now.")
-    if not trained and found.config.vision_config.selector == "scorer":
+    if not trained and config.vision_config.selector == "scorer":
         remedy = "train it, or convert with --selector cosine, which needs no training."
         notes.append(f"The scorer is untrained, so what it drops means nothing: {remedy}")
-    return Conversion(target, num_bytes, new_dtype, trained, found.config, notes)
+    return Conversion(target, num_bytes, new_dtype, trained, config, notes)
 
 
-@dataclass
-class Source:
-    """The parts of a source; `declared_layers` of the ViT may be more than the model has."""
-
-    folder: Path
-    config: PruningConfig
-    processor: Any
-    tensors: dict[str, StoredTensor]
-    declared_layers: int
-
-
-def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> Source:
-    """Raises `ValueError` where settings, tokenizer or processor cannot be used or do not fit each other."""
+def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Any, Any, dict[str, StoredTensor]]:
+    """
+    Returns the model's config, processor and tensors, but for ViT layers that the model does not have and for second
+    copies of tied weights. The scorer's may be missing. Raises `ValueError` where settings, tokenizer, processor or
+    weights cannot be used or do not fit each other.
+    """
     original, path = is_original(folder), folder / "config.json"
     family = OWN[STTSConfig.model_type] if original else family_of(read_json(path).get("model_type"), path)
     processor = load_processor(base, family)
-    read_config = config_of_original if original else config_of_hugging_face
-    config, declared_layers = read_config(folder, family, processor)
-    tensors = open_original(folder) if original else open_safetensors(folder)
-    raise_findings(f"The configuration of {folder} cannot be used", check_sizes(config, tensors))
+    config = (config_of_original if original else config_of_hugging_face)(folder, family, processor)
     override(config, processor, overrides)
-    generation_config = read_json(base / "generation_config.json")
-    unusable = [*check_chat_template(processor), *check_generation_config(generation_config, config)]
+    unusable = check_generation_config(read_json(base / "generation_config.json"), config)
     raise_findings(f"{base} cannot be used", unusable)
-    vocabulary = processor.tokenizer.get_vocab()
-    unfit = [*check_vocabulary(vocabulary, config, family), *check_processor(processor, config, family)]
+    unfit = [
+        *check_vocabulary(processor.tokenizer.get_vocab(), config, family),
+        *check_processor(processor, config, family),
+    ]
     raise_findings(f"Tokenizer or processor of {base} do not fit {folder}", unfit)
-    return Source(folder, config, processor, tensors, declared_layers)
-
-
-def leave_out_unused(source: Source) -> bool:
-    """
-    Leaves out ViT layers that the model does not have and second copies of tied weights. Returns whether the source has
-    no scorer. Raises `ValueError` where the weights are not the model's.
-    """
-    layers = range(source.config.vision_config.num_hidden_layers, source.declared_layers)
-    unused = re.compile(rf"(resblocks|vision_tower\.layers)\.({'|'.join(map(str, layers))})\.")
-    for name in [*filter(unused.search, source.tensors)]:
-        del source.tensors[name]
-    with usable(f"{source.folder} cannot be converted", "mend the source"):
-        found = compare_weights(source.config, source.tensors)
-    needs_scorer = not any(map(is_scorer, source.tensors))
-    missing = [name for name in found.missing if not (needs_scorer and is_scorer(name))]
-    findings = list(WeightComparison(missing, found.unexpected, found.misshapen).findings())
-    for copy, kept in empty_model(source.config).all_tied_weights_keys.items():
-        twin = source.tensors.pop(copy, None) if kept in source.tensors else None
-        if twin is not None and not torch.equal(twin.read(), source.tensors[kept].read()):
+    depth, layer = config.vision_config.num_hidden_layers, re.compile(r"(resblocks|vision_tower\.layers)\.(\d+)\.")
+    stored = (open_original if original else open_safetensors)(folder)
+    tensors = {name: one for name, one in stored.items() if not (m := layer.search(name)) or int(m[2]) < depth}
+    with usable(f"{folder} cannot be converted", "mend the source"):
+        found = compare_weights(config, tensors)
+    if not any(map(is_scorer, tensors)):
+        found = replace(found, missing=[name for name in found.missing if not is_scorer(name)])
+    findings = [*found.findings()]
+    for copy, kept in empty_model(config).all_tied_weights_keys.items():
+        twin = tensors.pop(copy, None) if kept in tensors else None
+        if twin is not None and not torch.equal(twin.read(), tensors[kept].read()):
             what = f"`tie_word_embeddings` is True, but {copy} is another tensor than {kept}"
             findings.append(Finding(what, "set it to false in config.json, or copy the weights again"))
-    raise_findings(f"{source.folder} cannot be converted", findings)
-    return needs_scorer
+    raise_findings(f"{folder} cannot be converted", findings)
+    return config, processor, tensors
+
+
+def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[str, Path] | None = None) -> None:
+    """Raises `ValueError`, with a remedy, where `destination` cannot or must not be written.
+
+    An existing folder may be replaced only with `overwrite`, and only if it holds a checkpoint and nothing else.
+    `apart_from`: folders that must not change, by their role; `destination` may not be, contain or lie in one.
+    """
+    for what, folder in (apart_from or {}).items():
+        ours, other = destination.resolve(), folder.resolve()
+        if ours.is_relative_to(other) or other.is_relative_to(ours):
+            raise ValueError(f"`destination` {ours} and the {what} {other} must lie apart: name another folder.")
+    if not destination.exists():
+        return
+    if not destination.is_dir():
+        raise ValueError(f"`destination` {destination} is a file: name a folder that does not exist yet.")
+    if not overwrite:
+        raise ValueError(f"`destination` {destination} exists: pass --overwrite to replace it, or name another folder.")
+    foreign = sorted(os.listdir(destination))
+    with contextlib.suppress(OSError, ValueError):
+        if read_json(destination / "config.json").get("model_type") in OWN | STOCK:
+            foreign = [name for name in foreign if not (decides(name) or _BESIDE.fullmatch(name))]
+    if foreign:
+        more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
+        raise ValueError(
+            f"`destination` {destination} holds what is no part of an STTS or stock checkpoint ("
+            f"{', '.join(foreign[:4])}{more}), and --overwrite would delete it: move that elsewhere, or name another "
+            "folder."
+        )
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ SECTIONS = ("image_processor", "video_processor", "text_config", "vision_config"
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 1
 MAX_REASON = 400  # characters of a library's own message
-MAX_DEPTH = 100  # copying settings goes down level by level, and Python's stack ends at 1000 calls
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ def digest_files(paths: Iterable[Path]) -> str:
     for path in paths:
         digest.update(os.fsencode(f"{path.name} {path.stat().st_size}\n"))
         with path.open("rb") as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()[:16]
 
 
@@ -106,15 +104,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file, empty where the file is missing. Raises `ValueError` for anything else."""
     if not path.is_file():
         return {}
-    too_deep = ValueError(f"{path} is nested deeper than the files of a checkpoint are: copy it again.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise too_deep from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again.") from error
-    if _is_deep(content):
-        raise too_deep
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, but is {_BRIEF.repr(content)}: copy it again.")
     return content
@@ -156,18 +149,14 @@ def check_folder(folder: Path) -> None:
     check_texts(folder)
 
 
-def _is_deep(content: Any) -> bool:
-    level = [content]
-    for _ in range(MAX_DEPTH):
-        parts = [part for part in level if isinstance(part, dict | list)]
-        level = [value for part in parts for value in (part.values() if isinstance(part, dict) else part)]
-    return bool(level)
-
-
 def every_file(folder: Path) -> dict[str, Path]:
     """Returns every file and link below a folder, by its path there; links are not followed."""
-    entries = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
-    return {name: path for name, path in entries.items() if path.is_symlink() or not path.is_dir()}
+    return _by_name(folder, folder.rglob("*"))
+
+
+def _by_name(folder: Path, paths: Iterable[Path]) -> dict[str, Path]:
+    named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+    return {name: path for name, path in named.items() if path.is_symlink() or not path.is_dir()}
 
 
 def belongs(name: str) -> bool:
@@ -182,11 +171,8 @@ def decides(name: str) -> bool:
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:
     """Returns the files and links that belong to a checkpoint, by their path in its folder."""
-    templates = folder / "additional_chat_templates"
-    entries = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
-    named = {path.relative_to(folder).as_posix(): path for path in sorted(entries)}
-    is_folder = {name for name, path in named.items() if path.is_dir() and not path.is_symlink()}
-    return {name: path for name, path in named.items() if belongs(name) and name not in is_folder}
+    files = _by_name(folder, [*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
+    return {name: path for name, path in files.items() if belongs(name)}
 
 
 def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterator[Finding]:

@@ -16,17 +16,14 @@ _OF_DOWNLOADS = {"token", "cache_dir", "local_files_only"}  # among the options 
 
 def check_checkpoint(checkpoint: str) -> str:
     """Returns a checkpoint's folder or Hub name. Raises `ValueError` for a path without folder or weights."""
-    looks_like_a_path = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
     path = Path(checkpoint).expanduser()
-    problem = None
-    if not path.is_dir():
-        if looks_like_a_path or path.exists():
-            problem = "is not a folder; pass a checkpoint's folder or user/name"
-    elif not any(path.glob("*.safetensors")):
-        problem = "holds no weights (*.safetensors)"
-    if problem is not None:
-        raise ValueError(f"checkpoint {checkpoint} {problem}")
-    return str(path) if path.is_dir() else checkpoint
+    if path.is_dir():
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(f"checkpoint {checkpoint} holds no weights: copy its *.safetensors there, or pass another")
+        return str(path)
+    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1 or path.exists():
+        raise ValueError(f"checkpoint {checkpoint} is not a folder: pass a checkpoint's folder or user/name")
+    return checkpoint
 
 
 def choose_device(name: str) -> Any:
@@ -53,16 +50,12 @@ def load_config_and_processor(
     that cannot be loaded, or that has no scorer although the selector is "scorer".
     """
     from .checks import check_sizes
-    from .families import OWN, STOCK, model_type_of
+    from .families import OWN, family_of
 
     if selector not in (None, *SELECTORS):
         raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}")
-    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
-        _check_folder(checkpoint)
-        kind = model_type_of(checkpoint, revision)
-    family = (OWN | STOCK).get(str(kind))
-    if family is None:
-        raise ValueError(f"checkpoint {checkpoint} is a {kind!r} model, but must be an STTS checkpoint")
+    kind = _model_type_of(checkpoint, revision)
+    family = family_of(kind, f"checkpoint {checkpoint}")
     if kind not in OWN and (selector is None or SELECTORS[selector].is_learned):
         raise ValueError(
             f"checkpoint {checkpoint} is a stock {family.config.family} model, which has no trained scorer: choose the "
@@ -82,11 +75,9 @@ def load_processor(checkpoint: str | Path, *, revision: str | None = None) -> An
     Returns the processor of an STTS or stock checkpoint, by this package's and transformers' code alone. Raises
     `ValueError` where it cannot be loaded, or makes no prompt about a video.
     """
-    from .families import family_of_checkpoint
+    from .families import family_of
 
-    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
-        _check_folder(checkpoint)
-        family = family_of_checkpoint(checkpoint, revision)
+    family = family_of(_model_type_of(checkpoint, revision), f"checkpoint {checkpoint}")
     return processor_of(checkpoint, family, revision)
 
 
@@ -156,9 +147,13 @@ def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, *
     return model, [name for name in found.missing if is_scorer(name)]
 
 
-def _check_folder(checkpoint: str | Path) -> None:
-    if (folder := Path(checkpoint).expanduser()).is_dir():  # else it is one of the Hub
-        check_folder(folder)
+def _model_type_of(checkpoint: str | Path, revision: str | None) -> object:
+    from .families import model_type_of
+
+    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
+        if (folder := Path(checkpoint).expanduser()).is_dir():  # else it is one of the Hub
+            check_folder(folder)
+        return model_type_of(checkpoint, revision)
 
 
 def _folder_of_weights(checkpoint: str, revision: str | None, options: Mapping[str, Any]) -> Path:

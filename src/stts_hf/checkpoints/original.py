@@ -84,7 +84,6 @@ def convert_original_config(config: Mapping[str, Any], token_ids: Mapping[str, i
             "adapter_config": _adapter_config(config),
             **{field: token_ids[token] for field, token in SPECIAL_TOKENS.items()},
             **({"temporal_loss_weight": vit["sim_reg_loss_coefficient"]} if vit.get("prune") else {}),
-            "initializer_range": config["llm"].get("initializer_range", 0.02),
         }
     except KeyError as error:
         raise ValueError(f"it lacks {error} in its `model` section") from error
@@ -135,7 +134,6 @@ def _text_config(llm: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling_layers": scaled_layers,
         "rms_norm_eps": llm["layer_norm_eps"],
         "norm_after": llm["norm_after"],
-        "initializer_range": llm.get("initializer_range", 0.02),
         "tie_word_embeddings": False,
     }
 
@@ -155,7 +153,6 @@ def _vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "image_size": list(vit["image_default_input_size"]),
         "patch_size": vit["image_patch_size"],
         "num_position_embeddings": vit["image_num_pos"],
-        "initializer_range": vit.get("initializer_range", 0.02),
         "pooling_size": [video["pooling_h"], video["pooling_w"]],
     }
     if not vit.get("prune"):
@@ -185,7 +182,6 @@ def _adapter_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "intermediate_size": _intermediate_size(llm),
         "text_hidden_size": llm["d_model"],
-        "initializer_range": llm.get("initializer_range", 0.02),
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-from huggingface_hub.utils import httpx
+from huggingface_hub.utils import httpx, validate_repo_id
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stts_hf.shortages import is_disk_full
@@ -74,12 +74,13 @@ def push_checkpoint(
     Raises:
         PushRefused: folder, token, rights, repository or network do not allow it.
     """
-    folder = Path(folder)
+    folder, api = Path(folder), HfApi(endpoint=endpoint, token=token)
+    with refusals(api, repo_id):
+        validate_repo_id(repo_id)
     files, left_out = files_to_push(folder, include)
     check_folder(folder)
     if dry_run:
         return Pushed("", "", sorted({*files, "README.md"}), left_out)
-    api = HfApi(endpoint=endpoint, token=token)
     with refusals(api, repo_id):
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         info = api.repo_info(repo_id)
@@ -201,10 +202,6 @@ def explain(error: BaseException, api: HfApi, repo_id: str) -> str | None:
         return f"{endpoint} cannot be reached ({cause}); nothing was committed, push again when it can"
     if isinstance(error, HFValidationError) or "metadata in README.md" in str(error):
         return f"the Hub does not accept this: {' '.join(str(error).split())}"
-    if is_disk_full(error):
-        return (
-            "no space is left for the client's cache (HF_HOME); make room there and push again, nothing was committed"
-        )
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not is_disk_full(error):
         return f"{os.fspath(error.filename) if error.filename else 'a file'} cannot be read: {error.strerror or error}"
     return None

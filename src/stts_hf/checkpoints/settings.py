@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from stts_hf.modeling.settings_stts import PruningConfig
 
 from .families import Family
-from .files import read_json, read_section, usable
+from .files import read_json, usable
 from .loading import processor_of
 from .original import convert_original_config, load_original_config
 
@@ -46,27 +46,26 @@ def load_processor(folder: Path, family: Family) -> Any:
     return family.processor(**settings)
 
 
-def config_of_hugging_face(folder: Path, family: Family, processor: Any) -> tuple[Any, int]:
-    """Returns the configuration of a stock or STTS folder, and how many ViT layers its file declares."""
+def config_of_hugging_face(folder: Path, family: Family, processor: Any) -> Any:
+    """Returns the configuration of a stock or STTS folder."""
     raw = read_json(folder / "config.json")
-    key = next((name for name in family.config.vision_names if raw.get(name)), family.config.vision_names[-1])
-    declared = read_section(raw, key, folder / "config.json").get("num_hidden_layers") or 0
     if raw.get("model_type") == family.config.native.model_type:
         raw = family.config.as_stts(raw)
         window = getattr(processor.video_processor, "pooling_size", None)
         if isinstance(window, list | tuple):  # `check_processor` refuses all else
+            key = next((name for name in family.config.vision_names if raw.get(name)), family.config.vision_names[-1])
             raw[key] = {**(raw.get(key) or {}), "pooling_size": list(window)}
     with usable(f"{folder / 'config.json'} cannot be used", "correct it, or copy it again"):
-        return drop_unknown_fields(family.config.from_dict(raw)), declared
+        return drop_unknown_fields(family.config.from_dict(raw))
 
 
-def config_of_original(folder: Path, family: Family, processor: Any) -> tuple[Any, int]:
+def config_of_original(folder: Path, family: Family, processor: Any) -> Any:
     """The same for an original training checkpoint; its frame settings go into `processor`."""
     original = load_original_config(folder)
     with usable(f"{folder / 'config.yaml'} cannot be used", "correct it, or copy it again"):
         config = family.config(**convert_original_config(original, processor.tokenizer.get_vocab()))
         _set_frames(processor, family, config, original["mm_preprocessor"]["video"])
-    return config, original["vision_backbone"]["vit"]["image_num_layers"]
+    return config
 
 
 def override(config: Any, processor: Any, given: Mapping[str, Any]) -> None:

@@ -156,17 +156,16 @@ def write_safetensors(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    total = sum(tensor.size for tensor in tensors.values()) * dtype.itemsize
-    files = split.filename_to_tensors
+    num_bytes, files = split.metadata["total_size"], split.filename_to_tensors
     for file, names in _Progress(files.items(), desc="Writing", unit="file", delay=0.5, disable=None):
         part = {name: cast(name, tensors[name].read(), dtype).contiguous() for name in names}
         save_file(part, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
-        metadata = {"total_parameters": total // dtype.itemsize, **split.metadata}
+        metadata = {"total_parameters": num_bytes // dtype.itemsize, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
-    return total
+    return num_bytes
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

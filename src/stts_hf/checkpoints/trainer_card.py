@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from transformers import Trainer
 
-from .card import CARD, base_model_of, write_adapter_card, write_model_card
+from .card import CARD, base_model_of, write_model_card
 
 RECORD = "### Training hyperparameters"
 
@@ -43,19 +43,16 @@ class ModelCardTrainerMixin(Trainer):
             return
         folder = Path(self.args.output_dir)
         draft = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
-        record = draft.text[draft.text.index(RECORD) :] if RECORD in draft.text else None
         datasets = draft.data.get("datasets") or []
-        known: dict[str, Any] = {
-            "name": kwargs.get("model_name"),
-            "base_model": self._base_model(),
-            "license": draft.data.get("license") or "apache-2.0",
-            "datasets": [datasets] if isinstance(datasets, str) else datasets,
-            "training": record,
-        }
-        if hasattr(self.accelerator.unwrap_model(self.model), "peft_config"):
-            write_adapter_card(folder, **known)
-        else:
-            write_model_card(folder, tags=draft.data.get("tags") or (), **known)
+        write_model_card(
+            folder,
+            name=kwargs.get("model_name"),
+            base_model=self._base_model(),
+            license=draft.data.get("license") or "apache-2.0",
+            tags=[tag for tag in draft.data.get("tags") or () if not tag.startswith("base_model:")],  # PEFT's are paths
+            datasets=[datasets] if isinstance(datasets, str) else datasets,
+            training=draft.text[draft.text.index(RECORD) :] if RECORD in draft.text else None,
+        )
 
     def _base_model(self) -> str | None:
         return base_model_of(getattr(self.model.config, "_name_or_path", None))

@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder
-from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_adapter_card, write_model_card
+from stts_hf.checkpoints.card import base_model_of, inherited_metadata, write_model_card
 from stts_hf.checkpoints.checks import empty_model
 from stts_hf.checkpoints.files import belongs, check_links, every_file
 from stts_hf.checkpoints.push import PushRefused, refusals
@@ -244,8 +244,5 @@ def write_card(run: TrainingSetup, trainer: STTSTrainer, folder: Path) -> None:
         "training": "\n".join([*training, *(f"- {name}: {text}" for name, text in plan.items())]),
         "figures": losses,
     }
-    if (folder / "adapter_config.json").is_file():
-        settings = {f"vision_config.{name}": value for name, value in model.given(PRUNING_FIELDS).items()}
-        write_adapter_card(folder, settings=settings | model.given(TRAINING_FIELDS), **details)
-    else:
-        write_model_card(folder, metadata=inherited, **details)
+    settings = {f"vision_config.{name}": value for name, value in model.given(PRUNING_FIELDS).items()}
+    write_model_card(folder, metadata=inherited, settings=settings | model.given(TRAINING_FIELDS), **details)

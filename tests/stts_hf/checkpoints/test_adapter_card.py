@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from stts_hf import STTSConfig, STTSProcessor
-from stts_hf.checkpoints.card import NO_ADAPTER, NO_BASE, write_adapter_card
+from stts_hf.checkpoints.card import NO_ADAPTER, NO_BASE, write_model_card
 from tests.checkpoints import TINY, load_tiny
 from tests.stts_hf.training.runs import trainer
 from tests.test_peft import TARGETS
@@ -25,7 +25,7 @@ def adapter(tmp_path_factory):
 
 
 def test_what_is_known_is_said(adapter):
-    write_adapter_card(
+    write_model_card(
         adapter,
         base_model="someone/base",
         repo_id="someone/adapter",
@@ -44,7 +44,7 @@ def test_what_is_known_is_said(adapter):
 
 
 def test_what_is_not_known_is_not_said(adapter):
-    write_adapter_card(adapter)
+    write_model_card(adapter)
     card = ModelCard.load(adapter / "README.md")
     assert card.data.base_model is None
     assert not re.search(r"## (Training|Measured)", card.text)
@@ -53,7 +53,7 @@ def test_what_is_not_known_is_not_said(adapter):
 
 @pytest.mark.slow
 def test_instructions_work(adapter, tmp_path, run_without_package):
-    write_adapter_card(adapter, settings={"vision_config.pruning_ratio": 0.25})
+    write_model_card(adapter, settings={"vision_config.pruning_ratio": 0.25})
     text = (adapter / "README.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     code = code.replace(NO_BASE, str(TINY)).replace(NO_ADAPTER, str(adapter))
@@ -74,8 +74,3 @@ def test_trainer_writes_it_in_place_of_pefts(tmp_path):
     assert (card.data.pipeline_tag, card.data.datasets) == ("video-text-to-text", ["someone/clips"])
     for words in ("# Ours", "PeftModel.from_pretrained(model, adapter)", "### Training hyperparameters"):
         assert words in card.text
-
-
-def test_folder_without_an_adapter_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no adapter_config\.json"):
-        write_adapter_card(tmp_path)

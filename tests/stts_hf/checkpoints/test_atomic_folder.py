@@ -72,17 +72,6 @@ def test_a_stop_while_files_move_leaves_no_commit_marker(tmp_path, monkeypatch, 
     assert found(tmp_path / "out")["notes.txt"] == "mine"
 
 
-def test_a_folder_in_the_way_of_a_file_is_refused_before_anything_moves(tmp_path):
-    fill(tmp_path / "out", OLD)
-    (tmp_path / "out" / "generation_config.json").mkdir()
-    before = sorted(os.listdir(tmp_path / "out"))
-    fill(tmp_path / "new", NEW | {"generation_config.json": "new"})
-    with pytest.raises(FileExistsError, match="in the way"):
-        move_files(tmp_path / "new", tmp_path / "out", commit_marker="config.json")
-    assert sorted(os.listdir(tmp_path / "out")) == before
-    assert (tmp_path / "out" / "config.json").read_text() == "old"
-
-
 def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     fill(tmp_path / "out", OLD)
     rename = Path.rename

@@ -104,6 +104,7 @@ SOMEBODYS_OWN = (
     "id_rsa",
     "credentials.json",
     "hf_token.txt",
+    "tokenizer_secret.json",
     ".env",
     "weights.pickle",
     "model.ckpt",
@@ -149,6 +150,12 @@ def test_a_dry_run_says_what_would_go_and_creates_nothing(hub, tmp_path, crowded
     assert "data/rows.jsonl" in err
     assert not hub.repositories
     assert not hub.requests
+
+
+def test_a_dry_run_refuses_a_name_that_no_repository_has(hub, tmp_path):
+    status, _, err = push(hub, tmp_path / "home", TINY, "bad//name", "--dry-run")
+    assert status == 2
+    assert "bad//name" in err.splitlines()[-1]
 
 
 def test_more_goes_where_it_is_named(hub, tmp_path, crowded):
