@@ -50,12 +50,7 @@ def model_card(
     """
     folder = Path(folder)
     config, adapter = (read_json(folder / file) for file in ("config.json", "adapter_config.json"))
-    family = _family_of_adapter(adapter) if adapter else OWN.get(str(config.get("model_type")))
-    if family is None and not adapter:
-        found = f"has `model_type` {config.get('model_type')!r}" if config else "holds no config.json"
-        kinds = " or ".join(map(repr, OWN))
-        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` {kinds}.")
-    method = "DoRA" if adapter.get("use_dora") else "LoRA"
+    family, method = _family_in(folder, config, adapter), "DoRA" if adapter.get("use_dora") else "LoRA"
     own_tags = family.tags if family else ["stts", "video", "token-pruning"]
     if adapter:
         own_tags = [*(tag for tag in own_tags if tag != "custom_code"), method.lower()]
@@ -72,15 +67,13 @@ def model_card(
             data[key] = [value] if key == "datasets" and isinstance(value, str) else value
     if adapter and data.base_model:
         data["base_model_relation"] = "adapter"
-    made_from = data.base_model if isinstance(data.base_model, str) else None
-    stts = f"STTS on {made_from.split('/')[-1]}" if made_from else "STTS"
     return ModelCard.from_template(
         data,
         template_path=_TEMPLATE,
-        name=name or (f"{method} adapter for STTS" if adapter else stts),
+        name=name,
         method=method,
         adapter=adapter,
-        base=made_from or NO_BASE,
+        base=data.base_model if isinstance(data.base_model, str) else NO_BASE,
         checkpoint=repo_id or (NO_ADAPTER if adapter else UNNAMED),
         config=config,
         family=family,
@@ -100,10 +93,16 @@ def write_model_card(folder: str | Path, **details: Any) -> None:
     model_card(folder, **details).save(Path(folder) / CARD)
 
 
-def _family_of_adapter(adapter: Mapping[str, Any]) -> Family | None:
-    """Returns the family that PEFT names; it names none for an adapter with a `task_type`."""
-    named = (adapter.get("auto_mapping") or {}).get("base_model_class")
-    return next((one for one in OWN.values() if one.model.__name__ == named), None)
+def _family_in(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any]) -> Family | None:
+    if adapter:  # PEFT names no model for an adapter with a `task_type`
+        named = (adapter.get("auto_mapping") or {}).get("base_model_class")
+        return next((one for one in OWN.values() if one.model.__name__ == named), None)
+    family = OWN.get(str(config.get("model_type")))
+    if family is None:
+        found = f"has `model_type` {config.get('model_type')!r}" if config else "holds no config.json"
+        kinds = " or ".join(map(repr, OWN))
+        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` {kinds}.")
+    return family
 
 
 def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
