@@ -67,11 +67,14 @@ def execute(arguments: argparse.Namespace) -> int:
         for preset in PRESETS.values():
             print(f"{preset.name:<17}{preset.help}\n{'':<17}takes {preset.takes}")
         return 0
-    from stts_hf.benchmark.report import markdown, why_nothing_measured, write_result
+    from stts_hf.benchmark.report import markdown, read_result, why_nothing_measured, write_page, write_result
 
     with refused():
         if arguments.render:
-            render(arguments.output)
+            if arguments.output is None:
+                raise CommandError("--render needs --output, the folder of the result")
+            check_writable("--output", arguments.output)
+            write_page(read_result(arguments.output), arguments.output)
             return 0
         results, folder = prepare(arguments)
     for result in results:
@@ -82,16 +85,6 @@ def execute(arguments: argparse.Namespace) -> int:
         note(f"stts-hf bench: error: nothing could be measured; {problem}")
         return 1
     return 0
-
-
-def render(folder: Path | None) -> None:
-    """Writes the page anew from the samples in `folder`. Raises `ValueError` if it holds no result."""
-    from stts_hf.benchmark.report import read_result, write_page
-
-    if folder is None:
-        raise CommandError("--render needs --output, the folder of the result")
-    check_writable("--output", folder)
-    write_page(read_result(folder), folder)
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Iterator[dict[str, Any]], Path | None]:

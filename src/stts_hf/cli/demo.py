@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stts_hf.cli.checkpoint_options import TINY, load_weights, open_checkpoint
 from stts_hf.cli.errors import need_extras, refused
-from stts_hf.cli.options import add_model_options, check_scaling, count, positive, processing
+from stts_hf.cli.options import add_model_options, count, positive, processing
 from stts_hf.cli.progress import note
 
 HELP = "serve a web page for asking about videos that shows what the model looked at"
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Serves the page until it is interrupted; raises `CommandError` for what the user got wrong."""
-    check_scaling(arguments)
     need_extras("The page needs more packages", "demo", module="gradio")
     check_address(arguments.host, arguments.port)
     predictor = open_checkpoint(arguments)
@@ -56,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `CommandError` where nothing can listen there: before a model is loaded."""
+    """Raises `CommandError` if the address cannot be bound. Called before the model is loaded."""
     with refused(f"--host {host} and --port {port} cannot be listened on: ", OSError, OverflowError):
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

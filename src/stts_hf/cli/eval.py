@@ -1,4 +1,4 @@
-"""`stts-hf eval ROWS.jsonl`: asks the questions of a data set and says how many answers are right, by type."""
+"""`stts-hf eval ROWS.jsonl`: scores a checkpoint on the questions of a data set, by type."""
 
 import argparse
 from collections import Counter
@@ -20,7 +20,6 @@ from stts_hf.cli.answer_options import (
 )
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
-from stts_hf.cli.options import check_scaling
 
 HELP = "score a checkpoint on the questions of a JSONL file, by question type"
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns 1 if some rows could not be read; raises `CommandError` for a user error."""
-    check_scaling(arguments)
     if not arguments.rows.is_file():
         what = "is a folder" if arguments.rows.is_dir() else "does not exist"
         raise CommandError(f"ROWS.jsonl {arguments.rows} {what}; name a file")
@@ -63,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
     rows = read_rows(arguments.rows)
     if arguments.without_options:
         rows = ask_openly(rows)
-    settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files(files_of(arguments.rows))}}
+    settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
     settings |= settings_of(arguments, predictor.config)
     settings |= {"without_options": True} if arguments.without_options else {}
     with open_output(arguments.output, settings, columns=COLUMNS) as (records, write, finish):
@@ -80,14 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
     return print_problems(answers, "eval")
 
 
-def files_of(rows: Path) -> list[Path]:
-    """The file, and what says which clips its rows are about: data sets with and without snow have the same rows."""
-    about = rows.with_name("dataset.json")
-    return [rows, about] if about.is_file() else [rows]
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; raises `CommandError` where it is damaged, or two rows have one id."""
+    """Returns the rows of a file. Raises `CommandError` if it is damaged, or two rows have the same id."""
     from stts_hf.data.loading import load_rows
 
     with refused():

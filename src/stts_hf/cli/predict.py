@@ -20,7 +20,6 @@ from stts_hf.cli.answer_options import (
 )
 from stts_hf.cli.checkpoint_options import open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, one_line, refused
-from stts_hf.cli.options import check_scaling
 from stts_hf.cli.predict_engines import add_engine_options, check_engine, start_engine
 from stts_hf.cli.progress import print_lines
 
@@ -99,8 +98,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuses what can be refused before anything slow happens."""
-    check_scaling(arguments)
+    """Raises `CommandError` for what is wrong before anything slow happens."""
     check_engine(arguments)
     output = arguments.output
     for path in {output, output.with_suffix(".jsonl")} if output else ():
@@ -112,7 +110,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all inputs. Raises `CommandError` for what cannot be found or read."""
+    """Returns the rows of all inputs. Raises `CommandError` if one cannot be found or read."""
     from stts_hf.inference.answers_file import summary_path
     from stts_hf.inference.inputs import needs_datasets, read_inputs
 
@@ -126,7 +124,7 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
-    """Raises `CommandError` where an answer that is there is to another prompt or video."""
+    """Raises `CommandError` if the output's answer to a row is about another prompt or video."""
     from stts_hf.inference.predicting import video_name
 
     for row in rows:
@@ -149,7 +147,7 @@ def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_parquet(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes records, in this order, as a file that appears whole. Raises `CommandError` where it cannot be written."""
+    """Writes the records in this order, completely or not at all. Raises `CommandError` if that fails."""
     import pyarrow
     import pyarrow.parquet
 
@@ -160,18 +158,13 @@ def write_parquet(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     texts = {name: list(map(printable, values)) for name, values in columns.items() if name not in kinds}
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
     table = pyarrow.Table.from_pydict(columns | texts, schema=schema)
-    try:
-        with atomic_file(path) as new:
-            pyarrow.parquet.write_table(table, new)
-    except OSError as error:
-        raise CommandError(
-            f"--output {path} cannot be written: {one_line(error, 120)}; all answers are in "
-            f"{path.with_suffix('.jsonl')}, and the same command tries again"
-        ) from error
+    wrong = f"--output {path} cannot be written, but {path.with_suffix('.jsonl')} has all answers; run this again: "
+    with refused(wrong, OSError), atomic_file(path) as new:
+        pyarrow.parquet.write_table(table, new)
 
 
 def printable(value: Any) -> str | None:
-    """The value as text, with undecodable bytes of file names as \\udcXX, as in JSON."""
+    """Returns the value as text; undecodable bytes of file names become \\udcXX, as in JSON."""
     return None if value is None else str(value).encode("utf-8", "backslashreplace").decode()
 
 
@@ -190,7 +183,7 @@ def print_record(number: int, total: int, record: Mapping[str, Any]) -> None:
 
 
 def print_summary(summary: Mapping[str, Any], done: int, seconds: float) -> None:
-    """done: rows of this run, which took so many seconds."""
+    """Prints the sums. done, seconds: of this run's rows."""
     total, kept = summary["video_tokens"], summary["video_tokens_kept"]
     print_lines(
         rows=f"{summary['rows']}: {summary['answered']} answered, {summary['errors']} with an error",

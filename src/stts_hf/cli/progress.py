@@ -31,12 +31,12 @@ def stage(name: str) -> Iterator[None]:
         note(f"  done in {seconds:.1f} s")
 
 
-def progress_bar(total: int, unit: str, description: str | None = None, done: int = 0) -> "tqdm":
+def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm":
     """A bar that disappears when it is closed. done: items of an earlier run, which do not count for the rate."""
     from tqdm import tqdm
 
     # `disable=None` shows no bar where stderr is no terminal.
-    return tqdm(total=total, initial=done, unit=unit, desc=description, leave=False, file=sys.stderr, disable=None)
+    return tqdm(total=total, initial=done, unit=unit, leave=False, file=sys.stderr, disable=None)
 
 
 def import_libraries() -> None:
@@ -57,17 +57,13 @@ def keep_bars_out_of_logs() -> None:
 
 
 class TokenBar:
-    """A streamer for `generate` that counts an answer's tokens on a bar, which is hidden between answers."""
+    """A streamer for `generate` that counts an answer's tokens on a bar."""
 
     def __init__(self, bar: "tqdm"):
         self.bar = bar
-        self.end()
 
     def put(self, value: Any) -> None:
-        if value.dim() == 2:  # the prompt
-            self.bar.reset()
-        else:
-            self.bar.update()
+        self.bar.update(value.dim() == 1)  # the first is the prompt, (1, L)
 
     def end(self) -> None:
-        self.bar.clear()
+        pass

@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli import predict
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import add_model_options, check_file, check_scaling, processing
+from stts_hf.cli.options import add_model_options, check_file, processing
 from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
 from stts_hf.wording import percent
 
@@ -56,10 +55,10 @@ def execute(arguments: argparse.Namespace) -> int:
     print_lines(picture=str(path))
     if arguments.time:
         from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
-        from stts_hf.inference.generate import inputs_for
 
-        inputs = inputs_for(predictor.model, prepared.inputs)
-        print_times(time_prompts(compare_with_stock(predictor.model, inputs, arguments.pruning_ratio)))
+        model, ratio = predictor.model, arguments.pruning_ratio
+        variants = compare_with_stock(ratio, model.config.vision_config.selector)
+        print_times(time_prompts(model, prepared.inputs, variants))
     return 0
 
 
@@ -141,8 +140,9 @@ def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuses what can be refused before anything slow happens."""
-    check_videos(arguments.videos, arguments)
+    """Raises `CommandError` for what is wrong before anything slow happens."""
+    for video in arguments.videos:
+        check_video(video, arguments.allow_urls)
     if os.path.isfile(arguments.question):
         raise CommandError(f"QUESTION is missing after the videos: the last argument, {arguments.question}, is a file")
     if len(arguments.videos) == 1:
@@ -154,23 +154,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise CommandError("--time and --output are about one VIDEO; answers about several: stts-hf predict --output")
 
 
-def check_videos(videos: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Raises `CommandError` for a path that is no video file, an empty question, or scaling at a ratio of 1."""
-    if problems := [f"{video} {trouble}" for video in videos if (trouble := trouble_of(video, arguments.allow_urls))]:
-        raise CommandError(f"VIDEO {', '.join(problems)}; pass the path of a video file")
-    if not arguments.question.strip():
-        raise CommandError("the question is empty; ask something about the video")
-    check_scaling(arguments)
-
-
-def trouble_of(video: str, allow_urls: bool) -> str | None:
-    """What keeps a path from being a video file; None where nothing does."""
+def check_video(video: str, allow_urls: bool) -> None:
+    """Raises `CommandError` for a path that is not a file, and for a URL without permission to download."""
     if os.path.isfile(video):
-        return None
+        return
     from stts_hf.video.sources import is_url
 
-    if is_url(video):
-        return None if allow_urls else "is an address, which is downloaded only with --allow-urls"
-    if os.path.isdir(video):
-        return "is a folder"
-    return "is no regular file, and a pipe cannot be searched" if os.path.exists(video) else "does not exist"
+    if not is_url(video):
+        raise CommandError(f"VIDEO {video} is not a file; pass the path of a video file")
+    if not allow_urls:
+        raise CommandError(f"VIDEO {video} is a URL; allow its download with --allow-urls")

@@ -1,7 +1,7 @@
-"""How long a prompt takes: the stock model, STTS that drops nothing, and STTS that drops."""
+"""Times of a prompt: by the stock model and by STTS, with nothing dropped and pruned."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,43 +10,44 @@ from transformers import PreTrainedModel
 from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, StageRecorder
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.progress import progress_bar, stage
+from stts_hf.inference.generate import inputs_for
 from stts_hf.wording import percent
 
 COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
-Variants = Mapping[str, tuple[PreTrainedModel, Mapping[str, Any]]]
+STOCK = "stock model"
+Variants = Mapping[str, tuple[float, str]]  # pruning ratio and selector, by name
 
 
-def compare_with_stock(model: PreTrainedModel, inputs: Mapping[str, Any], ratio: float) -> Variants:
-    """What to time: the stock model, STTS with nothing and with `ratio` dropped, each with a call's arguments."""
-    variants = {
-        "stock model": (stock_twin(model), inputs),
-        "STTS, none dropped": (model, {**inputs, "pruning_ratio": 0.0}),
-        f"STTS, {percent(ratio)} dropped": (model, {**inputs, "pruning_ratio": ratio}),
-    }
-    return variants if ratio else dict(list(variants.items())[:2])
+def compare_with_stock(ratio: float, selector: str) -> Variants:
+    """Returns STTS with nothing and with `ratio` dropped."""
+    variants = {"STTS, none dropped": (0.0, selector), f"STTS, {percent(ratio)} dropped": (ratio, selector)}
+    return variants if ratio else dict([next(iter(variants.items()))])
 
 
 def time_prompts(
-    variants: Variants, repeats: int = 3, before: Callable[[str], object] = lambda name: None
+    model: PreTrainedModel, inputs: Mapping[str, Any], variants: Variants, repeats: int = 3
 ) -> dict[str, list[float]]:
     """
-    Runs every variant's prompt `repeats` times after one warm-up, the variants in turn, so that a machine that slows
-    down slows them all. before: called with a variant's name before its prompt. Returns each variant's medians in
-    milliseconds, one for each of `COLUMNS`.
+    Runs the prompt `repeats` times after one warm-up, by the stock model and by each variant. They take turns, so that
+    a machine that slows down slows them all. Returns medians in milliseconds by variant, one for each of `COLUMNS`.
     """
-    rounds: dict[str, list[list[float]]] = {name: [] for name in variants}
+    inputs = inputs_for(model, inputs)
+    stock = stock_twin(model)
+    rounds: dict[str, list[list[float]]] = {name: [] for name in (STOCK, *variants)}
     with (
         stage(f"Timing {repeats} prompts of each variant, after a warm-up"),
-        progress_bar(len(variants) * (repeats + 1), "pass", "  Timing") as bar,
+        progress_bar(len(rounds) * (repeats + 1), "pass") as bar,
     ):
-        for _ in range(repeats + 1):
-            for name, (model, arguments) in variants.items():
-                before(name)
-                with StageRecorder(model, Clock(model.device)) as recorder, torch.no_grad():
-                    model(**arguments, logits_to_keep=1, use_cache=True)
-                stages = recorder.stages()
-                rounds[name].append([1000 * stages[column] for column in COLUMNS.values()])
-                bar.update()
+        for name in [*rounds] * (repeats + 1):
+            timed, options = stock, dict[str, Any]()
+            if name != STOCK:
+                timed = model
+                options["pruning_ratio"], model.config.vision_config.selector = variants[name]
+            with StageRecorder(timed, Clock(model.device)) as recorder, torch.no_grad():
+                timed(**inputs, **options, logits_to_keep=1, use_cache=True)
+            stages = recorder.stages()
+            rounds[name].append([1000 * stages[column] for column in COLUMNS.values()])
+            bar.update()
     return {name: list(map(statistics.median, zip(*found[1:], strict=True))) for name, found in rounds.items()}
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import html
+import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from .held_clips import Answerer, Progress, check_video
 from .visits import Visit, Visits
 
 HOUR = 3600
+BROKEN_OFF = 600  # seconds without a byte
 OF_SAMPLE = ("Which way does the red ring move?", "Which letter flashes up?", "What is moving in this video?")
 CHOOSE = "Choose a video, then ask about it."
 SAW = "What the model saw"
@@ -53,7 +56,7 @@ class Page:
     ):
         self.answerer, self.limits, self.sample = answerer, answerer.limits, sample
         self.answer: Answer = on_gpu(answerer.answer) if on_gpu else answerer.answer
-        # The files of a tab that closes without notice are deleted after an hour.
+        # Gradio deletes uploads and overlays after an hour.
         with gr.Blocks(title="Ask a video", analytics_enabled=False, delete_cache=(HOUR // 4, HOUR)) as self.blocks:
             # A lambda, since Gradio copies a bound method's object, weights included, with every page that it sends.
             self.owner = gr.State(None, time_to_live=HOUR, delete_callback=lambda owner: self._forget(owner))
@@ -63,9 +66,7 @@ class Page:
                     self._build_video(answerer)
                 with gr.Column(min_width=320):
                     self._build_chat()
-            # All visitors share one copy of the sample.
-            copied = self.video.move_resource_to_block_cache(str(sample))
-            self.visits = Visits(answerer.clips, Path(self.blocks.GRADIO_CACHE), Path(str(copied)))
+            self.visits = Visits(answerer.clips)
             self._connect()
 
     def _build_video(self, answerer: Answerer) -> None:
@@ -240,33 +241,38 @@ class Page:
         return gr.Button(visible=False)
 
     def draw(self, request: gr.Request) -> Iterator[Changes]:
-        """Shows the video with its dropped blocks dimmed, written once for each ratio and selector."""
+        """Shows the video with its dropped blocks dimmed."""
         visit = self.visits.find(str(request.session_hash))
         if visit is None or visit.video is None or visit.seen is None:
             return
-        progress, facts = visit.seen, visit.seen.seen
-        path = self.visits.overlay(visit, (progress.selector, progress.pruning_ratio))
-        if not path.exists():
-            yield {self.second: gr.Tab("Drawing what it saw …", interactive=False)}
-            unfinished = path.with_suffix(".part.mp4")
-            masks: dict[Any, Any] = {unfinished: facts.keep_mask}
-            try:
+        facts, drawn = visit.seen.seen, (visit.seen.selector, visit.seen.pruning_ratio)
+        shown = {self.second: gr.Tab(SAW, interactive=True), self.views: gr.Tabs(selected="overlay")}
+        if visit.drawn == drawn:
+            yield shown
+            return
+        yield {self.second: gr.Tab("Drawing what it saw …", interactive=False)}
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "overlay.mp4")
+                masks: dict[Any, Any] = {path: facts.keep_mask}
                 write_overlays(visit.video, masks, facts.grid, facts.timestamps, facts.tubelet)
-                unfinished.replace(path)
-            except Exception as error:
-                unfinished.unlink(missing_ok=True)
-                yield self._undrawn()
-                if visit.left:
-                    return
-                raise complaint(error, visit.video, f"{SAW} is not drawn: ") from error
-        drawn = {self.second: gr.Tab(SAW, interactive=True), self.views: gr.Tabs(selected="overlay")}
-        yield {self.overlay: str(path), **drawn}
+                yield {self.overlay: str(path), **shown}  # Gradio copies the file before it asks for more
+            visit.drawn = drawn
+        except Exception as error:
+            yield self._undrawn()
+            if visit.left:
+                return
+            raise complaint(error, visit.video, f"{SAW} is not drawn: ") from error
         if visit.left:
             yield self._undrawn()
 
     def leave(self, request: gr.Request) -> None:
-        """The tab was closed or loaded again."""
+        """The tab was closed or loaded again. Partial uploads are deleted too: Gradio keeps them."""
         self.visits.leave(str(request.session_hash))
+        for path in Path(self.blocks.GRADIO_CACHE).glob("tmp*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file() and time.time() - path.stat().st_mtime > BROKEN_OFF:
+                    path.unlink()
 
     def _forget(self, owner: str | None) -> None:
         if owner is not None:

@@ -4,7 +4,6 @@ import base64
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +24,37 @@ MOST_OF_FRAMES, MOST_OF_CLIP = 4_500_000, 2_000_000
 QUALITIES = ((88, 1), (75, 1), (60, 1), (40, 1), (20, 1), (20, 2), (20, 4), (20, 8))  # of JPEG; pixels joined to one
 
 
-@dataclass(frozen=True)
-class Column:
-    """What one selector does with the video. times: measured of it, in milliseconds, such as {"vision tower": 12.3}."""
-
-    answer: Answer
-    times: Mapping[str, float] = field(default_factory=dict)
-
-
 def write_report(
     path: str | os.PathLike,
     frames: Array,
-    columns: Mapping[str, Column],
+    answers: Mapping[str, Answer],
     *,
     facts: Mapping[str, str],
+    times: Mapping[str, Mapping[str, float]] | None = None,
     baseline: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
     clip: bytes = b"",
 ) -> None:
     """
-    Writes the page, which needs no network and no other file. Frames are compressed until it is small.
+    Writes the page, which needs no network and no other file. Frames are compressed until the page is small.
 
     Args:
         path: of the page.
-        frames: `(F, H, W, 3)` uint8, the sampled frames at the size in which they are to be seen.
-        columns: selector to what it does, all of one video and question.
-        facts: what to say of the run, such as `{"video": "clip.mp4", "checkpoint": "my-stts"}`; all text is escaped.
-        baseline: times of the same model without pruning, named as the selectors'.
-        notes: sentences that a reader should know, such as why a selector is missing.
+        frames: `(F, H, W, 3)` uint8, the sampled frames at the size in which they are shown.
+        answers: by selector, all of one video and question.
+        facts: about the run, such as `{"video": "clip.mp4", "checkpoint": "my-stts"}`; all text is escaped.
+        times: by selector, in milliseconds, such as `{"vision tower": 12.3}`.
+        baseline: the same times of the stock model.
+        notes: sentences for the reader, such as why a selector is missing.
         clip: an MP4 of the video that a browser plays, shown where it is small enough; else the frames are played.
 
     Raises:
         ValueError, TypeError: frames and answers do not fit each other.
         OSError: the page cannot be written.
     """
-    frames, baseline = as_array(frames), baseline or {}
-    selectors = [_selector(name, column, frames, baseline) for name, column in columns.items()]
-    answer = next(iter(columns.values())).answer
+    frames, times = as_array(frames), times or {}
+    selectors = [_selector(name, answer, frames) | {"times": times.get(name, {})} for name, answer in answers.items()]
+    answer = next(iter(answers.values()))
     data = {
         "frames": _as_jpeg(frames),
         "clip": _in_base64(clip) if len(clip) <= MOST_OF_CLIP else "",
@@ -76,25 +69,16 @@ def write_report(
         "colours": (255 * matplotlib.colormaps[SCORES](np.linspace(0, 1, 32))[:, :3]).round().astype(int).tolist(),
     }
     loader = jinja2.PackageLoader("stts_hf", "visualize")
-    template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(
-        TEMPLATE
-    )
-    page = template.render(
-        answer=answer,
-        facts=facts,
-        notes=notes,
-        selectors=selectors,
-        baseline=baseline,
-        data=data,
-    )
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    given = {"answer": answer, "facts": facts, "notes": notes, "selectors": selectors, "data": data}
+    page = environment.get_template(TEMPLATE).render(given, baseline=baseline or {})
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _selector(name: str, column: Column, frames: np.ndarray, baseline: Mapping[str, float]) -> dict[str, Any]:
-    """What the page says of a selector."""
-    answer = column.answer
+def _selector(name: str, answer: Answer, frames: np.ndarray) -> dict[str, Any]:
+    """Values of a selector for the template."""
     if answer.keep_mask is None or answer.token_scores is None:
-        raise ValueError(f"`columns` holds {name!r} without an answer: {answer.error or 'nothing was asked'}.")
+        raise ValueError(f"`answers` holds {name!r} without an answer: {answer.error or 'nothing was asked'}.")
     mask, scores = as_array(answer.keep_mask), as_array(answer.token_scores)
     check_outputs(len(frames), mask, answer.grid, answer.timestamps, scores, answer.tubelet)
     low, high = score_range(scores)
@@ -107,10 +91,6 @@ def _selector(name: str, column: Column, frames: np.ndarray, baseline: Mapping[s
         "counts": mask.sum(axis=1).tolist(),
         "low": low,
         "high": high,
-        "times": {
-            what: (found, baseline[what] / found if found and what in baseline else None)
-            for what, found in column.times.items()
-        },
         "mask": _in_base64(mask.astype(np.uint8).tobytes()),
         "scores": _in_base64((255 * relative).round().astype(np.uint8).tobytes()),
     }

@@ -85,6 +85,8 @@ def test_a_fingerprint_reads_files_alone(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
     assert fingerprint(tmp_path) == expected
+    (tmp_path / "config.json").write_text("{ }")
+    assert fingerprint(tmp_path) != expected
 
 
 def processors_loaded(path: Path) -> list[str]:

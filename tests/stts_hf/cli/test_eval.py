@@ -1,18 +1,14 @@
 """`stts-hf eval` on a tiny checkpoint that says one sentence, whatever it is asked."""
 
-import argparse
 import json
 import re
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stts_hf.cli.answer_options import settings_of
 from stts_hf.cli.main import main
-from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES, TINY
+from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES
 from tests.clips import write_clip
 from tests.training_files import write_rows
 
@@ -138,29 +134,6 @@ def test_answers_of_other_settings_are_refused(run, options, setting):
     assert status == 2
     assert re.search(rf"--output .*answers\.jsonl holds answers of other settings: {setting}", err)
     assert after == before
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("config.json", '"pruning_layer": ', '"pruning_layer": 1'),
-        ("processor_config.json", '"num_frames": ', '"num_frames": 1'),
-        ("chat_template.jinja", "{{", "{{ '' }}{{"),
-    ],
-)
-def test_a_checkpoint_is_another_by_any_file_that_decides_its_answers(tmp_path, name, old, new):
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(TINY, folder)
-    values = {"checkpoint": str(folder), "output": folder / "answers.jsonl", "pruning_ratio": 0.5, "max_new_tokens": 1}
-    arguments = argparse.Namespace(**values, dtype="auto", num_frames=None, max_fps=None, test_time_scaling=False)
-    config = SimpleNamespace(vision_config=SimpleNamespace(selector="scorer"))
-    before = settings_of(arguments, config)
-    (folder / "answers.summary.json").write_text("{}")  # of the run itself
-    assert settings_of(arguments, config) == before
-    text = (folder / name).read_text()
-    assert old in text
-    (folder / name).write_text(text.replace(old, new, 1))
-    assert settings_of(arguments, config) != before
 
 
 def test_answers_to_other_rows_are_refused(run, rows):

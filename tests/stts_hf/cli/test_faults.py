@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.checkpoints import TINY, write_small_clip
 from tests.faults import Ended, Fault, start
 from tests.small_disk import mounted_disk
 from tests.stts_hf.checkpoints.convert_files import contents, write_molmo2
-from tests.stts_hf.checkpoints.pushing import client_in, without_card
 from tests.training_files import write_config, write_data
 
 pytest.importorskip("accelerate")
@@ -126,17 +124,6 @@ def test_predict(here, kind, at, call):
     assert sorted(os.listdir(here)) == left
 
 
-def test_predict_where_a_row_does_not_fit_into_memory(here):
-    command = predict(here, "out.jsonl", "--retry-errors")
-    ended = start(command, here, faults.exhaust, GENERATE, 2)
-    assert ended.status == 1
-    first, second = (row["error"] for row in lines(here).values())
-    assert first is None
-    assert re.search(SAID["no memory"], second)
-    check_done(start(command, here))
-    assert [row["error"] for row in lines(here).values()] == [None, None]
-
-
 TRAIN = [
     ("kill", "transformers.Trainer._save_optimizer_and_scheduler", 2),
     ("full", "stts_hf.training.run.save", 1),
@@ -195,29 +182,6 @@ def test_convert(here, conversion, kind):
     assert contents(source) == before
 
 
-COMMIT = "huggingface_hub.HfApi.create_commit"
-
-
-@pytest.fixture
-def pushed(hub, here):
-    """Runs the command on `here/folder`, for a repository that holds something of it already."""
-    hub.create("user/tiny", {"config.json": b'{"model_type": "stts"}', "notes.txt": b"an earlier push"})
-    shutil.copytree(TINY, here / "folder")
-    client = functools.partial(client_in, hub.environment(here / "home"))
-    return functools.partial(start, ["push", "folder", "user/tiny"], here, within=client)
-
-
-@pytest.mark.parametrize(("kind", "at"), [("kill", COMMIT), ("full", "stts_hf.checkpoints.push.check_repository")])
-def test_push(hub, here, pushed, kind, at):
-    before, there = contents(here / "folder"), hub.files("user/tiny")
-    check_end(pushed(fault_of(kind, here), at), "push", kind)
-    assert hub.files("user/tiny") == there
-    faults.mend(here)
-    assert contents(here / "folder") == before
-    check_done(pushed())
-    assert without_card(hub.files("user/tiny")) == without_card(before) | {"notes.txt": b"an earlier push"}
-
-
 @pytest.mark.parametrize("named", ["videos", "videos/**/*.mp4"])
 def test_a_folder_without_rights_is_named(tmp_path, named):
     """Also by a pattern, which would match less."""
@@ -227,14 +191,3 @@ def test_a_folder_without_rights_is_named(tmp_path, named):
     ended = start(["predict", named, "--prompt", "What?", "--checkpoint", TINY], tmp_path)
     said = "The folder videos/more cannot be read: Permission denied. Mend that, or leave it out."
     assert (ended.status, ended.err) == (2, f"stts-hf predict: error: {said}\n")
-
-
-def test_a_row_about_a_video_without_rights_says_so(tmp_path):
-    """Not that it does not exist."""
-    (tmp_path / "more").mkdir()
-    write_small_clip(tmp_path / "more")
-    (tmp_path / "rows.jsonl").write_text('{"id": "a", "video": "more/clip.mp4", "prompt": "What?"}\n')
-    (tmp_path / "more").chmod(0)
-    command = ["predict", "rows.jsonl", "--checkpoint", TINY, "--output", "out.jsonl", "--workers", "0"]
-    assert start(command, tmp_path).status == 1
-    assert "cannot be read: Permission denied" in json.loads((tmp_path / "out.jsonl").read_text())["error"]

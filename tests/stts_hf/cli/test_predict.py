@@ -233,22 +233,6 @@ def test_names_that_are_no_text(run):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["clips", "--prompt", "Why?"], 'prompt was "What moves?", and is "Why?" now'),
-        (["clips", *PROMPT, "--pruning-ratio", "0.3"], "pruning_ratio was 0.5, and is 0.3 now"),
-    ],
-    ids=["prompt", "ratio"],
-)
-def test_a_file_of_another_job_is_refused_and_stays(run, options, message):
-    before = Path("clips-done.jsonl").read_bytes()
-    status, _, err = run(*options, "--output", "clips-done.jsonl")
-    assert status == 2
-    assert message in err
-    assert Path("clips-done.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(
     ("file", "before", "now", "said"),
     [
         ("rows.jsonl", "Where?", "Why?", "the prompt of row b is 'Why?', and was 'Where?'"),
@@ -310,19 +294,6 @@ def test_an_output_that_is_no_file_is_refused(run, output):
 def test_a_url_is_refused_with_the_name_of_the_option(run):
     run("https://example.com/a.mp4", *PROMPT, "--output", "out.jsonl")
     assert "--allow-urls" in lines()["https://example.com/a.mp4"]["error"]
-
-
-def test_a_checkpoint_that_needs_its_own_code_is_refused_without_advice_to_run_it(here, checkpoint, capsys):
-    shutil.copytree(checkpoint, "own")
-    settings = json.loads(Path("own/tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
-    Path("own/tokenizer_config.json").write_text(json.dumps(settings))
-    Path("own/own.py").write_text("raise SystemExit('it ran')")
-    for arguments in ["predict", "clips", *PROMPT], ["run", "clips/two.mp4", "What?"]:
-        assert main([*arguments, "--checkpoint", "own"]) == 2
-        err = capsys.readouterr().err.splitlines()[-1]
-        assert "--checkpoint own" in err
-        assert "trust_remote_code" not in err
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
-from stts_hf.benchmark.models import stock_twin
-from stts_hf.cli import stock_times as timing
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
-from tests.checkpoints import QWENS, TINIES, load_tiny
+from tests.checkpoints import QWENS, TINIES
 from tests.clips import write_no_video
 
 # 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, 0.7, ... 1.7 s and the end.
@@ -84,14 +81,10 @@ def test_pruning_ratio(run, ratio, kept):
     assert f"{kept} of {NUM_TOKENS} kept" in out
 
 
-def test_selectors_drop_different_blocks(run):
-    assert len({run("--selector", name)[3].read_bytes() for name in ("scorer", "cosine", "random")}) == 3
-
-
 def test_an_address_is_read_only_where_that_is_allowed(run):
     status, out, err, _ = run(video="https://example.com/clip.mp4")
     assert (status, out) == (2, "")
-    assert "https://example.com/clip.mp4 is an address" in err
+    assert "https://example.com/clip.mp4 is a URL" in err
     assert "--allow-urls" in err
 
 
@@ -144,29 +137,3 @@ def test_what_is_not_a_video_is_one_clear_line(run, tmp_path):
     assert err.splitlines()[-1].startswith("stts-hf run: error: ")
     assert "Traceback" not in err
     assert not sheet.exists()
-
-
-@torch.no_grad()
-def test_the_stock_twin_is_the_same_model_on_the_same_weights():
-    model = load_tiny()
-    generator = torch.Generator().manual_seed(0)
-    block = torch.arange(144).view(4, 3, 4, 3).permute(0, 2, 1, 3).reshape(16, 9)
-    video_token = model.config.image_patch_id
-    input_ids = torch.tensor([[1, *[video_token] * 32, 2, 3]])
-    inputs = {
-        "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
-        "mm_token_type_ids": (input_ids == video_token).long(),
-        "pixel_values_videos": torch.rand(2, 144, 192, generator=generator),
-        "video_token_pooling": torch.cat([block, block + 144]),
-        "video_grids": torch.tensor([[2, 4, 4]]),
-    }
-    twin = stock_twin(model)
-    # The scorer's bias is off at k = 0, so what is left is the stock model up to float32 rounding.
-    torch.testing.assert_close(twin(**inputs).logits, model(**inputs, pruning_ratio=0.0).logits, atol=1e-5, rtol=1e-5)
-    ours = {parameter.data_ptr() for parameter in model.parameters()}
-    assert all(parameter.data_ptr() in ours for parameter in twin.parameters())
-    assert list(timing.compare_with_stock(model, inputs, 0.0)) == ["stock model", "STTS, none dropped"]
-    times = timing.time_prompts({"a": (twin, inputs), "b": (model, inputs)}, repeats=2)
-    for vision_tower, language_model, total in times.values():
-        assert 0 < vision_tower + language_model < total

@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-from stts_hf.benchmark.models import stock_config, stock_twin
+from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.main import main
 from stts_hf.inference.engine import answer_videos
 from stts_hf.visualize.sample_clip import write_sample_clip
+from tests.checkpoints import DAILY, TINIES, load_tiny
 from tests.small_disk import small_disk
 from tests.stts_hf.visualize.test_html_report import Page
 
@@ -33,16 +34,17 @@ def clip(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def shown(any_folder, clip, tmp_path_factory):
+@pytest.fixture(scope="module", params=DAILY)
+def shown(request, clip, tmp_path_factory):
     """What the command writes and prints for a backbone."""
+    checkpoint = TINIES[request.param]
     folder = tmp_path_factory.mktemp("shown") / "made" / "output"
-    command = ["visualize", str(clip), "--checkpoint", str(any_folder), "--output", str(folder)]
+    command = ["visualize", str(clip), "--checkpoint", str(checkpoint), "--output", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr("builtins.print", lambda *text, **_: printed.append(" ".join(map(str, text))))
         status = main([*command, "--question", QUESTION, "--max-new-tokens", "3", "--repeats", "1"])
-    return SimpleNamespace(folder=folder, status=status, printed="\n".join(printed), checkpoint=any_folder)
+    return SimpleNamespace(folder=folder, status=status, printed="\n".join(printed), checkpoint=checkpoint)
 
 
 @pytest.fixture
@@ -104,31 +106,20 @@ def test_the_times_of_the_page_are_those_printed(shown):
         assert set(times) <= {cell.strip() for cell in cells}
 
 
-def test_a_stock_checkpoint_has_no_scorer_to_show(any_model, any_processor, run, tmp_path):
-    stock = tmp_path / "stock"
-    twin = stock_twin(any_model)
-    assert type(twin.config) is type(stock_config(any_model.config))
-    twin.save_pretrained(stock)
-    any_processor.save_pretrained(stock)
-    status, out, _, folder = run(checkpoint=stock, selector="")
+@pytest.mark.parametrize("kind", ["stock", "untrained"])
+def test_without_a_trained_scorer_the_others_are_shown(run, processor, tmp_path, kind):
+    model = load_tiny()
+    torch.nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
+    (stock_twin(model) if kind == "stock" else model).save_pretrained(tmp_path / kind)
+    processor.save_pretrained(tmp_path / kind)
+    status, out, _, folder = run(checkpoint=tmp_path / kind, selector="")
     assert status == 0
     assert [line.split(":")[0] for line in out.splitlines()] == ["question", "cosine", "random", "page"]
     assert "has no trained scorer" in "".join(Page(folder / "report.html").texts["p"])
     shutil.rmtree(folder)
-    status, out, last, _ = run(checkpoint=stock, selector="cosine scorer")
+    status, out, last, _ = run(checkpoint=tmp_path / kind, selector="cosine scorer")
     assert (status, out) == (2, "")
     assert "has no trained scorer" in last
-    assert not folder.exists()
-
-
-def test_a_scorer_that_was_never_trained_is_refused_where_it_is_asked_for(run, hub_configs, tmp_path):
-    model = AutoModelForMultimodalLM.from_pretrained(hub_configs / "stts-tiny")
-    torch.nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
-    model.save_pretrained(tmp_path / "untrained")
-    AutoProcessor.from_pretrained(hub_configs / "stts-tiny").save_pretrained(tmp_path / "untrained")
-    status, _, last, folder = run(checkpoint=tmp_path / "untrained", selector="scorer cosine")
-    assert status == 2
-    assert "--selectors scorer" in last
     assert not folder.exists()
 
 
@@ -164,11 +155,3 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(run, tmp_path):
     assert status == 2
     assert last.startswith(f"stts-hf visualize: error: --output {folder} is not written")
     assert not [path for path in tmp_path.iterdir() if "output" in path.name]
-
-
-def test_everything_dropped_and_nothing_dropped_are_shown(run):
-    status, out, _, folder = run("--pruning-ratio", "1")
-    assert status == 0
-    assert "cosine:       0 of 32 video tokens kept" in out
-    shutil.rmtree(folder)
-    assert "cosine:       32 of 32 video tokens kept" in run("--pruning-ratio", "0")[1]

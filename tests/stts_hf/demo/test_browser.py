@@ -1,7 +1,6 @@
 """The app in a headless Chromium: what a person does, in a window and in one of a phone."""
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,31 +153,13 @@ def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
     wait_for(page, "Answered from cache")
 
 
-def test_another_clip_chosen_in_the_middle_of_an_answer_begins_anew(visit, gate, video, tmp_path):
-    page = visit()
-    upload(page, video)
-    ask(page, "Wait for it.")
-    assert gate.reached.wait(PATIENCE)
-    wait_for(page, "9 frames read in")
-    page.click("#clip [aria-label=Clear]")
-    wait_for(page, "Choose a video, then ask about it.")
-    upload(page, Path(write_clip(tmp_path / "one second.mp4", 10, fps=10)))
-    gate.open.set()
-    wait_until_answered(page)
-    ask(page, "And now?")
-    wait_for(page, "5 frames read in")
-    wait_until_answered(page)
-    assert "Wait for it." not in page.inner_text("#chat")
-    assert "40 of 80" in page.inner_text("#tokens")
-
-
-def test_a_browser_that_leaves_ends_its_answer_and_takes_its_files_along(visit, served, gate, tmp_path):
+def test_a_browser_that_leaves_ends_its_answer(visit, served, gate, tmp_path):
     mine = write_clip(tmp_path / "only_mine.mp4", 9)
     page = visit()
     upload(page, mine)
     ask(page, "Wait for it.")
     assert gate.reached.wait(PATIENCE)
-    held, (kept,) = len(served.visits.clips), list(served.visits.cache.glob("*/only_mine.mp4"))
+    held = len(served.visits.clips)
     page.close()
     gate.open.set()
     assert gate.closed.wait(PATIENCE)
@@ -187,9 +168,3 @@ def test_a_browser_that_leaves_ends_its_answer_and_takes_its_files_along(visit, 
     ask(other, "What moves?")
     wait_for(other, "frames read in")
     assert len(served.visits.clips) == held
-    other.close()
-    for _ in range(10 * PATIENCE):
-        if not kept.exists():
-            break
-        time.sleep(0.1)
-    assert not kept.exists()

@@ -1,7 +1,8 @@
-"""What a visitor leaves behind who never says goodbye: it goes a while after the last question, here 24 seconds."""
+"""What a visitor leaves behind who never says goodbye: it goes a while after the last question, here 12 seconds."""
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def forgetful(assistant, video) -> Iterator[Any]:
 
     own_folder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "HOUR", 24)
+        patch.setattr(app, "HOUR", 12)
         page: Any = app.Page(Answerer({"scorer": assistant}, Limits(new_tokens=1)), video)
         _, page.url, _ = serve(page, server_name="127.0.0.1", prevent_thread_lock=True, quiet=True)
     yield page
@@ -40,11 +41,12 @@ def test_files_and_clips_go_and_the_next_question_says_so(forgetful, video):
     """Also those that nobody asked about."""
     with video.open("rb") as file:
         httpx.post(f"{forgetful.url}gradio_api/upload", files={"files": ("unused.mp4", file)}).raise_for_status()
-    (unused,) = forgetful.visits.cache.glob("*/unused.mp4")
+    cache = Path(forgetful.blocks.GRADIO_CACHE)
+    (unused,) = cache.glob("*/unused.mp4")
     client = gradio_client.Client(forgetful.url, verbose=False)
     _, chat, *_ = client.predict("What?", gradio_client.handle_file(video), 50, "scorer", api_name="/ask")
     assert "frames read" in chat[-1]["content"][0]["text"]
-    (upload,) = forgetful.visits.find(client.session_hash).uploads
+    upload = Path(forgetful.visits.find(client.session_hash).video)
     wait_until(lambda: forgetful.visits.find(client.session_hash) is None)
     wait_until(lambda: not upload.exists())
     assert len(forgetful.visits.clips) == 0

@@ -10,8 +10,8 @@ from tests.stts_hf.demo.conftest import PATIENCE
 
 
 @pytest.fixture
-def visits(tmp_path) -> Visits:
-    return Visits(HeldClips(1), tmp_path)
+def visits() -> Visits:
+    return Visits(HeldClips(1))
 
 
 def test_a_tab_has_one_answer_at_a_time_and_does_not_keep_others_waiting(visits):

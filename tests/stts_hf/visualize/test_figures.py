@@ -1,7 +1,6 @@
 """The comparison shows the numbers it was given."""
 
 import numpy as np
-import pytest
 
 from stts_hf.visualize.figures import comparison, score_range
 
@@ -39,9 +38,3 @@ def test_selectors_stand_side_by_side_on_frames_spread_over_the_video():
     for block in range(6):
         y, x = 10 + 20 * (block // 3), 10 + 20 * (block % 3)
         assert ((scorer[y, x] > 150).all(), (random[y, x] > 150).all()) == (mask[0, block], not mask[0, block])
-
-
-def test_what_does_not_fit_is_refused_by_name():
-    mask = scores(3) > 0.5
-    with pytest.raises(ValueError, match=r"^`keep_mask` has shape \(3, 6\), but 2 frames.* need \(2, 6\)"):
-        comparison(frames(2), {"scorer": mask}, GRID, [0, 1])

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from stts_hf.inference.requests import Answer
-from stts_hf.visualize.html_report import MOST_OF_CLIP, Column, write_report
+from stts_hf.visualize.html_report import MOST_OF_CLIP, write_report
 
 VOID = {"meta", "input", "br", "img", "link", "hr"}
 ATTACK = '</script><script>alert("1")</script><img src=x onerror=alert(1)> & {{ 7 * 7 }}'
@@ -81,11 +81,9 @@ def noise(frames: int, height: int = 60, width: int = 80) -> np.ndarray:
 
 
 def write(path: Path, found, frames: np.ndarray, **options: Any) -> Page:
-    columns = {
-        name: Column(answer, {"total": 100.0 / (place + 1)}) for place, (name, answer) in enumerate(found.items())
-    }
-    given: dict[str, Any] = {"facts": {"video": "clip.mp4"}, "baseline": {"total": 200.0}}
-    write_report(path, frames, columns, **(given | options))
+    times = {name: {"total": 100.0 / place} for place, name in enumerate(found, 1)}
+    given: dict[str, Any] = {"facts": {"video": "clip.mp4"}, "times": times, "baseline": {"total": 200.0}}
+    write_report(path, frames, found, **(given | options))
     return Page(path)
 
 
