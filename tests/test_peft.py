@@ -40,13 +40,6 @@ def adapter(adapted, tmp_path_factory) -> Path:
     return folder
 
 
-def test_lora_and_scorer_are_all_that_is_trained(adapted):
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert any(".language_model." in name for name in trained)
-    assert sum(".scorer.modules_to_save." in name for name in trained) == 14
-    assert not any("lora" in name and ".language_model." not in name for name in trained)
-
-
 def test_adapter_loads_on_its_base(adapter, adapted, inputs):
     loaded = peft.PeftModel.from_pretrained(load_tiny(), adapter).eval()
     assert torch.equal(logits_of(loaded, inputs), logits_of(adapted, inputs))

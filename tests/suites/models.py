@@ -48,7 +48,9 @@ class ModelTester:
         self.num_attention_heads = self.text_config["num_attention_heads"]
         self.num_vision_layers = self.get_config().vision_config.num_hidden_layers
         self.seq_length = self.inputs["input_ids"].shape[1]
-        self.kept_indices = self.read_kept_indices()
+        with torch.no_grad():  # how many are left, no weight says
+            found = self.classes[1](self.get_config()).eval()(**prompt(self.inputs))
+        self.kept_indices: torch.Tensor = found.kept_indices  # (B, L')
         self.encoder_seq_length = self.kept_indices.shape[1]
 
     def make_inputs(self, batch_size: int) -> Inputs:
@@ -57,12 +59,6 @@ class ModelTester:
             inputs[name] = inputs[name].clone().apply_(lambda token: self.moved.get(token, token))
         return inputs
 
-    def read_kept_indices(self) -> torch.Tensor:
-        """Places (B, L') of what is left: how many are, no weight says."""
-        with torch.no_grad():
-            found = self.classes[1](self.get_config()).eval()(**prompt(self.inputs))
-        return found.kept_indices
-
     def get_config(self) -> Any:
         """Of no model, so that nothing is decided in it, such as the kernel of attention."""
         config_class: Any = self.classes[0].config_class
@@ -70,17 +66,6 @@ class ModelTester:
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, Inputs]:
         return self.get_config(), copy.deepcopy(prompt(self.inputs))
-
-    def prepare_config_and_inputs_for_generate(self, batch_size: int) -> tuple[Any, Inputs]:
-        """No token ends an answer, since the tests count tokens."""
-        config = self.get_config()
-        config.get_text_config().eos_token_id = None
-        return config, prompt(self.make_inputs(batch_size))
-
-    def pictures(self) -> Inputs:
-        """Inputs of `get_image_features`."""
-        inputs = self.backbone.batch(PICTURES, "left")
-        return {name: value for name, value in inputs.items() if "pixel" in name or name.startswith("image")}
 
 
 def classes_of(backbone: Backbone) -> tuple[type[PreTrainedModel], ...]:

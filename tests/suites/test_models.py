@@ -8,9 +8,9 @@ from transformers_tests import test_modeling_common as common
 from transformers_tests.generation.test_utils import GenerationTesterMixin
 from transformers_tests.test_configuration_common import ConfigTester
 
-from tests.backbones import BACKBONES, Backbone
+from tests.backbones import BACKBONES, Backbone, prompt
 from tests.suites.exempt import CannotHold, exempt
-from tests.suites.models import ModelTester, classes_of
+from tests.suites.models import PICTURES, ModelTester, classes_of
 
 CANNOT_HOLD = (
     CannotHold(
@@ -28,9 +28,7 @@ CANNOT_HOLD = (
         "beside videos a prompt is given as ids, which say what each token is (docs/behaviour.md)",
         "`inputs_embeds` came with videos",
     ),
-)
-# Those of `generate`, which the source distribution lacks.
-CANNOT_HOLD_OF_GENERATE = (
+    # Those of `generate`, which the source distribution lacks.
     CannotHold(
         (
             "test_assisted_decoding_matches_greedy_search_0_random",
@@ -75,7 +73,10 @@ class Suite(common.ModelTesterMixin, GenerationTesterMixin):
         return inputs | {"labels": self.model_tester.inputs["labels"].clone()} if return_labels else inputs
 
     def prepare_config_and_inputs_for_generate(self, batch_size=2):
-        return self.model_tester.prepare_config_and_inputs_for_generate(batch_size)
+        """No token ends an answer, since the tests count tokens."""
+        config = self.model_tester.get_config()
+        config.get_text_config().eos_token_id = None
+        return config, prompt(self.model_tester.make_inputs(batch_size))
 
     def _logits_scored_by_loss(self, model, logits):
         """Logits (B, L, vocabulary) at the places of the caller's tokens, whose targets the test then makes."""
@@ -84,7 +85,9 @@ class Suite(common.ModelTesterMixin, GenerationTesterMixin):
         return torch.scatter(whole, 1, kept, logits)
 
     def _image_features_prepare_config_and_inputs(self):
-        return self.model_tester.get_config(), self.model_tester.pictures()
+        inputs = self.model_tester.backbone.batch(PICTURES, "left")
+        inputs = {name: value for name, value in inputs.items() if "pixel" in name or name.startswith("image")}
+        return self.model_tester.get_config(), inputs
 
     def _image_features_get_expected_num_attentions(self, model_tester=None):
         return self.model_tester.num_vision_layers
@@ -102,7 +105,7 @@ def suite(backbone: Backbone) -> type:
 
     body = {"all_model_classes": classes_of(backbone), "setUp": set_up, "__module__": __name__}
     kind = type(f"Test_{backbone.name}", (Suite, unittest.TestCase), body)
-    exempt(kind, CANNOT_HOLD + CANNOT_HOLD_OF_GENERATE)
+    exempt(kind, CANNOT_HOLD)
     # By these lists the tests know which model has a head.
     base, head = (model_class.__name__ for model_class in classes_of(backbone))
     common.MODEL_MAPPING_NAMES[base] = base

@@ -37,11 +37,8 @@ CANNOT_HOLD = (
 
 def asks_for_no_more(test: object) -> bool:
     """Whether a test takes a model and an adapter's settings alone."""
-    if not inspect.isfunction(test):
-        return False
-    parameters = list(inspect.signature(test).parameters.values())
-    has_defaults = all(parameter.default is not parameter.empty for parameter in parameters[4:])
-    return [parameter.name for parameter in parameters[:4]] == CALL and has_defaults
+    parameters = inspect.signature(test).parameters.values() if inspect.isfunction(test) else ()
+    return [parameter.name for parameter in parameters if parameter.default is parameter.empty] == CALL
 
 
 def suite(backbone: Backbone) -> type:

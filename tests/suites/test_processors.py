@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 from PIL import Image
 from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor
-from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
-from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 from transformers_tests import test_processing_common as of_processors
 from transformers_tests import test_video_processing_common as of_videos
 
@@ -28,9 +26,7 @@ CANNOT_HOLD = (
         "frames of all videos lie along one axis, as stock's do, which the test cannot ask without torchcodec",
         "AssertionError: (2 != 1|4 != 2)$",
     ),
-)
-# What fails for stock Molmo2 too, where it is tested as well.
-STOCK_FAILS = (
+    # The rest fails for stock Molmo2 too.
     CannotHold(
         ("test_call_numpy_4_channels", "test_call_sample_frames"),
         "frames of all videos lie along one axis, and the test looks for one of videos",
@@ -88,7 +84,8 @@ class VideoTester:
         return self.num_frames, PATCHES, PIXELS
 
 
-class VideoProcessors(of_videos.VideoProcessingTestMixin):
+class TestVideoProcessor(of_videos.VideoProcessingTestMixin, unittest.TestCase):
+    fast_video_processing_class = STTSVideoProcessor
     test_cast_dtype = True
     video_processor_dict: ClassVar[dict[str, Any]] = {
         "size": SIZE,
@@ -107,15 +104,9 @@ class VideoProcessors(of_videos.VideoProcessingTestMixin):
         assert tuple(encoded_videos.shape) == (num_videos * frames, *of_frame)
 
 
-class TestVideoProcessor(VideoProcessors, unittest.TestCase):
-    fast_video_processing_class = STTSVideoProcessor
+class TestProcessor(of_processors.ProcessorTesterMixin, unittest.TestCase):
+    processor_class = STTSProcessor
 
-
-class TestStockVideoProcessor(VideoProcessors, unittest.TestCase):
-    fast_video_processing_class = Molmo2VideoProcessor
-
-
-class Processors(of_processors.ProcessorTesterMixin):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
@@ -142,10 +133,6 @@ class Processors(of_processors.ProcessorTesterMixin):
     def prepare_processor_dict():
         return {"chat_template": "<|im_end|>" + TEMPLATE}  # the token that every prompt begins with
 
-
-class TestProcessor(Processors, unittest.TestCase):
-    processor_class = STTSProcessor
-
     @classmethod
     def _setup_video_processor(cls):
         return STTSVideoProcessor(size=SIZE, num_frames=8)
@@ -162,16 +149,6 @@ class TestProcessor(Processors, unittest.TestCase):
         return [options | {"expected_dim": 0, "output_length": length} for options, length in expected]
 
 
-class TestStockProcessor(Processors, unittest.TestCase):
-    processor_class = Molmo2Processor
-
-    @classmethod
-    def _setup_video_processor(cls):
-        return Molmo2VideoProcessor(size=SIZE, num_frames=8)
-
-
 for suite in (TestVideoProcessor, TestProcessor):
-    exempt(suite, CANNOT_HOLD + STOCK_FAILS)
-for suite in (TestStockVideoProcessor, TestStockProcessor):
-    exempt(suite, STOCK_FAILS, alone=True)
+    exempt(suite, CANNOT_HOLD)
 del suite

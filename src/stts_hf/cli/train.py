@@ -59,17 +59,14 @@ def execute(arguments: argparse.Namespace) -> int:
     need_extras("Training needs more packages", "train")
     from accelerate import PartialState
 
-    from stts_hf.checkpoints.push import PushRefused
     from stts_hf.data.rows import RowError
     from stts_hf.training.config import ConfigError, load_config
     from stts_hf.training.run import dry_run, train
     from stts_hf.training.termination import TrainingTerminated
 
     keep_bars_out_of_logs()
-    output = ""
     try:
         config = load_config(arguments.config, overrides, need_gpu=not arguments.dry_run)
-        output = str(config.training.output_dir)
         if arguments.dry_run:
             print(dry_run(config))
             return 0
@@ -81,10 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
     except RowError as error:  # a data loader's worker puts its traceback before the message
         text = str(error)
         raise CommandError(text.rpartition("RowError: ")[2] if "Original Traceback" in text else text) from error
-    except PushRefused as error:
-        raise CommandError(f"Saved to {output}, but not pushed: {error}") from error
     except (ConfigError, FloatingPointError) as error:
         raise CommandError(str(error)) from error
     if trainer.is_world_process_zero():
-        print(f"Saved to {output}", file=sys.stderr)
+        print(f"Saved to {trainer.args.output_dir}", file=sys.stderr)
     return 0

@@ -1,8 +1,10 @@
 """`TrainingArguments` with STTS's options; learning rates and frozen parts of a model."""
 
+# ruff: noqa: RUF009 -- `setting` makes a `dataclasses.field`
+
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,6 +25,11 @@ REFUSED = {
     "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
     "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",
 }
+
+
+def setting(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+    """A dataclass field with a help text for `HfArgumentParser`."""
+    return field(default=default, metadata={"help": help} | ({"choices": choices} if choices else {}))
 
 
 @dataclass
@@ -52,37 +59,22 @@ class STTSTrainingArguments(TrainingArguments):
 
     _VALID_DICT_FIELDS: ClassVar = [*TrainingArguments._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]
 
-    learning_rate: float = field(
-        default=PAPER_LEARNING_RATES[LANGUAGE_MODEL], metadata={"help": "The language model's peak learning rate."}
+    learning_rate: float = setting(PAPER_LEARNING_RATES[LANGUAGE_MODEL], "The language model's peak learning rate.")
+    learning_rates: dict[str, Any] | str | None = setting(
+        None, f"Peak learning rate of each part ({', '.join(PARTS)}) and of the LoRA weights ({ADAPTER})."
     )
-    learning_rates: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": f"Peak learning rate of each part ({', '.join(PARTS)}) and of the LoRA weights ({ADAPTER})."},
+    freeze: list[str] | None = setting(None, f"Parts not to train: {', '.join(PARTS)}.")
+    distillation_weight: float = setting(
+        0.0, "Weight of the divergence from the unpruned model; above 0, the scorer alone is trained."
     )
-    freeze: list[str] | None = field(default=None, metadata={"help": f"Parts not to train: {', '.join(PARTS)}."})
-    distillation_weight: float = field(
-        default=0.0,
-        metadata={"help": "Weight of the divergence from the unpruned model; above 0, the scorer alone is trained."},
+    temporal_loss_only: bool = setting(
+        False, "Train the scorer alone, by the temporal loss alone: a fast start for a new one."
     )
-    temporal_loss_only: bool = field(
-        default=False,
-        metadata={"help": "Train the scorer alone, by the temporal loss alone: a fast start for a new one."},
-    )
-    distillation_temperature: float = field(
-        default=1.0, metadata={"help": "Temperature of both distributions, with `distillation_weight`."}
-    )
-    log_frame_positions: int = field(
-        default=64, metadata={"help": "Number of frame positions whose kept share TensorBoard shows; 0 for none."}
-    )
-    hub_strategy: Any = field(
-        default="end", metadata={"help": "When to push; before the end `Trainer` pushes the whole output folder."}
-    )
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Whether to drop columns that the model's forward does not name."}
-    )
-    logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Off by default, because a loss that is not finite ends the run."}
-    )
+    distillation_temperature: float = setting(1.0, "Temperature of both distributions, with `distillation_weight`.")
+    log_frame_positions: int = setting(64, "Number of frame positions whose kept share TensorBoard shows; 0 for none.")
+    hub_strategy: Any = setting("end", "When to push; before the end `Trainer` pushes the whole output folder.")
+    remove_unused_columns: bool = setting(False, "Whether to drop columns that the model's forward does not name.")
+    logging_nan_inf_filter: bool = setting(False, "Off by default, because a loss that is not finite ends the run.")
 
     def __post_init__(self) -> None:
         if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
@@ -181,20 +173,17 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
         raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
     if arguments.scorer_alone:
         vision, weight = model.config.vision_config, model.config.temporal_loss_weight
-        learns_nothing = {  # setting to whether it is wrong, its value and the remedy
-            "selector": (not SELECTORS[vision.selector].is_learned, vision.selector, "scorer"),
-            "temporal_loss_weight": (arguments.temporal_loss_only and not weight, weight, "1.0"),
-            "pruning_ratio": (
-                arguments.distillation_weight and not 0 < vision.pruning_ratio < 1,
-                vision.pruning_ratio,
-                "a number between 0 and 1",
-            ),
+        learns = {  # whether the scorer learns with this setting's value
+            "selector": SELECTORS[vision.selector].is_learned,
+            "temporal_loss_weight": weight or not arguments.temporal_loss_only,
+            "pruning_ratio": 0 < vision.pruning_ratio < 1 or not arguments.distillation_weight,
         }
-        for name, (wrong, value, remedy) in learns_nothing.items():
-            if wrong:
+        for name, good in learns.items():
+            if not good:
+                value = getattr(vision, name, weight)
                 raise ValueError(
-                    f"{arguments.scorer_alone}, but `{name}` is {value!r}, so the scorer would learn nothing. Set it "
-                    f"to {remedy}."
+                    f"{arguments.scorer_alone}, but `{name}` is {value!r}, with which the scorer learns nothing. "
+                    "Change one of the two."
                 )
 
 

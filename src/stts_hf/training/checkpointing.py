@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.atomic_folder import flush, move_files
 from stts_hf.checkpoints.card import CARD
-from stts_hf.checkpoints.tensors import shard_files
 
 logger = logging.get_logger(__name__)
 
@@ -64,11 +63,6 @@ def missing_from(checkpoint: Path) -> str | None:
         return f"it has no {TRAINER_STATE_NAME}, so its save was cut off"
     except (ValueError, TypeError, RecursionError) as error:
         return f"its {TRAINER_STATE_NAME} cannot be read ({error})"
-    for index in checkpoint.glob("*.index.json"):
-        try:
-            shard_files(index)
-        except (ValueError, OSError) as error:
-            return f"its weights cannot be read ({error})"
     # `Trainer` silently continues with a fresh optimizer if none is saved. FSDP's is `optimizer.bin` or a folder
     # `optimizer_0`; DeepSpeed's, a folder `global_step3`, has the scheduler in it or beside it.
     kinds = {"optimizer.pt": "optimizer.pt optimizer.bin optimizer_[0-9]*", "scheduler.pt": "scheduler.pt"}

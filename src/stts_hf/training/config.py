@@ -1,6 +1,6 @@
 """The configuration of `stts-hf train`: a flat YAML file, whose settings the command line may replace."""
 
-# ruff: noqa: RUF009 -- `_arg` makes a `dataclasses.field`
+# ruff: noqa: RUF009 -- `setting` makes a `dataclasses.field`
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import reason_of
 from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS
 from stts_hf.selectors import SELECTORS
-from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments
+from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments, setting
 from stts_hf.versions import __version__
 from stts_hf.wording import did_you_mean
 
@@ -38,49 +38,51 @@ class ConfigError(ValueError):
     """A setting of a training run is wrong; the message names it."""
 
 
-def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    return field(default=default, metadata={"help": help} | ({"choices": choices} if choices else {}))
-
-
 @dataclass
 class ModelArguments:
     """Checkpoint, pruning and adapter. Checkpoint and adapter settings have the names of TRL's `ModelConfig`."""
 
-    model_name_or_path: str = _arg(MISSING, "Folder or Hub id of an STTS, stock Molmo2 or Qwen3-VL checkpoint.")
-    model_revision: str = _arg("main", "Branch, tag or commit of a checkpoint on the Hub.")
-    dtype: str = _arg(
+    model_name_or_path: str = setting(MISSING, "Folder or Hub id of an STTS, stock Molmo2 or Qwen3-VL checkpoint.")
+    model_revision: str = setting("main", "Branch, tag or commit of a checkpoint on the Hub.")
+    dtype: str = setting(
         "float32",
         "Weights' dtype. With float32 and bf16, matrix products run in bfloat16, the optimizer in full precision.",
         ("float32", "bfloat16", "float16", "auto"),
     )
-    attn_implementation: dict[str, str] | str | None = _arg(
+    attn_implementation: dict[str, str] | str | None = setting(
         None, "Attention kernel: one name, or one for each of text_config and vision_config."
     )
-    new_scorer: bool = _arg(False, "Whether to start from an untrained scorer, drawn from `seed`.")
+    new_scorer: bool = setting(False, "Whether to start from an untrained scorer, drawn from `seed`.")
     # Of the model's config and its vision config; by default the checkpoint's.
-    pruning_ratio: float | None = _arg(None, "Share of a video's blocks to drop, from 0 to 1.")
-    pruning_layer: int | None = _arg(None, "Last ViT layer that sees every patch.")
-    selector: str | None = _arg(None, "Ranking of the blocks.", tuple(SELECTORS))
-    selector_seed: int | None = _arg(None, "Seed of the random selector.")
-    score_rescaling: str | None = _arg(None, "Rescaling of scores for the attention bias.", SCORE_RESCALINGS)
-    packing: str | None = _arg(None, "Layout of the kept patches in the ViT.", PACKINGS)
-    refill_single_frame_bins: bool | None = _arg(None, "Detail of the released code; first_fit_descending only.")
-    temporal_loss_weight: float | None = _arg(None, "Weight of the temporal loss beside the task loss.")
-    detach_temporal_target: bool | None = _arg(None, "Whether the targets of the temporal loss are detached.")
-    pruned_position_ids: str | None = _arg(None, "RoPE positions of kept tokens in the language model.", POSITION_RULES)
-    use_peft: bool = _arg(False, "Whether to train a LoRA or DoRA adapter.")
-    use_dora: bool = _arg(False, "Whether the adapter is DoRA, with a trained magnitude beside the low-rank matrices.")
-    use_rslora: bool = _arg(False, "Whether adapters are scaled by alpha / sqrt(r).")
-    lora_r: int = _arg(16, "Rank of the adapter.")
-    lora_alpha: int = _arg(32, "Scale of the adapter, times r.")
-    lora_dropout: float = _arg(0.05, "Dropout before the adapter.")
-    lora_target_modules: list[str] | None = _arg(
+    pruning_ratio: float | None = setting(None, "Share of a video's blocks to drop, from 0 to 1.")
+    pruning_layer: int | None = setting(None, "Last ViT layer that sees every patch.")
+    selector: str | None = setting(None, "Ranking of the blocks.", tuple(SELECTORS))
+    selector_seed: int | None = setting(None, "Seed of the random selector.")
+    score_rescaling: str | None = setting(None, "Rescaling of scores for the attention bias.", SCORE_RESCALINGS)
+    packing: str | None = setting(None, "Layout of the kept patches in the ViT.", PACKINGS)
+    refill_single_frame_bins: bool | None = setting(None, "Detail of the released code; first_fit_descending only.")
+    temporal_loss_weight: float | None = setting(None, "Weight of the temporal loss beside the task loss.")
+    detach_temporal_target: bool | None = setting(None, "Whether the targets of the temporal loss are detached.")
+    pruned_position_ids: str | None = setting(
+        None, "RoPE positions of kept tokens in the language model.", POSITION_RULES
+    )
+    use_peft: bool = setting(False, "Whether to train a LoRA or DoRA adapter.")
+    use_dora: bool = setting(
+        False, "Whether the adapter is DoRA, with a trained magnitude beside the low-rank matrices."
+    )
+    use_rslora: bool = setting(False, "Whether adapters are scaled by alpha / sqrt(r).")
+    lora_r: int = setting(16, "Rank of the adapter.")
+    lora_alpha: int = setting(32, "Scale of the adapter, times r.")
+    lora_dropout: float = setting(0.05, "Dropout before the adapter.")
+    lora_target_modules: list[str] | None = setting(
         None, "Names of modules, or one pattern; by default all linear layers of the text model."
     )
-    lora_modules_to_save: list[str] | None = _arg(
+    lora_modules_to_save: list[str] | None = setting(
         None, "Modules trained in full and saved with the adapter; by default the scorer."
     )
-    merge_adapter: bool = _arg(False, "Whether to save the merged checkpoint too, in `merged` under the output folder.")
+    merge_adapter: bool = setting(
+        False, "Whether to save the merged checkpoint too, in `merged` under the output folder."
+    )
 
     def __post_init__(self) -> None:
         if self.lora_modules_to_save is None:
@@ -95,24 +97,24 @@ class ModelArguments:
 class DataArguments:
     """Rows, their videos, and how they become batches."""
 
-    train_data: list[str] = _arg(MISSING, "JSONL or Parquet files, saved data sets, or Hub data sets.")
-    eval_data: list[str] | None = _arg(None, "Evaluation data, in the same forms.")
-    train_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
-    eval_split: str | None = _arg(None, "Split of a Hub data set, by default train.")
-    data_revision: str | None = _arg(None, "Branch, tag or commit of data on the Hub.")
-    media_root: str | None = _arg(None, "Folder that relative paths start from; by default each data file's.")
-    allow_urls: bool = _arg(False, "Whether videos and images may be fetched from http(s) URLs in the rows.")
-    on_error: str = _arg("raise", "Handling of a bad row.", ("raise", "skip"))
-    pack_to: int | None = _arg(None, "Length of packed rows, in tokens after pruning; by default no packing.")
-    max_samples_per_row: int | None = _arg(None, "Maximum number of samples in a packed row.")
-    max_length: int | None = _arg(None, "Maximum length of an unpacked row, in tokens after pruning.")
-    pad_to: int | None = _arg(None, "Length that every row is padded to, in tokens after pruning.")
-    num_frames: int | None = _arg(None, "Maximum number of frames of a video; by default the checkpoint's.")
-    max_fps: float | None = _arg(None, "Maximum number of frames per second; by default the checkpoint's.")
-    check_headers: bool = _arg(True, "Whether to open every video and image before the first step.")
+    train_data: list[str] = setting(MISSING, "JSONL or Parquet files, saved data sets, or Hub data sets.")
+    eval_data: list[str] | None = setting(None, "Evaluation data, in the same forms.")
+    train_split: str | None = setting(None, "Split of a Hub data set, by default train.")
+    eval_split: str | None = setting(None, "Split of a Hub data set, by default train.")
+    data_revision: str | None = setting(None, "Branch, tag or commit of data on the Hub.")
+    media_root: str | None = setting(None, "Folder that relative paths start from; by default each data file's.")
+    allow_urls: bool = setting(False, "Whether videos and images may be fetched from http(s) URLs in the rows.")
+    on_error: str = setting("raise", "Handling of a bad row.", ("raise", "skip"))
+    pack_to: int | None = setting(None, "Length of packed rows, in tokens after pruning; by default no packing.")
+    max_samples_per_row: int | None = setting(None, "Maximum number of samples in a packed row.")
+    max_length: int | None = setting(None, "Maximum length of an unpacked row, in tokens after pruning.")
+    pad_to: int | None = setting(None, "Length that every row is padded to, in tokens after pruning.")
+    num_frames: int | None = setting(None, "Maximum number of frames of a video; by default the checkpoint's.")
+    max_fps: float | None = setting(None, "Maximum number of frames per second; by default the checkpoint's.")
+    check_headers: bool = setting(True, "Whether to open every video and image before the first step.")
     # With `distillation_weight`, the unpruned model answers rows that have no answer.
-    default_question: str = _arg("Describe this video.", "Question about clips that come without one.")
-    max_answer_tokens: int = _arg(128, "Maximum length of an answer that the model writes itself, in tokens.")
+    default_question: str = setting("Describe this video.", "Question about clips that come without one.")
+    max_answer_tokens: int = setting(128, "Maximum length of an answer that the model writes itself, in tokens.")
 
     def __post_init__(self) -> None:
         if self.pack_to is not None and self.max_length is not None:
@@ -126,11 +128,11 @@ class DataArguments:
 class CardArguments:
     """Contents of the trained checkpoint's card."""
 
-    card_name: str | None = _arg(None, "Heading.")
-    card_base_model: str | None = _arg(None, "Hub id of the base model.")
-    card_datasets: list[str] | None = _arg(None, "Hub ids of the data.")
-    card_license: str | None = _arg(None, "Licence; by default the base model's.")
-    card_text: str | None = _arg(None, "Additional text.")
+    card_name: str | None = setting(None, "Heading.")
+    card_base_model: str | None = setting(None, "Hub id of the base model.")
+    card_datasets: list[str] | None = setting(None, "Hub ids of the data.")
+    card_license: str | None = setting(None, "Licence; by default the base model's.")
+    card_text: str | None = setting(None, "Additional text.")
 
 
 @dataclass

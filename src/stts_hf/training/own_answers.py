@@ -21,13 +21,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from stts_hf.data.collator import check_on_error
 from stts_hf.data.encoding import Processor
 from stts_hf.data.lines import open_lines, read_lines, write_line
 from stts_hf.data.preparing import LENGTH, with_column
 from stts_hf.data.rows import ANSWER, PROMPT, RowError, is_unanswered, read_row, row_errors
 from stts_hf.inference.engine import answer_requests
-from stts_hf.inference.requests import Answer, Request
+from stts_hf.inference.requests import Request
 from stts_hf.video.processors import get_frames
 from stts_hf.video.sources import is_url
 
@@ -59,7 +58,6 @@ def answer_rows(
     folder: Path | None = None,
     identity: str = "",
     on_error: str = "raise",
-    progress: bool = True,
 ) -> datasets.Dataset:
     """
     Answers the marked rows greedily, at `k = 0`; every process its share. Videos are decoded meanwhile.
@@ -78,7 +76,6 @@ def answer_rows(
     Raises:
         RowError: with on_error="raise", for a video that cannot be decoded, or an empty answer.
     """
-    check_on_error(on_error)
     state = PartialState()
     marks: list[str | None] = list(rows[ANSWER]) if ANSWER in rows.column_names else []
     rooms = {index: json.loads(mark).get("room") for index, mark in enumerate(marks) if mark is not None}
@@ -101,17 +98,23 @@ def answer_rows(
 
         options = {"max_new_tokens": rooms[waiting[0]], "do_sample": False, "num_beams": 1}  # one room for all rows
         answers = answer_requests(model, processor, requests(), pruning_ratio=0.0, batch_size=1, share=False, **options)
-        bar = tqdm(answers, "Answering rows", len(mine), disable=None if progress and state.is_main_process else True)
+        bar = tqdm(answers, "Answering rows", len(mine), disable=None if state.is_main_process else True)
         with contextlib.closing(answers):
             for _, answer in bar:
                 index, name, key = asked.popleft()
                 try:
-                    found[index] = _text(name, answer)
-                    write({"key": key, "id": name, "answer": answer.text})
+                    with row_errors(name):
+                        if answer.error is not None:
+                            raise answer.error
+                        if not answer.text:
+                            raise ValueError("the unpruned model answers nothing.")
                 except RowError as error:
                     if on_error == "raise":
                         raise
                     logger.warning(f"Left out: {error}")
+                    continue
+                found[index] = answer.text
+                write({"key": key, "id": name, "answer": answer.text})
     return _with_answers(rows, marks, set(waiting), dict(gather_object(list(found.items()))))
 
 
@@ -119,22 +122,12 @@ def _with_answers(
     rows: datasets.Dataset, marks: list[str | None], waiting: set[int], answers: Mapping[int, str]
 ) -> datasets.Dataset:
     """The rows with `answers` in their marks, without those of `waiting` that have none."""
-    for index, answer in answers.items():
-        marks[index] = json.dumps({"question": json.loads(marks[index] or "")["question"], "answer": answer})
+    for index, text in answers.items():
+        marks[index] = json.dumps({"question": json.loads(marks[index] or "")["question"], "answer": text})
     rows = with_column(rows, ANSWER, marks, "string")
     rows = rows.remove_columns([name for name in (PROMPT, LENGTH) if name in rows.column_names])
     left_out = waiting - answers.keys()
     return rows.select([index for index in range(len(rows)) if index not in left_out])
-
-
-def _text(name: str, answer: Answer) -> str:
-    """The answer's text. Raises its error as one of the row, and also if it is empty."""
-    with row_errors(name):
-        if answer.error is not None:
-            raise answer.error
-        if not answer.text:
-            raise ValueError("the unpruned model answers nothing.")
-    return answer.text
 
 
 def _request(row: Mapping[str, Any], processor: Processor, identity: str) -> tuple[str, str, Request]:

@@ -1,7 +1,7 @@
 """A run from its configuration to the saved checkpoint, with its plan, its card and the push to the Hub."""
 
 import glob
-import os
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,10 +84,9 @@ def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str |
     Returns the checkpoint to resume from, if any. Raises `ConfigError` if the folder cannot be written, there is no
     checkpoint to resume from, or the folder holds an earlier run.
     """
-    existing = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problem = "forbids it" if existing.is_dir() else "is a file"
-        raise config.error("output_dir", f"{str(output)!r} cannot be written: {str(existing)!r} {problem}.")
+    with config.blame("output_dir", f"{str(output)!r} cannot be written"):
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()
     if not config.model.use_peft and (output / "adapter_config.json").is_file():
         raise config.error("output_dir", f"{str(output)!r} holds an adapter, which would be loaded too. Name another.")
     if config.model.merge_adapter and is_deepspeed_zero3_enabled():
@@ -177,7 +176,8 @@ def save(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
     if run.config.model.use_peft and run.config.model.merge_adapter:
         merge(run, trainer, output)
     if trainer.args.push_to_hub:
-        push(trainer, output)
+        with run.config.blame("push_to_hub", f"could not be done, but the run is saved in {str(output)!r}"):
+            push(trainer, output)
 
 
 def merge(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
@@ -227,11 +227,9 @@ def write_card(run: TrainingSetup, trainer: STTSTrainer, folder: Path) -> None:
     """Writes the card of the checkpoint or adapter in `folder`: base, settings, data, hyperparameters, last losses."""
     card, model = run.config.card, run.config.model
     inherited = inherited_metadata(Path(model.model_name_or_path))
-    losses: dict[str, str] = {}
-    for entry in trainer.state.log_history:
-        for name in ("loss", *LOSSES):
-            shown = (key for key in (name, f"eval_{name}") if key in entry)
-            losses |= {key: f"{entry[key]:.4g} (step {entry['step']})" for key in shown}
+    shown = [f"{kind}{name}" for name in ("loss", *LOSSES) for kind in ("", "eval_")]
+    history = trainer.state.log_history
+    losses = {name: f"{log[name]:.4g} (step {log['step']})" for log in history for name in shown if name in log}
     plan = describe_training(run, trainer.accelerator.unwrap_model(trainer.model))
     training = [f"Trained with `stts-hf train` ({__version__}); `{CONFIG_COPY}` holds the whole configuration.", ""]
     if card.card_text:

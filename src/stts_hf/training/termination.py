@@ -84,12 +84,13 @@ class Termination(TrainerCallback):
         return control
 
 
-def keep_workers_alive(dataloader: DataLoader) -> DataLoader:
+def prepare_workers(dataloader: DataLoader, collator: Callable[..., Any] | None = None) -> DataLoader:
     """
     Returns `dataloader` with workers that ignore SIGTERM: Slurm sends it to the whole process group, but the step in
-    progress needs them. They end with their parent.
+    progress needs them. They end with their parent. collator: replaces the loader's.
     """
     loader: DataLoader = getattr(dataloader, "base_dataloader", dataloader)
+    loader.collate_fn = collator or loader.collate_fn
     if getattr(loader.worker_init_fn, "func", None) is not _ignore_sigterm:  # not yet, in an earlier evaluation
         loader.worker_init_fn = functools.partial(_ignore_sigterm, loader.worker_init_fn)
     return dataloader

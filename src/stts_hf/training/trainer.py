@@ -1,6 +1,5 @@
 """`transformers.Trainer` with a learning rate by part, losses normalised over the step, and logs of the pruning."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from stts_hf.data.encoding import align_labels
 from stts_hf.model_parts import find_backbone
 from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, require_grads_in_tower, split_groups
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
-from stts_hf.training.distillation import Teaching
+from stts_hf.training.distillation import divergence
 from stts_hf.training.distributed import (
     check_batches_agree,
     name_after_own_code,
@@ -28,7 +27,7 @@ from stts_hf.training.distributed import (
 )
 from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe, normalised_losses
 from stts_hf.training.scorer_alone import ScoringOutput, score_videos
-from stts_hf.training.termination import Termination, TrainingTerminated, keep_workers_alive
+from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
 
 logger = logging.get_logger(__name__)
 
@@ -149,24 +148,13 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         return result
 
     def get_train_dataloader(self) -> DataLoader:
-        return keep_workers_alive(super().get_train_dataloader())
+        return prepare_workers(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        with self._collating_for_evaluation():
-            return keep_workers_alive(super().get_eval_dataloader(*args, **kwargs))
+        return prepare_workers(super().get_eval_dataloader(*args, **kwargs), self.eval_collator)
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        with self._collating_for_evaluation():
-            return keep_workers_alive(super().get_test_dataloader(*args, **kwargs))
-
-    @contextlib.contextmanager
-    def _collating_for_evaluation(self) -> Iterator[None]:
-        of_training = self.data_collator
-        self.data_collator = self.eval_collator or of_training
-        try:
-            yield
-        finally:
-            self.data_collator = of_training
+        return prepare_workers(super().get_test_dataloader(*args, **kwargs), self.eval_collator)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The step's micro-batches, and its label tokens over all processes."""
@@ -200,15 +188,14 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
-        # Text and images alone are never pruned, so there is nothing to match.
-        matches = self.args.distillation_weight and inputs.get(self._backbone.video_inputs[0]) is not None
-        with self.accelerator.autocast():
-            teaching = Teaching.of(self.model, inputs) if matches else None
         outputs = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
         task, temporal = normalised_losses(outputs, counts, step)
         distillation = torch.zeros_like(task)
-        if teaching is not None:
-            distillation = teaching.divergence(outputs, self.args.distillation_temperature) / step[0].to(task.device)
+        # Text and images alone are never pruned, so there is nothing to match.
+        if self.args.distillation_weight and inputs.get(self._backbone.video_inputs[0]) is not None:
+            with self.accelerator.autocast():
+                total = divergence(self.model, inputs, outputs, self.args.distillation_temperature)
+            distillation = total / step[0].to(task.device)
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
         losses = dict(zip(LOSSES, (task, temporal, distillation), strict=True))
@@ -309,7 +296,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`; `eval_loss` is the mean over all label tokens and blocks, for any batch size."""
-        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        prefix = kwargs.get("metric_key_prefix", "eval")
         self._eval_statistics = statistics = PruningMetrics(self.args.device)
         self.statistics.pause()
         try:

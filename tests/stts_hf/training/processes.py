@@ -1,5 +1,4 @@
-"""Run by `accelerate launch` for test_distributed.py: `processes.py FOLDER BACKBONE SCENARIO...`, each of them in a
-folder of its own.
+"""Run by `accelerate launch` for test_distributed.py: `processes.py FOLDER SCENARIO...`, each in its own folder.
 
 The scenarios are the same with one process, so that runs can be compared: a step is always four rows.
 """
@@ -8,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,12 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
-from stts_hf import load_rows, prepare_rows
-from stts_hf.checkpoints.families import family_of_checkpoint
+from stts_hf import STTSProcessor, load_rows, prepare_rows
 from stts_hf.training.config import load_config
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from stts_hf.training.run import train
 from stts_hf.training.trainer import STTSTrainer
-from tests import tiny_qwen3_vl
-from tests.checkpoints import TINIES
+from tests.checkpoints import TINY, load_tiny
 from tests.clips import write_clip
 from tests.stts_hf.training.runs import Rows, join, logged, sample, trainer
 from tests.test_peft import TARGETS
@@ -59,68 +55,30 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def qwen3_vl_sample(row: Sequence[Part], seed: int) -> Inputs:
-    """As `tests.stts_hf.training.runs.sample`; a frame becomes a tubelet."""
-
-    def part(some: Part) -> tiny_qwen3_vl.Part:
-        if isinstance(some, Video):
-            return tiny_qwen3_vl.Video(some.frames)
-        return tiny_qwen3_vl.Image() if isinstance(some, Image) else some
-
-    return tiny_qwen3_vl.sample([part(some) for some in row], seed)
-
-
-@dataclass(frozen=True)
-class Backbone:
-    """model: with the tiny config. sample: inputs of a row by its parts and a seed. batch: of samples. folder: tiny."""
-
-    model: Callable[[], Any]
-    sample: Callable[..., Inputs]
-    batch: Callable[[Sequence[Inputs]], Inputs]
-    folder: Path
-
-    def processor(self) -> Any:
-        return family_of_checkpoint(self.folder).processor.from_pretrained(self.folder)
-
-    def load(self, folder: Path | None = None) -> Any:
-        """The model of a folder, or of the tiny checkpoint."""
-        return family_of_checkpoint(self.folder).model.from_pretrained(folder or self.folder).eval()
-
-    def rows(self, length: int | None = None) -> Rows:
-        return Rows(MIXED, length, self.sample)
-
-
-TRAINED = {
-    "molmo2": Backbone(lambda: tiny_model(tiny_config(pruning_ratio=0.5)), sample, join, TINIES["molmo2"]),
-    "qwen3_vl": Backbone(
-        lambda: tiny_qwen3_vl.tiny_model(tiny_qwen3_vl.tiny_config(pruning_ratio=0.5)),
-        qwen3_vl_sample,
-        lambda items: tiny_qwen3_vl.batch(items, "right"),
-        TINIES["qwen3_vl"],
-    ),
-}
+def small_model() -> Any:
+    return tiny_model(tiny_config(pruning_ratio=0.5))
 
 
 class Collator:
     """Batches of `Rows`. `always_video` as in `STTSDataCollator`."""
 
-    def __init__(self, of: Backbone) -> None:
-        self.of, self.always_video = of, False
+    def __init__(self) -> None:
+        self.always_video = False
 
     def __call__(self, items: Sequence[Inputs]) -> Inputs:
         items = [{key: value for key, value in item.items() if key != "id"} for item in items]
         if getattr(self, "always_video", False) and not any("pixel_values_videos" in item for item in items):
-            black = self.of.sample([Video(1)], seed=0)
+            black = sample([Video(1)], seed=0)
             black["pixel_values_videos"].zero_()
             items.append(black | {"labels": torch.full_like(black["input_ids"], -100)})
-        return self.of.batch(items)
+        return join(items)
 
 
 class Plain(Collator):
     """A collator that knows nothing of `always_video`."""
 
-    def __init__(self, of: Backbone) -> None:
-        self.of = of
+    def __init__(self) -> None:
+        pass
 
 
 class Named(Collator):
@@ -132,11 +90,8 @@ class Named(Collator):
 
 
 class Stream(IterableDataset):
-    def __init__(self, of: Backbone) -> None:
-        self.of = of
-
     def __iter__(self):
-        return iter(self.of.rows())
+        return iter(Rows(MIXED))
 
 
 def pretend_gpus() -> dict[str, Any]:
@@ -152,12 +107,12 @@ def pretend_gpus() -> dict[str, Any]:
     return {"accelerator_config": {"use_configured_state": True}}
 
 
-def make(folder: Path, of: Backbone, **options: Any) -> STTSTrainer:
+def make(folder: Path, **options: Any) -> STTSTrainer:
     """A trainer whose every step is four rows, divided among the processes there are."""
     shared = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     alone = {"per_device_train_batch_size": 4}
     batching = shared if int(os.environ.get("WORLD_SIZE", 1)) == 2 else alone
-    defaults = {"data": of.rows(80), "data_collator": Collator(of), "model": of.model()} | OPTIONS | batching
+    defaults = {"data": Rows(MIXED, 80), "data_collator": Collator(), "model": small_model()} | OPTIONS | batching
     options = defaults | options | pretend_gpus()
     return trainer(folder, **options)
 
@@ -173,71 +128,71 @@ def describe(run: STTSTrainer) -> dict[str, Any]:
     }
 
 
-def full(folder: Path, of: Backbone) -> dict[str, Any]:
+def full(folder: Path) -> dict[str, Any]:
     """20 steps, saved."""
-    run = make(folder, of, max_steps=20, processing_class=of.processor())
+    run = make(folder, max_steps=20, processing_class=STTSProcessor.from_pretrained(TINY))
     run.train()
     run.save_model(str(folder / "model"))
     return describe(run)
 
 
-def lora(folder: Path, of: Backbone) -> dict[str, Any]:
+def lora(folder: Path) -> dict[str, Any]:
     """With the scorer trained in full and gradient checkpointing."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, modules_to_save=["scorer"])
-    adapted: Any = peft.get_peft_model(of.model(), config)
-    run = make(folder, of, model=adapted, max_steps=4, gradient_checkpointing=True)
+    adapted: Any = peft.get_peft_model(small_model(), config)
+    run = make(folder, model=adapted, max_steps=4, gradient_checkpointing=True)
     run.train()
     run.save_model(str(folder / "adapter"))
     return describe(run)
 
 
-def scorer_only(folder: Path, of: Backbone) -> dict[str, Any]:
+def scorer_only(folder: Path) -> dict[str, Any]:
     """And rows that wait for an answer, of which each process writes its share."""
-    run = make(folder, of, max_steps=4, freeze=list(PARTS[:3]), distillation_weight=1.0)
+    run = make(folder, max_steps=4, freeze=list(PARTS[:3]), distillation_weight=1.0)
     run.train()
     folder.mkdir(exist_ok=True)
     write_clip(folder / f"clip-{os.environ.get('RANK', '0')}.mp4", 10, fps=5)
     clip = str(folder / f"clip-{os.environ.get('RANK', '0')}.mp4")
     table = datasets.Dataset.from_list([{"question": word, "videos": [clip]} for word in ("One?", "Two?", "Three?")])
-    processor = of.processor()
+    processor = STTSProcessor.from_pretrained(TINY)
     rows = prepare_rows(mark_unanswered(load_rows(table), "What?", 4), processor, progress=False)
-    answered = answer_rows(rows, of.load(), processor, folder=folder / "answers", progress=False)
+    answered = answer_rows(rows, load_tiny(), processor, folder=folder / "answers")
     return describe(run) | {"answers": list(answered["stts_answer"])}
 
 
-def scorer_start(folder: Path, of: Backbone) -> dict[str, Any]:
+def scorer_start(folder: Path) -> dict[str, Any]:
     """Where one process has a video in its batch and the other has none."""
-    options: dict[str, Any] = {"freeze": list(PARTS[:3]), "temporal_loss_only": True, "data_collator": Plain(of)}
-    run = make(folder, of, max_steps=4, **options)
+    options: dict[str, Any] = {"freeze": list(PARTS[:3]), "temporal_loss_only": True, "data_collator": Plain()}
+    run = make(folder, max_steps=4, **options)
     run.train()
     run.save_model(str(folder / "model"))
     return describe(run)
 
 
-def bf16(folder: Path, of: Backbone) -> dict[str, Any]:
-    run = make(folder, of, max_steps=4, bf16=True)
+def bf16(folder: Path) -> dict[str, Any]:
+    run = make(folder, max_steps=4, bf16=True)
     run.train()
-    outputs = run.model_wrapped(**Collator(of)([of.rows()[0]]))
+    outputs = run.model_wrapped(**Collator()([Rows(MIXED)[0]]))
     dtypes = {name: str(getattr(outputs, name).dtype) for name in ("loss", "task_loss", "temporal_loss")}
     return describe(run) | {"dtypes": dtypes}
 
 
-def resumed(folder: Path, of: Backbone) -> dict[str, Any]:
+def resumed(folder: Path) -> dict[str, Any]:
     """6 steps, and again from the checkpoint after 3."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = make(folder, of, **options)
+    whole = make(folder, **options)
     whole.train()
     whole.save_model(str(folder / "whole"))
-    half = make(folder, of, **options)
+    half = make(folder, **options)
     half.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     half.save_model(str(folder / "half"), _internal_call=True)  # as `stts-hf train` does
     return describe(half) | {"whole": describe(whole)["losses"]}
 
 
-def resumed_from_shards(folder: Path, of: Backbone) -> dict[str, Any]:
+def resumed_from_shards(folder: Path) -> dict[str, Any]:
     os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
-    return resumed(folder, of)
+    return resumed(folder)
 
 
 def write_rows(folder: Path) -> Path:
@@ -250,15 +205,15 @@ def write_rows(folder: Path) -> Path:
     return folder / "rows.jsonl"
 
 
-def command(folder: Path, of: Backbone) -> dict[str, Any]:
+def command(folder: Path) -> dict[str, Any]:
     """`stts-hf train` with LoRA, merged at the end."""
     options = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
     options |= {"output_dir": str(folder / "output"), "save_strategy": "no", "adam_epsilon": 1e-6, "logging_steps": 1}
     settings = {
-        "model_name_or_path": str(of.folder),
+        "model_name_or_path": str(TINY),
         "pruning_ratio": 0.5,
         "train_data": str(folder.parent / "data" / "rows.jsonl"),
-        "num_frames": 4,  # of Qwen3-VL two tubelets, of which the second may lose something
+        "num_frames": 4,
         "use_peft": True,
         "lora_r": 4,
         "lora_alpha": 8,
@@ -271,7 +226,7 @@ def command(folder: Path, of: Backbone) -> dict[str, Any]:
     return describe(train(load_config(file)))
 
 
-def refused(folder: Path, of: Backbone) -> dict[str, Any]:
+def refused(folder: Path) -> dict[str, Any]:
     """What would hang or tear batches apart."""
 
     def message(start: Callable[[], Any]) -> str:
@@ -281,18 +236,18 @@ def refused(folder: Path, of: Backbone) -> dict[str, Any]:
             return str(error)
         return "nothing was raised"
 
-    plain = {"data_collator": Plain(of), "max_steps": 1, "ddp_find_unused_parameters": False}
+    plain = {"data_collator": Plain(), "max_steps": 1, "ddp_find_unused_parameters": False}
     matching = {"freeze": list(PARTS[:3]), "distillation_weight": 1.0}
     return {
-        "sharded_teacher": message(lambda: make(folder, of, **matching)),
-        "no_video": message(lambda: make(folder, of, **plain).train()),
-        "stream": message(lambda: make(folder, of, data=Stream(of), max_steps=1).train()),
+        "sharded_teacher": message(lambda: make(folder, **matching)),
+        "no_video": message(lambda: make(folder, **plain).train()),
+        "stream": message(lambda: make(folder, data=Stream(), max_steps=1).train()),
     }
 
 
-def not_finite(folder: Path, of: Backbone) -> dict[str, Any]:
+def not_finite(folder: Path) -> dict[str, Any]:
     """Process 1 has NaN in its second step."""
-    run = make(folder, of, max_steps=4, save_strategy="steps", save_steps=1, data_collator=Named(of))
+    run = make(folder, max_steps=4, save_strategy="steps", save_steps=1, data_collator=Named())
 
     def spoil(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor | None:
         return logits * torch.nan if run.args.process_index == 1 and run.state.global_step == 1 else None
@@ -305,26 +260,13 @@ def not_finite(folder: Path, of: Backbone) -> dict[str, Any]:
     return {"message": "nothing was raised"}
 
 
-SCENARIOS = {
-    run.__name__: run
-    for run in (
-        full,
-        lora,
-        scorer_only,
-        scorer_start,
-        bf16,
-        resumed,
-        refused,
-        not_finite,
-        resumed_from_shards,
-        command,
-    )
-}
+RUNS = (full, lora, scorer_only, scorer_start, bf16, resumed, refused, not_finite, resumed_from_shards, command)
+SCENARIOS = {run.__name__: run for run in RUNS}
 
 
-def main(folder: Path, backbone: str, names: Sequence[str]) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     for name in names:
-        result = SCENARIOS[name](folder / name, TRAINED[backbone])
+        result = SCENARIOS[name](folder / name)
         (folder / name).mkdir(parents=True, exist_ok=True)
         rank = os.environ.get("RANK", "0")
         (folder / name / f"result-{rank}.json").write_text(json.dumps(result))
@@ -332,4 +274,4 @@ def main(folder: Path, backbone: str, names: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

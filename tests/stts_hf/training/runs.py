@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
+from stts_hf.data.collator import join_vision
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 from tests.tiny import PAD, Part, Video, build_inputs, tiny_model
@@ -16,11 +17,6 @@ from tests.tiny import PAD, Part, Video, build_inputs, tiny_model
 RAGGED: list[list[Part]] = [[3, Video(2), 2], [3, Video(5), 30], [12], [2, Video(3), 7]]
 
 BESIDE = ("pixel_values_videos", "video_token_pooling", "video_grids")
-# Arguments of videos and images; of tables of patches, whose patches they number.
-VISION = dict.fromkeys((*BESIDE, "pixel_values", "image_token_pooling", "image_grids", "image_num_crops")) | {
-    "video_token_pooling": "pixel_values_videos",
-    "image_token_pooling": "pixel_values",
-}
 
 
 def sample(row: list[Part], seed: int) -> dict[str, Any]:
@@ -29,15 +25,10 @@ def sample(row: list[Part], seed: int) -> dict[str, Any]:
 
 
 class Rows(Dataset):
-    """
-    Item `i` is row `i` of `rows`, over and over up to `length`, each time with other pixels and text. sample: makes the
-    inputs of a row with a seed.
-    """
+    """Item `i` is row `i` of `rows`, over and over up to `length`, each time with other pixels and text."""
 
-    def __init__(
-        self, rows: Sequence[list[Part]] = RAGGED, length: int | None = None, sample: Callable[..., Any] = sample
-    ):
-        self.rows, self.length, self.sample = rows, len(rows) if length is None else length, sample
+    def __init__(self, rows: Sequence[list[Part]] = RAGGED, length: int | None = None):
+        self.rows, self.length = rows, len(rows) if length is None else length
 
     def __len__(self) -> int:
         return self.length
@@ -45,7 +36,7 @@ class Rows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index >= self.length:
             raise IndexError(index)
-        inputs = self.sample(self.rows[index % len(self.rows)], seed=index)
+        inputs = sample(self.rows[index % len(self.rows)], seed=index)
         inputs["labels"][:, 0] = -100  # nothing predicts a sample's first token, wherever it comes to lie
         return {"id": f"row-{index}", **inputs}
 
@@ -58,15 +49,8 @@ def join(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name, filler in fillers.items():
         rows = [torch.nn.functional.pad(i[name], (0, width - i[name].shape[1]), value=filler) for i in items]
         batch[name] = torch.cat(rows)
-    for name, patches_of in VISION.items():
-        parts, first = [], 0
-        for item in (item for item in items if name in item):
-            table = item[name]
-            parts.append(table if patches_of is None else torch.where(table >= 0, table + first, table))
-            first += 0 if patches_of is None else item[patches_of].shape[0] * item[patches_of].shape[1]
-        if parts:
-            batch[name] = torch.cat(parts)
-    return batch
+    vision = [{name: value for name, value in item.items() if name not in (*fillers, "id")} for item in items]
+    return batch | join_vision(vision)
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -30,18 +30,11 @@ def test_smallest_file(load):
     assert not config.model.use_peft
 
 
-def test_keys_without_a_value_are_as_if_left_out(load):
-    assert load(SMALLEST + "selector:\nlearning_rates:\n").given == load(SMALLEST).given
-
-
 @pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("2E+1", 20.0), ("3", 3.0)])
 def test_numbers_mean_what_they_say(load, text, value):
     config = load(SMALLEST + f"learning_rates:\n  scorer: {text}\nadam_epsilon: {text}\n")
     assert config.training.learning_rates["scorer"] == value
     assert (config.training.adam_epsilon, type(config.training.adam_epsilon)) == (value, float)
-
-
-def test_a_bare_no_is_the_word_where_words_are_asked_for(load):
     assert load(SMALLEST + "save_strategy: no\n").training.save_strategy == "no"
 
 
@@ -100,7 +93,8 @@ def test_the_command_line_takes_the_place_of_the_file(load):
     assert load(text, "--max_steps=7", "--train_data", "x").given["max_steps"] == 7
 
 
-def test_null_on_the_command_line_takes_a_setting_away(load):
+def test_null_takes_a_setting_away(load):
+    assert load(SMALLEST + "selector:\nlearning_rates:\n").given == load(SMALLEST).given
     assert load(SMALLEST + "eval_data: a.jsonl\n", "--eval_data", "null").data.eval_data is None
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.training.distillation import Teaching
-from tests.modeling.reference import assert_gradients_equal, one_by_one, pack
+from stts_hf.training.distillation import divergence, teach
+from tests.modeling.reference import assert_gradients_equal, gradients, one_by_one, pack
 from tests.stts_hf.training.runs import trainer
 from tests.tiny import Image, Part, Video, build_inputs, randomise, tiny_config, tiny_model
 
@@ -40,24 +40,20 @@ def naive_divergence(model: Any, inputs: dict[str, Any], rows: list[list[Part]],
     return total
 
 
-def divergence(model: Any, inputs: dict[str, Any], temperature: float = 1.0) -> torch.Tensor:
-    return Teaching.of(model, inputs).divergence(model(**inputs), temperature)
-
-
 @pytest.mark.parametrize(("side", "temperature"), [("left", 1.0), ("right", 2.5)])
 def test_divergence_of_a_mixed_batch(side, temperature):
     model, inputs = tiny_model(), mixed_inputs(padding_side=side)
     expected = naive_divergence(model, inputs, MIXED, temperature)
     assert expected > 1
     # float32 logits of about 5 and some 40 tokens against float64 sums.
-    assert divergence(model, inputs, temperature).item() == pytest.approx(expected.item(), rel=1e-4)
+    assert divergence(model, inputs, model(**inputs), temperature).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_divergence_of_packed_rows():
     model, inputs = tiny_model(), mixed_inputs(padding_side="right")
     packed = pack(inputs, MIXED)
     expected = naive_divergence(model, inputs, MIXED, 1.0)
-    assert divergence(model, packed).item() == pytest.approx(expected.item(), rel=1e-4)
+    assert divergence(model, packed, model(**packed), 1.0).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_the_teacher_is_the_model_at_ratio_0():
@@ -66,13 +62,13 @@ def test_the_teacher_is_the_model_at_ratio_0():
     inputs = mixed_inputs([[3, Video(4), 6]])
     with torch.no_grad():
         logits = model(**inputs, pruning_ratio=0.0).logits
-    teaching = Teaching.of(model.train(), inputs)
+    rows, columns, _, taught = teach(model.train(), inputs)
     assert model.training
     assert model.model.vision_tower.training
-    assert torch.equal(teaching.logits, logits[teaching.rows, teaching.columns - 1])
+    assert torch.equal(taught, logits[rows, columns - 1])
     randomise(model.model.vision_tower.scorer, seed=5)
-    assert torch.equal(Teaching.of(model, inputs).logits, teaching.logits)
-    assert not teaching.logits.requires_grad
+    assert torch.equal(teach(model, inputs)[-1], taught)
+    assert not taught.requires_grad
 
 
 def test_the_loss_is_the_mean_over_labels_and_the_temporal_loss(tmp_path):
@@ -91,15 +87,12 @@ def test_the_gradient_reaches_the_scorer_alone_and_is_that_of_the_divergence(tmp
     model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.0}))
     inputs = mixed_inputs()
     run = trainer(tmp_path, model=model, **SCORER_ONLY)
-    found = []
     labels = (inputs["labels"][:, 1:] != -100).sum()
-    for loss in (run.compute_loss(model, inputs), naive_divergence(model, inputs, MIXED, 1.0) / labels):
-        model.zero_grad()
-        loss.backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    assert {name.rpartition("scorer.")[0] for name in found[0]} == {"model.vision_tower."}
-    assert all(gradient.abs().max() > 1e-6 for name, gradient in found[0].items() if not name.endswith("k_proj.bias"))
-    assert_gradients_equal(found[0], found[1], tolerance=1e-3)  # float32 through the whole model, against rows alone
+    found = gradients(model, run.compute_loss(model, inputs))
+    expected = gradients(model, naive_divergence(model, inputs, MIXED, 1.0) / labels)
+    assert {name.rpartition("scorer.")[0] for name in found} == {"model.vision_tower."}
+    assert all(gradient.abs().max() > 1e-6 for name, gradient in found.items() if not name.endswith("k_proj.bias"))
+    assert_gradients_equal(found, expected, tolerance=1e-3)  # float32 through the whole model, against rows alone
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.distributed import prepare_for_processes, shared_inputs, wrap_language_model_alone
 from tests.backbones import BACKBONES
-from tests.checkpoints import TINY
+from tests.checkpoints import TINY, load_tiny
 from tests.conftest import REPOSITORY
-from tests.stts_hf.training.processes import TRAINED, main, write_rows
+from tests.stts_hf.training.processes import main, small_model, write_rows
+from tests.stts_hf.training.runs import sample
 from tests.tiny import Video, tiny_config, tiny_model
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
@@ -36,7 +37,6 @@ SCENARIOS = {
     "fsdp2": ("full", "lora", "bf16", "resumed", "refused", "resumed_from_shards", "command"),
 }
 ENGINES = list(SCENARIOS)
-CODE = {"molmo2": "modeling_stts.py", "qwen3_vl": "modeling_stts_qwen3_vl.py"}
 TOLERANCE = 1e-4  # what the project promises; losses differ by 1e-6 and weights by 1e-5
 
 LOAD = """
@@ -70,14 +70,8 @@ def run_once(tmp_path_factory):
     return folder_of
 
 
-@pytest.fixture(scope="module", params=["molmo2"])
-def of(request) -> str:
-    """The backbone that is trained."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def launched(run_once, of):
+def launched(run_once):
     """Folder of an engine's run, launched on first use."""
 
     def launch(engine: str) -> Path:
@@ -91,9 +85,9 @@ def launched(run_once, of):
             }
             command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{CONFIGS / engine}.yaml"]
             command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port
-            command += [str(REPOSITORY / "tests" / "stts_hf" / "training" / "processes.py"), str(folder), of]
+            command += [str(REPOSITORY / "tests" / "stts_hf" / "training" / "processes.py"), str(folder)]
             result = subprocess.run(
-                [*command, *(SCENARIOS[engine] if of == "molmo2" else ["full"])],
+                [*command, *SCENARIOS[engine]],
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -101,16 +95,15 @@ def launched(run_once, of):
             )
             assert result.returncode == 0, result.stderr[-4000:]
 
-        return run_once(f"{of}-{engine}", fill)
+        return run_once(engine, fill)
 
     return launch
 
 
 @pytest.fixture(scope="module")
-def alone(run_once, of) -> Path:
+def alone(run_once) -> Path:
     """Folder of the same runs in this process."""
-    names = ["full", "lora", "scorer_only", "scorer_start"] if of == "molmo2" else ["full"]
-    return run_once(f"{of}-alone", lambda folder: main(folder, of, names))
+    return run_once("alone", lambda folder: main(folder, ["full", "lora", "scorer_only", "scorer_start"]))
 
 
 def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
@@ -135,30 +128,28 @@ def assert_weights_close(folders: tuple[Path, Path], file: str, tolerance: float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_engine_is_what_the_config_says(launched, engine, of):
+def test_the_engine_is_what_the_config_says(launched, engine):
     """accelerate turns to other engines in silence where it finds no GPU."""
     found = results(launched(engine), "full")
     assert found["processes"] == 2
     assert found["engine"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[engine]
-    layers = [f"model.language_model.layers.{i}" for i in range({"molmo2": 2, "qwen3_vl": 3}[of])]
+    layers = [f"model.language_model.layers.{i}" for i in range(2)]
     names = ["", "model.language_model.embed_tokens", *layers, "lm_head"]
     assert found["sharded"] == (names if engine == "fsdp2" else [])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("of", "engine"), [("molmo2", "ddp"), ("molmo2", "fsdp2"), ("qwen3_vl", "ddp")], indirect=["of"]
-)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_two_processes_train_as_one_over_20_steps(launched, alone, engine):
     assert_losses_close(results(launched(engine), "full")["losses"], results(alone, "full")["losses"], 20)
     assert_weights_close((launched(engine), alone), "full/model/model.safetensors")
 
 
 @pytest.mark.slow
-def test_the_compared_runs_learn(alone, of):
+def test_the_compared_runs_learn(alone):
     losses = results(alone, "full")["losses"]["loss"]
     assert sum(losses[-2:]) < sum(losses[:2]) - 0.2  # two steps go once over the rows
-    before, after = (m.state_dict() for m in (TRAINED[of].model(), TRAINED[of].load(alone / "full" / "model")))
+    before, after = (m.state_dict() for m in (small_model(), load_tiny(alone / "full" / "model")))
     changes = {name: (after[name] - before[name]).abs().max().item() for name in before}
     moved = [name for name, change in changes.items() if change > 10 * TOLERANCE]
     assert len(moved) > 0.8 * len(changes)
@@ -199,37 +190,37 @@ def test_a_sharded_teacher_is_refused(launched):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_sharded_run_saves_the_same_folder(launched, alone, engine, of):
+def test_a_sharded_run_saves_the_same_folder(launched, alone, engine):
     saved, reference = (path / "full" / "model" for path in (launched(engine), alone))
     names = {file.name for file in reference.iterdir()}
-    assert {"README.md", "config.json", CODE[of], "model.safetensors", "processor_config.json"} <= names
+    assert {"README.md", "config.json", "modeling_stts.py", "model.safetensors", "processor_config.json"} <= names
     assert {file.name for file in saved.iterdir()} == names
     for name in names - {"model.safetensors", "training_args.bin"}:
         assert (saved / name).read_bytes() == (reference / name).read_bytes(), name
 
 
 @pytest.mark.slow
-def test_what_fsdp2_saved_loads_in_a_fresh_process(launched, run_without_package, tmp_path, of):
+def test_what_fsdp2_saved_loads_in_a_fresh_process(launched, run_without_package, tmp_path):
     folder = launched("fsdp2") / "full" / "model"
-    inputs = TRAINED[of].sample([3, Video(3), 4], seed=0)
+    inputs = sample([3, Video(3), 4], seed=0)
     torch.save(inputs, tmp_path / "inputs.pt")
     found = json.loads(run_without_package(LOAD, str(folder), str(tmp_path / "inputs.pt")).splitlines()[-1])
     with torch.no_grad():
-        expected = TRAINED[of].load(folder)(**inputs).logits
-    assert found["processor"] == type(TRAINED[of].processor()).__name__
+        expected = load_tiny(folder)(**inputs).logits
+    assert found["processor"] == "STTSProcessor"
     assert found["logits"] == pytest.approx(expected.double().sum().item(), abs=1e-3)
 
 
 @pytest.mark.slow
-def test_the_train_command_saves_and_merges_an_adapter_under_both_engines(launched, of):
+def test_the_train_command_saves_and_merges_an_adapter_under_both_engines(launched):
     outputs = [launched(engine) / "command" / "output" for engine in ENGINES]
     assert_weights_close((outputs[0], outputs[1]), "adapter_model.safetensors")
     assert_weights_close((outputs[0], outputs[1]), "merged/model.safetensors")
     for part in (".", "merged"):
         names = [{file.name for file in (output / part).iterdir()} for output in outputs]
         assert names[0] == names[1]
-        assert {"README.md", CODE[of], "processor_config.json"} <= names[0]
-    merged, before = (TRAINED[of].load(folder).state_dict() for folder in (outputs[1] / "merged", None))
+        assert {"README.md", "modeling_stts.py", "processor_config.json"} <= names[0]
+    merged, before = (load_tiny(folder).state_dict() for folder in (outputs[1] / "merged", TINY))
     changed = {name for name in before if (merged[name] - before[name]).abs().max() > TOLERANCE}
     assert any(".q_proj." in name for name in changed)
     assert any(".scorer." in name for name in changed)

@@ -7,7 +7,7 @@ import torch
 
 from stts_hf.training.losses import count
 from tests.backbones import BACKBONES, Clip
-from tests.stts_hf.training.runs import Rows, collate, logged, trainer
+from tests.stts_hf.training.runs import Rows, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_model
 
 LARGE: dict[str, Any] = {"per_device_train_batch_size": 4}
@@ -33,7 +33,7 @@ def test_both_losses_and_the_weights_stay_those_of_the_large_batch(tmp_path):
 
 
 def test_the_model_s_own_loss_is_a_batch_divided_by_its_own_counts(tmp_path):
-    inputs = {key: value for key, value in collate([Rows()[1]]).items() if key != "sample_ids"}
+    inputs = without_ids([Rows()[1]])
     run = trainer(tmp_path)
     expected = run.model(**inputs).loss
     torch.testing.assert_close(run.compute_loss(run.model, inputs), expected, atol=1e-6, rtol=1e-6)

@@ -1,7 +1,6 @@
 """What a run logs, what an evaluation says, and that counting forces no host-device sync."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stts_hf.training.losses import PruningMetrics
-from tests.stts_hf.training.runs import Rows, collate, logged, trainer
+from tests.stts_hf.training.runs import Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
 IN_ORDER: dict[str, Any] = {"train_sampling_strategy": "sequential"}
@@ -52,27 +51,17 @@ def test_tokens_are_counted_after_and_before_pruning():
     assert sums["llm_tokens"] == is_real.sum()
 
 
-def scalars(folder: Path) -> Any:
-    (file,) = folder.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file), size_guidance={"scalars": 0})
-    events.Reload()
-    return events
-
-
 @pytest.mark.parametrize("wanted", [64, 2])
 def test_frame_positions_go_to_tensorboard_alone(tmp_path, capsys, wanted):
     model, rows = tiny_model(), Rows()
     _, masks = kept_by_hand(model, rows, [0, 1, 3])
-    options: dict[str, Any] = {
-        "report_to": "tensorboard",
-        "logging_steps": 4,
-        "max_steps": 4,
-        "log_frame_positions": wanted,
-    }
+    options: dict[str, Any] = {"report_to": "tensorboard", "logging_steps": 4, "log_frame_positions": wanted}
     rates = dict.fromkeys(("language_model", "vision_tower", "connector", "scorer"), 0.0)
-    run = trainer(tmp_path, model=model, learning_rates=rates, **options)
+    run = trainer(tmp_path, model=model, learning_rates=rates, max_steps=4, **options)
     run.train()
-    events = scalars(tmp_path)
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+    events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("kept_share/")]
     assert tags == [f"kept_share/frame_{frame:03d}" for frame in range(min(5, wanted))]
     for frame, tag in enumerate(tags):
@@ -90,8 +79,7 @@ def test_eval_loss_does_not_depend_on_the_batches(tmp_path, batch_size, only_los
     options: dict[str, Any] = {"per_device_eval_batch_size": batch_size, "prediction_loss_only": only_loss}
     run = trainer(tmp_path, model=model, eval_dataset=rows, **options)
     metrics = run.evaluate()
-    whole = {key: value for key, value in collate([rows[index] for index in range(4)]).items() if key != "sample_ids"}
-    expected = model(**whole)
+    expected = model(**without_ids([rows[index] for index in range(4)]))
     for name in ("loss", "task_loss", "temporal_loss"):
         assert metrics[f"eval_{name}"] == pytest.approx(expected[name].item(), rel=1e-5)
     _, masks = kept_by_hand(model, rows, range(4))
@@ -120,9 +108,8 @@ def test_predictions_and_labels_lie_side_by_side(tmp_path):
 def test_evaluation_during_training_leaves_the_logs_alone(tmp_path):
     plain = trainer(tmp_path, max_steps=4, logging_steps=2)
     plain.train()
-    evaluated = trainer(
-        tmp_path, max_steps=4, logging_steps=2, eval_dataset=Rows(), eval_strategy="steps", eval_steps=1
-    )
+    often: dict[str, Any] = {"eval_dataset": Rows(), "eval_strategy": "steps", "eval_steps": 1}
+    evaluated = trainer(tmp_path, max_steps=4, logging_steps=2, **often)
     evaluated.train()
     for name in ("loss", "task_loss", "temporal_loss", "mean_score"):
         assert logged(evaluated, name) == logged(plain, name)

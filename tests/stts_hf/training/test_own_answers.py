@@ -53,7 +53,7 @@ def marked(data: Path) -> Any:
 def test_answers_are_those_of_the_unpruned_model(data, processor):
     model = load_talkative()
     rows = prepare_rows(marked(data), processor, progress=False)
-    rows = prepare_rows(answer_rows(rows, model, processor, progress=False), processor, progress=False)
+    rows = prepare_rows(answer_rows(rows, model, processor), processor, progress=False)
     batch = STTSDataCollator(processor)([rows[index] for index in range(3)])
     learned = [processor.decode(labels[labels != -100], skip_special_tokens=True) for labels in batch["labels"]]
     clips = [data.parent / f"clip_{number}.mp4" for number in range(2)]
@@ -69,7 +69,7 @@ def test_answers_are_those_of_the_unpruned_model(data, processor):
 def test_lengths_leave_room_for_answers(data, processor):
     model = load_tiny()
     before = prepare_rows(marked(data), processor, pruning_ratio=0.5, progress=False)
-    answered = answer_rows(before, model, processor, progress=False)
+    answered = answer_rows(before, model, processor)
     after = prepare_rows(answered, processor, pruning_ratio=0.5, progress=False)
     assert all(now <= bound for now, bound in zip(after["length"], before["length"], strict=True))
     assert after["length"][2] == before["length"][2]
@@ -79,7 +79,7 @@ def test_lengths_leave_room_for_answers(data, processor):
 
 def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
     rows = prepare_rows(marked(data), processor, progress=False)
-    first = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
+    first = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a")
     with (tmp_path / "_answers_0.jsonl").open("a") as file:
         file.write('{"key": "cut off')
     written: list[Any] = []
@@ -90,9 +90,9 @@ def test_answers_are_kept_and_taken_up(data, processor, tmp_path, monkeypatch):
         return prepare(*given)
 
     monkeypatch.setattr(engine, "prepare", note)
-    again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a", progress=False)
+    again = answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="a")
     assert (list(again["stts_answer"]), written) == (list(first["stts_answer"]), [])
-    answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b", progress=False)
+    answer_rows(rows, load_tiny(), processor, folder=tmp_path, identity="b")
     assert len(written) == 2
 
 
@@ -104,7 +104,7 @@ def test_answers_follow_the_content_of_a_video_not_its_path(data, processor, tmp
 
     def answer(name: str) -> str:
         table = prepare_rows(marked(write_rows(tmp_path, [{"videos": [name]}])), processor, progress=False)
-        [mark] = answer_rows(table, load_tiny(), processor, folder=tmp_path, progress=False)["stts_answer"]
+        [mark] = answer_rows(table, load_tiny(), processor, folder=tmp_path)["stts_answer"]
         return json.loads(mark)["answer"]
 
     assert answer("a.mp4") == "answer 1"
@@ -118,15 +118,15 @@ def test_a_damaged_file_of_answers_is_named(data, processor, tmp_path):
     (tmp_path / "_answers_0.jsonl").write_text("notes\n")
     rows = prepare_rows(marked(data), processor, progress=False)
     with pytest.raises(ValueError, match=r"_answers_0\.jsonl is damaged .*Delete it"):
-        answer_rows(rows, load_tiny(), processor, folder=tmp_path, progress=False)
+        answer_rows(rows, load_tiny(), processor, folder=tmp_path)
 
 
 def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
     monkeypatch.setattr(engine, "_answer_batch", lambda *_, **options: [Answer(answer="")])
     rows = prepare_rows(marked(data), processor, progress=False)
     with pytest.raises(RowError, match=r"Row 'train.jsonl:1': the unpruned model answers nothing"):
-        answer_rows(rows, load_tiny(), processor, progress=False)
-    left = answer_rows(rows, load_tiny(), processor, on_error="skip", progress=False)
+        answer_rows(rows, load_tiny(), processor)
+    left = answer_rows(rows, load_tiny(), processor, on_error="skip")
     assert list(left["id"]) == ["row-2"]
 
 
@@ -162,7 +162,7 @@ def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, proc
     ]
     file = write_rows(data.parent, rows, "asked.jsonl")
     ready = prepare_rows(marked(file), processor, progress=False)
-    done = prepare_rows(answer_rows(ready, load_tiny(), processor, progress=False), processor, progress=False)
+    done = prepare_rows(answer_rows(ready, load_tiny(), processor), processor, progress=False)
     prompts = [json.loads(prompt)["prompt"][0] for prompt in done["stts_prompt"]]
     assert "A. left\nB. right" in prompts[0]
     assert prompts[1].index("One?") < prompts[1].index("Yes.") < prompts[1].index("And two?")

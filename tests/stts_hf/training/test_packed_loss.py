@@ -7,6 +7,7 @@ import torch
 
 from stts_hf import PackedDataset, STTSDataCollator
 from tests.checkpoints import BLOCKS, load_tiny
+from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.stts_hf.training.samples import image_row, lengths, text_row, video_row
 
 BUDGET = 200
@@ -36,24 +37,8 @@ def rows(media):
 
 def run(model, batch):
     """Losses, and the gradient of each parameter."""
-    model.zero_grad()
     outputs = model(**batch)
-    outputs.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return outputs, gradients
-
-
-def assert_close(found, expected, rtol=0.0):
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        close = CLOSE | {"rtol": rtol}
-        torch.testing.assert_close(gradient, expected[name], **close, msg=name)
-
-
-def assert_same(found, expected):
-    for name in ("loss", "task_loss", "temporal_loss"):
-        torch.testing.assert_close(getattr(found[0], name), getattr(expected[0], name), **CLOSE)
-    assert_close(found[1], expected[1])
+    return outputs, gradients(model, outputs.loss)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +55,10 @@ def test_packed_rows_give_the_losses_and_gradients_of_unpacked_ones(model, proce
         processor, model_config=model.config, max_length=BUDGET, pad_to=pad_to, padding_side=side
     )
     batch = collator([packed[index] for index in range(len(packed))])
-    outputs, gradients = run(model, batch)
-    assert_same((outputs, gradients), unpacked)
+    outputs, found = run(model, batch)
+    for name in ("loss", "task_loss", "temporal_loss"):
+        torch.testing.assert_close(getattr(outputs, name), getattr(unpacked[0], name), **CLOSE)
+    assert_gradients_equal(found, unpacked[1])
     assert unpacked[1]["lm_head.weight"].abs().max() > 1e-3
     assert outputs.logits.shape[1] == (pad_to or max(packed.lengths))
     # what was planned without decoding is what the model was left with
@@ -98,7 +85,7 @@ def test_losses_are_the_means_over_samples_of_their_own(model, processor, rows, 
 @pytest.mark.parametrize(("kind", "packed"), [("text", False), ("image", True)], ids=["text", "image_packed"])
 def test_a_black_frame_changes_no_loss_and_reaches_every_parameter(model, processor, rows, kind, packed):
     chosen = [rows[1], rows[3]] if kind == "image" else [rows[1], text_row("other", "No.")]
-    outputs, gradients = run(model, STTSDataCollator(processor)(chosen))
+    outputs, found = run(model, STTSDataCollator(processor)(chosen))
     batch = STTSDataCollator(processor, always_video=True)([chosen] if packed else chosen)
     with_frame = run(model, batch)
     torch.testing.assert_close(with_frame[0].loss, outputs.loss, **CLOSE)
@@ -107,4 +94,4 @@ def test_a_black_frame_changes_no_loss_and_reaches_every_parameter(model, proces
     with_video = run(model, STTSDataCollator(processor)([rows[0]]))[1]
     assert unreached <= trained - with_video.keys()
     zeros = {name: torch.zeros_like(gradient) for name, gradient in with_frame[1].items()}
-    assert_close(with_frame[1], zeros | gradients, rtol=1e-4)  # entries of up to 0.3 in float32
+    assert_gradients_equal(with_frame[1], zeros | found, tolerance=1e-4)

@@ -1,8 +1,6 @@
 """The temporal loss alone: whose gradient it is, what runs and what changes for it, and what does not go with it."""
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +9,9 @@ import torch
 from stts_hf.model_parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
 from stts_hf.training.scorer_alone import score_videos
 from tests.backbones import BACKBONES, Clip
-from tests.checkpoints import weights_of
-from tests.modeling.reference import assert_gradients_equal
-from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, collate, logged, trainer
+from tests.modeling.reference import assert_gradients_equal, gradients
+from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, tiny_config, tiny_model
-from tests.training_files import train, write_config, write_data, write_rows
 
 FROZEN = [part for part in PARTS if part != SCORER]
 ALONE: dict[str, Any] = {"temporal_loss_only": True, "freeze": FROZEN}
@@ -23,9 +19,7 @@ VIDEOS = Rows([[3, Video(2), 2], [3, Video(5), 30], [2, Video(3), 7]])
 
 
 def scorer_gradients(model: Any, loss: Any) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and ".scorer." in n}
+    return {name: gradient for name, gradient in gradients(model, loss).items() if ".scorer." in name}
 
 
 def modules_that_give(model: Any) -> list[str]:
@@ -73,7 +67,7 @@ def test_the_trainers_gradients_are_those_of_the_whole_model(tmp_path):
     run.add_callback(kept)
     run.train()
     model = tiny_model().train()
-    batch = {key: value for key, value in collate([rows[index] for index in range(4)]).items() if key != "sample_ids"}
+    batch = without_ids([rows[index] for index in range(4)])
     assert_gradients_equal(kept.gradients, scorer_gradients(model, model(**batch).temporal_loss))
 
 
@@ -103,12 +97,7 @@ def test_it_falls_and_nothing_else_changes(tmp_path):
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if ".scorer." in name}
     with torch.no_grad():
-        inputs = {
-            name: value
-            for name, value in collate([VIDEOS[index] for index in range(3)]).items()
-            if name != "sample_ids"
-        }
-        whole = model.eval()(**inputs)
+        whole = model.eval()(**without_ids([VIDEOS[index] for index in range(3)]))
     assert evaluated["eval_temporal_loss"] == pytest.approx(whole.temporal_loss.item(), rel=1e-5)
     assert evaluated["eval_loss"] == pytest.approx(0.5 * whole.temporal_loss.item(), rel=1e-5)
     assert len(called) == 1  # the model's own call is its own again
@@ -126,38 +115,3 @@ def test_it_falls_and_nothing_else_changes(tmp_path):
 def test_what_does_not_go_with_it(tmp_path, config, options, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, model=tiny_model(tiny_config(**config)), **ALONE | options)
-
-
-MORE = """\
-temporal_loss_only: true
-freeze: [language_model, vision_tower, connector]
-report_to: none
-"""
-
-
-@pytest.fixture(scope="module")
-def clips(tmp_path_factory) -> Path:
-    """A clip without words, one with a question, and one with an answer too."""
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder, clips=3)
-    rows: list[dict[str, Any]] = [{"videos": [f"clip_{number}.mp4"]} for number in range(3)]
-    rows[1] |= {"question": "What moves?"}
-    rows[2] |= {"question": "What moves?", "answer": "That."}
-    return write_rows(folder, rows)
-
-
-def test_from_clips_alone_to_a_checkpoint(clips, undecided, tmp_path, capsys):
-    """bfloat16 weights and packed rows, the scorer in float32."""
-    start = write_config(tmp_path / "start", clips, tmp_path / "out", model=undecided, more=MORE)
-    assert train(start, "--dtype=bfloat16", "--bf16=true", "--pack_to=700", "--eval_data", str(clips)) == 0
-    text = capsys.readouterr().out
-    assert "the temporal loss alone; nothing after layer " in text
-    assert "2 of them without an answer" in text
-    log = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    assert "task_loss" not in log[0]
-    assert log[-1]["eval_loss"] == log[-1]["eval_temporal_loss"] > 0
-    assert not list((tmp_path / "out").glob("_answers_*"))
-    before = weights_of(undecided)
-    for name, weight in weights_of(tmp_path / "out").items():
-        changed = not torch.equal(weight, before[name].to(weight.dtype))
-        assert changed == (".scorer." in name), name

@@ -1,13 +1,13 @@
 """What the temporal loss teaches: after a short run, scores of videos never seen follow `1 - similarity`."""
 
 import math
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from stts_hf.modeling import tower_stts
 from stts_hf.modeling.scoring_stts import temporal_similarity
 from tests.backbones import BACKBONES, Backbone, Clip
 from tests.stts_hf.training.runs import logged, trainer
@@ -55,25 +55,17 @@ def one_clip(items: list[dict[str, Any]]) -> dict[str, Any]:
     return {**inputs, "sample_ids": [name]}
 
 
-def ranks(values: torch.Tensor) -> torch.Tensor:
-    """Ranks of a vector; equals share their mean rank."""
-    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0)
-    return (last - (counts - 1) / 2)[inverse].double()
-
-
 def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Spearman's, of two vectors."""
-    return torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1].item()
+    """Spearman's, of two vectors; equals rank in any order."""
+    ranks = [values.argsort().argsort().double() for values in (first, second)]
+    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
 
 
 @torch.no_grad()
 def held_out_correlation(backbone, model, monkeypatch) -> float:
     """Rank correlation between score and `1 - similarity` of all blocks in frames t >= 1 of clips not trained on."""
     targets = []
-    homes = (sys.modules[owner.__module__] for owner in type(model.model.get_submodule(backbone.tower)).__mro__)
-    tower: Any = next(home for home in homes if hasattr(home, "temporal_loss"))  # where the tower calls it from
-    original = tower.temporal_loss
+    original = tower_stts.temporal_loss
 
     def keep_target(scores, patches, grids, *args):
         ((_, rows, cols),) = grids
@@ -82,7 +74,7 @@ def held_out_correlation(backbone, model, monkeypatch) -> float:
 
     scores = []
     with monkeypatch.context() as patch:
-        patch.setattr(tower, "temporal_loss", keep_target)
+        patch.setattr(tower_stts, "temporal_loss", keep_target)
         clips = MovingClips(backbone, model, 100_000, HELD_OUT)
         for clip in (clips[index] for index in range(HELD_OUT)):
             outputs = model.eval()(**{key: value for key, value in clip.items() if key != "id"})
@@ -90,30 +82,16 @@ def held_out_correlation(backbone, model, monkeypatch) -> float:
     return rank_correlation(torch.cat(scores), torch.cat(targets))
 
 
-def smoke_run(backbone, folder, weight: float) -> Any:
-    rates = {"scorer": 3e-3, "language_model": 1e-3, "vision_tower": 1e-5, "connector": 1e-4}
-    options: dict[str, Any] = {
-        "max_steps": STEPS,
-        "learning_rates": rates,
-        "gradient_accumulation_steps": CLIPS,
-        "logging_steps": 10,
-    }
-    model = backbone.model(trained_scorer=False)
-    model.config.temporal_loss_weight = weight
-    clips = MovingClips(backbone, model, 0, CLIPS * STEPS)
-    run = trainer(folder, model=model, data=clips, data_collator=one_clip, **options)
-    run.train()
-    return run
-
-
-@pytest.fixture(scope="module", params=BACKBONES, ids=lambda backbone: backbone.name)
-def backbone(request) -> Backbone:
-    return request.param
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
 def test_the_temporal_loss_teaches_scores_what_is_redundant(backbone, tmp_path, monkeypatch):
-    run = smoke_run(backbone, tmp_path, weight=1.0)
+    rates = {"scorer": 3e-3, "language_model": 1e-3, "vision_tower": 1e-5, "connector": 1e-4}
+    sizes: dict[str, Any] = {"max_steps": STEPS, "gradient_accumulation_steps": CLIPS, "logging_steps": 10}
+    model = backbone.model(trained_scorer=False)
+    model.config.temporal_loss_weight = 1.0
+    clips = MovingClips(backbone, model, 0, CLIPS * STEPS)
+    run = trainer(tmp_path, model=model, data=clips, data_collator=one_clip, learning_rates=rates, **sizes)
+    run.train()
     losses = logged(run, "temporal_loss")
     assert losses[-1] < 0.5 * losses[0]
     assert held_out_correlation(backbone, run.model, monkeypatch) > 0.8
