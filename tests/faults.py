@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,17 +43,16 @@ def start(
     fault: Fault | None = None,
     at: str = "",
     call: int = 1,
-    within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Ended:
     """
-    Runs `stts-hf command` in the folder `here`, and in `within()`. fault: comes before call number `call` of the
+    Runs `stts-hf command` in the folder `here`. fault: comes before call number `call` of the
     function `at`, named as for `mock.patch`. Raises `AssertionError` where the command hangs or no fault came.
     """
     start_early("stts_hf.inference.requests")  # imports PyTorch once, for all
     context: Any = multiprocessing.get_context("forkserver")
     # Not files: a limit on the sizes of files would be theirs, too.
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    arguments = (list(map(str, command)), here, [writer for _, writer in pipes], fault, at, call, within)
+    arguments = (list(map(str, command)), here, [writer for _, writer in pipes], fault, at, call)
     process = context.Process(target=_run, args=arguments)
     process.start()
     for _, writer in pipes:
@@ -81,7 +80,6 @@ def _run(
     fault: Fault | None,
     at: str,
     call: int,
-    within: Callable[[], AbstractContextManager[None]],
 ) -> None:
     for number, pipe in enumerate(pipes, 1):
         os.dup2(pipe.fileno(), number)
@@ -91,7 +89,7 @@ def _run(
     _give_up_rights()
     from stts_hf.cli.main import main
 
-    with within(), nullcontext() if fault is None else _before(at, call, fault):
+    with nullcontext() if fault is None else _before(at, call, fault):
         status = main(command)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,6 @@
 """Which checkpoints a command takes, and what it says of others."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -71,9 +70,3 @@ def test_without_the_option_and_a_checkout_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(checkpoints, "TINY", Path("nowhere"))
     with pytest.raises(CommandError, match=r"^--checkpoint is needed"):
         checkpoints.find_checkpoint(None)
-
-
-def test_a_preset_copied_with_its_links_alone_is_one_line_that_says_how_to_copy_it(clip, tmp_path, capsys):
-    shutil.copytree(TINY, tmp_path / "copy", symlinks=True)
-    assert run(clip, tmp_path / "copy", tmp_path) == 2
-    assert "links lead nowhere" in capsys.readouterr().err

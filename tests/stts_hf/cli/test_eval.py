@@ -121,21 +121,6 @@ def test_it_goes_on_where_a_killed_run_ended_and_loads_no_weights_where_it_had_f
     assert re.search(r"^all +4 +1 ", out, re.M)
 
 
-@pytest.mark.parametrize(
-    ("options", "setting"),
-    [
-        (["--pruning-ratio", "0.3"], r"pruning_ratio was 0\.5, and is 0\.3 now"),
-        (["--without-options"], "without_options was null, and is true now"),
-    ],
-)
-def test_answers_of_other_settings_are_refused(run, options, setting):
-    before = run("--max-new-tokens", "1")[3]
-    status, _, err, after = run("--max-new-tokens", "1", *options)
-    assert status == 2
-    assert re.search(rf"--output .*answers\.jsonl holds answers of other settings: {setting}", err)
-    assert after == before
-
-
 def test_answers_to_other_rows_are_refused(run, rows):
     run("--max-new-tokens", "1")
     other = rows.with_name("other.jsonl")
@@ -161,12 +146,6 @@ def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, 
     assert "2 of 4 rows are answered" in err
     assert sorted(line["id"] for line in lines) == ["a", "b", "c", "d"]
     assert re.search(r"^all +4 +1 ", out, re.M)
-
-
-def test_test_time_scaling_looks_at_more_frames(run):
-    options = ["--num-frames", "1", "--test-time-scaling", "--pruning-ratio", "0.5", "--max-new-tokens", "1"]
-    # ceil(1 / (1 - 0.5)) = 2 frames.
-    assert [line["video_tokens"] for line in run(*options)[3] if line["id"] == "b"] == [2 * BLOCKS]
 
 
 def test_max_fps(run):

@@ -20,7 +20,6 @@ from tests import faults
 from tests.checkpoints import TINY, write_small_clip
 from tests.faults import Ended, Fault, start
 from tests.small_disk import mounted_disk
-from tests.stts_hf.checkpoints.convert_files import contents, write_molmo2
 from tests.training_files import write_config, write_data
 
 pytest.importorskip("accelerate")
@@ -152,42 +151,3 @@ def test_train(here, training, kind, at, call):
     check_done(start([*command, "--resume"], here))
     assert (here / "out" / "model.safetensors").read_bytes() == weights
     assert not [path for path in (here / "out").iterdir() if path.name.startswith((".", "_"))]
-
-
-@pytest.fixture(scope="module")
-def conversion(tmp_path_factory) -> tuple[Path, dict[str, bytes], dict[str, bytes]]:
-    """A source, what is made of it with seed 0, and with seed 1."""
-    folder = tmp_path_factory.mktemp("conversion")
-    source = write_molmo2(folder / "source", "native")
-    for seed in ("0", "1"):
-        check_done(start(["convert", source, seed, "--seed", seed], folder))
-    return source, contents(folder / "0"), contents(folder / "1")
-
-
-@pytest.mark.parametrize("kind", ["kill", "full"])
-def test_convert(here, conversion, kind):
-    source, old, new = conversion
-    before = contents(source)
-    (here / "made").mkdir()
-    for name, content in old.items():
-        (here / "made" / name).write_bytes(content)
-    command = ["convert", source, "made", "--overwrite", "--seed", "1"]
-    at = "stts_hf.checkpoints.convert.write_safetensors"
-    check_end(start(command, here, fault_of(kind, here, room=10_000), at), "convert", kind)
-    assert contents(here / "made") == old
-    faults.mend(here)
-    check_done(start(command, here))
-    assert contents(here / "made") == new != old
-    assert os.listdir(here) == ["made"]
-    assert contents(source) == before
-
-
-@pytest.mark.parametrize("named", ["videos", "videos/**/*.mp4"])
-def test_a_folder_without_rights_is_named(tmp_path, named):
-    """Also by a pattern, which would match less."""
-    (tmp_path / "videos" / "more").mkdir(parents=True)
-    write_small_clip(tmp_path / "videos")
-    (tmp_path / "videos" / "more").chmod(0)
-    ended = start(["predict", named, "--prompt", "What?", "--checkpoint", TINY], tmp_path)
-    said = "The folder videos/more cannot be read: Permission denied. Mend that, or leave it out."
-    assert (ended.status, ended.err) == (2, f"stts-hf predict: error: {said}\n")

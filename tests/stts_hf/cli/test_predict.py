@@ -16,7 +16,6 @@ from stts_hf.cli.main import main
 from stts_hf.inference import generate
 from tests.checkpoints import ANSWER, BLOCKS
 from tests.clips import write_clip
-from tests.small_disk import small_disk
 from tests.training_files import write_rows
 
 COLUMNS = ["id", "video", "prompt", "answer", "video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens"]
@@ -175,18 +174,6 @@ def test_run_of_several_videos_is_predict_without_output(here, checkpoint, capsy
     assert sorted(here.iterdir()) == before
 
 
-def test_a_full_disk_keeps_what_is_done_and_the_next_run_goes_on(run):
-    with small_disk(700):
-        status, _, err = run("rows.jsonl", "--output", "out.jsonl", "--batch-size", "1")
-    assert status == 2
-    assert "error: --output out.jsonl cannot be written: " in err
-    there = lines()
-    assert 0 < len(there) < 3
-    assert run("rows.jsonl", "--output", "out.jsonl")[0] == 0
-    assert {name: lines()[name] for name in there} == there
-    assert lines().keys() == {"a", "b", "c"}
-
-
 def test_interrupting_keeps_what_was_written(run, monkeypatch):
     real = generate.inputs_for
     calls: list[int] = []
@@ -233,22 +220,18 @@ def test_names_that_are_no_text(run):
 
 
 @pytest.mark.parametrize(
-    ("file", "before", "now", "said"),
+    ("before", "now", "said"),
     [
-        ("rows.jsonl", "Where?", "Why?", "the prompt of row b is 'Why?', and was 'Where?'"),
-        ("rows.jsonl", "clips/two.mp4", "clips/three.mp4", "the video of row a is 'clips/three.mp4'"),
-        ("rows-done.jsonl", '"frames": 2', '"frames": null', "rows-done.jsonl:1: frames cannot be null"),
+        ("Where?", "Why?", "the prompt of row b is 'Why?', and was 'Where?'"),
+        ("clips/two.mp4", "clips/three.mp4", "the video of row a is 'clips/three.mp4'"),
     ],
-    ids=["prompt", "video", "count"],
+    ids=["prompt", "video"],
 )
-def test_answers_to_something_else_or_of_a_wrong_kind_are_refused(run, file, before, now, said):
-    content = Path(file).read_text()
-    Path(file).write_text(content.replace(before, now, 1))
-    assert Path(file).read_text() != content
-    answers = Path("rows-done.jsonl").read_bytes()
+def test_answers_to_something_else_are_refused(run, before, now, said):
+    rows, answers = Path("rows.jsonl"), Path("rows-done.jsonl").read_bytes()
+    rows.write_text(rows.read_text().replace(before, now, 1))
     status, _, err = run("rows.jsonl", "--output", "rows-done.jsonl")
-    assert status == 2
-    assert said in err
+    assert (status, said in err) == (2, True)
     assert Path("rows-done.jsonl").read_bytes() == answers
 
 

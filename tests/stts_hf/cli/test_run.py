@@ -9,7 +9,6 @@ from PIL import Image
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.checkpoints import QWENS, TINIES
-from tests.clips import write_no_video
 
 # 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, 0.7, ... 1.7 s and the end.
 NUM_FRAMES, NUM_TOKENS = 9, 9 * 16
@@ -127,13 +126,3 @@ def test_values_out_of_range_are_one_clear_line(run, capsys, option, value):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines()[-1].startswith(f"stts-hf run: error: argument {option}: is {value}, but must be ")
-
-
-def test_what_is_not_a_video_is_one_clear_line(run, tmp_path):
-    path = tmp_path / "video.mp4"
-    write_no_video(path, "truncated")
-    status, out, err, sheet = run(video=path)
-    assert (status, out) == (2, "")
-    assert err.splitlines()[-1].startswith("stts-hf run: error: ")
-    assert "Traceback" not in err
-    assert not sheet.exists()

@@ -1,11 +1,8 @@
 """`stts-hf train`: from a configuration file to a folder that loads, how a run is resumed, and what is refused."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +16,12 @@ from transformers import Trainer
 
 from stts_hf import STTSConfig
 from stts_hf.cli.main import main
-from stts_hf.modeling.scoring_stts import FIRST_LOGIT
 from stts_hf.training.build import load_model
 from stts_hf.training.build import prepare as prepare_run
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.config import check_unchanged, load_config
 from stts_hf.training.termination import Termination
 from tests.checkpoints import BLOCKS, TINY, load_tiny, logits_of, prepare, weights_of
-from tests.conftest import REPOSITORY
 from tests.training_files import row, train, write_config, write_rows
 
 pytest.importorskip("accelerate")
@@ -155,16 +150,6 @@ def test_a_terminated_run_exits_with_143(data, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_nothing_is_pushed_that_a_link_leads_to_elsewhere(data, tmp_path, uploads, capsys):
-    (tmp_path / "secret").write_text("mine")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "loss.png").symlink_to(tmp_path / "secret")
-    config = write_config(tmp_path, data, tmp_path / "out")
-    assert train(config, "--push_to_hub=true") == 2
-    assert "loss.png is a link to" in capsys.readouterr().err
-    assert not uploads
-
-
 def test_cards_of_an_adapter_and_its_merged_model_are_pushed_as_the_file_has_them(data, tmp_path, uploads):
     more = (
         "card_name: Ours\ncard_base_model: someone/base\ncard_license: cc0-1.0\ncard_text: Our words.\n"
@@ -197,16 +182,6 @@ def test_the_same_seed_draws_the_same_weights(data, tmp_path):
         found.append({name: tensor for name, tensor in load_model(run).state_dict().items() if "lora_A" in name})
     assert found[0]
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
-
-
-def test_new_scorer_begins_untrained(data, tmp_path):
-    config = write_config(tmp_path, data, tmp_path / "out")
-    rates = ["--learning_rates={scorer: 0}"]
-    assert train(config, "--new_scorer=true", *rates) == 0
-    weights = weights_of(tmp_path / "out")
-    last = {name.rsplit(".", 1)[1]: tensor for name, tensor in weights.items() if "scorer.score_layer" in name}
-    assert not last["weight"].any()
-    assert last["bias"].tolist() == [FIRST_LOGIT]
 
 
 def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
@@ -274,23 +249,6 @@ def test_what_is_trained_beside_a_model_in_half_precision_is_float32(data, undec
     # A step of 1e-3 away from bfloat16's grid, where a bfloat16 weight would stay on it.
     assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in scorer)
     assert {tensor.dtype for tensor in weights_of(tmp_path / "out" / "merged").values()} == {torch.bfloat16}
-
-
-@pytest.mark.slow
-def test_runs_under_accelerate_in_two_processes(data, tmp_path):
-    config = write_config(tmp_path, data, tmp_path / "out")
-    overrides = ["--per_device_train_batch_size=1", "--save_steps=1"]
-    shipped = REPOSITORY / "examples" / "accelerate" / "ddp.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(shipped)]
-    command += ["--num_processes", "2", "--main_process_port", "0"]  # 0: any free port
-    command += ["-m", "stts_hf.cli.main", "train", str(config), *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("steps:") == 1
-    assert "1 of 2 rows (1 a process x 2 x 1 accumulated)" in result.stdout
-    assert last_checkpoint(tmp_path / "out")
-    assert main(["doctor", str(tmp_path / "out")]) == 0
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(data, tmp_path, capsys):

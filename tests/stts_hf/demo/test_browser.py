@@ -123,20 +123,6 @@ def test_both_pictures_and_the_timeline_are_at_the_same_moment(visit, video):
     page.wait_for_function("Math.abs(document.querySelector('#seen video').currentTime - 0.5) < 0.05")
 
 
-def test_a_file_that_is_no_video_is_refused_and_the_next_one_is_taken(visit, video, tmp_path):
-    page = visit()
-    (tmp_path / "notes.mp4").write_text("not a video")
-    page.set_input_files("#clip input[type=file]", str(tmp_path / "notes.mp4"))
-    wait_for(page, "notes.mp4", ".toast-body")
-    wait_for(page, "Drop Video Here", "#clip")
-    upload(page, video)
-    ask(page, "What is <|video|>?")
-    wait_for(page, "Take it out of the text", ".toast-body")
-    assert page.input_value("#box textarea") == "What is <|video|>?"  # to be mended
-    ask(page, "What moves?")
-    wait_for(page, "9 frames read in")
-
-
 def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
     page = visit()
     upload(page, video)

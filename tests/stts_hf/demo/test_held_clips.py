@@ -42,32 +42,6 @@ def test_what_an_owner_has_goes_with_it_and_nothing_else():
     assert clips.find("b", 1) is not None
 
 
-def test_the_second_question_is_answered_from_the_held_clip_as_a_call_with_the_video_would(assistant, video):
-    answerer = Answerer({"scorer": assistant}, Limits(new_tokens=6))
-    first, second = (
-        list[Any](answerer.answer("me", str(video), asked, 0.5, "scorer")) for asked in ("What?", "Where is it?")
-    )
-    assert (first[-1].held, second[-1].held) == (False, True)
-    assert 0 < first[-1].watching < first[-1].first_word
-    assert second[-1].watching == 0
-    alone = assistant.answer(str(video), "Where is it?", pruning_ratio=0.5, max_new_tokens=6)
-    assert second[-1].text.strip() == alone.answer
-    assert (second[-1].seen.keep_mask == alone.keep_mask).all()
-
-
-def test_an_answer_that_is_left_leaves_the_clip_as_it_was(assistant, video):
-    answerer = Answerer({"scorer": assistant}, Limits(new_tokens=12))
-    whole = list(answerer.answer("me", str(video), "What?", 0.5, "scorer"))
-    left = answerer.answer("me", str(video), "Where?", 0.5, "scorer")
-    next(left), next(left)
-    left.close()
-    again = list(answerer.answer("me", str(video), "What?", 0.5, "scorer"))
-    assert again[-1].text == whole[-1].text
-    assert again[-1].held
-    *_, other = answerer.answer("somebody else", str(video), "What?", 0.5, "scorer")
-    assert not other.held
-
-
 @pytest.mark.parametrize(
     ("question", "words"),
     [("What is <|video|>?", "holds '<|video|>'"), (" ", "asks nothing"), ("x" * 30, "at most 20")],

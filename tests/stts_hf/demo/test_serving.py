@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
-from stts_hf.demo.held_clips import Limits
 from stts_hf.inference.assistant import VideoAssistant
 from tests.checkpoints import TINY
 from tests.conftest import REPOSITORY
@@ -95,12 +94,3 @@ def test_the_space_asks_for_what_the_package_needs():
 
     needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     assert (SPACE / "requirements.txt").read_text().splitlines() == needed
-
-
-def test_where_a_gpu_is_lent_nothing_is_held(assistant, video):
-    from stts_hf.demo.held_clips import Answerer
-
-    answerer = Answerer({"scorer": assistant}, Limits(clips=0, new_tokens=1))
-    for _ in range(2):
-        *_, last = answerer.answer("me", str(video), "What?", 0.5, "scorer")
-        assert not last.held
