@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.checkpoints.files import fingerprint
-from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import add_model_options, check_file, count, natural, positive, processing
+from stts_hf.cli.errors import refused
+from stts_hf.cli.options import add_model_options, count, natural, positive, processing
 from stts_hf.cli.progress import note, progress_bar
 from stts_hf.wording import percent
 
@@ -45,17 +45,6 @@ def workers_of(arguments: argparse.Namespace) -> int:
     if arguments.workers is not None:
         return arguments.workers
     return min(MOST_WORKERS, os.cpu_count() or 1)
-
-
-def check_output(output: Path | None, inputs: Iterable[Path], endings: tuple[str, ...] = (".jsonl",)) -> None:
-    """Raises `CommandError` for an output that cannot be written or is an input."""
-    if output is None:
-        return
-    if output.suffix not in endings:
-        raise CommandError(f"--output {output} must be a file that ends in {' or '.join(endings)}")
-    check_file("--output", output)
-    if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
-        raise CommandError(f"--output would write to {output}, which is an input; name another")
 
 
 def settings_of(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from stts_hf.checkpoints.files import digest_files
 from stts_hf.cli.answer_options import (
     add_answer_options,
-    check_output,
     note_start,
     open_output,
     print_problems,
@@ -20,6 +19,7 @@ from stts_hf.cli.answer_options import (
 )
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
+from stts_hf.cli.options import check_output
 
 HELP = "score a checkpoint on the questions of a JSONL file, by question type"
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
@@ -52,7 +52,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if not arguments.rows.is_file():
         what = "is a folder" if arguments.rows.is_dir() else "does not exist"
         raise CommandError(f"ROWS.jsonl {arguments.rows} {what}; name a file")
-    check_output(arguments.output, [arguments.rows])
+    if arguments.output is not None:
+        check_output(arguments.output, [arguments.rows], (".jsonl",))
     need_extras("Reading rows needs more packages", "train")
     predictor = open_checkpoint(arguments, num_workers=workers_of(arguments))
     from stts_hf.evaluation.evaluate import COLUMNS, ask_openly, evaluate

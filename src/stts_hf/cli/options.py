@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,20 @@ def check_writable(option: str, folder: Path) -> None:
         raise CommandError(f"{option} {folder} must be a folder that can be written, but {there} is not")
 
 
-def check_file(option: str, path: Path) -> None:
-    """Raises `CommandError` if a file cannot be written at `path`, or something that is not a file is there."""
+def check_output(path: Path, inputs: Iterable[str | Path], endings: Sequence[str]) -> None:
+    """Raises `CommandError` if the file of `--output` cannot be written, is an input, or has another ending."""
+    if path.suffix.lower() not in endings:
+        raise CommandError(f"--output {path} must be a file that ends in {' or '.join(endings)}")
     try:
         if not stat.S_ISREG(path.stat().st_mode) or not os.access(path, os.W_OK):
-            raise CommandError(f"{option} {path} is there already and cannot be written over; name another file")
+            raise CommandError(f"--output {path} is there already and cannot be written over; name another file")
+        if any(os.path.exists(given) and os.path.samefile(given, path) for given in inputs):
+            raise CommandError(f"--output would write to {path}, which is an input; name another")
     except FileNotFoundError:
         pass
     except OSError as error:  # a name that is too long, a loop of links
-        raise CommandError(f"{option} {path} cannot be used: {error.strerror}; name another file") from error
+        raise CommandError(f"--output {path} cannot be used: {error.strerror}; name another file") from error
     folder = Path(os.path.realpath(path)).parent
     if not folder.exists():
-        raise CommandError(f"{option} {path} lies in a folder that does not exist; create {folder} first")
-    check_writable(option, folder)
+        raise CommandError(f"--output {path} lies in a folder that does not exist; create {folder} first")
+    check_writable("--output", folder)

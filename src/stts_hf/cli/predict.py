@@ -9,7 +9,6 @@ from typing import Any
 
 from stts_hf.cli.answer_options import (
     add_answer_options,
-    check_output,
     note_start,
     open_output,
     print_problems,
@@ -20,6 +19,7 @@ from stts_hf.cli.answer_options import (
 )
 from stts_hf.cli.checkpoint_options import open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, one_line, refused
+from stts_hf.cli.options import check_output
 from stts_hf.cli.predict_engines import add_engine_options, check_engine, start_engine
 from stts_hf.cli.progress import print_lines
 
@@ -63,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     check_arguments(arguments)
     output = arguments.output
-    lines = output.with_suffix(".jsonl") if output else None  # a Parquet file is made of it
+    lines = output.with_suffix(".jsonl") if is_parquet(output) else output  # a Parquet file is made of it
     rows = find_rows(arguments)
     local = arguments.engine == "local"
     here: dict[str, Any] = {"num_workers": workers_of(arguments)} if local else {"device": "cpu"}
@@ -91,7 +91,7 @@ def execute(arguments: argparse.Namespace) -> int:
         answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
         summary = summarize(answers)
         finish(summary)
-        if output is not None and output.suffix == PARQUET:
+        if is_parquet(output):
             write_parquet(answers, output)
     print_summary(summary, len(left), seconds)
     return print_problems(answers, "predict")
@@ -102,11 +102,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     check_engine(arguments)
     output = arguments.output
     for path in {output, output.with_suffix(".jsonl")} if output else ():
-        check_output(path, map(Path, arguments.inputs), (".jsonl", PARQUET))
-    if output is not None and output.suffix == PARQUET:
+        check_output(path, arguments.inputs, (".jsonl", PARQUET))
+    if is_parquet(output):
         need_extras("Writing Parquet needs more packages", "train")
     if arguments.retry_errors and output is None:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
+
+
+def is_parquet(output: Path | None) -> bool:
+    return output is not None and output.suffix.lower() == PARQUET
 
 
 def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:

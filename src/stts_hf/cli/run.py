@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stts_hf.cli import predict
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import add_model_options, check_file, processing
+from stts_hf.cli.options import add_model_options, check_output, processing
 from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
 from stts_hf.wording import percent
 
@@ -146,10 +146,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if os.path.isfile(arguments.question):
         raise CommandError(f"QUESTION is missing after the videos: the last argument, {arguments.question}, is a file")
     if len(arguments.videos) == 1:
-        path = arguments.output or PICTURE
-        if path.suffix.lower() not in PICTURES:
-            raise CommandError(f"--output {path} must end in .png, .jpg or .webp")
-        check_file("--output", path)
+        check_output(arguments.output or PICTURE, arguments.videos, PICTURES)
     elif arguments.time or arguments.output is not None:
         raise CommandError("--time and --output are about one VIDEO; answers about several: stts-hf predict --output")
 

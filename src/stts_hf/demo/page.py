@@ -71,11 +71,7 @@ def timeline(seen: Answer) -> str:
 
 def origin(progress: Progress) -> str:
     """The line under an answer: whether the video was read for it, and seconds to the first word."""
-    dropped = (
-        f"{percent(progress.pruning_ratio)} dropped, {SELECTORS[progress.selector].label}"
-        if progress.pruning_ratio
-        else "nothing dropped"
-    )
+    dropped = _dropped(progress.pruning_ratio, progress.selector)
     read = (
         "Answered from cache (video not read again)"
         if progress.held
@@ -101,18 +97,18 @@ def table(runs: Iterable[Progress]) -> str:
     if not rows:
         return ""
     lines = [
-        f"<tr><th>{html.escape(_name(ratio, selector))}</th>"
+        f"<tr><th>{html.escape(_dropped(ratio, selector).replace('n', 'N', not ratio))}</th>"
         + "".join(f"<td>{row.get(name, '-')}</td>" for name in ("tokens", "watching", "first", "again"))
         + "</tr>"
         for (ratio, selector), row in sorted(rows.items())
     ]
     if not any(ratio == 0 for ratio, _ in rows):
-        lines.insert(0, '<tr class="missing"><th>Nothing dropped</th><td colspan="4">not measured yet</td></tr>')
+        lines.insert(0, '<tr class="missing"><th>nothing dropped</th><td colspan="4">not measured yet</td></tr>')
     return (
         '<table class="measured"><thead><tr><th></th><th>Video tokens</th><th>Reading</th><th>First word</th>'
         f"<th>Next question</th></tr></thead><tbody>{''.join(lines)}</tbody></table>"
     )
 
 
-def _name(ratio: float, selector: str) -> str:
-    return f"{percent(ratio)} dropped, {SELECTORS[selector].label}" if ratio else "Nothing dropped"
+def _dropped(ratio: float, selector: str) -> str:
+    return f"{percent(ratio)} dropped, {SELECTORS[selector].label}" if ratio else "nothing dropped"

@@ -1,4 +1,4 @@
-"""Frames as a video file that is the same whenever and wherever it is written."""
+"""Writes frames as a video file, reproducibly."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ TICKS = 90_000  # per second, of frames that come with times of their own
 
 def write_video(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float, **options: str) -> None:
     """
-    Writes frames, uint8 (height, width, 3) of even sizes, as H.264, or as MPEG-4 where PyAV comes without it. path: its
-    ending picks the container. options: of the encoder, such as `crf="24"`.
+    Writes frames, uint8 (height, width, 3) of even sizes, as H.264, or as MPEG-4 if PyAV lacks H.264. path: its ending
+    chooses the container. options: of the encoder, such as `crf="24"`.
     """
     with video_writer(path, fps, options) as write:
         for frame in frames:
@@ -31,7 +31,7 @@ def video_writer(
     start, end: when the frame is on screen, in seconds, given for all frames or for none: then all take `1 / fps`.
     """
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
-    # With threads or a look at frames to come, x264 writes other pictures every time.
+    # With threads or lookahead, x264's output is not reproducible.
     options = {"threads": "1", "rc-lookahead": "0", **options}
     with av.open(os.fspath(path), "w", options=dict(container_options or {})) as container:
         stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001), options=options)
@@ -44,7 +44,7 @@ def video_writer(
                 container.mux(packet)
 
         def write(frame: np.ndarray, start: float | None = None, end: float | None = None) -> None:
-            if not stream.codec_context.is_open:  # the first, before which nobody knows their size
+            if not stream.codec_context.is_open:  # the first frame sets the size
                 stream.height, stream.width = frame.shape[:2]
                 if start is not None:
                     stream.codec_context.time_base = Fraction(1, TICKS)

@@ -1,4 +1,4 @@
-"""A picture of what was dropped: every frame shown, its dropped blocks dimmed."""
+"""A contact sheet: every sampled frame with its dropped blocks dimmed."""
 
 import math
 import textwrap
@@ -32,9 +32,8 @@ def contact_sheet(
     tubelet: int = 1,
 ) -> Image.Image:
     """
-    Draws the frames of one video in reading order. Kept blocks keep their colours; dropped ones turn dark and grey but
-    stay recognisable. Under each frame: its time, how many of its blocks were kept, and a bar of that share. Processors
-    resize whole frames, so blocks cover the frame's full extent in proportion.
+    Draws the frames of one video in reading order, dropped blocks dark and grey. Below each frame are its time, the
+    number of kept blocks, and a bar of that share.
 
     Args:
         frames: `(F, H, W, 3)` uint8, the frames of the video that the model saw, at any resolution.
@@ -44,8 +43,7 @@ def contact_sheet(
         token_scores: `(T, n)` scores in [0, 1]; adds each frame's mean score to its label.
         columns: frames per row; chosen by the number of frames when not given.
         title: a line above the summary, such as the question.
-        tubelet: how many of the `F` frames the model takes for one of its `T`; the last may lack some. They lie side by
-            side and share their blocks.
+        tubelet: how many of the `F` frames the model merges into one of its `T`. They are drawn side by side.
 
     Returns:
         An RGB image, at most 1920 pixels wide unless `columns` asks for more.
@@ -77,7 +75,10 @@ def contact_sheet(
     sheet = Image.new("RGB", (sheet_width, sheet_height), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     share = f"{mask.sum()} of {mask.size} video tokens kept ({mask.mean():.1%})"
-    _draw_header(draw, headlines, f"{len(frames)} frames, {share}; dimmed blocks were dropped")
+    summary = f"{len(frames)} frames, {share}; dimmed blocks were dropped"
+    for line, text in enumerate(headlines):
+        draw.text((MARGIN, MARGIN + 32 * line), text, font=ImageFont.load_default(22), fill=TEXT)
+    draw.text((MARGIN, MARGIN + 32 * len(headlines) + 2), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
     for index in range(num_tiles):
         left = MARGIN + (index % columns) * (tile_width + GAP)
         top = header_height + (index // columns) * (tile_height + label_height + GAP)
@@ -97,7 +98,7 @@ def contact_sheet(
 
 
 def _draw_count(draw: ImageDraw.ImageDraw, corner: tuple[int, int], width: int, keep: np.ndarray, name: str) -> None:
-    """Under a tile: a bar of the share that is kept, the tile's name, and how many blocks are kept."""
+    """Draws below a tile: a bar of the kept share, the tile's name, and the number of kept blocks."""
     (left, top), kept = corner, int(keep.sum())
     draw.rectangle((left, top, left + width - 1, top + 3), fill=TRACK)
     if kept:
@@ -107,14 +108,8 @@ def _draw_count(draw: ImageDraw.ImageDraw, corner: tuple[int, int], width: int, 
     draw.text((left + width, top + 6), f"{kept}/{len(keep)}", font=font, fill=FAINT_TEXT, anchor="ra")
 
 
-def _draw_header(draw: ImageDraw.ImageDraw, headlines: Sequence[str], summary: str) -> None:
-    for line, text in enumerate(headlines):
-        draw.text((MARGIN, MARGIN + 32 * line), text, font=ImageFont.load_default(22), fill=TEXT)
-    draw.text((MARGIN, MARGIN + 32 * len(headlines) + 2), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
-
-
 def _wrap(title: str, width: int) -> list[str]:
-    """Three lines at most, by the mean width of the letters, with some room for wider ones."""
+    """Returns at most three lines, wrapped by the letters' mean width with a margin."""
     letters = 0.95 * width * len(title) / ImageFont.load_default(22).getlength(title)
     return textwrap.wrap(title, int(letters), max_lines=3, placeholder=" ...")
 

@@ -1,4 +1,4 @@
-"""A frame with its dropped blocks dimmed, for every picture here, and the check that outputs fit each other.
+"""Dims the dropped blocks of a frame, and checks the arguments of all pictures.
 
 Processors resize whole frames, so blocks cover a frame's full extent in proportion, at any resolution.
 """
@@ -39,20 +39,20 @@ def dim_dropped_blocks(
 
 def frame_at(moments: Sequence[float] | np.ndarray, timestamps: Sequence[float]) -> np.ndarray:
     """
-    Which of the frames sampled at `timestamps` (F,) each of the `moments` (M,) belongs to, seconds both: the last whose
-    time has come, as in a player. Returns (M,) indices; what is before the first belongs to it.
+    Returns indices (M,) of the frames on screen at `moments` (M,): the latest of those that begin at `timestamps` (F,),
+    both in seconds. Moments before the first frame get the first.
     """
     return (np.searchsorted(np.asarray(timestamps), np.asarray(moments) + ROUNDING, side="right") - 1).clip(min=0)
 
 
 def fit(height: int, width: int, longest_side: int) -> tuple[int, int]:
-    """Height and width in proportion, even, as codecs want it, at most `longest_side` and no larger than they are."""
+    """Returns height and width scaled down to at most `longest_side`, rounded to even numbers, as codecs need."""
     scale = min(1.0, longest_side / max(height, width))
     return max(2, round(height * scale / 2) * 2), max(2, round(width * scale / 2) * 2)
 
 
 def as_array(values: Array) -> np.ndarray:
-    """The same on the host; bfloat16, which NumPy lacks, as float32."""
+    """Returns the values as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
     if not isinstance(values, torch.Tensor):
         return np.asarray(values)
     values = values.detach().cpu()

@@ -1,4 +1,4 @@
-"""The frames that pictures are made of, decoded once more, small and not squashed as the model's are."""
+"""Frames for pictures: decoded once more, small, in the video's aspect ratio."""
 
 import re
 import warnings
@@ -10,16 +10,16 @@ import numpy as np
 from stts_hf.modeling.video_reading_stts import VideoFile, upright
 from stts_hf.video.processors import measure
 
-from .dimming import fit
+from .dimming import fit, frame_at
 
 
 def read_frames(video: Any, timestamps: Sequence[float], longest_side: int) -> np.ndarray:
     """
-    The frames of a video file, or what else `VideoFile` takes, that are on screen at `timestamps` (F,), in seconds: as
-    uint8 (F, height, width, 3) in their own proportions. Raises `ValueError` where the file cannot be read.
+    Returns the frames of a video, a path or another source of `VideoFile`, that are on screen at `timestamps` (F,), in
+    seconds, as uint8 (F, height, width, 3). Raises `ValueError` if the file cannot be read.
     """
-    # The first decoding has warned of damaged files already. The filter is for this module's calls and stays in place:
-    # `catch_warnings` would also hide warnings of the thread that decodes the next videos meanwhile.
+    # The first decoding has already warned of damaged files. The filter applies to this module's calls and stays:
+    # `catch_warnings` would also hide the warnings of decoding threads.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
     with VideoFile(video) as file:
         shown = on_screen(file, timestamps)
@@ -28,16 +28,15 @@ def read_frames(video: Any, timestamps: Sequence[float], longest_side: int) -> n
 
 
 def on_screen(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
-    """Indices of the frames on screen at `timestamps` (seconds since the first frame), ascending, none twice."""
-    found = np.searchsorted(file.times, np.asarray(timestamps) + 1e-6, side="right") - 1
-    return np.unique(found.clip(min=0)).tolist()
+    """Returns the unique, ascending indices of the frames on screen at `timestamps`, in seconds."""
+    return np.unique(frame_at(timestamps, file.times)).tolist()
 
 
 class VideoStream(VideoFile):
-    """A video file whose frames come one by one, so that no more than one is in memory, however long it is."""
+    """A video file that yields frames one by one, with at most one in memory."""
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The frames of ascending `indices` in their own size, uint8 (H, W, 3), after their index; no damaged ones."""
+        """Yields index and frame, uint8 (H, W, 3), for ascending `indices`; skips damaged frames."""
         wanted = set(indices)
         start = int(self.keyframes[0])
         decoded = self._count_frames() if self.pts is None else self._frames_from(start, list(indices))

@@ -1,4 +1,4 @@
-"""The video itself with its dropped blocks dimmed: as MP4 at the clip's own timing."""
+"""Writes a video with its dropped blocks dimmed, as MP4 with the video's timing."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from .frames import VideoStream, on_screen
 
 LONGEST_SIDE = 640  # pixels
 MAX_FPS = 30
-MAX_FRAMES = 5400  # three minutes at 30 per second: longer videos move in larger steps, and take no longer to write
+MAX_FRAMES = 5400  # three minutes at 30 per second; longer videos skip frames
 # At most 2 Mbit/s, keyframes close together for seeking, no B-frames so that the last frame keeps its time.
 BROWSER = {"crf": "23", "preset": "veryfast", "maxrate": "2M", "bufsize": "4M", "g": "60", "bf": "0"}
 
@@ -39,7 +39,7 @@ def write_overlays(
         video: a file, or what else `VideoFile` takes.
         keep_masks: by path of the MP4, `(T, n)` bool, blocks row by row.
         grid: rows and columns of blocks in a frame, `rows * cols == n`.
-        timestamps: when each of the `F` sampled frames is on screen, in seconds.
+        timestamps: of the `F` sampled frames, in seconds.
         tubelet: how many of the `F` frames the model merges into one of its `T`.
         longest_side: maximum pixels of a side; smaller videos keep their size, rounded to even numbers.
 
@@ -71,7 +71,7 @@ def write_overlays(
 
 
 def moments_to_show(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
-    """Indices of the frames of an overlay: all, or up to the limits, and the sampled ones."""
+    """Returns the indices of an overlay's frames: all, or within the limits with the sampled ones."""
     if file.fps <= MAX_FPS * 1.02 and len(file.times) <= MAX_FRAMES:
         return list(range(len(file.times)))
     moments = np.arange(0, file.duration, max(1 / MAX_FPS, file.duration / MAX_FRAMES))

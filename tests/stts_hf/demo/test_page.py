@@ -55,11 +55,11 @@ def rows_of(table: str) -> dict[str, list[str]]:
 
 def test_the_table_has_a_row_for_each_way_of_watching_and_says_what_was_not_measured():
     assert rows_of(page.table([FIRST])) == {
-        "Nothing dropped": ["not measured yet"],
+        "nothing dropped": ["not measured yet"],
         "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "-"],
     }
     assert rows_of(page.table([FIRST, AGAIN, UNPRUNED])) == {
-        "Nothing dropped": ["6", "2.50 s", "3.00 s", "-"],
+        "nothing dropped": ["6", "2.50 s", "3.00 s", "-"],
         "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "0.10 s"],
     }
     assert page.table([]) == ""
