@@ -97,7 +97,7 @@ def table(runs: Iterable[Progress]) -> str:
     if not rows:
         return ""
     lines = [
-        f"<tr><th>{html.escape(_dropped(ratio, selector).replace('n', 'N', not ratio))}</th>"
+        f"<tr><th>{html.escape(_dropped(ratio, selector))}</th>"
         + "".join(f"<td>{row.get(name, '-')}</td>" for name in ("tokens", "watching", "first", "again"))
         + "</tr>"
         for (ratio, selector), row in sorted(rows.items())

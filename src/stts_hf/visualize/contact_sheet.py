@@ -75,10 +75,7 @@ def contact_sheet(
     sheet = Image.new("RGB", (sheet_width, sheet_height), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     share = f"{mask.sum()} of {mask.size} video tokens kept ({mask.mean():.1%})"
-    summary = f"{len(frames)} frames, {share}; dimmed blocks were dropped"
-    for line, text in enumerate(headlines):
-        draw.text((MARGIN, MARGIN + 32 * line), text, font=ImageFont.load_default(22), fill=TEXT)
-    draw.text((MARGIN, MARGIN + 32 * len(headlines) + 2), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
+    _draw_header(draw, headlines, f"{len(frames)} frames, {share}; dimmed blocks were dropped")
     for index in range(num_tiles):
         left = MARGIN + (index % columns) * (tile_width + GAP)
         top = header_height + (index // columns) * (tile_height + label_height + GAP)
@@ -106,6 +103,12 @@ def _draw_count(draw: ImageDraw.ImageDraw, corner: tuple[int, int], width: int, 
     font = ImageFont.load_default(_label_size(width))
     draw.text((left, top + 6), name, font=font, fill=TEXT)
     draw.text((left + width, top + 6), f"{kept}/{len(keep)}", font=font, fill=FAINT_TEXT, anchor="ra")
+
+
+def _draw_header(draw: ImageDraw.ImageDraw, headlines: Sequence[str], summary: str) -> None:
+    for line, text in enumerate(headlines):
+        draw.text((MARGIN, MARGIN + 32 * line), text, font=ImageFont.load_default(22), fill=TEXT)
+    draw.text((MARGIN, MARGIN + 32 * len(headlines) + 2), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
 
 
 def _wrap(title: str, width: int) -> list[str]:

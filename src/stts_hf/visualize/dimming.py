@@ -37,7 +37,7 @@ def dim_dropped_blocks(
     return Image.composite(line, tile, Image.fromarray(border))
 
 
-def frame_at(moments: Sequence[float] | np.ndarray, timestamps: Sequence[float]) -> np.ndarray:
+def frame_at(moments: Sequence[float] | np.ndarray, timestamps: Sequence[float] | np.ndarray) -> np.ndarray:
     """
     Returns indices (M,) of the frames on screen at `moments` (M,): the latest of those that begin at `timestamps` (F,),
     both in seconds. Moments before the first frame get the first.
