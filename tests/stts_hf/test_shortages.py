@@ -69,9 +69,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (caused(ValueError("no video"), caused(RuntimeError("a thread failed"), MemoryError())), "memory"),
         (caused(KeyError("a"), OSError(28, "No space left on device")), "disk"),
         (RuntimeError("open file failed with strerror: Permission denied"), "rights"),
-        (Exception("Permission denied (os error 13)"), "rights"),
         (SafetensorError("I/O error: Permission denied (os error 13)"), "rights"),
-        (OSError(12, "Cannot allocate memory"), "memory"),
         (ImportError("libgomp.so: cannot map zero-fill pages"), "memory"),
         (OSError("libgomp.so: failed to map segment from shared object"), "memory"),
     ],
@@ -105,10 +103,7 @@ def test_a_bug_amid_the_handling_of_a_shortage_is_none():
             int("a")
 
     assert kinds_of(raised_by(fail)) == []
-
-
-def test_an_error_that_is_its_own_cause():
-    error = ValueError("a")
+    error = ValueError("its own cause")
     assert kinds_of(caused(error, error)) == []
 
 

@@ -21,11 +21,6 @@ CANNOT_HOLD = (
         "saving notes on an object of custom code where the code is, and loading does not",
         "'auto_map'",
     ),
-    CannotHold(
-        ("test_apply_chat_template_video_0", "test_apply_chat_template_video_1"),
-        "frames of all videos lie along one axis, as stock's do, which the test cannot ask without torchcodec",
-        "AssertionError: (2 != 1|4 != 2)$",
-    ),
     # The rest fails for stock Molmo2 too.
     CannotHold(
         ("test_call_numpy_4_channels", "test_call_sample_frames"),
@@ -37,6 +32,8 @@ CANNOT_HOLD = (
             "test_apply_chat_template_decoded_video_0",
             "test_apply_chat_template_image_0",
             "test_apply_chat_template_image_1",
+            "test_apply_chat_template_video_0",  # of stock only with torchcodec
+            "test_apply_chat_template_video_1",
         ),
         "crops of all images, and frames of all videos, lie along one axis, and the test looks for one of the batch",
         "AssertionError: (2 != 1|4 != 2)$",

@@ -61,12 +61,6 @@ def test_token_accuracy_is_that_of_the_tokens_that_are_left(model, written, tmp_
     assert metrics["eval_token_accuracy"] == pytest.approx(accuracy_by_hand(model), abs=1e-9)
 
 
-def test_labels_go_with_their_tokens_and_filler_has_none():
-    labels = torch.tensor([[-100, 5, 6, 7]])
-    assert align_labels(torch.tensor([[0, 2, 3, -1]]), labels).tolist() == [[-100, 6, 7, -100]]
-    assert align_labels(torch.tensor([[3, -1]]), labels, ignore_index=-1).tolist() == [[7, -1]]
-
-
 @pytest.mark.parametrize("steps", [1, 4], ids=["one_batch", "accumulated"])
 def test_smoothed_losses_are_cross_entropy_with_smoothing_and_the_temporal_loss(model, written, tmp_path, steps):
     options: dict[str, Any] = {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
