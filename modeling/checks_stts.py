@@ -36,7 +36,7 @@ def check_names(kwargs: dict[str, Any], given: Collection[str] = ()) -> dict[str
     The arguments of a call. Raises `ValueError` for a field of our configs and for what is nearly an argument of ours,
     which native code would skip, and `TypeError` for one that is `given` already, by its place.
     """
-    if twice := kwargs.keys() & given:
+    if twice := {name for name in given if name in kwargs}:
         raise TypeError(f"`{min(twice)}` is given by its place and by its name; pass it once.")
     for name in kwargs.keys() - NATIVE_ARGUMENTS - set(CALL_ARGUMENTS):
         if name in (*PRUNING_FIELDS, *TRAINING_FIELDS):

@@ -160,7 +160,7 @@ class PruningTower(NativeTower):
             if index > layer and len(slots) == 0:  # k = 1
                 hidden_states = hidden_states[:0]
             else:
-                seen = spans[self.sees_window(index)]
+                seen = spans[int(self.sees_window(index))]
                 hidden_states = encoder_layer(hidden_states, key_bias, spans=seen, rotation=rotation)
             if index == layer + 1:
                 left, spans = spans[0].queries, after

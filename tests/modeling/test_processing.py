@@ -155,8 +155,12 @@ def test_chat_batch_in_which_only_the_second_has_a_video(processor, clips):
 def test_empty_lists_of_videos_are_no_video(processor, videos):
     """A batch may hold a list of videos for each text."""
     assert set(processor(text="hello", videos=videos)) == {"input_ids", "attention_mask", "mm_token_type_ids"}
+
+
+@since_transformers_5_23
+def test_a_placeholder_beside_empty_lists_of_videos_is_refused(processor):
     with pytest.raises(ValueError, match="no videos were passed"):
-        processor(text="<|video|>", videos=videos)
+        processor(text="<|video|>", videos=[[], []])
 
 
 @pytest.mark.parametrize("settings", [{"num_frames": 3}, {"videos_kwargs": {"num_frames": 3}}], ids=str)

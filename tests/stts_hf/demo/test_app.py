@@ -120,8 +120,9 @@ def test_no_address_is_fetched_and_no_form_of_a_path_gets_round_the_uploads(serv
         "no meta": {"path": __file__},
         "dots": {"path": f"{cache_of(served)}/../../../../../{__file__}", "meta": FILE_DATA},
     }[kind]
-    begun = httpx.post(f"{served.url}gradio_api/call/ask", json={"data": ["What?", given, 50, "scorer"]}).json()
-    answer = httpx.get(f"{served.url}gradio_api/call/ask/{begun['event_id']}", timeout=PATIENCE).text
+    with httpx.Client(base_url=served.url, timeout=PATIENCE) as browser:
+        begun = browser.post("gradio_api/call/ask", json={"data": ["What?", given, 50, "scorer"]}).json()
+        answer = browser.get(f"gradio_api/call/ask/{begun['event_id']}").text
     assert fetched == []
     assert "event: error" in answer
     assert "frames read" not in answer
