@@ -187,17 +187,6 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
                 )
 
 
-def require_grads_in_tower(model: nn.Module) -> None:
-    """
-    Makes the outputs of the vision tower's patch embedding require gradients if the tower has weights to train.
-    transformers does so for the text embedding.
-    """
-    if VISION_TOWER in trained_parts(model):
-        for name, module in model.named_modules():  # PEFT's copy of a fully trained tower has a patch embedding too
-            if name.endswith((".patch_embed", ".patch_embedding")):
-                module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-
-
 def split_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, learning_rates: dict[str, float]
 ) -> list[dict[str, object]]:

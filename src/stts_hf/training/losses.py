@@ -55,20 +55,6 @@ def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool
     return torch.stack([labels.to(blocks.device), blocks]).float()
 
 
-def normalised_losses(outputs: Any, counts: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    A batch's share of the task loss and of the temporal loss of the whole step, float32 scalars.
-
-    outputs: of a call with `num_items_in_batch=step[0]`, so that its task loss is a sum already divided. counts: of the
-    batch, (2,). step: of the step, (2,), at least 1 each: a loss over none of them is 0.
-    """
-    task = outputs.task_loss.float()
-    if outputs.temporal_loss is None:
-        return task, torch.zeros_like(task)
-    share = counts[1] / step[1]
-    return task, (outputs.temporal_loss * share.to(outputs.temporal_loss.device)).to(task.device)
-
-
 class PruningMetrics:
     """Sums since the last `reset`."""
 

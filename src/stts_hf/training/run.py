@@ -204,7 +204,12 @@ def push(trainer: STTSTrainer, output: Path) -> None:
     trainer._finish_current_push()
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     api, repo_id = HfApi(), str(trainer.hub_model_id)
-    files = {name: path for name, path in every_file(output).items() if _is_pushed(name)}
+    others = {CONFIG_COPY, "adapter_config.json"}
+    files = {
+        name: path
+        for name, path in every_file(output).items()
+        if name in others or "events.out.tfevents." in name or belongs(name.removeprefix(f"{MERGED}/"))
+    }
     if astray := next(check_links(output, files), None):
         raise PushRefused(f"{output} is not pushed: {astray}")
     with refusals(api, repo_id):
@@ -215,12 +220,6 @@ def push(trainer: STTSTrainer, output: Path) -> None:
             allow_patterns=[glob.escape(name) for name in files],
             revision=trainer.args.hub_revision,
         )
-
-
-def _is_pushed(name: str) -> bool:
-    """Whether `push` uploads the file of this path in the output folder."""
-    others = (CONFIG_COPY, "adapter_config.json")
-    return name in others or "events.out.tfevents." in name or belongs(name.removeprefix(f"{MERGED}/"))
 
 
 def write_card(run: TrainingSetup, trainer: STTSTrainer, folder: Path) -> None:

@@ -15,8 +15,8 @@ from transformers.utils import logging
 from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
-from stts_hf.model_parts import find_backbone
-from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, require_grads_in_tower, split_groups
+from stts_hf.model_parts import VISION_TOWER, find_backbone
+from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, split_groups, trained_parts
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
 from stts_hf.training.distillation import divergence
 from stts_hf.training.distributed import (
@@ -25,7 +25,7 @@ from stts_hf.training.distributed import (
     prepare_for_processes,
     whole_state_dict,
 )
-from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe, normalised_losses
+from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe
 from stts_hf.training.scorer_alone import ScoringOutput, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
 
@@ -107,8 +107,11 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         prepare_parts(model, self.args)
         checkpointing = self.args.gradient_checkpointing_kwargs
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
-            # It computes no gradients if no input requires one, as with LoRA and with frozen parts.
-            require_grads_in_tower(model)
+            # It computes no gradients if no input requires one, as with LoRA and with frozen parts. transformers makes
+            # text embeddings require them; PEFT's copy of a fully trained tower has a patch embedding too.
+            for name, module in model.named_modules() if VISION_TOWER in trained_parts(model) else ():
+                if name.endswith((".patch_embed", ".patch_embedding")):
+                    module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
         if isinstance(model, PreTrainedModel):  # a `PeftModel` loads its own adapter
             accept_saved_names(model)
 
@@ -188,9 +191,11 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
-        outputs = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
-        task, temporal = normalised_losses(outputs, counts, step)
-        distillation = torch.zeros_like(task)
+        outputs: Any = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
+        task = outputs.task_loss.float()  # a sum that is divided by `step[0]` already
+        temporal = distillation = torch.zeros_like(task)
+        if outputs.temporal_loss is not None:
+            temporal = (outputs.temporal_loss * (counts[1] / step[1]).to(outputs.temporal_loss.device)).to(task.device)
         # Text and images alone are never pruned, so there is nothing to match.
         if self.args.distillation_weight and inputs.get(self._backbone.video_inputs[0]) is not None:
             with self.accelerator.autocast():
@@ -264,17 +269,12 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 logs[f"{name}_per_second"] = sums[name] / max(sums["seconds"], 1e-9)
             if sums["skipped_rows"]:
                 logs["skipped_rows"] = sums["skipped_rows"]
-            self._log_frame_positions(kept_shares)
-            self.statistics.reset()
-        super().log(logs, *args, **kwargs)
-
-    def _log_frame_positions(self, kept_shares: list[float]) -> None:
-        """Writes one curve per frame position, to TensorBoard alone: they are too many for the console."""
-        for callback in self.callback_handler.callbacks:
-            writer = getattr(callback, "tb_writer", None)
-            if writer is not None and self.is_world_process_zero():
+            # One curve per frame position, to TensorBoard alone: they are too many for the console.
+            for writer in filter(None, (getattr(c, "tb_writer", None) for c in self.callback_handler.callbacks)):
                 for frame, share in enumerate(kept_shares[: self.args.log_frame_positions]):
                     writer.add_scalar(f"kept_share/frame_{frame:03d}", share, self.state.global_step)
+            self.statistics.reset()
+        super().log(logs, *args, **kwargs)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
