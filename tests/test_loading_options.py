@@ -16,6 +16,7 @@ from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
 from tests.checkpoints import TINY, load_tiny, logits_of, messages, prepare, write_small_clip
 from tests.conftest import WITHOUT_PACKAGE
 from tests.hub_server import Blob, LoopbackHub
+from tests.stts_hf.checkpoints.convert_files import as_released
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -132,16 +133,8 @@ def stock_layout(request, stock, tmp_path_factory) -> Path:
         assert any(name.startswith("model.language_model.") for name in weights)
     else:
         assert any(name.startswith("model.transformer.") for name in load_file(folder / "model.safetensors"))
-    if request.param == "original_config":  # names and depth as in the released files
-        config = json.loads((folder / "config.json").read_text())
-        vision = config.pop("vision_config")
-        vision["image_default_input_size"] = vision.pop("image_size")
-        vision["image_patch_size"] = vision.pop("patch_size")
-        vision["image_num_pos"] = vision.pop("num_position_embeddings")
-        config["vit_config"] = vision | {"model_type": "molmo2", "num_hidden_layers": vision["num_hidden_layers"] + 2}
-        config["adapter_config"]["vit_layers"] = config["adapter_config"].pop("vision_feature_layer")
-        config["auto_map"] = {"AutoConfig": "configuration_molmo2.Molmo2Config"}
-        (folder / "config.json").write_text(json.dumps(config))
+    if request.param == "original_config":
+        as_released(folder)
     return folder
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData
 
-from .families import OWN, Family
+from .families import OWN, Family, own_family
 from .files import read_json
 
 CARD = "README.md"
@@ -50,7 +50,7 @@ def model_card(
     """
     folder = Path(folder)
     config, adapter = (read_json(folder / file) for file in ("config.json", "adapter_config.json"))
-    family, method = _family_in(folder, config, adapter), "DoRA" if adapter.get("use_dora") else "LoRA"
+    family, method = _family_of(folder, adapter), "DoRA" if adapter.get("use_dora") else "LoRA"
     own_tags = family.tags if family else ["stts", "video", "token-pruning"]
     if adapter:
         own_tags = [*(tag for tag in own_tags if tag != "custom_code"), method.lower()]
@@ -93,16 +93,11 @@ def write_model_card(folder: str | Path, **details: Any) -> None:
     model_card(folder, **details).save(Path(folder) / CARD)
 
 
-def _family_in(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any]) -> Family | None:
-    if adapter:  # PEFT names no model for an adapter with a `task_type`
-        named = (adapter.get("auto_mapping") or {}).get("base_model_class")
-        return next((one for one in OWN.values() if one.model.__name__ == named), None)
-    family = OWN.get(str(config.get("model_type")))
-    if family is None:
-        found = f"has `model_type` {config.get('model_type')!r}" if config else "holds no config.json"
-        kinds = " or ".join(map(repr, OWN))
-        raise ValueError(f"`folder` {folder} {found}, but must be a checkpoint folder of `model_type` {kinds}.")
-    return family
+def _family_of(folder: Path, adapter: Mapping[str, Any]) -> Family | None:
+    if not adapter:
+        return own_family(folder)
+    named = (adapter.get("auto_mapping") or {}).get("base_model_class")  # none where the adapter has a `task_type`
+    return next((one for one in OWN.values() if one.model.__name__ == named), None)
 
 
 def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:

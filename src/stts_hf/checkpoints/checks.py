@@ -141,10 +141,8 @@ def compare_weights(config: Any, tensors: Mapping[str, StoredTensor]) -> WeightC
         return WeightComparison([], [], [])
     raise_findings("config.json and the weights differ", check_sizes(config, tensors))
     main_dtype(tensors)
-    with usable("config.json describes a model that cannot be built", "correct it, or copy it again"):
-        empty_model(config)  # raises nothing that loading could raise for the weights' sake
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-    with usable("the weights are not those of the configuration", "copy or convert them again"), _quiet():
+    with usable("no model can be made of config.json and the weights", "correct or copy them again"), _quiet():
         _, found = MODEL_CLASSES[type(config)].from_pretrained(
             None,
             config=config,

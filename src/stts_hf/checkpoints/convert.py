@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from stts_hf.model_parts import SCORER, VISION_TOWER, module_of, modules_of
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
-from stts_hf.shortages import is_disk_full, is_forbidden
 
 from .atomic_folder import atomic_folder
 from .card import inherited_metadata, write_model_card
@@ -86,7 +85,7 @@ def convert_checkpoint(
         overwrite: replace a checkpoint that is at `destination`; it stays until the new one is complete.
         seed: of the new scorer's weights, where the source has no scorer.
 
-    Raises `ValueError`, before anything is written, where source, base or settings do not fit, and for a full disk.
+    Raises `ValueError`, before anything is written, where source, base or settings do not fit.
     """
     target = Path(destination).expanduser().resolve()
     origins = {"source": Path(source).expanduser(), "base": Path(base or source).expanduser()}
@@ -100,7 +99,7 @@ def convert_checkpoint(
     model = empty_model(config).to(DTYPES[dtype] if dtype else main_dtype(tensors))
     model.generation_config = generation_config_of(base_folder, processor.tokenizer)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    with destination_errors(target), atomic_folder(target, overwrite=overwrite) as folder:
+    with atomic_folder(target, overwrite=overwrite) as folder:
         new_scorer = {} if any(map(is_scorer, tensors)) else new_scorer_weights(model, seed)
         tensors |= write_settings(model, processor, folder, new_scorer)
         trained = any(name.endswith(".score_layer.weight") and tensors[name].read().any() for name in tensors)
@@ -183,22 +182,6 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
             f"{', '.join(foreign[:4])}{more}), and --overwrite would delete it: move that elsewhere, or name another "
             "folder."
         )
-
-
-@contextlib.contextmanager
-def destination_errors(target: Path) -> Iterator[None]:
-    """Turns a full disk and missing rights into `ValueError` with a remedy."""
-    try:
-        yield
-    except Exception as error:
-        if is_disk_full(error):
-            problem = "the disk is full or a limit on file sizes was reached"
-            remedy = "Make room, pass --dtype bfloat16, or lower --max-shard-size for a limit."
-        elif is_forbidden(error):
-            problem, remedy = "it cannot be written", "Allow it, or name another folder."
-        else:
-            raise
-        raise ValueError(f"`destination` {target}: {problem} ({error}). Nothing was changed there. {remedy}") from error
 
 
 def check_options(source: Path, revision: str | None, dtype: str | None, max_shard_size: int | str, seed: int) -> None:

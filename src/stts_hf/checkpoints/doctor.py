@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 from transformers.dynamic_module_utils import get_relative_imports
@@ -13,7 +12,7 @@ from stts_hf.modeling.settings_stts import PruningConfig
 
 from .atomic_folder import stale_weights
 from .checks import check_generation_config, check_processor, check_vocabulary, compare_weights
-from .families import OWN
+from .families import own_family
 from .files import INSTALLED_CODE, Finding, check_links, check_texts, read_json, read_section, reason_of, usable
 from .loading import processor_of
 from .tensors import open_safetensors, weight_files
@@ -103,7 +102,7 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
             yield Finding(f"{name} is missing", "copy that of the base model")
             return
     config = _read_config(folder)
-    family = OWN[config.model_type]
+    family = own_family(folder)
     processor = processor_of(folder, family)
     vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     yield from check_vocabulary(vocabulary, config, family)
@@ -124,13 +123,9 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
 
 def _read_config(folder: Path) -> PruningConfig:
     """Raises `ValueError` for a folder of anything but an STTS model."""
-    raw: dict[str, Any] = read_json(folder / "config.json")
-    family = OWN.get(str(raw.get("model_type")))
-    if family is None:
-        what = f"is of a {raw.get('model_type')!r} model, not of {' or '.join(map(repr, OWN))}" if raw else "is missing"
-        raise ValueError(f"config.json {what}: name a checkpoint folder, or make one with stts-hf convert")
+    family = own_family(folder)
     with usable("config.json has a setting that cannot be", "correct it in config.json"):
-        return family.config.from_dict(raw)
+        return family.config.from_dict(read_json(folder / "config.json"))
 
 
 def examine(folder: str | Path) -> dict[str, list[Finding]]:

@@ -95,6 +95,16 @@ def family_of(model_type: object, subject: object) -> Family:
     return found
 
 
+def own_family(folder: Path) -> Family:
+    """Returns the family of an STTS checkpoint's folder. Raises `ValueError` for any other folder."""
+    path = folder / "config.json"
+    kind = read_json(path).get("model_type")
+    if str(kind) not in OWN:
+        what = f"is of a {kind!r} model, not of {' or '.join(map(repr, OWN))}" if path.is_file() else "is missing"
+        raise ValueError(f"{path} {what}: name a checkpoint folder, or make one with stts-hf convert")
+    return OWN[str(kind)]
+
+
 def model_type_of(checkpoint: str | Path, revision: str | None = None) -> object:
     """Returns `model_type` of the `config.json` in a folder or Hub repository. Raises `OSError` where there is none."""
     folder = Path(checkpoint).expanduser()

@@ -17,7 +17,7 @@ from stts_hf.shortages import is_disk_full
 from .atomic_folder import stale_weights
 from .card import checkpoint_card
 from .doctor import examine, needed_modules
-from .families import OWN, family_of
+from .families import OWN, own_family
 from .files import check_links, checkpoint_files, every_file, read_json
 from .tensors import weight_files
 
@@ -111,11 +111,8 @@ def files_to_push(folder: str | Path, include: Sequence[str] = ()) -> tuple[dict
     what cannot be uploaded.
     """
     folder = Path(folder)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise PushRefused(f"{folder} holds no config.json; pass the folder of a checkpoint")
     try:
-        code = needed_modules(folder, family_of(read_json(path).get("model_type"), folder).config.auto_classes)
+        code = needed_modules(folder, own_family(folder).config.auto_classes)
         weights = {path.name for path in weight_files(folder)}
     except ValueError as error:
         raise PushRefused(str(error)) from error

@@ -58,7 +58,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.checkpoints.convert import convert_checkpoint
 
     logging.disable_progress_bar()  # that of files without weights
-    with refused("", ValueError, OSError):
+    with refused("", ValueError, FileExistsError):
         result = convert_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
     vision = result.config.vision_config
     layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")

@@ -120,6 +120,16 @@ def index(weight_map: Any) -> Damage:
     return damage
 
 
+def many_names(folder: Path) -> None:
+    """More empty tensors than any model has."""
+    raw = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    empty = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = raw[8 : 8 + size].decode().rstrip()[:-1] + "".join(f',"x{i}":{empty}' for i in range(100_000)) + "}"
+    header += " " * (-len(header) % 8)
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header.encode() + raw[8 + size :])
+
+
 def drop(part: str) -> Damage:
     def change(weights: dict[str, torch.Tensor]) -> None:
         for name in [name for name in weights if part in name]:
@@ -201,6 +211,13 @@ WAYS |= {
             (),
         ),
         ("in an index out of the folder", index({"a": "../secret.safetensors"}), "secret", ()),
+        ("of too many names", many_names, "bytes of names of tensors", ()),
+        (
+            "in an index of too many names",
+            index({f"x{i}": "model-1.safetensors" for i in range(150_000)}),
+            "bytes of names of tensors",
+            (),
+        ),
         ("in an index that is none", index(["a"]), "index", ()),
         ("in an index of missing shards", index({"a": "model-2.safetensors"}), "model-2", ()),
     ]

@@ -1,9 +1,7 @@
 """The destination of a conversion: whole or not at all, whatever stops it; and nothing else is touched."""
 
 import errno
-import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +28,10 @@ def old_checkpoint(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_kills_at_20_moments_leave_whole_folders_and_the_source():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "tests.stts_hf.checkpoints.kill_conversions", "--moments", "20"]
+    command = [sys.executable, "-m", "tests.stts_hf.checkpoints.kill_conversions", "20"]
     result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["killed"] >= 17, "runs ended before they were killed, so little was shown"
+    assert int(result.stdout) >= 17, "runs ended before they were killed, so little was shown"
 
 
 def test_an_existing_folder_is_refused(source, tmp_path):
@@ -91,17 +88,6 @@ def test_destination_and_source_must_lie_apart(source, tmp_path, place):
     assert contents(tmp_path) == before
 
 
-def test_a_limit_on_file_sizes_leaves_nothing(source, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(ValueError, match="disk is full or a limit"):
-            convert_checkpoint(source, tmp_path / "new")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_disk_that_fills_up_keeps_the_old_checkpoint(source, tmp_path, monkeypatch):
     def write(part, path, metadata):
         path.write_bytes(b"half")
@@ -109,7 +95,7 @@ def test_a_disk_that_fills_up_keeps_the_old_checkpoint(source, tmp_path, monkeyp
 
     before = old_checkpoint(tmp_path / "new")
     monkeypatch.setattr(tensors, "save_file", write)
-    with pytest.raises(ValueError, match="Make room"):
+    with pytest.raises(OSError, match="No space left"):
         convert_checkpoint(source, tmp_path / "new", overwrite=True)
     assert contents(tmp_path / "new") == before
     assert os.listdir(tmp_path) == ["new"]

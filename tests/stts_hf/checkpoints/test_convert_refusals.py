@@ -65,19 +65,6 @@ def test_a_chat_template_that_would_be_written_outside_the_folder(folders, tmp_p
     assert not list(tmp_path.rglob("*escaped*"))
 
 
-def test_an_unexpected_tensor_is_named(folders, tmp_path):
-    source = copy(folders / "one_file", tmp_path / "source")
-    edit_weights(source, lambda weights: weights.update(router=torch.zeros(2)))
-    refuse(source, "1 tensors are unexpected: router")
-
-
-def test_fused_weights_of_another_shape(folders, tmp_path):
-    source = copy(folders / "one_file", tmp_path / "source")
-    name = "model.transformer.blocks.0.self_attn.att_proj.weight"
-    edit_weights(source, lambda weights: weights.update({name: weights[name][:-1].contiguous()}))
-    refuse(source, "the weights are not those of the configuration")
-
-
 def test_a_pickle_is_never_opened(folders, tmp_path):
     source = copy(folders / "one_file", tmp_path / "source")
     (source / "model.safetensors").unlink()
@@ -100,10 +87,6 @@ def test_a_truncated_training_checkpoint(folders, tmp_path):
     source = copy(UNSHARDED, tmp_path / "source")
     os.truncate(source / "model.pt", 100_000)
     refuse(source, r"model\.pt was refused", base=folders / "base")
-
-
-def test_a_training_checkpoint_needs_a_base(tmp_path):
-    refuse(copy(UNSHARDED, tmp_path / "source"), "--base")
 
 
 def test_the_config_of_another_model(folders, tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from stts_hf.checkpoints.doctor import examine
 from stts_hf.checkpoints.files import Finding
 from stts_hf.cli.main import main
 from tests.checkpoints import TINY
-from tests.stts_hf.checkpoints.convert_files import CODE_THAT_MUST_NOT_RUN
 from tests.stts_hf.checkpoints.test_broken_folders import Damage, edit_weights, write
 
 
@@ -105,12 +102,6 @@ def test_a_checkpoint_without_scorer_is_sent_to_convert(folder):
     assert "stts-hf convert" in finding.remedy
 
 
-def test_no_code_of_the_folder_runs(folder):
-    for path in folder.glob("*.py"):
-        path.write_text(path.read_text() + CODE_THAT_MUST_NOT_RUN)
-    assert [name for name, _ in listed(folder)] == ["code"]
-
-
 def test_quantised_weights_deserve_a_look_but_are_not_wrong(folder):
     packed = {"lm_head.weight": torch.ones(8, 1, dtype=torch.uint8), "lm_head.weight.absmax": torch.ones(8)}
     edit_weights(lambda weights: weights.update(packed))(folder)
@@ -131,13 +122,6 @@ def test_exit_status_tells_sound_from_wrong(folder, tmp_path, capsys):
     output = capsys.readouterr()
     assert "-> " in output.out
     assert "not a folder" in output.err
-
-
-@pytest.mark.slow
-def test_nothing_but_the_findings_is_said():
-    command = [sys.executable, "-m", "stts_hf.cli.main", "doctor", str(TINY)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_links_out_of_the_folder_are_found(folder, tmp_path):
