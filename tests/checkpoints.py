@@ -37,10 +37,6 @@ AUTO_CLASSES = {
     "AutoProcessor": "processing_stts.STTSProcessor",
     "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
 }
-MESSAGES_CODE = """
-def messages(clip):
-    return [{"role": "user", "content": [{"type": "video", "video": clip}, {"type": "text", "text": "What moves?"}]}]
-"""
 
 
 def messages(clip: Path | str) -> list[dict[str, Any]]:

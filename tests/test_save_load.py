@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig
 from transformers.quantizers import HfQuantizer
 
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
@@ -146,36 +146,3 @@ def test_an_offloaded_model_saves_weights_that_load_equal(tmp_path, inputs, plac
 def test_how_a_tokenizer_was_loaded_is_not_saved(tmp_path):
     STTSProcessor.from_pretrained(TINY, local_files_only=True).save_pretrained(tmp_path)
     assert read_json(tmp_path / "tokenizer_config.json") == read_json(TINY / "tokenizer_config.json")
-
-
-class OneSample(torch.utils.data.Dataset):
-    def __init__(self, inputs):
-        labels = inputs["input_ids"].where(inputs["mm_token_type_ids"] == 0, -100)
-        self.sample = {**inputs, "labels": labels.where(labels < 1024, -100)}
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return self.sample
-
-
-def test_trainer_saves_whole_folders(tmp_path, inputs):
-    trainer: Any = Trainer(
-        load_tiny(),
-        TrainingArguments(
-            str(tmp_path / "run"), max_steps=1, save_steps=1, report_to="none", per_device_train_batch_size=1,
-            use_cpu=True, remove_unused_columns=False, disable_tqdm=True, logging_strategy="no",
-        ),
-        train_dataset=OneSample(inputs),
-        data_collator=lambda samples: samples[0],
-        processing_class=STTSProcessor.from_pretrained(TINY),
-    )  # fmt: skip
-    trainer.train()
-    trainer.save_model()
-    trained = trainer.model.state_dict()
-    assert not torch.equal(trained["lm_head.weight"], load_tiny().lm_head.weight)
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
-        assert {*CONFIGS, "model.safetensors"} <= {file.name for file in folder.iterdir()}
-        assert digests(folder, "*.py") == digests(TINY, "*.py")
-        assert all(torch.equal(tensor, trained[name]) for name, tensor in load_tiny(folder).state_dict().items())

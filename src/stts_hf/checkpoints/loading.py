@@ -135,15 +135,9 @@ def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, *
         found = compare_weights(config, open_safetensors(folder))
     fit = WeightComparison([name for name in found.missing if not is_scorer(name)], [], found.misshapen)
     raise_findings(f"checkpoint {checkpoint} cannot be loaded", [*wrong, *fit.findings()])
-    try:
-        with usable(f"checkpoint {checkpoint} cannot be loaded: its weights", _remedy(checkpoint)):
-            model = MODEL_CLASSES[type(config)].from_pretrained(
-                checkpoint, config=config, revision=revision or "main", use_safetensors=True, **options
-            )
-    except ValueError as error:
-        if isinstance(error.__cause__, TypeError):  # the caller's option, since the checkpoint was checked
-            raise error.__cause__ from None
-        raise
+    model = MODEL_CLASSES[type(config)].from_pretrained(
+        checkpoint, config=config, revision=revision or "main", use_safetensors=True, **options
+    )
     return model, [name for name in found.missing if is_scorer(name)]
 
 

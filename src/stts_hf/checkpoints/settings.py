@@ -17,14 +17,11 @@ from .original import convert_original_config, load_original_config
 
 def load_processor(folder: Path, family: Family) -> Any:
     """Returns the processor of a stock or STTS folder, without running code of its own. Raises `ValueError`."""
-    has_settings = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
     stock = family.config.family
+    has_settings = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
     if not has_settings or not (folder / "tokenizer.json").is_file():
-        missing = "tokenizer.json" if has_settings else "processor_config.json"
-        raise ValueError(
-            f"{folder} has no {missing}: pass --base with a {stock} folder or repository that has tokenizer and "
-            "processor."
-        )
+        what = f"{folder} lacks tokenizer.json or processor_config.json"
+        raise ValueError(f"{what}: pass --base with a {stock} folder or repository that has both.")
     known = {base.__name__ for base in family.processor.__mro__}
     for kind in ("processor", "preprocessor", "video_preprocessor", "tokenizer"):
         path = folder / f"{kind}_config.json"

@@ -72,13 +72,6 @@ def start(hub, home: Path, *arguments: str, token: str | None = "write-token", *
     )
 
 
-def run_python(hub, home: Path, code: str, *arguments: str) -> str:
-    process = start(hub, home, "-c", code, *arguments, PYTHONPATH=f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}")
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return out
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file() and file.name != "README.md"}
 
