@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Molmo2Config, Molmo2ForConditionalGeneration
+from transformers import Molmo2ForConditionalGeneration
 
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
 from tests.checkpoints import TINY, load_tiny, logits_of, messages, prepare, write_small_clip
 from tests.conftest import WITHOUT_PACKAGE
 from tests.hub_server import Blob, LoopbackHub
-from tests.stts_hf.checkpoints.convert_files import as_released
+from tests.stts_hf.checkpoints.convert_files import as_released, stock_model
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -100,12 +100,7 @@ def test_attention_implementation(inputs, plain, name):
 def stock(tmp_path_factory) -> Path:
     """Molmo2 with the tiny checkpoint's weights, saved by stock transformers, which writes the original's key names."""
     folder = tmp_path_factory.mktemp("stock")
-    config = STTSConfig.from_pretrained(TINY).to_dict()
-    vision = {key: config["vision_config"][key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers",
-              "num_attention_heads", "num_key_value_heads", "head_dim", "image_size", "patch_size")}  # fmt: skip
-    own = ("pruned_position_ids", "temporal_loss_weight", "detach_temporal_target", "auto_map", "model_type")
-    config = {key: value for key, value in config.items() if key not in own}
-    molmo2 = Molmo2ForConditionalGeneration(Molmo2Config(**(config | {"vision_config": vision})))
+    molmo2 = stock_model(STTSConfig.from_pretrained(TINY))
     missing, unexpected = molmo2.load_state_dict(load_tiny().state_dict(), strict=False)
     assert not missing
     assert all(".scorer." in name for name in unexpected)

@@ -25,7 +25,7 @@ from .checks import (
     empty_model,
     is_scorer,
 )
-from .families import OWN, STOCK, family_of
+from .families import OWN, STOCK, family_of_checkpoint
 from .files import Finding, check_folder, decides, raise_findings, read_json, usable
 from .original_weights import is_original, open_original
 from .settings import config_of_hugging_face, config_of_original, generation_config_of, load_processor, override
@@ -126,8 +126,8 @@ def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> tuple
     copies of tied weights. The scorer's may be missing. Raises `ValueError` where settings, tokenizer, processor or
     weights cannot be used or do not fit each other.
     """
-    original, path = is_original(folder), folder / "config.json"
-    family = OWN[STTSConfig.model_type] if original else family_of(read_json(path).get("model_type"), path)
+    original = is_original(folder)
+    family = OWN[STTSConfig.model_type] if original else family_of_checkpoint(folder)
     processor = load_processor(base, family)
     config = (config_of_original if original else config_of_hugging_face)(folder, family, processor)
     override(config, processor, overrides)

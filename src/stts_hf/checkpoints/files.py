@@ -123,8 +123,8 @@ def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str,
 
 def check_texts(folder: Path) -> None:
     """
-    Raises `ValueError` for a JSON file of a checkpoint, or a section of one, that is not an object, and for a template
-    that is not text. Libraries fail over those in many ways.
+    Raises `ValueError` for a JSON file of a checkpoint, or a section of one, that is not an object. Libraries fail over
+    those in many ways.
     """
     for path in sorted(folder.glob("*.json")):
         if decides(path.name):
@@ -135,13 +135,10 @@ def check_texts(folder: Path) -> None:
                 type(one) is int for one in settings.values()
             ):
                 raise ValueError(f"{path} must map tokens to ids: copy it again")
-    for path in filter(Path.is_file, folder.glob("*.jinja")):
-        with usable(f"{path} is not UTF-8 text", "copy it again"):
-            path.read_text(encoding="utf-8")
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `ValueError` for links out of a folder, and for settings and templates of wrong kinds."""
+    """Raises `ValueError` for links out of a folder, and for settings of wrong kinds."""
     files = checkpoint_files(folder)
     used = {name: path for name, path in files.items() if path.suffix != ".py" or not path.exists()}  # code never runs
     if astray := next(check_links(folder, used), None):

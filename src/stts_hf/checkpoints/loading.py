@@ -88,9 +88,8 @@ def processor_of(checkpoint: str | Path, family: "Family", revision: str | None 
     from .checks import check_chat_template
 
     register_auto_classes()
-    with usable(
-        f"checkpoint {checkpoint} cannot be loaded: its config.json, tokenizer or processor", _remedy(checkpoint)
-    ):
+    parts = "config.json, tokenizer, processor or chat template"
+    with usable(f"checkpoint {checkpoint} cannot be loaded: its {parts}", _remedy(checkpoint)):
         try:  # refused, or transformers asks whether to run foreign code
             processor: Any = family.processor.from_pretrained(
                 checkpoint, revision=revision or "main", trust_remote_code=False

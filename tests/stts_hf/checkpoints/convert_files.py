@@ -22,6 +22,7 @@ from transformers import (
 
 from examples.study.tiny_model import VISION_TOKENS
 from stts_hf.checkpoints.families import STOCK
+from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS
 from tests.checkpoints import TINIES
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config
@@ -57,9 +58,9 @@ def write_base(folder: Path, patch_size: int = 2, side: int = 54, **tokenizer_op
     return folder
 
 
-def stock_model() -> Molmo2ForConditionalGeneration:
-    """Stock Molmo2 of the size of `tiny_config`, every weight random."""
-    settings = tiny_config().to_dict()
+def stock_model(of: STTSConfig | None = None) -> Molmo2ForConditionalGeneration:
+    """Stock Molmo2 of the size of `tiny_config`, or of another config, every weight random."""
+    settings = (of or tiny_config()).to_dict()
     vision = {name: value for name, value in settings["vision_config"].items() if name != "model_type"}
     extras = set(vision) - set(Molmo2VisionConfig().to_dict())
     config = Molmo2Config(
