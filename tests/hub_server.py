@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 TOKENS = {"write-token": "user", "read-token": "reader"}
 WRITERS = {"user"}
@@ -134,13 +134,11 @@ class RequestHandler(BaseHTTPRequestHandler):
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
     ROUTES = (
-        ("GET", r"/api/whoami-v2", "whoami"),
         ("POST", r"/api/repos/create", "create"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)", "preupload"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", "commit"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/branch/(?P<branch>[^/]+)", "branch"),
-        ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)", "paths_info"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/refs", "refs"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(/(?P<folder>.*))?", "tree"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?", "info"),
@@ -217,12 +215,6 @@ class RequestHandler(BaseHTTPRequestHandler):
         return sha, repository.commits[sha]
 
     # Endpoints
-
-    def whoami(self) -> None:
-        user = self.user()
-        if user is None:
-            raise Refusal(401, "Invalid username or password.")
-        self.send(200, {"type": "user", "name": user, "fullname": user, "orgs": [], "auth": {"type": "access_token"}})
 
     def create(self) -> None:
         wanted = json.loads(self.data)
@@ -307,11 +299,6 @@ class RequestHandler(BaseHTTPRequestHandler):
         self.send(
             200, [blob.describe(path) for path, blob in inside.items() if recursive or "/" not in path[len(prefix) :]]
         )
-
-    def paths_info(self, repo: str, revision: str) -> None:
-        _, files = self.files(repo, revision)
-        paths = parse_qs(self.data.decode())["paths"]
-        self.send(200, [files[path].describe(path) for path in paths if path in files])
 
     def info(self, repo: str, revision: str = "main") -> None:
         sha, files = self.files(repo, revision)

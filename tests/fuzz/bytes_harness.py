@@ -15,7 +15,7 @@ from typing import Any
 import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]  # `make fuzz-bytes` installs it
 
 with atheris.instrument_imports(include=["stts_hf"]):
-    from stts_hf.checkpoints.convert import family_of
+    from stts_hf.checkpoints.families import family_of
     from stts_hf.checkpoints.files import read_json
     from stts_hf.checkpoints.settings import config_of_hugging_face
     from stts_hf.checkpoints.tensors import open_safetensors
@@ -76,7 +76,7 @@ def settings(content: bytes) -> None:
     path = FOLDER / "config.json"
     path.write_bytes(content)
     family = family_of(read_json(path).get("model_type"), path)
-    config, _ = config_of_hugging_face(FOLDER, family, NO_PROCESSOR)
+    config = config_of_hugging_face(FOLDER, family, NO_PROCESSOR)
     assert config.model_type == family.config.model_type
 
 

@@ -106,11 +106,20 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        _check_depth(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, but is {_BRIEF.repr(content)}: copy it again.")
     return content
+
+
+def _check_depth(content: Any, levels: int = 100) -> None:
+    """Raises `ValueError` for deeper JSON: libraries copy it level by level, and Python's stack ends at 1000 calls."""
+    if not levels:
+        raise ValueError("nested too deep")
+    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        _check_depth(part, levels - 1)
 
 
 def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str, Any]:

@@ -145,6 +145,7 @@ def deep(depth: int) -> str:
 CONTENTS: dict[str, str | bytes] = {
     "list": "[]",
     "deep": deep(100_000),
+    "deep for copies": deep(700),
     "empty": "",
     "no text": b"\xff\xfe{}",
 }
