@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,9 @@ def execute(arguments: argparse.Namespace) -> int:
     from stts_hf.checkpoints.atomic_folder import atomic_folder
 
     model, begun = predictor.model, prepared.begun
-    selectors, notes = usable_selectors(arguments.selectors, model, arguments.checkpoint)
+    selectors = usable_selectors(arguments.selectors, model, arguments.checkpoint)
+    untrained = selectors == UNTRAINED and not arguments.selectors
+    notes = ["The checkpoint has no trained scorer: only selectors without training are shown."] if untrained else []
     answers = {}
     for name in selectors:
         model.config.vision_config.selector = name
@@ -82,21 +83,14 @@ def execute(arguments: argparse.Namespace) -> int:
         "device": f"{model.device}, {str(model.dtype).removeprefix('torch.')}",
     }
     wrong = f"--output {arguments.output} is not written, and nothing of it is left: "
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the unfinished folder goes with it
-    try:
-        with refused(wrong, OSError, ValueError), atomic_folder(arguments.output) as folder:
-            write_files(folder, answers, times, facts, notes)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with refused(wrong, OSError, ValueError), atomic_folder(arguments.output) as folder:
+        write_files(folder, answers, times, facts, notes)
     print_findings(answers, times, arguments.output)
     return 0
 
 
-def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -> tuple[list[str], list[str]]:
-    """
-    Returns the selectors to show, each once, and notes for the page. Raises `CommandError` if a learned selector is
-    asked for, but its scorer is untrained.
-    """
+def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -> list[str]:
+    """Returns the selectors to show, each once. Raises `CommandError` if a learned one is asked for and untrained."""
     from stts_hf.model_parts import is_scorer_trained
 
     is_trained = is_scorer_trained(model)
@@ -105,11 +99,10 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
         learned = [name for name in asked if name in LEARNED]
         if learned and not is_trained:
             raise CommandError(f"--selectors {learned[0]}: {without}; leave it out, or train it first (stts-hf train)")
-        return list(dict.fromkeys(asked)), []
-    if is_trained:
-        return list(SELECTORS), []
-    note(f"The {without}: showing {' and '.join(UNTRAINED)} only")
-    return UNTRAINED, [f"The {without}, so there are only selectors that need no training."]
+        return list(dict.fromkeys(asked))
+    if not is_trained:
+        note(f"The {without}: showing {' and '.join(UNTRAINED)} only")
+    return list(SELECTORS) if is_trained else UNTRAINED
 
 
 def write_files(
