@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stts_hf.cli.main import main
-from tests.checkpoints import ANSWER, BLOCKS, QWENS, TINIES
+from tests.checkpoints import ANSWER, QWENS, TINIES
 from tests.clips import write_clip
 from tests.training_files import write_rows
 
@@ -146,12 +146,6 @@ def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, 
     assert "2 of 4 rows are answered" in err
     assert sorted(line["id"] for line in lines) == ["a", "b", "c", "d"]
     assert re.search(r"^all +4 +1 ", out, re.M)
-
-
-def test_max_fps(run):
-    # A clip of half a second: 0, 0.125, 0.25, 0.375 s and the end, where the checkpoint's 4 per second give 3 frames.
-    lines = run("--max-fps", "8", "--max-new-tokens", "1")[3]
-    assert [line["video_tokens"] for line in lines if line["id"] == "b"] == [5 * BLOCKS]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def shown(request, clip, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr("builtins.print", lambda *text, **_: printed.append(" ".join(map(str, text))))
-        status = main([*command, "--question", QUESTION, "--max-new-tokens", "3", "--repeats", "1"])
+        few = ["--max-new-tokens", "3", "--repeats", "1", "--num-frames", "4"]
+        status = main([*command, "--question", QUESTION, *few])
     return SimpleNamespace(folder=folder, status=status, printed="\n".join(printed), checkpoint=checkpoint)
 
 
@@ -83,7 +84,9 @@ def test_the_page_holds_what_the_model_keeps_with_each_selector(shown, clip):
     processor = AutoProcessor.from_pretrained(shown.checkpoint)
     for entry in page.data["selectors"]:
         model = AutoModelForMultimodalLM.from_pretrained(shown.checkpoint, selector=entry["name"]).eval()
-        (answer,) = answer_videos(model, processor, [str(clip)], QUESTION, max_new_tokens=3)
+        (answer,) = answer_videos(
+            model, processor, [str(clip)], QUESTION, max_new_tokens=3, processing={"num_frames": 4}
+        )
         assert answer.keep_mask is not None
         assert answer.answer is not None
         assert [*base64.b64decode(entry["mask"])] == answer.keep_mask.int().flatten().tolist()

@@ -63,18 +63,6 @@ def test_the_sheet_shows_every_frame_at_a_readable_size(num_frames):
     assert shown >= num_frames * 150 * 84
 
 
-def test_times_counts_scores_and_title_are_drawn():
-    frames, keep = plain_frames(2), np.ones((2, 81), dtype=bool)
-    variants = [
-        contact_sheet(frames, keep, (9, 9), columns=2),
-        contact_sheet(frames, keep, (9, 9), [0.0, 7.5], columns=2),
-        contact_sheet(frames, keep, (9, 9), [0.0, 8.5], columns=2),
-        contact_sheet(frames, keep, (9, 9), [0.0, 7.5], token_scores=np.full((2, 81), 0.3), columns=2),
-        contact_sheet(frames, keep, (9, 9), columns=2, title="What moves?"),
-    ]
-    assert len({image.tobytes() for image in variants}) == len(variants)
-
-
 def test_a_share_below_a_percent_is_not_said_to_be_none(monkeypatch):
     texts = []
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, place, text, **options: texts.append(text))
