@@ -104,8 +104,9 @@ def load_model_config(config: TrainConfig) -> PruningConfig:
 def load_processor(config: TrainConfig, model_config: PruningConfig) -> Processor:
     """Returns the checkpoint's processor with the run's frame settings. Raises `ConfigError`."""
     model, data = config.model, config.data
-    with config.blame("model_name_or_path", "has no processor that can be used with these settings"):
+    with config.blame("model_name_or_path", "has no usable processor"):
         processor: Processor = loading.load_processor(model.model_name_or_path, revision=model.model_revision)
+    with config.blame("num_frames", "and `max_fps` cannot be set"):
         frames.set_frames(processor.video_processor, num_frames=data.num_frames, max_fps=data.max_fps)
     ratio = model_config.vision_config.pruning_ratio
     if ratio < 1 and hasattr(processor.video_processor, "pruning_ratio"):

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from stts_hf.training.config import ConfigError, TrainConfig, load_config
-from tests.conftest import REPOSITORY
 
 SMALLEST = """\
 model_name_or_path: checkpoint
@@ -96,10 +95,3 @@ def test_the_command_line_takes_the_place_of_the_file(load):
 def test_null_takes_a_setting_away(load):
     assert load(SMALLEST + "selector:\nlearning_rates:\n").given == load(SMALLEST).given
     assert load(SMALLEST + "eval_data: a.jsonl\n", "--eval_data", "null").data.eval_data is None
-
-
-@pytest.mark.parametrize(
-    "file", sorted((REPOSITORY / "examples" / "configs").glob("*.yaml")), ids=lambda file: file.stem
-)
-def test_shipped_configurations_are_valid(file):
-    assert str(load_config(file, need_gpu=False).training.output_dir).startswith("outputs/")
