@@ -1,7 +1,6 @@
 """Small stock folders in every form that conversion takes, and a base for the reference checkpoints."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +170,6 @@ def as_released_qwen3_vl(folder: Path) -> None:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def copy(folder: Path, to: Path) -> Path:
-    """A copy that may be damaged."""
-    shutil.copytree(folder, to)
-    return to
 
 
 # Run with pairs of a checkpoint (folder or Hub name) and its `expected.safetensors`: the largest error of the

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from tests.checkpoints import TINIES
 from tests.fixture_files import checkpoint_fixtures, checkpoint_forms
 from tests.stts_hf.checkpoints.convert_files import (
     contents,
-    copy,
     stock_model,
     stock_qwen,
     write_base,
@@ -236,7 +236,7 @@ def card_of(folder: Path) -> dict:
 @pytest.mark.parametrize("place", ["source", "base"])
 def test_licence_base_model_and_data_sets_of_a_card_are_carried_over(sources, tmp_path, place):
     for name, origin in (("source", "native"), ("base", "original")):
-        copy(sources / origin, tmp_path / name)
+        copytree(sources / origin, tmp_path / name)
     (tmp_path / place / "README.md").write_text(CARD)
     convert_checkpoint(tmp_path / "source", tmp_path / "new", base=tmp_path / "base")
     data = card_of(tmp_path / "new")

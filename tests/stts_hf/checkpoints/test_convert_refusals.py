@@ -1,19 +1,19 @@
 """Bad sources: one clear error each, before anything is written."""
 
-import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
-import torch
 import yaml  # type: ignore[import-untyped]
-from safetensors.torch import load_file, save_file
 
 from stts_hf.checkpoints.convert import convert_checkpoint
 from tests.fixture_files import checkpoint_fixtures
-from tests.stts_hf.checkpoints.convert_files import copy, write_base, write_molmo2, write_qwen3_vl
+from tests.stts_hf.checkpoints.convert_files import write_base, write_molmo2, write_qwen3_vl
+from tests.stts_hf.checkpoints.test_broken_folders import edit_weights
+from tests.stts_hf.checkpoints.test_convert_original import Payload
+from tests.stts_hf.checkpoints.test_doctor import edit
 
 UNSHARDED = checkpoint_fixtures()[0] / "unsharded"
 
@@ -36,62 +36,40 @@ def refuse(source: Path, message: str, **options) -> None:
     assert sorted(os.listdir(source.parent)) == before
 
 
-def edit_json(path: Path, change: Callable[[dict], None]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def test_shards_of_another_checkpoint(folders, tmp_path):
-    source = copy(folders / "shards", tmp_path / "source")
+    source = copytree(folders / "shards", tmp_path / "source")
     first, second = sorted(source.glob("model-*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
     refuse(source, "is of another checkpoint")
 
 
 def test_a_chat_template_that_would_be_written_outside_the_folder(folders, tmp_path):
-    source = copy(folders / "one_file", tmp_path / "deep" / "er" / "source")
+    source = copytree(folders / "one_file", tmp_path / "deep" / "er" / "source")
     template = (source / "chat_template.jinja").read_text()
     (source / "chat_template.jinja").unlink()
     templates = {"default": template, "../../escaped": template}
-    edit_json(source / "processor_config.json", lambda settings: settings.update(chat_template=templates))
+    edit("processor_config.json", lambda settings: settings.update(chat_template=templates))(source)
     refuse(source, "Invalid chat template name")
     assert not list(tmp_path.rglob("*escaped*"))
 
 
 def test_a_pickle_is_never_opened(folders, tmp_path):
-    source = copy(folders / "one_file", tmp_path / "source")
+    source = copytree(folders / "one_file", tmp_path / "source")
     (source / "model.safetensors").unlink()
     (source / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     refuse(source, r"pytorch_model\.bin is a pickle")
     assert not (tmp_path / "ran").exists()
 
 
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
 def test_a_truncated_training_checkpoint(folders, tmp_path):
-    source = copy(UNSHARDED, tmp_path / "source")
+    source = copytree(UNSHARDED, tmp_path / "source")
     os.truncate(source / "model.pt", 100_000)
     refuse(source, r"model\.pt was refused", base=folders / "base")
 
 
 def test_the_config_of_another_model(folders, tmp_path):
-    source = copy(folders / "one_file", tmp_path / "source")
-    edit_json(source / "config.json", lambda config: config.update(model_type="qwen3_vl_moe"))
+    source = copytree(folders / "one_file", tmp_path / "source")
+    edit("config.json", lambda config: config.update(model_type="qwen3_vl_moe"))(source)
     refuse(
         source,
         "'qwen3_vl_moe' model, but must be of one of 'molmo2', 'qwen3_vl'",
@@ -99,25 +77,25 @@ def test_the_config_of_another_model(folders, tmp_path):
 
 
 def test_the_processor_of_another_family(folders, tmp_path):
-    source = copy(folders / "qwen3_vl", tmp_path / "source")
+    source = copytree(folders / "qwen3_vl", tmp_path / "source")
     refuse(source, "is 'Molmo2Processor'.*processor is a Qwen3VLProcessor", base=folders / "one_file")
 
 
 def test_a_processor_of_other_patches(folders, tmp_path):
-    source = copy(folders / "qwen3_vl", tmp_path / "source")
-    edit_json(source / "preprocessor_config.json", lambda settings: settings.update(patch_size=3))
+    source = copytree(folders / "qwen3_vl", tmp_path / "source")
+    edit("preprocessor_config.json", lambda settings: settings.update(patch_size=3))(source)
     refuse(source, "`patch_size` of the image_processor is 3, but the vision config has 8")
 
 
 def test_a_token_of_another_id(folders, tmp_path):
-    source = copy(folders / "qwen3_vl", tmp_path / "source")
-    edit_json(source / "config.json", lambda config: config.update(video_token_id=7))
+    source = copytree(folders / "qwen3_vl", tmp_path / "source")
+    edit("config.json", lambda config: config.update(video_token_id=7))(source)
     refuse(source, r"<\|video_pad\|> is 1027 in the tokenizer but 7 in the config's `video_token_id`")
 
 
 def test_a_tied_head_that_is_none(folders, tmp_path):
-    source = copy(folders / "qwen3_vl", tmp_path / "source")
-    edit_weights(source, lambda weights: weights["lm_head.weight"][-1].neg_())
+    source = copytree(folders / "qwen3_vl", tmp_path / "source")
+    edit_weights(lambda weights: weights["lm_head.weight"][-1].neg_())(source)
     refuse(source, "`tie_word_embeddings` is True, but lm_head.weight is another tensor than model.language_model.emb")
 
 
@@ -131,7 +109,7 @@ BAD_TRAINING_SETTINGS = {
 @pytest.mark.parametrize("name", BAD_TRAINING_SETTINGS)
 def test_a_training_setting_of_a_wrong_kind_is_named(folders, tmp_path, name):
     path, value, message = BAD_TRAINING_SETTINGS[name]
-    source = copy(UNSHARDED, tmp_path / "source")
+    source = copytree(UNSHARDED, tmp_path / "source")
     config = yaml.safe_load((source / "config.yaml").read_text())
     settings = config["model"]
     for key in path[:-1]:
@@ -144,12 +122,12 @@ def test_a_training_setting_of_a_wrong_kind_is_named(folders, tmp_path, name):
 def test_a_tokenizer_with_other_ids(folders, tmp_path):
     tokens = ("<im_end>", "<im_start>", "<im_patch>", "<im_col>", "<low_res_im_start>", "<|image|>", "<im_low>")
     base = write_base(tmp_path / "base", side=18, tokens=(*tokens, "<frame_start>", "<frame_end>", "<|video|>"))
-    refuse(copy(folders / "one_file", tmp_path / "source"), "<im_start> is 513 in the tokenizer but 512", base=base)
+    refuse(copytree(folders / "one_file", tmp_path / "source"), "<im_start> is 513 in the tokenizer but 512", base=base)
 
 
 def test_a_tokenizer_of_another_size(folders, tmp_path):
     base = write_base(tmp_path / "base", vocab_size=700)
-    refuse(copy(UNSHARDED, tmp_path / "source"), r"ids up to 709, but the model embeds 640", base=base)
+    refuse(copytree(UNSHARDED, tmp_path / "source"), r"ids up to 709, but the model embeds 640", base=base)
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):
@@ -164,8 +142,8 @@ def test_a_repository_that_cannot_be_downloaded(tmp_path):
 
 
 def test_a_dtype_that_cannot_hold_the_weights(folders, tmp_path):
-    source = copy(folders / "one_file", tmp_path / "source")
-    edit_weights(source, lambda weights: weights["lm_head.weight"][0, 0].fill_(7e4))
+    source = copytree(folders / "one_file", tmp_path / "source")
+    edit_weights(lambda weights: weights["lm_head.weight"][0, 0].fill_(7e4))(source)
     refuse(source, r"`lm_head.weight` holds numbers beyond.*--dtype bfloat16", dtype="float16")
 
 
@@ -180,4 +158,4 @@ def test_a_dtype_that_cannot_hold_the_weights(folders, tmp_path):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_options_out_of_range(folders, tmp_path, options, message):
-    refuse(copy(folders / "one_file", tmp_path / "source"), message, **options)
+    refuse(copytree(folders / "one_file", tmp_path / "source"), message, **options)
