@@ -1,4 +1,4 @@
-"""`stts-hf bench`: measures STTS beside the stock model and writes a result."""
+"""`stts-hf bench`: compares STTS with the stock model and writes the result."""
 
 import argparse
 import itertools
@@ -19,7 +19,7 @@ HELP = "measure speed, FLOPs and memory beside the stock model"
 
 DEFAULT_PRESET = "tiny"
 OUTPUTS = Path("outputs", "bench")  # default folder of every other preset
-# Environment variables that change what is measured.
+# Environment variables that affect measurements.
 TUNING = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "MKL_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
 
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns 1 if nothing could be measured; raises `CommandError` for the user's mistakes."""
+    """Runs the command. Returns 1 if nothing could be measured; raises `CommandError` for a user error."""
     if arguments.list:
         for preset in PRESETS.values():
             print(f"{preset.name:<17}{preset.help}\n{'':<17}takes {preset.takes}")
@@ -89,8 +89,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def prepare(arguments: argparse.Namespace) -> tuple[Iterator[dict[str, Any]], Path | None]:
     """
-    Checks everything before anything is measured. Returns the results (see `measure_cells`) and the folder to write
-    them to. Raises `ValueError` and `CommandError`.
+    Checks all arguments. Returns the results, to be measured (see `measure_cells`), and the folder to write them to.
+    Raises `ValueError` and `CommandError`.
     """
     from stts_hf.benchmark.measure import check_runnable, measure_cells, measure_workloads
     from stts_hf.benchmark.report import check_folder
@@ -114,12 +114,12 @@ def prepare(arguments: argparse.Namespace) -> tuple[Iterator[dict[str, Any]], Pa
 
 
 def unused(folder: Path) -> Path:
-    """The folder, or the first of `folder-2`, `folder-3`, ... without a result."""
+    """Returns the folder, or the first of `folder-2`, `folder-3`, ... without a result."""
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
     return next(name for name in names if not (name / "result.json").exists())
 
 
 def command_line(program: str = "stts-hf") -> str:
-    """What the user typed, after the environment's settings of memory and threads."""
+    """Returns the user's command line, after environment variables of memory and threads."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name.startswith(TUNING)]
     return " ".join([*settings, program, shlex.join(sys.argv[1:])])

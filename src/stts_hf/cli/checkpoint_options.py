@@ -1,4 +1,4 @@
-"""The checkpoint that a command runs, as its options say."""
+"""Opens the checkpoint that a command's options name."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ TINY = Path("hub_configs") / "stts-tiny"
 
 
 def find_checkpoint(checkpoint: str | None) -> str:
-    """Returns the checkpoint asked for, or the tiny one where the command runs from a source checkout."""
+    """Returns the given checkpoint, or the tiny one if the command runs from a source checkout."""
     if checkpoint is not None:
         with refused("--"):
             return check_checkpoint(checkpoint)

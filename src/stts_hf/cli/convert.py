@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Runs the command; raises `CommandError` for what the user got wrong."""
+    """Runs the command; raises `CommandError` for a user error."""
     check_writable("DESTINATION", Path(arguments.destination).expanduser().resolve().parent)
     print("Reading the source ...", file=sys.stderr, flush=True)
     from tqdm import tqdm
@@ -57,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
     from stts_hf.checkpoints.convert import convert_checkpoint
 
-    logging.disable_progress_bar()  # that of files without weights
+    logging.disable_progress_bar()  # of files without weights
     with refused("", ValueError, FileExistsError):
         result = convert_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
     vision = result.config.vision_config

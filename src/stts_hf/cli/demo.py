@@ -1,4 +1,4 @@
-"""`stts-hf demo`: a page in the browser that answers questions about videos and shows what the model looked at."""
+"""`stts-hf demo`: a web page that answers questions about videos and shows the kept blocks."""
 
 import argparse
 import signal
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Serves the page until it is interrupted; raises `CommandError` for what the user got wrong."""
+    """Serves the page until it is interrupted; raises `CommandError` for a user error."""
     need_extras("The page needs more packages", "demo", module="gradio")
     check_address(arguments.host, arguments.port)
     predictor = open_checkpoint(arguments)
@@ -49,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> None:
     name = Path(arguments.checkpoint).name
     about = ABOUT_TINY if name == TINY.name else name
     page = build(assistant, limits=limits, processing=processing(arguments), about=about)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is kept of visitors goes then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are deleted
     note(f"The page is at http://{arguments.host}:{arguments.port} until Ctrl+C")
     serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)
 

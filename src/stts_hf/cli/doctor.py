@@ -1,4 +1,4 @@
-"""`stts-hf doctor FOLDER`: says what is wrong with a checkpoint folder, and how to mend it."""
+"""`stts-hf doctor FOLDER`: reports the problems of a checkpoint folder, with remedies."""
 
 import argparse
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Prints every check's result, and returns 1 where something is wrong, else 0."""
+    """Prints the result of every check. Returns 1 if there is a problem, else 0."""
     from stts_hf.checkpoints.doctor import examine
 
     with refused():

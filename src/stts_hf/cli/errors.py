@@ -1,4 +1,4 @@
-"""Errors of a command that are shown as one line: mistakes of the user, and what the machine lacks."""
+"""Errors that a command prints as one line: user errors, and lack of disk space, permissions or memory."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def shortage(error: BaseException, less_memory: str | None) -> str | None:
-    """What the machine lacks, and the remedy; None for other errors. less_memory: settings that take less memory."""
+    """Describes a lack of resources and its remedy; None for other errors. less_memory: settings that need less."""
     what = one_line(error, 200)
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return f"a path cannot be used ({what}): name another"
@@ -36,8 +36,8 @@ def shortage(error: BaseException, less_memory: str | None) -> str | None:
 
 def need_extras(what: str, *extras: str, module: str | None = None) -> None:
     """
-    Raises `CommandError` where extras of the package lack something, with `what` before the command that installs them.
-    module: one of theirs, looked for as well, since of a checkout that is not installed no needs are known.
+    Raises `CommandError` if packages of the extras are missing, with `what` before the command that installs them.
+    module: also looked for, because a checkout that is not installed does not know its requirements.
     """
     try:
         for extra in extras:

@@ -20,7 +20,7 @@ COMMANDS = {
     "train": train,
     "eval": eval,
 }
-# What takes less memory, where that is not merely another machine.
+# Remedies for a lack of memory.
 _SMALLER = "fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"
 LESS_MEMORY = {
     "run": _SMALLER,
@@ -48,10 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs one command and returns its exit status: 0 when it worked, 1 for what `doctor` found, where `predict` or `eval`
-    could not answer some rows and where `bench` could measure nothing, 2 for a mistake of
-    the user's and where disk, rights or memory do not suffice (one line on stderr), 130 when interrupted; `train` exits
-    with 143 when SIGTERM ended it and it has saved. Everything else is a bug and keeps its traceback.
+    Runs one command and returns its exit status: 0 for success; 1 if `doctor` found problems, `predict` or `eval` could
+    not answer some rows, or `bench` could measure nothing; 2 for a user error or a lack of disk space, permissions or
+    memory (one line on stderr); 130 if interrupted; 143 if SIGTERM ended `train`, which has then saved. Any other
+    exception is a bug and keeps its traceback.
     """
     arguments = build_parser().parse_args(argv)
     try:

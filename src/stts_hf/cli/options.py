@@ -1,4 +1,4 @@
-"""Values of options that several commands take."""
+"""Options of several commands, and checks of their values."""
 
 import argparse
 import math
@@ -32,7 +32,7 @@ positive = _number(float, lambda value: 0 < value < math.inf, "above 0")
 def add_model_options(
     parser: argparse.ArgumentParser, max_new_tokens: int, *, selector: bool = True, urls: bool = True
 ) -> None:
-    """Adds the model, its frames, device and answer length; and its selector and permission to download."""
+    """Adds options of the model, frames, device and answer length, and optionally of selector and downloads."""
     parser.add_argument(
         "--checkpoint",
         metavar="PATH_OR_REPO",
@@ -65,19 +65,19 @@ def add_model_options(
 
 
 def processing(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of the processor that a command's options stand for."""
+    """Returns the processor's options from a command's arguments."""
     options = {name: getattr(arguments, name, None) for name in ("num_frames", "max_fps", "test_time_scaling")}
     return {name: value for name, value in options.items() if value not in (None, False)}
 
 
 def check_scaling(arguments: argparse.Namespace) -> None:
-    """Raises `CommandError` where no number of frames is enough."""
+    """Raises `CommandError` for test-time scaling at a ratio of 1."""
     if arguments.test_time_scaling and arguments.pruning_ratio == 1:
         raise CommandError("--test-time-scaling needs a --pruning-ratio below 1: at 1 no number of frames is enough")
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Raises `CommandError` where a folder, which need not exist yet, could not be made or written to."""
+    """Raises `CommandError` if a folder, which need not exist, cannot be created or written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise CommandError(f"{option} {folder} must be a folder that can be written, but {there} is not")

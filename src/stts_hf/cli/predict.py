@@ -1,4 +1,4 @@
-"""`stts-hf predict INPUT...`: answers about many videos, into a file that can be stopped and started."""
+"""`stts-hf predict INPUT...`: answers prompts about many videos into a file; a stopped run can be continued."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ from stts_hf.cli.progress import print_lines
 HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
 NUMBERS = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
-# Columns of a record with their types; where there is an error, None is allowed too.
+# Columns of a record with their types; a record with an error may hold None.
 COLUMNS: dict[str, Any] = {"id": object, "video": object, "prompt": object, "answer": str, "error": str | None}
 COLUMNS |= dict.fromkeys(NUMBERS, int) | {"seconds": float}
 

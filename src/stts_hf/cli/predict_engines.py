@@ -1,4 +1,4 @@
-"""Where the models of `stts-hf predict` run: one in this process, or several on Ray."""
+"""Engines of `stts-hf predict`: one model in this process, or several on Ray."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ _RAY_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds where the models run."""
+    """Adds `--engine` and the options of Ray."""
     engines = "local (default): one model in this process; ray: one model per GPU or CPU of a machine or cluster"
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engines)
     for name, settings in _RAY_OPTIONS.items():
@@ -37,7 +37,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_engine(arguments: argparse.Namespace) -> None:
-    """Raises `CommandError` for options of Ray without it, and where Ray is not installed."""
+    """Raises `CommandError` for options of Ray with another engine, and if Ray is not installed."""
     given = [name for name in _RAY_OPTIONS if getattr(arguments, name) is not None]
     if arguments.engine == "local" and given:
         raise CommandError(f"--{given[0]} needs --engine ray")

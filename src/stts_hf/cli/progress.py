@@ -22,7 +22,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Prints what is being done and, if it took a second or more, its duration."""
+    """Prints the name of a step and, if it took a second or more, its duration."""
     note(f"{name} ...")
     started = time.perf_counter()
     yield
@@ -35,7 +35,7 @@ def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm":
     """A bar that disappears when it is closed. done: items of an earlier run, which do not count for the rate."""
     from tqdm import tqdm
 
-    # `disable=None` shows no bar where stderr is no terminal.
+    # `disable=None` shows no bar if stderr is not a terminal.
     return tqdm(total=total, initial=done, unit=unit, leave=False, file=sys.stderr, disable=None)
 
 
@@ -47,7 +47,7 @@ def import_libraries() -> None:
 
 
 def keep_bars_out_of_logs() -> None:
-    """Switches off the progress bars of the libraries where stderr is no terminal."""
+    """Switches off the libraries' progress bars if stderr is not a terminal."""
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""`stts-hf push FOLDER user/name`: puts a checkpoint on the Hugging Face Hub."""
+"""`stts-hf push FOLDER user/name`: pushes a checkpoint to the Hugging Face Hub."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Runs the command; raises `CommandError` when folder, token, rights, repository or network do not allow it."""
+    """Runs the command; raises `CommandError` if folder, token, permissions, repository or network do not allow it."""
     from tqdm import tqdm
 
     from stts_hf.checkpoints.push import PushRefused, files_to_push, push_checkpoint

@@ -1,4 +1,4 @@
-"""`stts-hf run VIDEO "question"`: answers a question about a video, shows what was dropped and what that saved."""
+"""`stts-hf run VIDEO "question"`: answers a question about a video and draws the dropped blocks."""
 
 import argparse
 import dataclasses
@@ -132,7 +132,7 @@ def draw(answer: "Answer", path: Path) -> None:
 
 
 def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of `stts-hf predict` that ask the same about several videos."""
+    """Returns the arguments of `stts-hf predict` for the same question about several videos."""
     parser = argparse.ArgumentParser()
     predict.add_arguments(parser)
     defaults = vars(parser.parse_args([f"--prompt={arguments.question}", "--", *arguments.videos]))

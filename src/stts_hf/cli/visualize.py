@@ -1,4 +1,4 @@
-"""`stts-hf visualize VIDEO`: what each selector keeps of a video, as pictures, videos and a page for the browser."""
+"""`stts-hf visualize VIDEO`: shows the blocks that each selector keeps, as pictures, videos and a web page."""
 
 import argparse
 import os

@@ -27,10 +27,10 @@ CHOOSE = "Choose a video, then ask about it."
 SAW = "What the model saw"
 OF_ANY = ("What happens in this video?",)
 ASK: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
-# At once, in the page: what the server says may come after the answer's end.
+# Runs in the browser, because the server's update may arrive after the answer's end.
 STOPPING = "() => ({__type__: 'update', stop_btn: 'Stopping …'})"
 Answer = Callable[[str, str, str, float, str], Generator[Progress, None, None]]
-Changes = dict[Any, Any]  # components, and what they show now
+Changes = dict[Any, Any]  # new values by component
 
 
 class Page:
@@ -110,8 +110,8 @@ class Page:
         self.compare = gr.Button("Ask again with nothing dropped", size="sm", visible=False, elem_id="compare")
 
     def _connect(self) -> None:
-        # No event cancels another: Gradio's page sends cancellations last, which would also drop questions asked in
-        # between. Answers end themselves, and their last update is what the tab then shows.
+        # No event cancels another: Gradio's page sends cancellations last, which would also drop later questions.
+        # Answers end themselves with a last update.
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         at_once: dict[str, Any] = {**quiet, "concurrency_limit": None}
         turn: dict[str, Any] = {"concurrency_id": "answers", "concurrency_limit": self.limits.answers}

@@ -75,7 +75,7 @@ class HeldClips:
             return clip
 
     def hold(self, owner: str, key: Hashable, clip: Clip) -> None:
-        # The oldest clip is not released: an answer about it may be running. It goes with the last reference.
+        # The oldest clip is not released, as an answer about it may be running. The last reference frees it.
         with self._lock:
             self._clips[owner, key] = clip
             while len(self._clips) > self.most:

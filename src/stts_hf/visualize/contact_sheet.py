@@ -126,5 +126,5 @@ def _choose_columns(num_frames: int, height: int, width: int) -> int:
     ideal = round(math.sqrt(num_frames * 1.6 * (height + 0.12 * width) / width))
     widest = (MAX_WIDTH - 2 * MARGIN + GAP) // (TILE_WIDTHS[0] + GAP)
     ideal = max(1, min(ideal, widest, num_frames))
-    # One more column where that leaves fewer empty places in the last row.
+    # One more column if that leaves fewer empty places in the last row.
     return min((ideal, min(ideal + 1, widest)), key=lambda columns: -num_frames % columns)
