@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from .dimming import as_array, check_frames, check_outputs, dim_dropped_blocks
+from .dimming import as_array, check_outputs, dim_dropped_blocks
 
 MARGIN = 16
 GAP = 10
@@ -54,8 +54,7 @@ def contact_sheet(
     """
     frames, mask = as_array(frames), as_array(keep_mask)
     scores = None if token_scores is None else as_array(token_scores)
-    check_frames(frames)
-    check_outputs(len(frames), mask, grid, timestamps, scores, tubelet)
+    check_outputs(frames, mask, grid, timestamps, scores, tubelet)
     if columns is not None and columns < 1:
         raise ValueError(f"`columns` is {columns}, but must be at least 1.")
 

@@ -59,16 +59,8 @@ def as_array(values: Array) -> np.ndarray:
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
-def check_frames(frames: np.ndarray) -> None:
-    """Raises `TypeError` or `ValueError` for anything but uint8 frames (F, H, W, 3)."""
-    if frames.dtype != np.uint8:
-        raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
-    if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
-        raise ValueError(f"`frames` has shape {frames.shape}, but must be (F, H, W, 3) with at least one frame.")
-
-
 def check_outputs(
-    num_frames: int,
+    frames: np.ndarray | int,
     mask: np.ndarray,
     grid: tuple[int, int],
     timestamps: Sequence[float] | None = None,
@@ -76,20 +68,26 @@ def check_outputs(
     tubelet: int = 1,
 ) -> None:
     """
-    Raises `ValueError` unless mask and scores are (T, n), with `n` blocks in `grid` and `tubelet` of F frames for each
-    of `T`, and there are F timestamps; `TypeError` for a mask that is not bool.
+    Raises `TypeError` or `ValueError` unless frames are uint8 (F, H, W, 3), mask (bool) and scores (T, n), with `n`
+    blocks in `grid` and `tubelet` of F frames per `T`, and there are F timestamps. frames: or only their number.
     """
+    if isinstance(frames, np.ndarray):
+        if frames.dtype != np.uint8:
+            raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")
+        if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+            raise ValueError(f"`frames` has shape {frames.shape}, but must be (F, H, W, 3) with at least one frame.")
+        frames = len(frames)
     if tubelet < 1:
         raise ValueError(f"`tubelet` is {tubelet}, but must be at least 1.")
     if mask.dtype != np.bool_:
         raise TypeError(f"`keep_mask` has dtype {mask.dtype}, but must be bool, True where a block was kept.")
     rows, cols = grid
-    of_blocks = (math.ceil(num_frames / tubelet), rows * cols)
+    of_blocks = (math.ceil(frames / tubelet), rows * cols)
     times = None if timestamps is None else np.asarray(timestamps)
-    arrays = {"keep_mask": (mask, of_blocks), "token_scores": (scores, of_blocks), "timestamps": (times, (num_frames,))}
+    arrays = {"keep_mask": (mask, of_blocks), "token_scores": (scores, of_blocks), "timestamps": (times, (frames,))}
     for name, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"`{name}` has shape {array.shape}, but {num_frames} frames, {tubelet} to a tubelet, with a `grid` of "
+                f"`{name}` has shape {array.shape}, but {frames} frames, {tubelet} to a tubelet, with a `grid` of "
                 f"{rows} x {cols} blocks need {shape}."
             )

@@ -10,7 +10,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from stts_hf.selectors import SELECTORS
 
-from .dimming import Array, as_array, check_frames, check_outputs, dim_dropped_blocks
+from .dimming import Array, as_array, check_outputs, dim_dropped_blocks
 
 OTHER = "#4a6fa5"
 SCORES = "viridis"
@@ -55,9 +55,8 @@ def comparison(
     """
     frames = as_array(frames)
     masks = {name: as_array(mask) for name, mask in keep_masks.items()}
-    check_frames(frames)
     for mask in masks.values():
-        check_outputs(len(frames), mask, grid, timestamps, None, tubelet)
+        check_outputs(frames, mask, grid, timestamps, None, tubelet)
     places = np.unique(np.linspace(0, len(frames) - 1, min(COLUMNS, len(frames))).round().astype(int)).tolist()
     width = 11 / max(len(places), 4)
     height = 0.97 * width * frames.shape[1] / frames.shape[2]

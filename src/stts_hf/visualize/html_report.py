@@ -80,7 +80,7 @@ def _selector(name: str, answer: Answer, frames: np.ndarray) -> dict[str, Any]:
     if answer.keep_mask is None or answer.token_scores is None:
         raise ValueError(f"`answers` holds {name!r} without an answer: {answer.error or 'nothing was asked'}.")
     mask, scores = as_array(answer.keep_mask), as_array(answer.token_scores)
-    check_outputs(len(frames), mask, answer.grid, answer.timestamps, scores, answer.tubelet)
+    check_outputs(frames, mask, answer.grid, answer.timestamps, scores, answer.tubelet)
     low, high = score_range(scores)
     relative = (np.nan_to_num(scores, nan=low).clip(low, high) - low) / (high - low or 1.0)
     return {
