@@ -130,8 +130,10 @@ BACKBONES = [
     qwen_vl("qwen3_vl", tiny_qwen3_vl, naive_qwen3_vl),
     qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl, naive_qwen2_5_vl),
 ]
-# For tests of positions and caches: Molmo2 closes gaps in positions, too.
-WITH_COMPACT = [*BACKBONES, molmo2("compact")]
+# For tests of positions and caches: Molmo2 may close gaps in positions.
+with_compact = pytest.mark.parametrize(
+    "backbone", [*BACKBONES, molmo2("compact")], ids=lambda backbone: backbone.name, indirect=True
+)
 # For tests that take seconds each: of backbones whose tower is the same code, one every day.
 DAILY = [*BACKBONES[:2], pytest.param(BACKBONES[2], marks=pytest.mark.slow)]
 

@@ -5,15 +5,13 @@ import copy
 import pytest
 import torch
 
-from tests.backbones import BACKBONES, WITH_COMPACT, Clip, Inputs, Picture, Rows, prompt
+from tests.backbones import BACKBONES, Clip, Inputs, Picture, Rows, prompt, with_compact
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.naive import naive_budget
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), 3, Clip(2), 9], [6]]
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3, Picture(), 3], [7]]
 ADJACENT: Rows = [[2, Clip(1), Clip(3), 4], [3, Clip(1), 4]]
-
-with_compact = pytest.mark.parametrize("backbone", WITH_COMPACT, ids=lambda backbone: backbone.name, indirect=True)
 
 
 @pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])

@@ -1,18 +1,22 @@
-"""`generate` on every backbone: limits, streamers, candidates and rows, on prompts that lose tokens."""
+"""`generate` on every backbone: decoding methods on prompts that lose tokens, against the naive construction, which
+computes everything anew at each step, and against stock; limits, streamers and candidates.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
-from tests.backbones import Clip, Picture, Rows, longer, prompt
+from tests.backbones import Backbone, Clip, Inputs, Picture, Rows, longer, prompt, with_compact
 from tests.version_marks import since_transformers_5_23
 
 NEW_TOKENS = 4
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
 ONE: Rows = [[3, Clip(4), 5]]
+PADDED: Rows = [[3, Clip(4), 5], [2, Clip(1), 9], [6]]
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
+TEXT: Rows = [[9], [5]]
 
 
 @pytest.fixture
@@ -21,24 +25,102 @@ def one(backbone):
     return prompt(backbone.batch(ONE, "left"))
 
 
-@pytest.mark.parametrize("way", [{}, {"use_cache": False}, {"num_beams": 2}], ids=["greedy", "without-cache", "beams"])
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_generate_continues_each_row_as_it_would_alone(backbone, any_model, side, ratio, way):
-    inputs = prompt(backbone.batch(MIXED, side))
-    together = any_model.generate(**inputs, **GREEDY, **way, pruning_ratio=ratio)
-    assert torch.equal(together[:, :-4], inputs["input_ids"])
-    for answer, row in zip(together[:, -4:], backbone.alone(MIXED), strict=True):
-        assert torch.equal(answer, any_model.generate(**prompt(row), **GREEDY, **way, pruning_ratio=ratio)[0, -4:])
+def next_scores(backbone: Backbone, model: Any, row: Inputs, ids: torch.Tensor, ratio: float | None) -> torch.Tensor:
+    """Logits (vocabulary,) of the token after `ids` (1, L), a sample and what was said so far."""
+    types = torch.nn.functional.pad(row["mm_token_type_ids"], (0, ids.shape[1] - row["input_ids"].shape[1]))
+    return backbone.naive(model, row | {"input_ids": ids, "mm_token_type_ids": types}, ratio).logits[-1]
 
 
-@since_transformers_5_23
-@pytest.mark.parametrize("rows", [MIXED, [[2, Picture(), 3]], [[6], [4]]], ids=["mixed", "image", "text"])
-def test_a_static_cache_gives_the_tokens_of_a_growing_one(backbone, any_model, rows):
-    """Some text models then get a mask for each kind of their layers."""
-    inputs = prompt(backbone.batch(rows, "left"))
-    found = any_model.generate(**inputs, **GREEDY, cache_implementation="static", disable_compile=True)
-    assert torch.equal(found, any_model.generate(**inputs, **GREEDY))
+def naive_answers(backbone: Backbone, model: Any, rows: Rows, ratio: float) -> torch.Tensor:
+    """Greedy answers (B, new tokens)."""
+    answers = []
+    for row in map(prompt, backbone.alone(rows)):
+        ids = row["input_ids"]
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat([ids, next_scores(backbone, model, row, ids, ratio).argmax().view(1, 1)], dim=-1)
+        answers.append(ids[:, -NEW_TOKENS:])
+    return torch.cat(answers)
+
+
+@with_compact
+@pytest.mark.parametrize("rows", [PADDED, MIXED], ids=["padded", "mixed"])
+@torch.no_grad()
+def test_greedy_answers_are_the_naive_ones(backbone, any_model, rows):
+    for ratio in (0.0, 0.5, 1.0):
+        expected = naive_answers(backbone, any_model, rows, ratio)
+        for side in ("left", "right"):
+            inputs = prompt(backbone.batch(rows, side))
+            found = any_model.generate(**inputs, **GREEDY, pruning_ratio=ratio)
+            assert torch.equal(found, torch.cat([inputs["input_ids"], expected], dim=-1))
+
+
+@with_compact
+@torch.no_grad()
+def test_samples_are_drawn_from_the_naive_scores(backbone, any_model, one):
+    settings = GREEDY | {"do_sample": True, "top_k": 0, "temperature": 0.7, "num_return_sequences": 3}
+    torch.manual_seed(5)
+    sequences = any_model.generate(**one, **settings)
+    torch.manual_seed(5)
+    expected = one["input_ids"].repeat(3, 1)
+    for _ in range(NEW_TOKENS):
+        scores = torch.stack([next_scores(backbone, any_model, one, ids[None], None) for ids in expected])
+        drawn = torch.multinomial((scores / 0.7).softmax(-1), num_samples=1)
+        expected = torch.cat([expected, drawn], dim=-1)
+    assert torch.equal(sequences, expected)
+    assert len(set(map(tuple, sequences.tolist()))) > 1
+
+
+def test_beams_continue_each_row_as_they_would_alone(backbone, any_model):
+    found = any_model.generate(**prompt(backbone.batch(MIXED, "right")), **GREEDY, num_beams=2)[:, -NEW_TOKENS:]
+    for answer, row in zip(found, backbone.alone(MIXED), strict=True):
+        assert torch.equal(answer, any_model.generate(**prompt(row), **GREEDY, num_beams=2)[0, -NEW_TOKENS:])
+
+
+WAYS = {
+    "without-cache": {"use_cache": False},
+    "own-cache": {"past_key_values": DynamicCache},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "chunks-that-would-split-a-video": {"prefill_chunk_size": 7},
+    "chunks-within-the-text": {"prefill_chunk_size": 31},
+}
+NEEDS = {name: () if "cache" in name else since_transformers_5_23 for name in WAYS}
+
+
+@with_compact
+@pytest.mark.parametrize("way", [pytest.param(WAYS[way], marks=NEEDS[way], id=way) for way in WAYS])
+def test_every_way_of_caching_gives_the_same_tokens(backbone, any_model, way):
+    """Where token types are left out, vision tokens are causal, as in stock Molmo2; other models need them."""
+    (row,) = map(prompt, backbone.alone([[3, Clip(4), 25]]))
+    prompts = [prompt(backbone.batch(rows, "left")) for rows in (MIXED, [[2, Picture(), 3]], TEXT)]
+    prompts += [row, {name: value for name, value in row.items() if name != "attention_mask"}]
+    if not any_model.model.vision_is_causal:
+        prompts.append({name: value for name, value in row.items() if name != "mm_token_type_ids"})
+    for inputs in prompts:
+        expected = any_model.generate(**inputs, **GREEDY)
+        settings = {name: value() if isinstance(value, type) else value for name, value in way.items()}
+        assert torch.equal(any_model.generate(**inputs, **GREEDY, **settings), expected)
+
+
+STOCKS = {"greedy": {}, "beams": {"num_beams": 3, "num_return_sequences": 2}, "without-cache": {"use_cache": False}}
+
+
+@pytest.mark.parametrize("way", STOCKS.values(), ids=STOCKS.keys())
+def test_without_pruning_all_tokens_are_stocks(backbone, way):
+    model = backbone.model(pruning_ratio=0.0, trained_scorer=False)
+    stock = backbone.stock(model)
+    for rows in (TEXT, [[2, Picture(), 4], [6]], [[2, Clip(3), 4], [2, Clip(2), 4]]):
+        inputs = prompt(backbone.batch(rows, "left"))
+        expected = stock.generate(**inputs, **GREEDY, **way)
+        assert torch.equal(model.generate(**inputs, **GREEDY, **way), expected)
+
+
+def test_the_mask_of_padding_is_inferred_as_stock_does(backbone):
+    model = backbone.model(pruning_ratio=0.0, trained_scorer=False)
+    inputs = prompt(backbone.batch([[2, Clip(3), 4], [2, Clip(2), 4]], "left"))
+    assert not inputs.pop("attention_mask").all()
+    for end in (None, 1, [1, 2], 0):
+        settings = GREEDY | {"eos_token_id": end}
+        assert torch.equal(model.generate(**inputs, **settings), backbone.stock(model).generate(**inputs, **settings))
 
 
 @pytest.mark.parametrize("where", ["argument", "generation_config", "model"])
@@ -100,10 +182,17 @@ def test_a_streamer_gets_the_whole_prompt_and_then_each_token(one, any_model):
     assert streamer.ended
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_lookup_gives_the_tokens_of_greedy_decoding(one, any_model, ratio):
-    expected = any_model.generate(**one, **GREEDY, pruning_ratio=ratio)
-    assert torch.equal(any_model.generate(**one, **GREEDY, pruning_ratio=ratio, prompt_lookup_num_tokens=5), expected)
+@with_compact
+def test_lookup_gives_the_tokens_of_greedy_decoding(backbone, any_model):
+    """The prompt that holds its answer already is where lookup saves steps. Stock's lookup fails for some videos."""
+    turn = prompt(backbone.batch([[4, Clip(3), 6]], "left"))
+    again = longer(turn, any_model.generate(**turn, **GREEDY))
+    again["input_ids"][:, -3:] = turn["input_ids"][:, -3:]
+    for inputs in (again, *(prompt(backbone.batch(rows, "left")) for rows in (ONE, [[2, Picture(), 6]], [[10]]))):
+        for ratio in (0.5, 1.0):
+            expected = any_model.generate(**inputs, **GREEDY, pruning_ratio=ratio)
+            found = any_model.generate(**inputs, **GREEDY, pruning_ratio=ratio, prompt_lookup_num_tokens=5)
+            assert torch.equal(found, expected)
 
 
 def test_lookup_over_a_reused_cache(one, any_model):

@@ -1,6 +1,7 @@
 """Turns over a cache, for every backbone: whatever was called in between, the answer is that to the whole prompt."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache
 
 from stts_hf.modeling.cache_stts import CacheRecord
-from tests.backbones import Clip, Inputs, Picture, Rows, prompt
-from tests.modeling.reference import CLOSE
+from tests.backbones import Backbone, Clip, Inputs, Picture, Rows, longer, prompt, with_compact, without_vision
+from tests.modeling.reference import CLOSE, logits_of_row
 from tests.version_marks import since_transformers_5_23
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
+ONE: Rows = [[3, Clip(4), 5]]
+PADDED: Rows = [[3, Clip(4), 5], [2, Clip(2), 9], [6]]
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
 TEXT: Rows = [[9], [5]]
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -24,18 +27,64 @@ def tokens_of(inputs: Inputs, columns: slice) -> Inputs:
     return {name: inputs[name][:, columns] for name in names}
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_steps_over_a_cache_are_one_call(backbone, any_model, ratio):
-    inputs = prompt(backbone.batch([[*row, 4] for row in MIXED], "left"))
-    first = {name: value[:, :-4] if name in PER_TOKEN else value for name, value in inputs.items()}
-    with torch.no_grad():
-        whole = any_model(**inputs, pruning_ratio=ratio).logits[:, -4:]
-        cache = any_model(**first, pruning_ratio=ratio).past_key_values
-        more = {"input_ids": inputs["input_ids"][:, -4:], "attention_mask": inputs["attention_mask"]}
-        steps = any_model(**more, past_key_values=cache).logits
-    torch.testing.assert_close(steps, whole, **CLOSE)
+def static_cache(model: Any) -> StaticCache:
+    return StaticCache(config=model.config.get_text_config(), max_cache_len=200)
 
 
+# By `forward`.
+
+
+@with_compact
+@pytest.mark.parametrize("rows", [PADDED, MIXED, ONE], ids=["padded", "mixed", "one"])
+@torch.no_grad()
+def test_steps_over_a_cache_equal_recomputing(backbone, any_model, rows):
+    inputs = prompt(backbone.batch(rows, "left"))
+    text = torch.randint(1, 500, (len(rows), 4), generator=torch.Generator().manual_seed(1))
+    for ratio, steps in ((0.0, [2, 1, 1]), (0.5, [1, 1, 2]), (0.5, [4])):
+        whole = longer(inputs, inputs["input_ids"], 4) | {"input_ids": torch.cat([inputs["input_ids"], text], dim=-1)}
+        expected = any_model(**whole, pruning_ratio=ratio, use_cache=False).logits[:, -4:]
+        cache, done = any_model(**inputs, pruning_ratio=ratio, use_cache=True).past_key_values, 0
+        for count in steps:
+            length = inputs["input_ids"].shape[1] + done + count
+            mask = None if rows is ONE else whole["attention_mask"][:, :length]
+            ids = text[:, done : done + count]
+            found = any_model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+            torch.testing.assert_close(found.logits, expected[:, done : done + count], **CLOSE)
+            if ratio:
+                assert torch.equal(found.kept_indices, torch.arange(count).expand(len(rows), -1))
+            done += count
+
+
+@with_compact
+@pytest.mark.parametrize("positions", ["given", "left_out"])
+@torch.no_grad()
+def test_a_static_cache_is_filled_by_forward(backbone, any_model, positions):
+    inputs = prompt(backbone.batch(PADDED, "left"))
+    if positions == "given":
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    expected, cache = any_model(**inputs, use_cache=True), static_cache(any_model)
+    outputs = any_model(**inputs, past_key_values=cache)
+    for row in range(len(PADDED)):
+        torch.testing.assert_close(logits_of_row(outputs, inputs, row), logits_of_row(expected, inputs, row), **CLOSE)
+    assert CacheRecord.of(cache) is not None
+    assert cache.is_compileable  # which transformers reads of all layers
+    text = {"input_ids": torch.full((3, 2), 7)}
+    text["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+    again, further = (any_model(**text, past_key_values=some) for some in (cache, expected.past_key_values))
+    torch.testing.assert_close(again.logits, further.logits, **CLOSE)
+
+
+@with_compact
+@torch.no_grad()
+def test_forward_goes_on_after_generate(backbone, any_model):
+    inputs = prompt(backbone.batch(ONE, "left"))
+    first = any_model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    whole = longer(inputs, first.sequences, 2)
+    outputs = any_model(input_ids=whole["input_ids"][:, -3:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(outputs.logits, any_model(**whole).logits[:, -3:], **CLOSE)
+
+
+@with_compact
 def test_steps_at_positions_off_by_one_are_not_one_call(backbone, any_model):
     """The comparison above could fail."""
     inputs = prompt(backbone.batch([[2, Clip(2), 7]], "left"))
@@ -66,18 +115,108 @@ def test_text_right_behind_a_cached_video(backbone, any_model, ratio):
         torch.testing.assert_close(rest, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("reuse", [True, False], ids=["over-the-cache", "anew"])
-def test_a_second_turn_is_an_ordinary_prompt(backbone, any_model, reuse):
-    inputs = prompt(backbone.batch(MIXED, "left"))
-    said = any_model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    at_once = any_model.generate(**inputs, **(GREEDY | {"max_new_tokens": 8}))
-    turn = inputs | {"input_ids": said.sequences}
-    for name, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
-        turn[name] = torch.nn.functional.pad(inputs[name], (0, 4), value=value)
-    if reuse:
-        turn = {name: turn[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-        turn["past_key_values"] = said.past_key_values
-    assert torch.equal(any_model.generate(**turn, **GREEDY), at_once)
+@with_compact
+@pytest.mark.parametrize(
+    "form",
+    [
+        "whole-prompt",
+        "prompt-alone",
+        "new-tokens",
+        pytest.param("static", marks=since_transformers_5_23),
+        pytest.param("in-chunks", marks=since_transformers_5_23),
+    ],
+)
+@pytest.mark.parametrize("rows", [PADDED, MIXED], ids=["padded", "mixed"])
+def test_second_and_third_turns_over_the_cache_equal_recomputing(backbone, any_model, rows, form):
+    inputs = prompt(backbone.batch([*ONE, *ONE] if form == "prompt-alone" else rows, "left"))
+    for ratio in (0.0, 0.5):
+        cache, options = (
+            (static_cache(any_model), {"disable_compile": True}) if form == "static" else (DynamicCache(), {})
+        )
+        said = any_model.generate(**inputs, **GREEDY, past_key_values=cache, pruning_ratio=ratio, **options)
+        for turn_number in range(2):
+            turn = longer(inputs, said, seed=turn_number)
+            any_model.generate(**prompt(backbone.batch([[2, Clip(1), 3]], "left")), **GREEDY)  # leaves nothing stale
+            expected = any_model.generate(**turn, **GREEDY, pruning_ratio=ratio)
+            seen = said.shape[1] - 1 if form == "new-tokens" else 0  # the last was never an input
+            again = {"input_ids": turn["input_ids"][:, seen:]}
+            if form != "prompt-alone":
+                again = without_vision(turn) | again
+            chunks = {"prefill_chunk_size": 2} if form == "in-chunks" else {}
+            found = any_model.generate(**again, **GREEDY, past_key_values=cache, **options, **chunks)
+            assert torch.equal(found, expected[:, seen:])
+            said = expected
+
+
+@with_compact
+def test_sampled_copies_go_on_as_rows_of_their_own(backbone, any_model):
+    inputs, cache = prompt(backbone.batch(ONE, "left")), DynamicCache()
+    torch.manual_seed(0)
+    settings = GREEDY | {"do_sample": True, "num_return_sequences": 3}
+    sequences = any_model.generate(**inputs, **settings, past_key_values=cache)
+    assert len({tuple(row) for row in sequences.tolist()}) == 3
+    again = {"input_ids": torch.cat([sequences, torch.tensor([[5, 6, 7]] * 3)], dim=-1)}
+    for found, row in zip(
+        any_model.generate(**again, **GREEDY, past_key_values=cache), again["input_ids"], strict=True
+    ):
+        turn = longer(inputs, sequences[:1], 3) | {"input_ids": row[None]}
+        assert torch.equal(found, any_model.generate(**turn, **GREEDY)[0])
+
+
+@with_compact
+@pytest.mark.parametrize("filled_by", ["forward", "generate"])
+def test_a_copied_cache_serves_two_continuations(backbone, any_model, filled_by):
+    inputs, cache = second_turn(backbone, any_model, filled_by)
+    copied = copy.deepcopy(cache)
+    cache.crop(-2)
+    for some, seed in ((cache, 1), (copied, 2)):
+        turn = longer(inputs, inputs["input_ids"], seed=seed)
+        found = any_model.generate(**without_vision(turn), **GREEDY, past_key_values=some)
+        assert torch.equal(found, any_model.generate(**turn, **GREEDY))
+
+
+def second_turn(backbone: Backbone, model: Any, filled_by: str = "generate", **settings: Any) -> tuple[Inputs, Cache]:
+    """The whole conversation of a second turn, and the cache of the first."""
+    inputs = prompt(backbone.batch(ONE, "left"))
+    if filled_by == "generate":
+        first = model.generate(**inputs, **GREEDY, **settings, return_dict_in_generate=True)
+        return longer(inputs, first.sequences), first.past_key_values
+    with torch.no_grad():
+        first = model(**longer(inputs, inputs["input_ids"], 4), use_cache=True)
+    return longer(inputs, longer(inputs, inputs["input_ids"], 4)["input_ids"]), first.past_key_values
+
+
+Turn = dict[str, Any]
+WRONG: dict[str, tuple[Callable[[Turn, Any], Turn], str]] = {
+    "another-beginning": (lambda turn, _: {"input_ids": turn["input_ids"] + 1}, "does not begin .* `past_key_values`"),
+    "more-rows": (lambda turn, _: {n: turn[n].repeat(2, 1) for n in PER_TOKEN}, "does not begin .* `past_key_values`"),
+    "nothing-new": (lambda turn, _: {n: turn[n][:, :-8] for n in PER_TOKEN}, r"`past_key_values` has already seen \d+"),
+    "no-cache": (lambda *_: {"use_cache": False}, "`use_cache=False` came with `past_key_values`"),
+    "copies": (lambda *_: {"num_beams": 1, "num_return_sequences": 2}, "num_return_sequences"),
+    "assistant": (lambda _, model: {"assistant_model": model}, "`assistant_model` came with `past_key_values`"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("filled_by", ["forward", "generate"])
+def test_a_turn_that_does_not_fit_its_cache_is_refused_and_leaves_it_usable(
+    backbone, any_model, filled_by, change, message
+):
+    inputs, cache = second_turn(backbone, any_model, filled_by)
+    turn = without_vision(inputs)
+    with pytest.raises(ValueError, match=message):
+        any_model.generate(**(turn | GREEDY | change(turn, any_model)), past_key_values=cache)
+    found = any_model.generate(**turn, **GREEDY, past_key_values=cache)
+    assert torch.equal(found, any_model.generate(**inputs, **GREEDY))
+
+
+@pytest.mark.parametrize("way", ["cropped-into-a-video", "beams"])
+def test_a_cache_whose_columns_are_no_longer_the_callers_is_refused(backbone, any_model, way):
+    inputs, cache = second_turn(backbone, any_model, num_beams=3 if way == "beams" else 1)
+    if way != "beams":
+        cache.crop(-20)
+    with pytest.raises(ValueError, match="`past_key_values` cannot be used again"):
+        any_model.generate(**without_vision(inputs), **GREEDY, past_key_values=cache)
 
 
 @pytest.mark.parametrize(
@@ -290,14 +429,6 @@ def test_embeddings_over_a_cache_that_generate_filled_with_text(backbone, any_mo
     torch.testing.assert_close(rest, whole, **CLOSE)
 
 
-def test_a_prompt_of_fewer_rows_than_a_cache_is_refused(backbone, any_model):
-    inputs = prompt(backbone.batch([[3, Clip(2), 4], [3, Clip(2), 4]], "left"))
-    said = any_model.generate(**inputs, **GREEDY, pruning_ratio=0.5, return_dict_in_generate=True)
-    turn = torch.cat([said.sequences, said.sequences[:, -2:]], dim=-1)[:1]
-    with pytest.raises(ValueError, match=r"does not begin .* `past_key_values`"):
-        any_model.generate(turn, **GREEDY, past_key_values=said.past_key_values)
-
-
 def test_an_image_after_a_turn_of_text_with_the_types_of_new_tokens(backbone, any_model):
     inputs = prompt(backbone.batch([[9, Picture(), 4]], "left"))
     first, more = (
@@ -342,3 +473,114 @@ def test_an_image_in_a_cropped_cache_is_known_where_it_lies(backbone, any_model)
     record = CacheRecord.of(cache)
     assert record is not None
     assert record.holds_vision
+
+
+def padded(inputs: Inputs) -> Inputs:
+    """With three columns of padding on the left."""
+    return inputs | {name: torch.nn.functional.pad(inputs[name], (3, 0)) for name in PER_TOKEN}
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 2.0}, {"no_repeat_ngram_size": 1}], ids=str)
+def test_a_second_turn_sees_the_whole_conversation(backbone, any_model, settings):
+    """Processors of logits read the ids of what is cached, too."""
+    for inputs in (padded(prompt(backbone.batch(ONE, "left"))), prompt(backbone.batch(PADDED, "left"))):
+        first = any_model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+        turn = longer(inputs, first.sequences)
+        expected = any_model.generate(**turn, **GREEDY, **settings)
+        found = any_model.generate(**without_vision(turn), **GREEDY, **settings, past_key_values=first.past_key_values)
+        assert torch.equal(found, expected)
+
+
+def test_a_crop_of_hidden_columns_keeps_the_positions(backbone, any_model):
+    inputs = prompt(backbone.batch(PADDED[:2], "left"))
+    cache = any_model(**inputs).past_key_values
+    text = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
+    hidden = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=1)
+    hidden[0, -2:] = 0
+    any_model(input_ids=text, attention_mask=hidden, past_key_values=cache)
+    cache.crop(-2)
+    rest = {"input_ids": text[:, 2:], "attention_mask": torch.ones_like(hidden) * (hidden.cumsum(-1) > 0)}
+    whole = inputs | {
+        "input_ids": torch.cat([inputs["input_ids"], text], dim=-1),
+        "attention_mask": rest["attention_mask"],
+        "mm_token_type_ids": torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 4)),
+    }
+    found = any_model(**rest, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, any_model(**whole).logits[:, -1], atol=1e-5, rtol=0)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class FailingStreamer:
+    def __init__(self):
+        self.puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 3:
+            raise Interrupted
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_cache_that_an_error_left_half_filled_is_refused(backbone, any_model):
+    cache = DynamicCache()
+    with pytest.raises(Interrupted):
+        any_model.generate(
+            **prompt(backbone.batch(ONE, "left")), **GREEDY, past_key_values=cache, streamer=FailingStreamer()
+        )
+    with pytest.raises(ValueError, match="cannot be used again: an error ended the call that filled it"):
+        any_model.generate(input_ids=torch.arange(1, 60)[None], **GREEDY, past_key_values=cache)
+
+
+@pytest.mark.parametrize("through", ["forward", "generate"])
+def test_grids_without_pixels_say_nothing(backbone, any_model, through):
+    inputs, cache = second_turn(backbone, any_model)
+    grids = {name: inputs[name] for name in any_model.model.video_inputs[1:]}
+    if through == "generate":
+        expected = any_model.generate(**inputs, **GREEDY)
+        again = without_vision(inputs) | grids
+        assert torch.equal(any_model.generate(**again, **GREEDY, past_key_values=cache), expected)
+    else:
+        note = CacheRecord.of(cache)
+        assert note is not None
+        text = without_vision(inputs) | {"input_ids": inputs["input_ids"][:, note.seen :]}
+        assert any_model(**text, **grids, past_key_values=cache).logits.isfinite().all()
+
+
+def test_labels_beside_a_cache_and_positions(backbone, any_model):
+    cache = any_model(input_ids=torch.arange(1, 7)[None], use_cache=True).past_key_values
+    ids = torch.tensor([[7, 8, 9]])
+    outputs = any_model(
+        input_ids=ids,
+        labels=ids,
+        position_ids=torch.arange(6, 9)[None],
+        attention_mask=torch.ones(1, 9, dtype=torch.int64),
+        past_key_values=cache,
+    )
+    logits = any_model(input_ids=torch.arange(1, 10)[None]).logits[:, 6:8]
+    expected = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:])
+    torch.testing.assert_close(outputs.loss, expected, atol=1e-5, rtol=0)
+
+
+def test_rows_that_are_said_to_hold_one_sample_do(backbone, any_model):
+    if any_model.model.num_axes:
+        pytest.skip("positions beside a video that do not count its tokens are refused")
+    inputs = prompt(backbone.batch(ONE, "left"))
+    length = inputs["input_ids"].shape[1]
+    positions = torch.arange(length)[None] % (length - 3)  # they start over
+    del inputs["attention_mask"]
+    apart = any_model(**inputs, position_ids=positions).logits
+    together = any_model(**inputs, position_ids=positions, packed_rows=False).logits
+    assert not torch.allclose(apart, together, atol=1e-2)
+
+
+def test_lookup_beside_a_cache_and_padding_is_refused(backbone, any_model):
+    inputs = padded(prompt(backbone.batch(ONE, "left")))
+    first = any_model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    inputs, cache = longer(inputs, first.sequences), first.past_key_values
+    with pytest.raises(ValueError, match=r"`prompt_lookup_num_tokens` came .* hides padding"):
+        any_model.generate(**without_vision(inputs), **GREEDY, past_key_values=cache, prompt_lookup_num_tokens=3)

@@ -1,73 +1,116 @@
-"""Every decoding method, on prompts that lose tokens, against a loop that recomputes everything at each step."""
+"""Options of `generate` from wherever transformers lets them be set, and what comes with the sequences."""
 
 import sys
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, Molmo2ForConditionalGeneration, StaticCache
+from transformers import GenerationConfig, Molmo2ForConditionalGeneration, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from stts_hf.benchmark.models import stock_twin
 from stts_hf.modeling.vision_tokens_stts import features_of_rows
-from tests.modeling.reference import Inputs, one_by_one, returned_by
-from tests.tiny import Image, Part, Video, build_inputs, tiny_config, tiny_model
+from tests.modeling.reference import returned_by
+from tests.tiny import Part, Video, build_inputs, tiny_model
 from tests.version_marks import since_transformers_5_23
 
-NEW_TOKENS = 8
-PROMPTS: dict[str, list[list[Part]]] = {
-    "one_video": [[3, Video(4), 5]],
-    "different_lengths": [[3, Video(4), 5], [2, Video(2), 9], [6]],
-    "images_and_videos": [[2, Image(), 2, Video(3), 4], [2, Video(2), 3], [2, Image((1, 1)), 3]],
-    "single_frame": [[3, Video(1), 4]],
-}
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
 
 
-@pytest.fixture(scope="module", params=["original", "compact"])
-def model(request):
-    return tiny_model(tiny_config(model_overrides={"pruned_position_ids": request.param}))
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
 
 
-def next_scores(model, inputs: Inputs, prompt: torch.Tensor, pruning_ratio: float | None = None) -> torch.Tensor:
-    """Scores (1, vocabulary) of the token after `prompt` (1, L), the text so far, with everything computed anew."""
-    added = prompt.shape[1] - inputs["input_ids"].shape[1]
-    longer = inputs | {
-        "input_ids": prompt,
-        "attention_mask": torch.ones_like(prompt),
-        "mm_token_type_ids": torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, added)),
-    }
-    return model(**longer, pruning_ratio=pruning_ratio, use_cache=False).logits[:, -1]
+@pytest.mark.parametrize("where", ["argument", "generation_config", "model_config"])
+def test_a_ratio_counts_wherever_generate_is_told_of_it(model, where, monkeypatch):
+    settings: dict[str, Any] = {
+        "argument": {**GREEDY, "pruning_ratio": 0.9},
+        "generation_config": {"generation_config": GenerationConfig(**GREEDY, pruning_ratio=0.9)},
+        "model_config": GREEDY,
+    }[where]
+    if where == "model_config":
+        monkeypatch.setattr(model, "generation_config", GenerationConfig(pruning_ratio=0.9))
+    output = model.generate(**build_inputs(ROWS), **settings, return_dict_in_generate=True)
+    expected = model(**build_inputs(ROWS), pruning_ratio=0.9)
+    for found, mask in zip(output.keep_mask, expected.keep_mask, strict=True):
+        assert torch.equal(found, mask)
 
 
-@torch.no_grad()
-def recompute(model, inputs: Inputs, pruning_ratio: float | None = None, steps: int = NEW_TOKENS) -> torch.Tensor:
-    """Greedy answer (1, steps) to a single row."""
-    prompt = inputs["input_ids"]
-    for _ in range(steps):
-        best = next_scores(model, inputs, prompt, pruning_ratio).argmax(-1, keepdim=True)
-        prompt = torch.cat([prompt, best], dim=-1)
-    return prompt[:, -steps:]
+def test_a_ratio_that_is_none_is_refused_in_a_configuration_too(model):
+    config = GenerationConfig(**GREEDY, pruning_ratio=1.5)
+    with pytest.raises(ValueError, match=r"`pruning_ratio` is 1.5, but must be a number in \[0, 1\]"):
+        model.generate(**build_inputs(ROWS), generation_config=config)
 
 
-def expected_sequences(model, inputs: Inputs, rows: list[list[Part]], pruning_ratio: float | None = None):
-    """The caller's whole prompt, then each row's greedy answer."""
-    answers = [recompute(model, row, pruning_ratio) for row in one_by_one(inputs, rows)]
-    return torch.cat([inputs["input_ids"], torch.cat(answers)], dim=-1)
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_what_was_kept_comes_with_the_sequences(model, settings):
+    inputs = build_inputs(ROWS)
+    output = model.generate(**inputs, **GREEDY, **settings, pruning_ratio=0.5, return_dict_in_generate=True)
+    expected = model(**inputs, pruning_ratio=0.5)
+    assert torch.equal(output.kept_indices, expected.kept_indices)
+    for name in ("keep_mask", "token_scores"):
+        for found, video in zip(output[name], expected[name], strict=True):
+            assert torch.equal(found, video)
 
 
-@pytest.mark.parametrize("rows", PROMPTS.values(), ids=PROMPTS.keys())
-@pytest.mark.parametrize("pruning_ratio", [None, 0.0, 0.3, 1.0])
-def test_greedy_equals_recomputing(model, rows, pruning_ratio):
-    inputs = build_inputs(rows)
-    sequences = model.generate(**inputs, **GREEDY, pruning_ratio=pruning_ratio)
-    assert torch.equal(sequences, expected_sequences(model, inputs, rows, pruning_ratio))
+def test_without_videos_all_was_kept(model):
+    inputs = build_inputs([[3], [5]])
+    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(output.kept_indices, torch.arange(inputs["input_ids"].shape[1]).expand(2, -1))
+    assert output.keep_mask is None
+    assert output.token_scores is None
 
 
-@pytest.mark.parametrize("rows", ["one_video", "different_lengths"])
-def test_features_of_rows_are_not_searched_for(model, rows, monkeypatch):
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no_cache"])
+def test_right_padded_text_is_stocks(model, use_cache):
+    inputs = build_inputs([[9], [5]], padding_side="right")
+    stock: Any = stock_twin(model)
+    assert type(stock).__name__ == Molmo2ForConditionalGeneration.__name__
+    settings = GREEDY | {"return_dict_in_generate": True, "output_logits": True, "use_cache": use_cache}
+    for ours, theirs in zip(
+        model.generate(**inputs, **settings).logits, stock.generate(**inputs, **settings).logits, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+def test_token_types_of_the_first_turn_are_enough_for_the_second(model):
+    inputs = build_inputs(ROWS)
+    first = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    whole = torch.nn.functional.pad(first.sequences, (0, 3), value=7)
+    again = {"input_ids": whole, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)}
+    types = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 9))
+    expected = model.generate(**(inputs | again | {"mm_token_type_ids": types}), **GREEDY)
+    found = model.generate(
+        **again, mm_token_type_ids=inputs["mm_token_type_ids"], past_key_values=first.past_key_values, **GREEDY
+    )
+    assert torch.equal(found, expected)
+    assert torch.equal(model.generate(**(inputs | again), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_a_limit_within_the_prompt_is_refused_in_the_callers_count(model, where):
+    inputs = build_inputs(ROWS)
+    length = inputs["input_ids"].shape[1]
+    settings = {**GREEDY, "max_new_tokens": None, "max_length": 20}
+    if where == "config":
+        settings = {"generation_config": GenerationConfig(**settings)}
+    with pytest.raises(ValueError, match=rf"`max_length` is 20, but the prompt alone has {length} tokens"):
+        model.generate(**inputs, **settings)
+
+
+def test_every_step_of_decoding_says_that_a_row_holds_one_sample(model, monkeypatch):
+    prepared = returned_by(model, "prepare_inputs_for_generation", monkeypatch)
+    model.generate(**build_inputs(ROWS), **GREEDY)
+    assert len(prepared) == GREEDY["max_new_tokens"]
+    assert all(inputs["packed_rows"] is False for inputs in prepared)
+
+
+def test_features_of_rows_are_not_searched_for(model, monkeypatch):
     """They follow each other, and how many each row has is known without looking."""
     pruned = returned_by(model.model, "prune", monkeypatch)
-    model.generate(**build_inputs(PROMPTS[rows]), **GREEDY, pruning_ratio=0.5)
+    model.generate(**build_inputs(ROWS), **GREEDY, pruning_ratio=0.5)
     known = features_of_rows(pruned[0])
     assert sum(map(len, known)) == len(pruned[0].features[0][1])
     assert known[0].untyped_storage().data_ptr() == pruned[0].features[0][1].untyped_storage().data_ptr()
@@ -76,61 +119,8 @@ def test_features_of_rows_are_not_searched_for(model, rows, monkeypatch):
         assert torch.equal(found, expected)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "without_cache": {"use_cache": False},
-    "static_cache": {"cache_implementation": "static", "disable_compile": True},
-    "own_cache": {"past_key_values": DynamicCache},
-    "chunks_that_would_split_a_video": {"prefill_chunk_size": 7},
-    "chunks_within_the_text": {"prefill_chunk_size": 31},
-}
-NEEDS = dict.fromkeys(
-    ["static_cache", "chunks_that_would_split_a_video", "chunks_within_the_text"], since_transformers_5_23
-)
-
-
-@pytest.mark.parametrize("left_out", ["nothing", "mm_token_type_ids", "attention_mask"])
-@pytest.mark.parametrize("way", [pytest.param(WAYS[way], marks=NEEDS.get(way, ()), id=way) for way in WAYS])
-@pytest.mark.parametrize("rows", [[[3, Video(4), 25]], [[2, Image(), Video(2), 4], [3, Video(4), 53]]], ids=["1", "2"])
-def test_every_way_of_caching_gives_the_tokens_of_recomputing(model, rows, way, left_out):
-    inputs = build_inputs(rows)
-    expected = expected_sequences(model, inputs, rows)
-    if left_out == "attention_mask":
-        assert inputs.pop("attention_mask").all()
-    elif left_out == "mm_token_type_ids":  # then vision tokens are causal, as in stock Molmo2
-        expected = model.generate(**inputs, **GREEDY)
-    arguments = {name: value() if isinstance(value, type) else value for name, value in way.items()}
-    assert torch.equal(model.generate(**inputs, **GREEDY, **arguments), expected)
-
-
-def test_one_beam_of_many_scores_at_least_as_well_as_greedy(model):
-    inputs = build_inputs(PROMPTS["one_video"])
-    greedy = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    chosen = greedy.sequences[:, -NEW_TOKENS:]
-    steps = torch.stack(greedy.logits, dim=1).log_softmax(-1)
-    score = steps.gather(-1, chosen[..., None]).sum()
-    beams = model.generate(**inputs, **GREEDY, num_beams=4, return_dict_in_generate=True, output_scores=True)
-    # Beam search divides by the number of new tokens to the power of `length_penalty` = 1.
-    assert float(beams.sequences_scores[0]) * NEW_TOKENS >= float(score) - 1e-4
-
-
-@pytest.mark.parametrize("copies", [1, 3])
-def test_sampling_equals_drawing_from_recomputed_scores(model, copies):
-    inputs = build_inputs(PROMPTS["one_video"])
-    settings = GREEDY | {"do_sample": True, "top_k": 0, "temperature": 0.7}
-    torch.manual_seed(5)
-    sequences = model.generate(**inputs, **settings, num_return_sequences=copies)
-    torch.manual_seed(5)
-    prompts = inputs["input_ids"].repeat(copies, 1)
-    with torch.no_grad():
-        for _ in range(NEW_TOKENS):
-            scores = torch.cat([next_scores(model, inputs, prompt[None]) for prompt in prompts])
-            drawn = torch.multinomial((scores / 0.7).softmax(-1), num_samples=1)
-            prompts = torch.cat([prompts, drawn], dim=-1)
-    assert torch.equal(sequences, prompts)
-
-
 def test_positions_of_the_caller_are_followed(model):
-    inputs = build_inputs(PROMPTS["different_lengths"])
+    inputs = build_inputs(ROWS)
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
     expected = model.generate(**inputs, **GREEDY)
     # Only distances between positions count, so a shift of all of them changes nothing.
@@ -140,7 +130,7 @@ def test_positions_of_the_caller_are_followed(model):
 
 
 def test_the_callers_generation_config_is_left_alone(model):
-    inputs = build_inputs(PROMPTS["one_video"])
+    inputs = build_inputs(ROWS[:1])
     config = GenerationConfig(**{**GREEDY, "max_new_tokens": None}, max_length=60, min_length=59)
     before = config.to_dict()
     own = model.generation_config.to_dict()
@@ -154,7 +144,7 @@ def test_what_older_transformers_decodes_wrongly_is_refused(model, monkeypatch, 
     """Before 5.23 native Molmo2 prepares inputs as any model does, and forgets the bidirectional block there."""
     if "prepare_inputs_for_generation" in vars(Molmo2ForConditionalGeneration):
         monkeypatch.delattr(Molmo2ForConditionalGeneration, "prepare_inputs_for_generation")
-    inputs = build_inputs(PROMPTS["one_video"])
+    inputs = build_inputs(ROWS[:1])
     values = {
         "cache_implementation": "static",
         "past_key_values": StaticCache(model.config.text_config, max_cache_len=256),
@@ -162,7 +152,7 @@ def test_what_older_transformers_decodes_wrongly_is_refused(model, monkeypatch, 
     }
     with pytest.raises(ValueError, match=r"needs transformers 5\.23"):
         model.generate(**inputs, **GREEDY, **{way: values[way]})
-    assert model.generate(**inputs, **GREEDY).shape[1] == inputs["input_ids"].shape[1] + NEW_TOKENS
+    assert model.generate(**inputs, **GREEDY).shape[1] == inputs["input_ids"].shape[1] + 6
 
 
 @since_transformers_5_23
@@ -177,6 +167,6 @@ def test_a_step_of_decoding_does_not_ask_how_long_the_cache_is(model, monkeypatc
         return real(layer)
 
     monkeypatch.setattr(StaticLayer, "get_seq_length", get_seq_length)
-    model.generate(**inputs, **GREEDY | {"max_new_tokens": 8}, cache_implementation="static", disable_compile=True)
+    model.generate(**inputs, **GREEDY, cache_implementation="static", disable_compile=True)
     assert asked
     assert sum(file.endswith("_stts.py") for file in asked) <= 2  # for the prompt, never for a token

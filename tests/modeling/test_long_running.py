@@ -10,8 +10,8 @@ import torch
 
 from tests.backbones import BACKBONES, Clip, Rows, prompt
 
-CALLS, SETTLED = 500, 200  # caches of the allocator and of layouts are full by then
-FLAT = 2**21  # bytes; 0.2 MiB was measured, and 10 kB leaked by each call would be 3 MB
+CALLS, SETTLED = 300, 160  # caches of the allocator and of layouts are full by then
+FLAT = 2**21  # bytes; 0.2 MiB was measured, and 20 kB leaked by each call would be 2.8 MB
 
 LONG = f"""
 import gc, json, sys
@@ -24,7 +24,7 @@ model, sizes = backbone.model(), []
 for call in range({CALLS}):
     with torch.no_grad():
         inputs = prompt(backbone.batch(rows_of(call), "left"))
-        model.generate(**inputs, max_new_tokens=2, do_sample=False, pruning_ratio=call % 10 / 10)
+        model.generate(**inputs, max_new_tokens=1, do_sample=False, pruning_ratio=call % 10 / 10)
     if call % 20 == 19:
         gc.collect()
         sizes.append(psutil.Process().memory_info().rss)
@@ -33,12 +33,12 @@ print(json.dumps(sizes))
 
 
 def rows_of(call: int) -> Rows:
-    """Clips of 1 to 12 frames beside text, the same at every 60th call."""
-    return [[2 + call % 5, Clip(1 + call % 12), 4], [1 + call % 3]]
+    """Clips of 1 to 4 frames beside text, the same at every 60th call."""
+    return [[2 + call % 5, Clip(1 + call % 4), 4], [1 + call % 3]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [backbone.name for backbone in BACKBONES])
+@pytest.mark.parametrize("name", [BACKBONES[0].name, BACKBONES[-1].name])  # of towers that share no code
 def test_memory_is_flat_over_many_calls(name):
     run = subprocess.run([sys.executable, "-c", LONG, name], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from tests.backbones import BACKBONES, Clip, Picture, prompt
+from tests.backbones import Clip, Picture, prompt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 # As folders of the Hub hold it: a loop of its own. It gets the prompt that is left, and where its tokens stand.
@@ -61,14 +61,13 @@ def test_a_function_of_custom_decoding_gets_the_pruned_prompt(backbone):
     assert seen[0] < inputs["input_ids"].shape[1]
 
 
-@pytest.mark.slow  # continuous batching takes 10 s to set up
-@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
 def test_continuous_batching_of_text_says_what_generate_says(backbone):
     model = backbone.model().eval()
     prompts = [[5, 6, 7, 8, 9], [7, 8, 9]]
     expected = [model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
     config = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=-1, pad_token_id=0)
-    outputs = model.generate_batch(prompts, generation_config=config)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # else it takes most of the memory
+    outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=small)
     assert [outputs[f"req_{index}"].generated_tokens for index in range(2)] == expected
 
 

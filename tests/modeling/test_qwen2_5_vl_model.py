@@ -10,7 +10,6 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration, STTSQwen2_5_VLModel
 from tests import tiny_qwen3_vl
 from tests.modeling.reference import CLOSE
-from tests.modeling.test_qwen3_vl_stock import NEW, ROWS, WAYS
 from tests.naive_qwen2_5_vl import naive_forward
 from tests.tiny_qwen2_5_vl import samples, stock_twin, tiny_config, tiny_model
 from tests.tiny_qwen3_vl import Video, batch, text_of
@@ -19,13 +18,6 @@ from tests.tiny_qwen3_vl import Video, batch, text_of
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_generate_gives_stocks_tokens(way):
-    model = tiny_model(tiny_config(pruning_ratio=0.0), trained_scorer=False)
-    inputs = text_of(batch(samples(ROWS)))
-    assert torch.equal(model.generate(**inputs, **(NEW | way)), stock_twin(model).generate(**inputs, **(NEW | way)))
 
 
 def test_positions_in_time_follow_the_seconds_of_each_video(model):

@@ -1,4 +1,4 @@
-"""The whole model against a construction token by token: batches, packed rows, positions, caches."""
+"""What callers of Qwen3-VL may give beside a prompt: positions, and features made beforehand."""
 
 from typing import Any
 
@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from tests.modeling.reference import CLOSE
-from tests.tiny_qwen3_vl import (
-    Video,
-    batch,
-    samples,
-    tiny_model,
-)
+from tests.tiny_qwen3_vl import Image, Video, batch, samples, text_of, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +50,14 @@ def test_features_made_beforehand_are_gone_on_with(model):
     settings: Any = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "do_sample": False, "num_beams": 2}
     expected = model.generate(**per_token, **grids, pixel_values_videos=pixels, pruning_ratio=0.0, **settings)
     assert torch.equal(model.generate(**per_token, **given, **settings), expected)
+
+
+def test_generate_follows_positions_of_the_caller(model):
+    inputs = text_of(batch(samples([[2, Image(), 2, Video(3), 4, Video(2, 1, 3), 2], [2, Video(2), 3]])))
+    grids = (inputs["image_grid_thw"], inputs["video_grid_thw"], inputs["attention_mask"])
+    axes, _ = model.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], *grids)
+    settings: Any = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    expected = model.generate(**inputs, **settings)
+    assert torch.equal(model.generate(**inputs, **settings, position_ids=axes), expected)
+    order = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)[None]
+    assert torch.equal(model.generate(**inputs, **settings, position_ids=torch.cat([order, axes])), expected)

@@ -286,12 +286,11 @@ def changing_blocks(generator: torch.Generator, grid: tuple[int, int, int]) -> t
     return torch.cat(video) + 0.01 * torch.randn(frames * rows * cols, 4, 32, generator=generator)
 
 
-@pytest.mark.parametrize("rate", [1e-3, 3e-3])
-def test_a_new_scorer_learns_which_few_blocks_change(rate):
-    """From scores of 0.5, all fall to the flat end of the sigmoid and stay: 16 % are found at 1e-3, 32 % at 3e-3."""
+def test_a_new_scorer_learns_which_few_blocks_change():
+    """From scores of 0.5, all fall to the flat end of the sigmoid and stay: 32 % are found."""
     torch.manual_seed(0)
     tower = STTSForConditionalGeneration(tiny_config(initializer_range=0.1)).model.vision_tower
-    optimizer = torch.optim.AdamW(tower.scorer.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(tower.scorer.parameters(), lr=3e-3)
     generator, grid = torch.Generator().manual_seed(0), (8, 6, 6)
     for _ in range(150):
         patches = torch.cat([changing_blocks(generator, grid) for _ in range(4)])
