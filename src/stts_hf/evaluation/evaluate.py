@@ -50,19 +50,15 @@ def ask_openly(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     The rows without their options, with the right option's text as answer. A row whose options or answer are wrong
     stays as it is, so that `evaluate` reports it.
     """
-    return [_openly(row) for row in rows]
-
-
-def _openly(row: Mapping[str, Any]) -> dict[str, Any]:
-    options = row.get("options")
-    if not isinstance(options, list):
-        return dict(row)
-    texts = [str(option) for option in options]
-    try:
-        answer = texts[find_option(texts, row.get("answer"))]
-    except ValueError:
-        return dict(row)
-    return {name: value for name, value in row.items() if name != "options"} | {"answer": answer}
+    asked = [dict(row) for row in rows]
+    for row in asked:
+        options = row.get("options")
+        if isinstance(options, list):
+            texts = [str(option) for option in options]
+            with contextlib.suppress(ValueError):
+                row["answer"] = texts[find_option(texts, row.get("answer"))]
+                del row["options"]
+    return asked
 
 
 def read_question(

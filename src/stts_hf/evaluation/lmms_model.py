@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,18 @@ class STTS(lmms):
         with tqdm(total=len(requests), desc="Model Responding", disable=self.rank != 0) as bar:
             for places in alike.values():
                 options, until = generation_options(requests[places[0]].args[2])
+                options |= {"pruning_ratio": self.pruning_ratio, "processing": self.processing}
                 for start in range(0, len(places), _WINDOW * self.batch_size):
                     window = places[start : start + _WINDOW * self.batch_size]
-                    for number, answer in self._answers([requests[place] for place in window], options):
-                        if isinstance(answer, BaseException):
-                            unreadable.append(f"{_name(requests[window[number]])} cannot be asked: {answer!r}")
-                            self._failed[requests[window[number]].task_name] += 1
+                    prompts = [self._prompt(requests[place]) for place in window]
+                    answers = answer_requests(
+                        self.model, self.processor, prompts, batch_size=self.batch_size, **options
+                    )
+                    for number, answer in answers:
+                        asked = requests[window[number]]
+                        if answer.error is not None:
+                            unreadable.append(f"{_name(asked)} cannot be asked: {answer.error!r}")
+                            self._failed[asked.task_name] += 1
                             logger.error(unreadable[-1])
                         results[window[number]] = result_of(answer, until)
                         bar.update()
@@ -123,55 +129,33 @@ class STTS(lmms):
         seconds = time.perf_counter() - started
         found = {"unreadable": self._failed.total(), "text_only": self._text_only.total()}
         log_metrics(seconds, sum(counts), sum(counts) / seconds, {"rank": self.rank, **found})
-        asked = Counter(request.task_name for request in requests)
+        totals = Counter(request.task_name for request in requests)
         for task, number in self._failed.items():
-            logger.error(f"{task}: {number} of {asked[task]} questions could not be asked, so they have no answer.")
+            logger.error(f"{task}: {number} of {totals[task]} questions could not be asked, so they have no answer.")
         for task, number in self._text_only.items():
-            logger.warning(f"{task}: {number} of {asked[task]} questions were asked without any video or image.")
+            logger.warning(f"{task}: {number} of {totals[task]} questions were asked without any video or image.")
         return [results[place] for place in range(len(requests))]
 
-    def _answers(
-        self, requests: Sequence[Instance], options: Mapping[str, Any]
-    ) -> Iterator[tuple[int, Answer | BaseException]]:
-        assert self.pruning_ratio is not None  # a configuration has one
-        prompts: list[Request] = []
-        asked: list[int] = []
-        for number, request in enumerate(requests):
-            try:
-                prompts.append(self._prompt(request))
-                asked.append(number)
-            except (Exception, SystemExit) as error:  # also of the task's own code, which may exit for a missing video
-                yield number, error
-        answers = answer_requests(
-            self.model,
-            self.processor,
-            prompts,
-            pruning_ratio=self.pruning_ratio,
-            batch_size=self.batch_size,
-            processing=self.processing,
-            **options,
-        )
-        for place, answer in answers:
-            yield asked[place], answer.error or answer
-
     def _prompt(self, request: Instance) -> Request:
-        """What a task's messages say. Raises `ValueError` for what the model does not take."""
+        """What a task's messages ask; with an error where they ask what the model does not take, or cannot be made."""
         _, doc_to_messages, _, doc_id, task, split = request.args
-        conversation = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
         messages: list[dict[str, Any]] = []
         media: dict[str, list[Any]] = {"video": [], "image": []}
-        for message in conversation.messages:
-            for part in message.content:
-                if part.type != "text":
-                    source = self._source(part)
-                    media[part.type].append(source)
-            parts = [
-                {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
-            ]
-            messages.append({"role": message.role, "content": parts})
+        try:
+            conversation = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
+            for message in conversation.messages:
+                parts = [part.model_dump(include={"type", "text"}) for part in message.content]
+                messages.append({"role": message.role, "content": parts})
+                for part in message.content:
+                    if part.type != "text":
+                        source = self._source(part)
+                        media[part.type].append(source)
+            asked = make_request(self.processor, messages, media["video"], media["image"])
+        except (Exception, SystemExit) as error:  # also of the task's own code, which may exit for a missing video
+            return Request("", "", error=error if isinstance(error, Exception) else RuntimeError(repr(error)))
         if not any(media.values()):  # as some tasks ask where a file is missing
             self._text_only[request.task_name] += 1
-        return make_request(self.processor, messages, media["video"], media["image"])
+        return asked
 
     def _source(self, part: Any) -> Any:
         """What the processor reads a video or image from."""
@@ -216,9 +200,9 @@ def generation_options(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     return options, [until] if isinstance(until, str) else list(until)
 
 
-def result_of(answer: Answer | BaseException, until: Sequence[str]) -> GenerationResult:
+def result_of(answer: Answer, until: Sequence[str]) -> GenerationResult:
     """What lmms-eval takes for an answer, which ends before any of the texts `until`."""
-    if isinstance(answer, BaseException):
+    if answer.error is not None:
         return GenerationResult(text="")
     ends = [answer.text.find(stop) for stop in until if stop in answer.text]
     counts = TokenCounts(input_tokens=answer.prompt_tokens, output_tokens=answer.new_tokens)

@@ -68,16 +68,13 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     and `video_tokens_kept`, and `seconds` in all.
     """
     records = list(records)
-    return {
-        "all": _sums(records),
-        "types": _sums_by(records, "type"),
-        "groups": _sums_by(records, "group"),
-    }
-
-
-def _sums_by(records: Sequence[Mapping[str, Any]], column: str) -> dict[str, dict[str, Any]]:
-    names = dict.fromkeys(record[column] for record in records if record[column] is not None)
-    return {name: _sums([record for record in records if record[column] == name]) for name in names}
+    summary: dict[str, Any] = {"all": _sums(records)}
+    for column in ("type", "group"):
+        named: dict[Any, list[Mapping[str, Any]]] = {}
+        for record in records:
+            named.setdefault(record[column], []).append(record)
+        summary[f"{column}s"] = {name: _sums(of_name) for name, of_name in named.items() if name is not None}
+    return summary
 
 
 def _sums(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -27,14 +27,14 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
     """
     A model with video token pruning, as vLLM runs models; settings are those of the checkpoint. What a subclass says:
 
-    info: of its processor. whole: our model in transformers. vision_weights: how the names of the vision part's weights
-    begin in a checkpoint's files. num_axes: how many numbers a position has; of one, vLLM makes three equal ones.
+    info: of its processor. whole: our model in transformers. language_part: vLLM's language model without a head.
+    vision_weights: how the names of the vision part's weights begin in a checkpoint's files.
     """
 
     info: ClassVar[type[ProcessingInfo]]
     whole: ClassVar[Any]
+    language_part: ClassVar[type[nn.Module]]
     vision_weights: ClassVar[str]
-    num_axes: ClassVar[int]
     hf_to_vllm_mapper: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -43,7 +43,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         with self._mark_tower_model(vllm_config, set(MODALITIES)):  # type: ignore[operator]  # vLLM has no types
             self.vision = vision_part(self.whole, config)
         with self._mark_language_model(vllm_config):  # type: ignore[operator]
-            self.model = self.language_part(vllm_config, maybe_prefix(prefix, "model"))
+            self.model: Any = self.language_part(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         text = config.text_config
         self.lm_head = ParallelLMHead(
             text.vocab_size,
@@ -58,16 +58,12 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         for layer in self.model.layers:
             make_room(layer.self_attn.rotary_emb, math.ceil(per_token * vllm_config.model_config.max_model_len))
 
-    def language_part(self, vllm_config: VllmConfig, prefix: str) -> Any:
-        """vLLM's language model without a head."""
-        raise NotImplementedError
-
     def encode(self, modality: str, item: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (K, width) of the blocks that are kept, and which of an item's blocks they are, (blocks,) bool."""
         raise NotImplementedError
 
     def place(self, modality: str, item: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Positions (num_axes, L) of an item's tokens before anything is dropped, from where it begins."""
+        """Positions (3, L) of an item's tokens before anything is dropped, from where it begins."""
         raise NotImplementedError
 
     def merge(
@@ -84,10 +80,6 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
     ) -> torch.Tensor:
         """The language model, with final positions (3, tokens) or (tokens,), and the notes (tokens, N) of `merge`."""
         raise NotImplementedError
-
-    def text_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Weights of a checkpoint without those of the vision part, as vLLM's language model takes them."""
-        return weights
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
@@ -127,7 +119,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         kept[is_block] = keep_mask
         embeds = self.model.embed_input_ids(item["ids"][kept])
         embeds, notes = self.merge(embeds, is_block[kept], features.to(embeds), item["types"][kept])
-        places = to_digits(self.place(modality, item)[:, kept].T).flatten(1)  # (L', num_axes * NUM_DIGITS)
+        places = to_digits(self.place(modality, item)[:, kept].T).flatten(1)  # (L', 3 * NUM_DIGITS)
         return torch.cat([embeds, places.to(embeds), notes.to(embeds)], dim=-1)
 
     def embed_input_ids(
@@ -138,16 +130,13 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Embeddings (tokens, hidden size) of a step; takes the notes of its videos and images for `forward`."""
-        self.notes = None
-        embed = self._embed_text_input_ids
-        embeds = embed(input_ids, self.model.embed_input_ids, is_multimodal=is_multimodal)  # type: ignore[operator]
-        if not multimodal_embeddings or is_multimodal is None:
-            return embeds
-        found = torch.cat(list(multimodal_embeddings)).to(embeds)
-        places, hidden_size = is_multimodal.to(embeds.device), embeds.shape[-1]
-        embeds[places] = found[:, :hidden_size]
-        self.notes = embeds.new_zeros(len(embeds), found.shape[-1] - hidden_size)
-        self.notes[places] = found[:, hidden_size:]
+        hidden_size, self.notes = self.config.text_config.hidden_size, None
+        items = [(item[:, :hidden_size], item[:, hidden_size:]) for item in multimodal_embeddings or ()]
+        embeds = super().embed_input_ids(input_ids, [item for item, _ in items], is_multimodal=is_multimodal)
+        if items and is_multimodal is not None:
+            notes = torch.cat([notes for _, notes in items]).to(embeds)
+            self.notes = embeds.new_zeros(len(embeds), notes.shape[-1])
+            self.notes[is_multimodal.to(embeds.device)] = notes
         return embeds
 
     def forward(
@@ -162,9 +151,9 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         notes, self.notes = self.notes, None  # a step without `embed_input_ids` has no vision tokens
         if notes is not None:
             notes = nn.functional.pad(notes, (0, 0, 0, positions.shape[-1] - len(notes)))  # vLLM may fill up a step
-            places, notes = notes.tensor_split([self.num_axes * NUM_DIGITS], dim=-1)
+            places, notes = notes.tensor_split([3 * NUM_DIGITS], dim=-1)
             if positions.dim() == 2:
-                positions = positions + from_digits(places.unflatten(-1, (self.num_axes, NUM_DIGITS))).T
+                positions = positions + from_digits(places.unflatten(-1, (3, NUM_DIGITS))).T
         return self.run(positions, inputs_embeds, notes, input_ids=input_ids, intermediate_tensors=intermediate_tensors)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -181,7 +170,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
                 else:
                     yield name, weight
 
-        loaded = AutoWeightsLoader(self).load_weights(self.text_weights(of_text()), mapper=self.hf_to_vllm_mapper)
+        loaded = AutoWeightsLoader(self).load_weights(of_text(), mapper=self.hf_to_vllm_mapper)
         self.vision.load_state_dict(vision_part(self.whole, self.config, of_vision).state_dict())
         return loaded | {f"vision.{name}" for name, _ in self.vision.named_parameters()}
 
@@ -198,19 +187,16 @@ def vision_part(whole: Any, config: Any, weights: dict[str, torch.Tensor] | None
     text.pad_token_id = None  # it is out of such a vocabulary
     ignored = {"_keys_to_ignore_on_load_missing": {"language_model", "lm_head"}}
     kind: Any = type("VisionOnly", (whole,), ignored)  # the language model may stay without weights
-    missing: list[str] = []
     if weights is None:
         model = kind(small)
     else:
-        model, info = kind.from_pretrained(
-            None, config=small, state_dict=weights, output_loading_info=True, dtype=torch.get_default_dtype()
-        )
-        missing = sorted(info["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"The checkpoint lacks {len(missing)} weights of the vision tower and connector, such as {missing[0]}. "
-            "Serve one that `save_pretrained` or `stts-hf convert` wrote."
-        )
+        options = {"output_loading_info": True, "dtype": torch.get_default_dtype()}
+        model, found = kind.from_pretrained(None, config=small, state_dict=weights, **options)
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"The checkpoint lacks {len(missing)} weights of the vision tower and connector, such as {missing[0]}. "
+                "Serve one that `save_pretrained` or `stts-hf convert` wrote."
+            )
     vision = model.eval().requires_grad_(False).model
     del vision.language_model
     return vision

@@ -45,11 +45,6 @@ class Molmo2Info(ProcessingInfo):
         num_frames = max(1, min(video.num_frames, int((num_tokens - rows * columns) / per_frame)))
         return num_frames, video.size["height"], video.size["width"]
 
-    def largest_image(self, num_tokens: int) -> tuple[int, int]:
-        image: Any = self.get_hf_processor().image_processor
-        side = image.max_crops * image.size["width"]
-        return side, side
-
 
 class Molmo2Processor(MultiModalProcessor):
     """As for all, with what Molmo2's vision tokens see and its first token."""
@@ -86,8 +81,8 @@ class Molmo2ForServing(ServingModel):
 
     info = Molmo2Info
     whole = STTSForConditionalGeneration
+    language_part = Molmo2TextModel
     vision_weights = "model.vision_backbone."
-    num_axes = 1
     hf_to_vllm_mapper = Molmo2ForConditionalGeneration.hf_to_vllm_mapper
     packed_modules_mapping = Molmo2ForConditionalGeneration.packed_modules_mapping
 
@@ -102,9 +97,6 @@ class Molmo2ForServing(ServingModel):
             attention = layer.self_attn.attn
             attention.impl = VisionAttention(attention.impl, self.step)
 
-    def language_part(self, vllm_config: VllmConfig, prefix: str) -> Molmo2TextModel:
-        return Molmo2TextModel(vllm_config=vllm_config, prefix=prefix)
-
     def encode(self, modality: str, item: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = item["pixels"], item["pooling"], item["grids"]
         if modality == "video":
@@ -114,7 +106,7 @@ class Molmo2ForServing(ServingModel):
         return features, torch.ones(len(features), dtype=torch.bool, device=features.device)
 
     def place(self, modality: str, item: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.arange(len(item["ids"]), device=item["ids"].device)[None]
+        return torch.arange(len(item["ids"]), device=item["ids"].device).expand(3, -1)
 
     def merge(
         self, embeds: torch.Tensor, is_block: torch.Tensor, features: torch.Tensor, types: torch.Tensor
@@ -132,5 +124,5 @@ class Molmo2ForServing(ServingModel):
         self.step.is_vision = None
         return hidden_states
 
-    def text_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        return _get_weights_with_merged_embedding(weights)
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return super().load_weights(_get_weights_with_merged_embedding(weights))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import BatchFeature
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import ModalityDataItems, MultiModalDataItems, MultiModalDataParser
@@ -89,10 +90,6 @@ class ProcessingInfo(BaseProcessingInfo):
         """Frames, height and width of a video that makes about so many tokens, and no more."""
         raise NotImplementedError
 
-    def largest_image(self, num_tokens: int) -> tuple[int, int]:
-        """Height and width, likewise."""
-        raise NotImplementedError
-
     @classmethod
     def find_blocks(cls, config: Any, modality: str, ids: torch.Tensor) -> torch.Tensor:
         """Which of an item's tokens (L,) stand for blocks, (L,) bool."""
@@ -118,18 +115,15 @@ class ProcessingInfo(BaseProcessingInfo):
 
 
 class DummyInputs(BaseDummyInputsBuilder[ProcessingInfo]):
-    """Inputs as large as they may be, from which vLLM sees how much memory it needs."""
+    """The largest video, from which vLLM sees how much memory it needs, or an image of its frames' size."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return "".join(self.info.placeholders[modality] * count for modality, count in mm_counts.items())
 
     def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> dict[str, Any]:
         frames = np.zeros((*self.info.largest_video(seq_len), 3), np.uint8)
-        height, width = self.info.largest_image(seq_len)
-        return {
-            "video": [(frames, {"fps": 2.0})] * mm_counts.get("video", 0),
-            "image": self._get_dummy_images(width=width, height=height, num_images=mm_counts.get("image", 0)),
-        }
+        items: dict[str, Any] = {"video": (frames, {"fps": 2.0}), "image": Image.fromarray(frames[0])}
+        return {modality: [items[modality]] * count for modality, count in mm_counts.items()}
 
 
 class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):

@@ -39,12 +39,6 @@ class Qwen3VLInfo(ProcessingInfo):
         side *= max(1, math.isqrt(int(blocks)))
         return frames, side, side
 
-    def largest_image(self, num_tokens: int) -> tuple[int, int]:
-        image: Any = self.get_hf_processor().image_processor
-        side = image.patch_size * image.merge_size
-        side *= max(1, math.isqrt(min(num_tokens, image.size["longest_edge"] // side**2)))
-        return side, side
-
 
 @MULTIMODAL_REGISTRY.register_processor(MultiModalProcessor, info=Qwen3VLInfo, dummy_inputs=DummyInputs)
 class Qwen3VLForServing(ServingModel):
@@ -52,8 +46,8 @@ class Qwen3VLForServing(ServingModel):
 
     info = Qwen3VLInfo
     whole = STTSQwen3VLForConditionalGeneration
+    language_part = Qwen3LLMModel
     vision_weights = "model.visual."
-    num_axes = 3
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "model."})
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -69,9 +63,6 @@ class Qwen3VLForServing(ServingModel):
         self.num_taps = len(self.config.vision_config.deepstack_visual_indexes)
         if self.config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-
-    def language_part(self, vllm_config: VllmConfig, prefix: str) -> Qwen3LLMModel:
-        return Qwen3LLMModel(vllm_config=vllm_config, prefix=prefix)
 
     def encode(self, modality: str, item: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (K, (1 + taps) * hidden size): the merger's, then deepstack's."""

@@ -195,7 +195,6 @@ class FarAway(ServingModel):
     """A video of three tokens, whose positions on three axes two bytes do not hold."""
 
     info: ClassVar[Any] = SimpleNamespace(find_blocks=lambda config, modality, ids: ids == 1)
-    num_axes = 3
     positions = 65_790 + torch.arange(9).view(3, 3)
 
     def __init__(self) -> None:
