@@ -4,6 +4,7 @@ import codecs
 import copy
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,11 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
             raise ValueError(f"{path}:{number} must be an object with columns, got {type(row).__name__}.")
         name = f"{path.name}:{number}" if row.get("id") is None else str(row["id"])
         rows.append(row | {"id": name, "media_root": str(row.get("media_root") or Path(root).absolute())})
+        for column in ("id", "media_root"):
+            if re.search("[\ud800-\udfff]", rows[-1][column]):  # Arrow's texts are UTF-8
+                raise ValueError(
+                    f"{path}:{number}: {column} {rows[-1][column]!r} holds a lone surrogate. Write whole characters."
+                )
     if not rows:
         raise ValueError(f"{str(path)!r} holds no rows.")
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -64,7 +64,7 @@ def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.
     rows: Q. answers: (S, Q) of `read_right`, of S runs such as seeds. against: (S, Q) or (1, Q) of another method.
     """
     bootstrap = Bootstrap([clip_of(row) for row in rows])
-    groups = np.array([row.get("group") or "" for row in rows])
+    groups = np.array([str(row.get("group") or "") for row in rows])
     videos = np.array([bool(row.get("videos")) for row in rows])
     named = [name for name in dict.fromkeys(groups.tolist()) if name]
     about_videos = [groups == name for name in named if videos[groups == name].any()]

@@ -11,6 +11,7 @@ from stts_hf.inference.requests import Answer, Request
 
 from .scoring import find_choice, is_right
 
+LABELS = ("type", "group")
 COUNTS = ("prompt_tokens", "video_tokens", "video_tokens_kept")
 
 
@@ -65,13 +66,21 @@ def read_question(
     processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False
 ) -> Request:
     """The prompt of a row's question, its answer left out. Raises `RowError` for a row that cannot be asked."""
-    prompt = read_prompt(processor, row, index, allow_urls)
+    prompt, name = read_prompt(processor, row, index, allow_urls), row_id(row, index)
+    for column in LABELS:
+        if label_of(row, column) != row.get(column):
+            raise RowError(f"Row {name!r}: {column} is {row[column]!r}. Name it by one text or number.", name)
     if row.get("question") is None:
-        name = row_id(row, index)
         raise RowError(
             f"Row {name!r}: question is empty: a conversation in messages is for training, not for scoring.", name
         )
     return prompt
+
+
+def label_of(row: Mapping[str, Any], column: str) -> str | float | None:
+    """A row's type or group; None where it is neither a text that can be printed nor a number."""
+    found = row.get(column)
+    return found if isinstance(found, int | float) or (isinstance(found, str) and found.isprintable()) else None
 
 
 # Columns of a record with their types; where there is an error, None is allowed too.
@@ -81,7 +90,7 @@ COLUMNS |= {"no_option": bool, "error": str | None, **dict.fromkeys(COUNTS, int)
 
 def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     """`evaluate`'s record of a row; of a row that could not be read, counts are None and `seconds` is 0."""
-    record = {"id": row["id"], "type": row.get("type"), "group": row.get("group")}
+    record = {"id": row["id"], **{column: label_of(row, column) for column in LABELS}}
     if answer.error is not None:
         outcome = {"written": None, "right": False, "no_option": False, "error": describe_error(answer.error)}
         return record | outcome | dict.fromkeys(COUNTS) | {"seconds": 0.0}

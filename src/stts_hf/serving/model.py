@@ -107,7 +107,12 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         embedded = []
         for modality in MODALITIES:
             if f"{modality}_ids" in inputs:
-                for item in split_items(inputs, modality, self.info.parts()):
+                parts = {}
+                for name in self.info.parts():
+                    sizes = inputs[f"{modality}_num_{name}"].flatten().tolist()
+                    parts[name] = inputs[f"{modality}_{name}"].split(sizes)
+                for index, grid in enumerate(inputs[f"{modality}_grids"]):
+                    item = {name: tensors[index] for name, tensors in parts.items()} | {"grids": grid[None]}
                     embedded.append(self.lay_out(modality, item))
         return embedded
 
@@ -213,14 +218,3 @@ def make_room(rotary: Any, num_positions: int) -> None:
     frequencies = rotary._compute_inv_freq(scaled)  # noqa: SLF001  # vLLM keeps them nowhere
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float), frequencies)
     rotary.cos_sin_cache = (torch.cat([angles.cos(), angles.sin()], dim=-1) * rotary.mscale).to(rotary.cos_sin_cache)
-
-
-def split_items(
-    inputs: dict[str, torch.Tensor], modality: str, parts: Iterable[str]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of each video or image, which vLLM hands over one behind the other."""
-    grids = inputs[f"{modality}_grids"]
-    sizes = {name: inputs[f"{modality}_num_{name}"].flatten().tolist() for name in parts}
-    found = {name: inputs[f"{modality}_{name}"].split(size) for name, size in sizes.items()}
-    for index in range(len(grids)):
-        yield {name: tensors[index] for name, tensors in found.items()} | {"grids": grids[index : index + 1]}

@@ -59,15 +59,13 @@ class Molmo2Processor(MultiModalProcessor):
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
         """
         What vLLM reuses computed tokens by. The tokens of one video depend on all others in the prompt, which they
-        see, and on what is between: of several, each hash says them all.
+        see, and on what is between: each hash says them all.
         """
         hashes = super()._get_mm_hashes(inputs)
-        if sum(map(len, hashes.values())) < 2:
-            return hashes
         vocabulary = self.info.get_tokenizer().get_vocab()
         wanted = {vocabulary[placeholder] for placeholder in self.info.placeholders.values()}
         places = [place for place, token in enumerate(inputs.prompt) if token in wanted]
-        between = inputs.prompt[places[0] : places[-1] + 1] if places else []
+        between = inputs.prompt[min(places, default=0) : max(places, default=-1) + 1]
         together = repr((sorted(hashes.items()), between))
         return {
             modality: [hashlib.sha256(f"{one} in {together}".encode()).hexdigest() for one in of_modality]

@@ -6,6 +6,7 @@ A video stays encoded until it is its turn: only the frames that are shown are d
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,27 +47,19 @@ class EncodedVideoLoader(VideoLoader):
         return encoded_video(data)
 
 
-def encoded_video(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
-    """A video file's bytes as vLLM hands videos on: an array with metadata."""
-    return np.frombuffer(data, dtype=np.uint8), {}
+def encoded_video(item: Any) -> Any:
+    """The bytes or the path of a video file as vLLM hands videos on: an array with metadata; others as they are."""
+    if isinstance(item, str | os.PathLike):
+        item = Path(item).read_bytes()
+    return (np.frombuffer(item, dtype=np.uint8), {}) if isinstance(item, bytes) else item
 
 
 class VideoParser(MultiModalDataParser):
     """vLLM's parser, which takes the bytes or the path of a video file too."""
 
     def _parse_video_data(self, data: Any) -> ModalityDataItems[Any, Any] | None:
-        if isinstance(data, bytes | str | os.PathLike):
-            data = [data]
-        if isinstance(data, list):
-            data = [self._read(item) for item in data]
-        return super()._parse_video_data(data)
-
-    @staticmethod
-    def _read(item: Any) -> Any:
-        if isinstance(item, str | os.PathLike):
-            with open(item, "rb") as file:
-                item = file.read()
-        return encoded_video(item) if isinstance(item, bytes) else item
+        read = [encoded_video(item) for item in data] if isinstance(data, list) else encoded_video(data)
+        return super()._parse_video_data(read)
 
 
 class ProcessingInfo(BaseProcessingInfo):

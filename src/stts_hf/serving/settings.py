@@ -64,7 +64,7 @@ class Molmo2Settings(ServingSettings):
         text = config.text_config
         # As vLLM's text model calls it.
         text.use_qk_norm, text.rope_theta = text.qk_norm_type is not None, text.rope_parameters["rope_theta"]
-        if keeps_gaps(config):
+        if config.pruned_position_ids == "original" and config.vision_config.pruning_ratio > 0:
             # vLLM lets positions differ from places only for models of several axes. All of ours are the first.
             text.rope_parameters["mrope_section"] = [text.head_dim // 2, 0, 0]
 
@@ -87,8 +87,3 @@ class Molmo2Settings(ServingSettings):
             logger.info("STTS raises max_num_batched_tokens to max_model_len, %d.", longest)
             scheduler.max_num_batched_tokens = longest
             scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = longest
-
-
-def keeps_gaps(config: Any) -> bool:
-    """Whether tokens behind a dropped one keep the position that they had."""
-    return config.pruned_position_ids == "original" and config.vision_config.pruning_ratio > 0

@@ -109,6 +109,7 @@ def test_a_repository_of_data_files(tmp_path, media):
         ("rows.jsonl", '{"id": ' + "[" * 100_000, "rows.jsonl:1 is not JSON"),
         ("rows.json", "[" * 100_000, "rows.json is not JSON"),
         ("rows.jsonl", b'{"id": 1}\n\n{"id": "\xe9"}', "rows.jsonl:3 is not UTF-8"),
+        ("rows.jsonl", '{"id": "a\\ud800"}', r"rows.jsonl:1: id 'a\\ud800' holds a lone surrogate"),
         ("rows.csv", "a,b", "neither JSONL nor Parquet"),
         ("rows.json", '{\n "data": []\n}', r"rows.json:1 is not JSON"),
     ],

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stts_hf.evaluation.evaluate import ask_openly, evaluate, read_question, record_of
+from stts_hf.evaluation.scoring import summarize
 from stts_hf.inference import predicting as module
 from stts_hf.inference.requests import Answer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
@@ -111,12 +112,15 @@ def test_subtitles_stand_before_the_question(any_processor, media):
             "Row 'm': question is empty: a conversation in messages is for training",
         ),
         ({**OPEN, "question": "What is <|video|>?"}, "Row 'o': .* holds '<|video|>'"),
+        (OPEN | {"type": ["a", "b"]}, r"Row 'o': type is \['a', 'b'\]"),
+        (OPEN | {"group": "\udc00"}, r"Row 'o': group is '\\udc00'"),
         ({**OPEN, "videos": ["https://a.b/c.mp4"]}, "is a URL, and nothing is fetched unasked"),
     ],
-    ids=["missing file", "answer no option", "no answer", "conversation", "control token", "URL"],
+    ids=["missing file", "answer no option", "no answer", "conversation", "control token", "list", "surrogate", "URL"],
 )
 def test_a_row_that_cannot_be_asked_is_a_record_with_its_error(says, row, message):
     records, _ = says([row, OPEN | {"id": "good"}], "red")
+    assert summarize(records)["all"]["errors"] == 1
     bad, good = records
     assert good["right"]
     assert (bad["id"], bad["right"], bad["written"], bad["video_tokens"]) == (row["id"], False, None, None)
