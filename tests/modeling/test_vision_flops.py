@@ -41,7 +41,7 @@ def expected_flops(config, kept: list[int], last_layer: int, pruning_ratio: floa
     total += formulas.vision_layers(config, layer + 1, [size] * sum(FRAMES))
     total += formulas.scorer(config, patches // math.prod(config.vision_config.pooling_size))
     if sum(kept) and last_layer > layer:
-        longer = formulas.biased_head_dim(config, "float32") if pruning_ratio > 0 else None
+        longer = formulas.biased_head_dim(config.vision_config.head_dim, "float32") if pruning_ratio > 0 else None
         total += formulas.pruning_layer(config, sum(FRAMES), size, kept, longer)
         total += formulas.vision_layers(config, last_layer - layer - 1, kept)
     return total

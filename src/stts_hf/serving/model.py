@@ -33,7 +33,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
 
     info: ClassVar[type[ProcessingInfo]]
     whole: ClassVar[Any]
-    language_part: ClassVar[type[nn.Module]]
+    language_part: ClassVar[Any]
     vision_weights: ClassVar[str]
     hf_to_vllm_mapper: Any
 
@@ -43,7 +43,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         with self._mark_tower_model(vllm_config, set(MODALITIES)):  # type: ignore[operator]  # vLLM has no types
             self.vision = vision_part(self.whole, config)
         with self._mark_language_model(vllm_config):  # type: ignore[operator]
-            self.model: Any = self.language_part(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+            self.model = self.language_part(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         text = config.text_config
         self.lm_head = ParallelLMHead(
             text.vocab_size,

@@ -39,7 +39,7 @@ def pruning_layer(
     return linears + pruning_layer_attention(config, patches, sum(lengths), head_dim)
 
 
-def pruning_layer_linears(config: STTSConfig, frames: int, patches: int, kept: int) -> int:
+def pruning_layer_linears(config: Any, frames: int, patches: int, kept: int) -> int:
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
     return 4 * kept * width**2 + 4 * frames * patches * width**2 + 4 * kept * width * mlp
@@ -50,9 +50,9 @@ def pruning_layer_attention(config: STTSConfig, patches: int, kept: int, head_di
     return 4 * kept * patches * vision.num_attention_heads * (head_dim or vision.head_dim)
 
 
-def biased_head_dim(config: STTSConfig, dtype: str) -> int:
+def biased_head_dim(head_dim: int, dtype: str) -> int:
     """Of layer `l + 1` where keys carry a bias, in one entry more, three in half precision; filled up to eights."""
-    return 8 * math.ceil((config.vision_config.head_dim + (1 if dtype == "float32" else 3)) / 8)
+    return 8 * math.ceil((head_dim + (1 if dtype == "float32" else 3)) / 8)
 
 
 def scorer(config: Any, blocks: int, window: int = 9) -> int:

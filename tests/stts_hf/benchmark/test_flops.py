@@ -1,8 +1,11 @@
 """The FLOPs that ideals are made of, against formulas worked out by hand."""
 
 import dataclasses
+import functools
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,57 +13,50 @@ from torch.utils.flop_counter import flop_registry
 
 from stts_hf.benchmark.geometries import GEOMETRIES, workload_inputs
 from stts_hf.benchmark.measure import Runner
-from stts_hf.benchmark.meters import CONNECTOR, TOTAL, VISION_TOWER, FlopClock
-from stts_hf.benchmark.models import build_models, configure
-from stts_hf.benchmark.presets import Workload
+from stts_hf.benchmark.meters import CONNECTOR, LANGUAGE_MODEL, SEQUENCE, TOTAL, VISION_TOWER, FlopClock
+from stts_hf.benchmark.models import Models, build_models, configure
+from stts_hf.benchmark.presets import PRESETS, Workload
 from tests.stts_hf.benchmark import formulas, ideals
 
 FRAMES, PATCHES, BLOCKS = 4, 81, 9
 CPU = torch.device("cpu")
 COMMITTED = Path(__file__).parents[3] / "docs" / "benchmarks"
-SHAPE = Workload("tower", "tiny", FRAMES, text_tokens=16, timestamp_tokens=2, decode_tokens=1)
-TOKENS = 16 + FRAMES * (2 + 2)  # of a row, besides the video's
+MOLMO2 = Workload("tower", "tiny", FRAMES, text_tokens=16, timestamp_tokens=2, decode_tokens=1)
+QWEN = dataclasses.replace(MOLMO2, geometry="qwen3-vl-tiny", frames=8)
 
 
-@pytest.fixture(scope="module")
-def models():
-    return build_models("tiny", torch.float32, CPU)
+@functools.cache
+def models_of(geometry: str) -> Models:
+    return build_models(geometry, torch.float32, CPU)
 
 
-@pytest.fixture
-def count(models):
-    """Counts the FLOPs of every stage of a pass."""
-
-    def count(ratio, **changes) -> dict[str, float]:
-        workload = dataclasses.replace(SHAPE, **changes)
-        configure(models, workload, workload.backend)
-        runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
-        clock = FlopClock()
-        with clock.counter:
-            return runner.run(ratio, clock)
-
-    return count
+def runner_of(workload: Workload) -> Runner:
+    models = models_of(workload.geometry)
+    configure(models, workload, workload.backend)
+    return Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
 
 
-@pytest.fixture
-def kept_patches(models):
-    """How many patches of each frame survive."""
+def count(workload: Workload, ratio: float | None) -> dict[str, float]:
+    """FLOPs of every stage of a pass."""
+    clock = FlopClock()
+    with clock.counter:
+        return runner_of(workload).run(ratio, clock)
 
-    def kept_patches(ratio):
-        configure(models, SHAPE, "sdpa")
-        inputs = workload_inputs(SHAPE, models[0].config, CPU)
-        names = ("pixel_values_videos", "video_token_pooling", "video_grids")
-        with torch.no_grad():
-            found = models[0].model.get_video_features(**{name: inputs[name] for name in names}, pruning_ratio=ratio)
-        return [9 * int(frame.sum()) for frame in found.keep_mask[0]]
 
-    return kept_patches
+def kept_patches(workload: Workload, ratio: float) -> list[int]:
+    """How many patches of each frame of the tower survive."""
+    runner = runner_of(workload)
+    model: Any = runner.model.model
+    with torch.no_grad():
+        videos = {name: runner.inputs[name] for name in model.video_inputs if name in runner.inputs}
+        found = model.get_video_features(**videos, pruning_ratio=ratio)
+    return [(9 if workload.geometry == "tiny" else 4) * int(frame.sum()) for frame in found.keep_mask[0]]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_stock_tower_and_connector(models, count, backend):
-    config = models[0].config
-    found = count(None, backend=backend)
+def test_stock_tower_and_connector(backend):
+    config = models_of("tiny")[0].config
+    found = count(dataclasses.replace(MOLMO2, backend=backend), None)
     tower = formulas.patch_embedding(config, FRAMES * PATCHES) + formulas.vision_layers(config, 6, [PATCHES] * FRAMES)
     assert found[VISION_TOWER] == tower
     assert found[CONNECTOR] == formulas.connector(config, FRAMES * BLOCKS)
@@ -68,15 +64,35 @@ def test_stock_tower_and_connector(models, count, backend):
 
 
 @pytest.mark.parametrize("ratio", [None, 0.0, 0.5], ids=["stock", "k=0", "k=0.5"])
+@pytest.mark.parametrize("shape", [MOLMO2, QWEN], ids=lambda shape: shape.geometry)
 @pytest.mark.parametrize(
     "changes",
-    [{"mode": "inference"}, {"mode": "training"}, {"mode": "training", "checkpointing": True}],
-    ids=["inference", "training", "training with checkpointing"],
+    [
+        {"mode": "inference"},
+        {"mode": "inference", "selector": "cosine", "pruning_layer": 3},
+        {"mode": "training"},
+        {"mode": "training", "checkpointing": True},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
 )
-def test_what_ideals_work_out_is_what_is_counted(count, kept_patches, changes, ratio):
-    lengths = kept_patches(ratio) if ratio else None
-    expected = ideals.flops(dataclasses.replace(SHAPE, **changes), ratio, lengths)
-    assert count(ratio, **changes)[TOTAL] == expected
+def test_what_ideals_work_out_is_what_is_counted(shape, changes, ratio):
+    workload = dataclasses.replace(shape, **changes)
+    lengths = kept_patches(workload, ratio) if ratio else None
+    assert count(workload, ratio)[TOTAL] == ideals.flops(workload, ratio, lengths)
+
+
+def test_the_stages_make_the_whole():
+    for ratio in (None, 0.5):
+        found = count(dataclasses.replace(QWEN, mode="inference"), ratio)
+        assert found[TOTAL] == found[VISION_TOWER] + found[CONNECTOR] + found[SEQUENCE] + found[LANGUAGE_MODEL]
+        assert found[CONNECTOR] > 0 == found[SEQUENCE]
+
+
+def test_stock_and_unpruned_agree():
+    run = runner_of(dataclasses.replace(QWEN, mode="inference"))
+    with torch.no_grad():
+        ours, stock = run.model(**run.inputs, pruning_ratio=0.0).logits, run.stock(**run.inputs).logits
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)  # float32 through six layers and three
 
 
 def test_pytorchs_variable_length_attention_is_counted():
@@ -92,38 +108,40 @@ def test_another_version_of_pytorch_counted_the_same(ratio):
     """Those of a committed result, made with torch 2.15 and another scorer, of a frame that may not lose anything."""
     (cell, *_) = json.loads((COMMITTED / "scaling" / "result.json").read_text())["cells"]
     expected = {variant["pruning_ratio"]: variant["stages"] for variant in cell["variants"]}[ratio]
-    models = build_models("narrow-tower", torch.float32, CPU)
-    workload = Workload("tower", "narrow-tower", 1, text_tokens=64, timestamp_tokens=7)
-    runner = Runner(workload, models, workload_inputs(workload, models[0].config, CPU))
-    clock = FlopClock()
-    with clock.counter:
-        found = runner.run(ratio, clock)
-    changed = expected["score"]["flops"] - formulas.scorer(models[0].config, 81) if ratio else 0
+    found = count(Workload("tower", "narrow-tower", 1, text_tokens=64, timestamp_tokens=7), ratio)
+    changed = expected["score"]["flops"] - formulas.scorer(GEOMETRIES["narrow-tower"].config(), 81) if ratio else 0
     for stage, flops in found.items():
         assert flops == expected[stage]["flops"] - (changed if stage in (VISION_TOWER, TOTAL) else 0), stage
 
 
-def share_of_text(name: str, frames: int, text_tokens: int, timestamp_tokens: int) -> tuple[float, float]:
-    """FLOPs of the LLM over those of the tower, and of attention over all of the LLM's, of one row of stock Molmo2."""
-    config = GEOMETRIES[name].config()
-    vision = config.vision_config
-    rows, cols = vision.block_grid
-    tower = formulas.vision_layers(config, vision.num_hidden_layers, [9 * rows * cols] * frames)
-    tokens = frames * (rows * cols + 2 + timestamp_tokens) + text_tokens
-    attention = formulas.text_attention(config, tokens)
-    text = attention + formulas.text_linears(config, tokens)
-    return text / tower, attention / text
+@pytest.mark.parametrize(("small", "large_text"), [("paper-small", 2075), ("paper-small-256", 2267)])
+def test_the_scaled_down_molmo2_has_the_proportions_of_4b(small, large_text):
+    """FLOPs of the LLM over those of the tower, and of attention over those of the LLM."""
+
+    def shares(workload: Workload) -> tuple[float, float]:
+        config = GEOMETRIES[workload.geometry].config()
+        vision, blocks = config.vision_config, math.prod(GEOMETRIES[workload.geometry].grid)
+        tower = formulas.vision_layers(config, vision.num_hidden_layers, [9 * blocks] * workload.frames)
+        tokens = workload.text_tokens + workload.frames * (blocks + 2 + workload.timestamp_tokens)
+        attention = formulas.text_attention(config, tokens)
+        text = attention + formulas.text_linears(config, tokens)
+        return text / tower, attention / text
+
+    ours = PRESETS[small].workloads[0]
+    theirs = dataclasses.replace(ours, geometry="molmo2-4b", text_tokens=large_text, timestamp_tokens=7)
+    assert shares(ours) == pytest.approx(shares(theirs), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("small", "frames", "small_text", "large_text"),
-    [("molmo2-small", 64, 858, 2075), ("molmo2-small-long", 256, 750, 2267)],
-)
-def test_the_scaled_down_models_have_the_proportions_of_4b(small, frames, small_text, large_text):
-    ratio, attention = share_of_text(small, frames, small_text, 3)
-    expected_ratio, expected_attention = share_of_text("molmo2-4b", frames, large_text, 7)
-    assert ratio == pytest.approx(expected_ratio, rel=0.1)
-    assert attention == pytest.approx(expected_attention, rel=0.1)
+def test_the_scaled_down_qwen3_vl_has_the_proportions_of_4b():
+    """FLOPs of the LLM over those of the tower, and what dropping half allows."""
+
+    def shares(preset: str) -> tuple[float, float]:
+        workload = PRESETS[preset].workloads[0]
+        tower = ideals.flops(dataclasses.replace(workload, mode="tower"), None)
+        stock, pruned = ideals.flops(workload, None), ideals.flops(workload, 0.5)
+        return (stock - tower) / tower, stock / pruned
+
+    assert shares("qwen-small") == pytest.approx(shares("qwen"), rel=0.1)
 
 
 def test_every_geometry_prunes_after_the_same_share_of_its_tower():
