@@ -50,15 +50,3 @@ def test_it_keeps_what_a_naive_reference_keeps(backbone, ratio):
             torch.testing.assert_close(left[video], group[video][expected.flatten()], atol=1e-5, rtol=1e-5)
     # What is left of the sequence is that of any selector: as many tokens, of which none is a dropped placeholder.
     assert outputs.logits.shape[1] == model(**inputs).logits.shape[1]
-
-
-def test_another_ranking_keeps_other_blocks(backbone):
-    """Otherwise the test above could not tell EVS from the selector under it."""
-    model = backbone.model(selector="random", pruning_ratio=0.5)
-    inputs = backbone.batch(ROWS, "left")
-    with torch.no_grad():
-        other = model(**inputs).keep_mask
-        with prune_after_tower(model.model):
-            found = model(**inputs).keep_mask
-    assert not all(map(torch.equal, found, other))
-    assert "encode_videos" not in vars(model.model)

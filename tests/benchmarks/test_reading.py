@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from examples.benchmarks import reading
-from examples.benchmarks.reading import OURS, PREPROCESSED, PYAV, measure_clip, read_once, repeat_clip
+from examples.benchmarks.reading import OURS, PREPROCESSED, PYAV, read_once, repeat_clip
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.clips import read_clip
 
@@ -26,19 +26,6 @@ def test_a_repeated_clip_shows_the_same_frames_again(clip, tmp_path):
     assert len(frames) == 150
     assert all(np.array_equal(frame, once[place % 50]) for place, frame in enumerate(frames))
     assert not np.array_equal(once[0], once[25])
-
-
-def test_a_clip_is_at_least_as_long_as_asked(monkeypatch):
-    durations: list[float | None] = []
-
-    def run(reader, path, frames, indices):
-        durations.append(read_clip(path, lambda found: [0.0])[1].duration)
-        return {"seconds": 1.0, "peak_memory": 1, "indices": [0], "hash": "same"}
-
-    monkeypatch.setattr(reading, "_read_in_new_process", run)
-    monkeypatch.setattr(reading, "DRAWN_SECONDS", 1.0)
-    measure_clip(2.4, 1, frames=1, size=SMALL)
-    assert durations == pytest.approx([3.0] * 4)
 
 
 @pytest.mark.slow

@@ -18,14 +18,6 @@ by_backbone = pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone
 parts = st.one_of(st.integers(1, 6), st.integers(1, 6).map(Clip), st.just(Picture()))
 rows = st.lists(st.lists(parts, min_size=1, max_size=5).map(lambda row: [*row, 2]), min_size=1, max_size=4)
 ratios = st.one_of(st.sampled_from([0, 0.0, 0.5, 1, 1.0]), st.floats(0, 1))
-NO_RATIOS = st.one_of(
-    st.floats().filter(lambda value: not 0 <= value <= 1),
-    st.integers().filter(lambda value: value not in (0, 1)),
-    st.text(max_size=5),
-    st.booleans(),
-    st.lists(st.floats(0, 1), max_size=2),
-    st.complex_numbers(),
-)
 
 
 @dataclass(frozen=True)
@@ -99,12 +91,3 @@ def test_generate_continues_rows_as_alone(backbone: Backbone, rows: Rows, ratio:
         torch.testing.assert_close(together.logits[0][index], alone.logits[0][0], **CLOSE)
         if together.sequences[index, -2] == alone.sequences[0, -2]:
             torch.testing.assert_close(together.logits[1][index], alone.logits[1][0], **CLOSE)
-
-
-@by_backbone
-@given(ratio=NO_RATIOS)
-def test_what_is_no_ratio_is_refused_by_name(backbone: Backbone, ratio: Any):
-    model, inputs = MODELS[backbone.name], backbone.batch([[2, Clip(2), 2]], "left")
-    for call in (model, model.generate):
-        with pytest.raises(ValueError, match="`pruning_ratio` is"):
-            call(**prompt(inputs), pruning_ratio=ratio)

@@ -1,6 +1,5 @@
 """A data set on the disk: rows that training and evaluation read, files that decode, whole or not at all."""
 
-import errno
 import filecmp
 import json
 from dataclasses import replace
@@ -8,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from examples.study import make_dataset as module
 from examples.study.__main__ import main
-from examples.study.make_dataset import FORMAT, SHARES, compose_split, make_dataset, read_about
+from examples.study.make_dataset import FORMAT, compose_split, make_dataset, read_about
 from examples.study.questions import compose_short
 from stts_hf.data.rows import check_files, read_row
 
@@ -36,12 +34,6 @@ def test_rows_are_what_training_reads(folder, name):
         sample = read_row(row)
         check_files(sample)
         assert len(sample.videos) + len(sample.images) == 1
-
-
-def test_kinds_have_their_share(folder):
-    groups = {row["clip"]: row["group"] for row in rows_of(folder / "train.jsonl")}
-    found = {kind: list(groups.values()).count(kind) / CLIPS["train"] for kind in ("long", "image")}
-    assert found == {kind: SHARES[kind] for kind in found}
 
 
 def test_whatever_changes_what_is_drawn_or_asked_raises_the_format(folder):
@@ -75,34 +67,12 @@ def test_motion_masks_are_of_the_frames_looked_at(folder):
     assert all(masks[clip].shape == (16, 12, 12) and masks[clip].any() for clip in clips)
 
 
-def test_levels_without_looking(folder):
-    about = read_about(folder)
-    rows = rows_of(folder / "test.jsonl")
-    assert about["splits"] == {
-        "train": {"clips": 20, "questions": len(rows_of(folder / "train.jsonl"))},
-        "test": {"clips": 7, "questions": len(rows)},
-    }
-    assert about["chance"].keys() == about["text_only"].keys() == {row["type"] for row in rows}
-    for kind, level in about["chance"].items():
-        assert level == pytest.approx(np.mean([1 / row["possible"] for row in rows if row["type"] == kind]), abs=1e-4)
-
-
 def test_the_same_arguments_give_the_same_files(folder, tmp_path):
     list(make_dataset(tmp_path / "again", CLIPS))
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".npz" and path.is_file()]
     assert filecmp.cmpfiles(folder, tmp_path / "again", names, shallow=False) == (names, [], [])
     list(make_dataset(tmp_path / "other", {"train": 2, "test": 2}, seed=1))
     assert rows_of(folder / "train.jsonl")[0]["question"] != rows_of(tmp_path / "other" / "train.jsonl")[0]["question"]
-
-
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", full)
-    assert main(["make-dataset", str(tmp_path / "set"), "--train", "1", "--validation", "1", "--test", "1"]) == 2
-    assert "No space left" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_there_is_not_touched(folder, capsys):
@@ -118,12 +88,3 @@ def test_a_data_set_of_another_version_is_refused(tmp_path):
     (tmp_path / "dataset.json").write_text('{"format": 0}')
     with pytest.raises(ValueError, match=r"format 0, but this version reads format 2"):
         read_about(tmp_path)
-
-
-def test_scenes_can_be_composed_again(folder):
-    """What the motion masks were drawn from, by name."""
-    stored = np.load(folder / "motion" / "test.npz")
-    composed = {clip: scene for clip, kind, _, scene, _ in compose_split(CLIPS, "test", 0) if kind != "image"}
-    assert composed.keys() == set(stored)
-    for clip, scene in composed.items():
-        assert np.array_equal(module._motion(scene), stored[clip])

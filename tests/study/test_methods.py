@@ -86,17 +86,3 @@ def test_a_scorer_that_a_checkpoint_lacks_is_drawn_by_the_seed(checkpoint, tmp_p
     name = "model.vision_tower.scorer.hidden_layer.weight"
     assert torch.equal(drawn[0][name], drawn[1][name])
     assert not torch.equal(drawn[0][name], drawn[2][name])
-
-
-@pytest.mark.parametrize("layer", [0, None])
-def test_the_pruning_layer_is_the_callers_or_the_checkpoints(checkpoint, layer):
-    model = load_method("stts", checkpoint, 0.5, pruning_layer=layer)
-    assert model.config.vision_config.pruning_layer == (2 if layer is None else layer)
-    outputs: list[Any] = []
-    model.model.vision_tower.layers[2 if layer is None else layer].register_forward_hook(
-        lambda module, args, output: outputs.append(output)
-    )
-    with torch.no_grad():
-        output = model(**build_inputs([[3, Video(4), 5]]))
-    assert len(outputs[0]) == 4 * 81
-    assert int(output.keep_mask[0].sum()) == 18

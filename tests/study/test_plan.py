@@ -42,13 +42,6 @@ def test_every_trained_method_ratio_layer_and_seed_is_run_once():
     assert {run.method for run in runs} == {name for name, method in METHODS.items() if method.trained}
 
 
-def test_the_first_seed_at_half_comes_first_and_other_seeds_last():
-    runs = plan(SETTINGS)
-    assert [run.name for run in runs[:3]] == ["none-0-layer3-seed0", "stts-50-layer3-seed0", "random-50-layer3-seed0"]
-    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    assert [run.pruning_ratio in (0.0, 0.5, 1.0) for run in runs[:8]] == [True] * 7 + [False]
-
-
 def test_methods_without_training_are_asked_of_the_unpruned_weights():
     asked = evaluations(Run("none", 0.0, 3, 0), SETTINGS)
     untrained = [name for name, method in METHODS.items() if not method.trained]
@@ -97,13 +90,6 @@ def test_settings_are_read_from_the_command():
     assert given["learning_rates"] == PAPER_LEARNING_RATES | {"scorer": 2e-3}
 
 
-@pytest.mark.parametrize("options", [["--learning-rates", "scorer=fast"], ["--model-settings", "a"]])
-def test_a_mistake_in_the_command_names_the_option(capsys, options):
-    with pytest.raises(SystemExit, match="2"):
-        main(["run", "study", "--dataset", "d", "--base", "b", *options])
-    assert f"argument {options[0]}: " in capsys.readouterr().err
-
-
 def test_another_data_set_or_base_is_refused(tmp_path, base, dataset):
     study = tmp_path / "study"
     open_study(study, dataset, base, {})
@@ -113,11 +99,6 @@ def test_another_data_set_or_base_is_refused(tmp_path, base, dataset):
     (changed / "config.json").write_text((base / "config.json").read_text() + "\n")
     with pytest.raises(StudyError, match=r"--base is .* was begun with"):
         open_study(study, dataset, changed, {})
-
-
-def test_a_base_without_weights_is_refused(tmp_path, dataset):
-    with pytest.raises(StudyError, match=r"--base .* is no checkpoint"):
-        open_study(tmp_path / "study", dataset, tmp_path, {})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from examples.study.data import StudyError
-from examples.study.methods import METHODS, Method
 from examples.study.report import claims_table, write_report
 from examples.study.results import Results
 from examples.study.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
@@ -166,17 +165,3 @@ def test_a_cell_is_of_the_seeds_that_were_run(tmp_path):
     assert f"**Unfinished**: {len(plan(STUDY)) - 12} of {len(plan(STUDY))} runs are missing" in page
     assert cells(page, "Methods", "STTS")[-1] == "1"
     assert cells(page, "More and more dropped", "STTS")[3] == ""
-
-
-def test_another_method_is_one_entry(tmp_path, monkeypatch):
-    """Its runs, its rows in the tables and its line in the plot follow."""
-    parts = ("methods", "ratios", "motion")
-    monkeypatch.setitem(METHODS, "last", Method("last", "The last frames", {"selector": "random"}, parts))
-    monkeypatch.setitem(RIGHT, "last", 24)
-    runs = plan(STUDY)
-    assert sum(run.method == "last" for run in runs) == 3 * len(STUDY.ratios)
-    write_report(write_study(tmp_path / "study", runs), tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    assert "**Unfinished**" not in page
-    assert cells(page, "Methods", "The last frames")[:5] == [*["60.0"] * 4, "-30.0"]
-    assert cells(page, "More and more dropped", "The last frames") == ["60.0", "55.0", "52.5", "50.0"]

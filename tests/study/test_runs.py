@@ -1,6 +1,5 @@
 """The runs of a study in miniature: records, going on, copies, failures, kills, and the page of half a study."""
 
-import errno
 import json
 import os
 import signal
@@ -25,12 +24,10 @@ from examples.study.data import (
     load_processor,
     read_questions,
 )
-from examples.study.methods import METHODS
 from examples.study.report import write_report
 from examples.study.runs import do_run, do_runs, runs_to_do
 from examples.study.study import Evaluation, Run, open_study, plan, read_records, read_settings
 from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
-from stts_hf.checkpoints.files import read_json
 from tests.conftest import REPOSITORY
 from tests.study.small_study import SETTINGS, study_command, write_base, write_dataset
 
@@ -73,13 +70,6 @@ def outcomes(folder: Path) -> dict[str, tuple]:
     }
 
 
-def cells(page: str, heading: str, row: str) -> list[str]:
-    """The cells of a row of the table under a heading."""
-    table = page.partition(f"## {heading}")[2].partition("\n## ")[0]
-    line = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
-    return [cell.strip() for cell in line.split("|")[2:-1]]
-
-
 def test_every_run_has_a_record_with_a_mark_for_every_question(done):
     found = records(done)
     questions = json.loads((done / "questions.json").read_text())["questions"]
@@ -95,12 +85,6 @@ def test_every_run_has_a_record_with_a_mark_for_every_question(done):
         *("study.json", "questions.json", "records", "encoded", "scorers"),
         *("README.md", "degradation.png", "layers.png"),
     }
-
-
-def test_scaled_frames_cost_the_video_tokens_of_the_unpruned_model(done):
-    found = records(done)
-    scaled = found[RUNS[2]]["evaluations"]["stts-50-frames-for-50"]["video_tokens"]["long"]
-    assert scaled == found[RUNS[0]]["evaluations"]["none-0"]["video_tokens"]["long"]
 
 
 def test_a_run_gives_the_same_in_another_study(done, parts, tmp_path):
@@ -126,14 +110,6 @@ def test_a_copy_of_the_report_goes_on_as_the_study(done, parts, tmp_path, capsys
 def test_ratios_that_come_later_are_asked_of_the_unpruned_model(done, parts):
     study = open_study(done, parts[0], parts[1], {"ratios": (0.7,)}, write=False)
     assert [run.name for run in runs_to_do(study, plan(study.settings, ["images"]))] == RUNS[:2]
-
-
-def test_half_a_study_has_a_page_that_says_so(done):
-    page = (done / "README.md").read_text()
-    assert "runs are missing (" in page
-    assert "random-50-layer2-seed0" in page
-    assert cells(page, "Methods", "Random") == ["", "", "", "", "", "", "-1.6", "", "", "0"]
-    assert cells(page, "Methods", "STTS")[-1] == "2"
 
 
 def test_a_report_of_another_study_is_not_overwritten(done, tmp_path, capsys):
@@ -162,19 +138,6 @@ def test_a_damaged_copy_is_refused_before_anything_is_written(done, parts, tmp_p
         assert main(study_command(tmp_path, *parts, "--ratios", "0.9")) == 2
         assert "records.jsonl:4" in capsys.readouterr().err
     assert (tmp_path / "study.json").read_bytes() == held
-
-
-def test_a_run_that_fails_leaves_no_record(parts, tmp_path, monkeypatch):
-    study = begin(tmp_path, parts)
-    run = Run("text-only", 1.0, 2, 0)
-
-    def full(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(runs, "write_json", full)
-    with pytest.raises(OSError, match="No space left"):
-        do_run(study, run)
-    assert runs_to_do(study, [run]) == [run]
 
 
 def test_two_commands_do_not_do_one_study(parts, tmp_path):
@@ -218,28 +181,6 @@ def test_scores_are_compared_with_what_moves(parts, monkeypatch, scores):
     assert found == ({} if expected is None else dict.fromkeys(sorted(masks), expected))
 
 
-def test_blocks_drawn_at_random_are_others_for_each_batch_and_the_same_again(parts):
-    _, base = parts
-    patch_size = read_json(base / "config.json")["vision_config"]["patch_size"]
-    pooling = torch.arange(144).view(4, 3, 4, 3).permute(0, 2, 1, 3).reshape(16, 9)
-    inputs = {
-        "pixel_values_videos": torch.zeros(16, 144, 3 * patch_size**2),
-        "video_token_pooling": torch.cat([pooling + 144 * frame for frame in range(16)]),
-        "video_grids": torch.tensor([[16, 4, 4]]),
-    }
-
-    def masks() -> list[torch.Tensor]:
-        desk: Any = SimpleNamespace(device=torch.device("cpu"))
-        model = runs.load(Run("random", 0.5, 2, 3), Evaluation("random-inference", 0.5), desk, base)
-        return [model.model.get_video_features(**inputs).keep_mask[0] for _ in range(2)]
-
-    with torch.no_grad():
-        first, second = masks()
-        again = masks()
-    assert not torch.equal(first, second)
-    assert torch.equal(torch.stack(again), torch.stack([first, second]))
-
-
 def test_an_encoded_conversation_is_what_the_collator_would_decode(parts, tmp_path):
     dataset, base = parts
     processor = STTSProcessor.from_pretrained(base)
@@ -249,18 +190,6 @@ def test_an_encoded_conversation_is_what_the_collator_would_decode(parts, tmp_pa
     decoded = collator([rows[0], rows[3]])
     for name, values in collator([encoded[0], encoded[3]]).items():
         assert torch.equal(values, decoded[name]), name
-
-
-@pytest.mark.slow
-def test_every_method_trains_and_answers(parts, tmp_path):
-    study = begin(tmp_path, parts, seeds=(0,))
-    for run in plan(study.settings, ["methods"]):
-        do_run(study, run)
-    write_report(tmp_path, tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    assert "**Unfinished**" in page  # the other parts
-    for method in METHODS.values():
-        assert all(cells(page, "Methods", method.label)[:4]), method.name
 
 
 @pytest.mark.slow

@@ -122,20 +122,14 @@ CASES = [
     case("fewer-tokens-than-frames", [12], ratio=0.99),
     case("nothing-is-lost", ratio=0.001),
     case("features-everywhere", [3], feature_layers=[4, 2, 5, 0, 1]),
-    case("features-counted-from-the-end", [3], feature_layers=[-1, -4]),
     case("borders-on-all-sides-7x10", [3], ratio=0.7, image_size=[14, 20]),
     case("window-2x3", [4], ratio=0.6, image_size=[12, 18], pooling_size=[2, 3]),
-    case("key-heads-shared", [3], num_key_value_heads=2),
-    case("eager", [3], attn_implementation="eager"),
 ]
 
 
 @pytest.mark.parametrize(("num_frames", "ratio", "settings"), CASES)
 def test_tower_is_the_naive_one(num_frames, ratio, settings):
-    eager = settings.pop("attn_implementation", None)
     model = merging_model(**settings)
-    if eager:
-        model.set_attn_implementation(eager)
     vision = model.config.vision_config
     inputs = video_inputs(model.config, num_frames)
     actual = encode(model, inputs, ratio)
@@ -147,10 +141,6 @@ def test_tower_is_the_naive_one(num_frames, ratio, settings):
         patch_grid(vision),
     )
     weights = weights_from_native(dict(model.named_parameters()))
-    if vision.num_key_value_heads < vision.num_attention_heads:
-        for name in [name for name in weights if "layers" in name and ("k_proj" in name or "v_proj" in name)]:
-            heads = weights[name].unflatten(0, (vision.num_key_value_heads, -1))
-            weights[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
     pixels, blocks = inputs["pixel_values_videos"], vision.block_grid[0] * vision.block_grid[1]
     table = inputs["video_token_pooling"][:blocks]  # of frame 0; the others' are the same, further on
     features: list[torch.Tensor] = []
@@ -194,13 +184,6 @@ def test_a_video_that_loses_nothing_is_encoded_as_without_pruning(image_size):
     assert first_whole[1].shape[0] < expected[1].shape[0]
 
 
-@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
-def test_what_a_tower_that_merges_cannot_return_is_an_error(name):
-    model = merging_model()
-    with pytest.raises(ValueError, match=f"`{name}` is True, but a tower that merges"):
-        model.model.get_video_features(**video_inputs(model.config, [2]), **{name: True})
-
-
 # In the model.
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Image(), Video(1), 2, Video(3), 3], [2, Image(), 4], [6]]
@@ -216,25 +199,6 @@ def test_rows_of_a_batch_are_what_they_are_alone():
             columns = together.kept_indices[row] >= 0
             columns &= batch["attention_mask"][row, together.kept_indices[row].clamp_min(0)].bool()
             torch.testing.assert_close(together.logits[row, columns], alone.logits[0], **CLOSE)
-
-
-def test_the_answer_is_that_of_forward_called_again_and_again():
-    model = merging_model()
-    inputs = build_inputs([[3, Video(4), 5], [2, Video(2), 3, Video(1), 2]])
-    answer = model.generate(**inputs, max_new_tokens=3, do_sample=False, eos_token_id=None)
-    length = inputs["input_ids"].shape[1]
-    assert torch.equal(answer[:, :length], inputs["input_ids"])
-    whole: dict[str, Any] = dict(inputs)
-    for step in range(3):
-        with torch.no_grad():
-            following = model(**whole).logits[:, -1].argmax(-1, keepdim=True)
-        assert torch.equal(following[:, 0], answer[:, length + step])
-        for name, new in (
-            ("input_ids", following),
-            ("attention_mask", following > -1),
-            ("mm_token_type_ids", following < 0),
-        ):
-            whole[name] = torch.cat([whole[name], new.long()], dim=-1)
 
 
 def test_a_trained_model_is_saved_and_loaded(tmp_path):

@@ -22,7 +22,7 @@ lmms_eval = pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test
 
 from lmms_eval.api.instance import Instance  # noqa: E402
 from lmms_eval.evaluator import simple_evaluate  # noqa: E402
-from lmms_eval.models.model_utils.gen_metrics import reset_logged_metrics, summarize_logged_metrics  # noqa: E402
+from lmms_eval.models.model_utils.gen_metrics import reset_logged_metrics  # noqa: E402
 from lmms_eval.tasks import TaskManager  # noqa: E402
 from lmms_eval.utils import load_yaml_config  # noqa: E402
 
@@ -208,34 +208,21 @@ def test_a_folder_of_pictures_is_a_video(ask, model, tmp_path):
     assert of_folder == of_files > of_text
 
 
-def test_a_video_that_cannot_be_read_costs_its_own_answer_only(ask, rows, tmp_path, caplog):
+def test_what_cannot_be_asked_costs_its_own_answer_and_is_counted(ask, rows, tmp_path, caplog):
+    """Tasks may exit for a missing video, as VideoMME, MLVU and others of lmms-eval do, or ask without it."""
     clip = [{"type": "video", "url": str(rows.parent / "10.mp4")}, text("Where does it go?")]
     gone = [{"type": "video", "url": str(tmp_path / "gone.mp4")}, text("Where does it go?")]
-    assert ask(clip, gone) == [*ask(clip), ""]
-    with pytest.raises(ValueError, match=r"None of 1 questions could be asked\. Question 0 of the task made_up .*gone"):
-        ask(gone)
-
-
-def test_a_task_that_exits_for_a_missing_video_loses_that_question_only(ask, rows, caplog):
-    """As VideoMME, MLVU, VideoEvalPro, TempCompass and PerceptionTest of lmms-eval do."""
-    clip = [{"type": "video", "url": str(rows.parent / "10.mp4")}, text("Where does it go?")]
-    assert ask(clip, "exit") == [*ask(clip), ""]
+    reset_logged_metrics()
+    first, *others, hello = ask(clip, "exit", gone, [text("Where?")])
+    assert ([first], others, hello) == (ask(clip), ["", ""], ask([text("Where?")])[0])
     assert "Question 1 of the task made_up cannot be asked: " in caplog.text
     assert "video path:gone.mp4" in caplog.text
-
-
-def test_what_makes_a_score_unsound_is_counted_at_the_end(ask, rows, caplog):
-    clip = [{"type": "video", "url": str(rows.parent / "10.mp4")}, text("Where does it go?")]
-    reset_logged_metrics()
-    ask(clip, "exit", "exit", [text("Where?")])
-    assert caplog.messages[-2:] == [
+    assert {
         "made_up: 2 of 4 questions could not be asked, so they have no answer.",
         "made_up: 1 of 4 questions were asked without any video or image.",
-    ]
-    assert {"avg_unreadable": 2.0, "avg_text_only": 1.0}.items() <= summarize_logged_metrics().items()
-    caplog.clear()
-    ask(clip)
-    assert not caplog.messages
+    } <= set(caplog.messages)
+    with pytest.raises(ValueError, match=r"None of 1 questions could be asked\. Question 0 of the task made_up .*gone"):
+        ask(gone)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +238,6 @@ def test_what_makes_a_score_unsound_is_counted_at_the_end(ask, rows, caplog):
 def test_what_the_model_does_not_take_costs_its_own_answer_only(ask, caplog, part, message):
     with pytest.raises(ValueError, match=f"None of 1 .* Question 0 of the task made_up cannot be asked: .*{message}"):
         ask([part, text("What?")])
-    hello = [text("Hello?")]
-    assert ask(hello, [part, text("What?")]) == [*ask(hello), ""]
 
 
 def test_several_rounds_and_likelihoods_are_refused(model):
@@ -267,7 +252,6 @@ def test_several_rounds_and_likelihoods_are_refused(model):
     [
         ({"prune": 0.5}, "model_args has prune, which the model stts does not know"),
         ({"batch_size": "auto"}, "batch_size must be a whole number of at least 1, got 'auto'"),
-        ({"pruning_ratio": 1.5}, "1.5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -280,13 +264,11 @@ def test_bad_arguments_are_refused(checkpoint, options, message):
     ("asked", "options"),
     [
         ({"max_new_tokens": 8, "temperature": 0, "top_p": 1.0}, {"max_new_tokens": 8, "do_sample": False}),
-        ({"temperature": 0, "do_sample": True}, {"max_new_tokens": 1024, "do_sample": False}),
         (
             {"temperature": 0.7, "top_p": 0.9, "image_aspect_ratio": "pad"},
             {"max_new_tokens": 1024, "do_sample": True, "temperature": 0.7, "top_p": 0.9},
         ),
         ({"do_sample": True}, {"max_new_tokens": 1024, "do_sample": True}),
-        ({"num_beams": 3, "top_p": None}, {"max_new_tokens": 1024, "do_sample": False, "num_beams": 3}),
     ],
 )
 def test_generation_settings_of_tasks(asked, options):
@@ -308,20 +290,6 @@ def leaves(manager: TaskManager, name: str | dict[str, Any]) -> dict[str, dict[s
     return {
         task: config for part in manager._get_config(name)["task"] for task, config in leaves(manager, part).items()
     }
-
-
-def test_lmms_eval_has_the_papers_benchmarks(manager):
-    """13 of videos, two of them from files beside the list, and 12 of images: MMIU is missing."""
-    found = {group: leaves(manager, f"stts_{group}") for group in ("video", "image", "long_video", "long_video_128")}
-    mvbench, tempcompass = (
-        {task for task in found["video"] if task.startswith(name)} for name in ("mvbench_", "tempcompass_")
-    )
-    assert {"mvbench": len(mvbench), "tempcompass": len(tempcompass)} == {"mvbench": 20, "tempcompass": 3}
-    assert len(found["video"].keys() - mvbench - tempcompass) == 13 - 2
-    assert len(found["image"]) == 12
-    assert len(found["long_video"]) == 7
-    assert list(found["long_video_128"]) == list(found["long_video"])
-    assert not [name for name in manager.all_tasks if "mmiu" in name.lower()]
 
 
 def test_code_of_the_papers_benchmarks_can_be_imported(manager, tmp_path):
@@ -377,15 +345,6 @@ def test_tasks_with_subtitles_are_lmms_evals_but_for_the_prompt(manager, ours, t
     assert [metric["metric"] for metric in ours["metric_list"]] == [
         metric["metric"] for metric in theirs["metric_list"]
     ]
-
-
-def test_the_list_for_128_frames_shows_the_subtitles_of_128(manager, monkeypatch):
-    monkeypatch.setattr("lmms_eval.tasks.ConfigurableMessagesTask", lambda config, model_name: config)  # loads no data
-    for group, frames in (("stts_long_video", 64), ("stts_long_video_128", 128)):
-        [tasks] = manager.load_task_or_group(group, task_type="chat").values()
-        for name in ("stts_videomme_sub", "stts_longvideobench_sub"):
-            assert tasks[name]["lmms_eval_specific_kwargs"]["default"]["num_frames"] == frames
-            assert tasks[name]["doc_to_messages"].__name__.endswith("doc_to_messages")
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.multimodal.inputs import PlaceholderRange
-from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from stts_hf import STTSConfig, STTSQwen3VLConfig, STTSQwen3VLForConditionalGeneration
@@ -69,15 +68,6 @@ def test_overrides_reach_the_vision_config(kind, name):
     settings = model_config(kind=kind, name=name, pruning_ratio=0.25)
     ServingSettings.verify_and_update_model_config(settings)
     assert settings.hf_config.vision_config.pruning_ratio == 0.25
-
-
-def test_videos_of_requests_stay_encoded():
-    """vLLM's own loaders would choose other frames than the processor."""
-    settings = model_config()
-    ServingSettings.verify_and_update_model_config(settings)
-    loader = VIDEO_LOADER_REGISTRY.load(settings.multimodal_config.media_io_kwargs["video"]["video_backend"])
-    frames, _ = loader.load_bytes(b"a file", num_frames=32)
-    assert frames.tobytes() == b"a file"
 
 
 def test_an_override_that_cannot_be_is_refused():
@@ -180,15 +170,6 @@ def test_a_step_never_ends_between_vision_tokens(monkeypatch, computed, granted,
     scheduler = WholeVisionScheduler.__new__(WholeVisionScheduler)
     found = scheduler._try_schedule_encoder_inputs(request, computed, granted, 9)
     assert found == (answer if left == granted else ([], left, 9, [], []))
-
-
-def test_plain_models_are_left_alone():
-    """What a step of text does is vLLM's own: its scheduler's answer passes through."""
-    answer: tuple = ([], 7, 5, [], [])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_try_schedule_encoder_inputs", lambda *arguments: answer)
-        scheduler = WholeVisionScheduler.__new__(WholeVisionScheduler)
-        assert scheduler._try_schedule_encoder_inputs(SimpleNamespace(mm_features=[]), 0, 7, 9) == answer
 
 
 class FarAway(ServingModel):
