@@ -16,7 +16,7 @@ from examples.study.pretraining import (
 )
 from examples.study.pretraining_data import KINDS, LEVELS, SceneConversations, block_targets
 from examples.study.questions import compose_short
-from examples.study.scenes import COLOURS, Scene, Thing
+from examples.study.scenes import COLOURS, Scene
 from examples.study.tiny_model import build_model, build_processor
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
 from tests.checkpoints import TINY
@@ -50,14 +50,6 @@ def test_targets_are_where_the_pixels_are():
             assert inside[named, len(KINDS) + list(COLOURS).index(thing.colour_at(time))] == 1
 
 
-def test_a_mark_is_a_target_only_while_it_is_seen():
-    scene = Scene(0, 4.0, (Thing("diamond", "red", 0.06, (0.16, 0.16), shown=((1.0, 1.3),)),))
-    assert block_targets(scene, 1.1, BLOCKS)[0].sum() == 2
-    inside, known = block_targets(scene, 1.3, BLOCKS)
-    assert inside.sum() == 0
-    assert known.all()
-
-
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
 def test_conversations_are_about_the_frames_of_the_targets(processor, level, drawn):
@@ -65,21 +57,6 @@ def test_conversations_are_about_the_frames_of_the_targets(processor, level, dra
     assert len(inside) == len(known) == batch["video_grids"][:, 0].sum()
     assert (batch["labels"] != -100).sum() > 3 * 2 * 3  # an answer is a word or more and its end
     assert (batch["pixel_values_videos"].std() > 0) == drawn
-
-
-def test_codes_say_what_they_are_made_of(processor, model):
-    """Read by the words nearest to them, features are what they were made of, at every place."""
-    codes = BlockCodes(model, processor.tokenizer)
-    inside = torch.zeros(2, BLOCKS**2, len(KINDS) + len(COLOURS))
-    inside[0, 5, KINDS.index("ring")] = inside[0, 5, len(KINDS) + 2] = 1
-    features = codes.of(inside)
-    embeddings = model.get_input_embeddings().weight
-    [ring] = processor.tokenizer(" ring")["input_ids"]
-    near = torch.cosine_similarity(features, embeddings[ring].expand_as(features), dim=-1)
-    assert near.argmax() == 5
-    assert codes.loss(features, inside, torch.ones(2, BLOCKS**2, dtype=torch.bool)) < codes.loss(
-        features.roll(1, 0), inside, torch.ones(2, BLOCKS**2, dtype=torch.bool)
-    )
 
 
 @pytest.mark.slow

@@ -39,13 +39,6 @@ def contrary(one: Evaluation, layer: int, group: str) -> str:
     return "1" * number + "0" * (PER_GROUP - number)
 
 
-def as_good(one: Evaluation, layer: int, group: str) -> str:
-    """All are right as often, STTS on other questions than the others."""
-    number = 36 if one.pruning_ratio in (0.0, 0.5) else 32
-    marks = "1" * number + "0" * (PER_GROUP - number)
-    return marks[::-1] if one.method == "stts" else marks
-
-
 def record_of(run: Run, marks_of: Callable[[Evaluation, int, str], str]) -> dict:
     asked = {}
     for one in evaluations(run, STUDY):
@@ -116,7 +109,6 @@ def test_claims_are_held_to_their_numbers(page):
         # More frames mend one clip, which three resamples of eight do not hold.
         (as_claimed, [*["yes"] * 5, "undecided", "undecided", "yes"]),
         (contrary, ["**no**"] * 8),
-        (as_good, [*["undecided"] * 6, "**no**", "undecided"]),  # more frames change nothing at all
     ],
 )
 def test_claims_hold_or_fail_or_are_undecided(tmp_path, marks_of, verdicts):

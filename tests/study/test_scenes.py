@@ -80,13 +80,6 @@ def test_blinks_are_as_many_as_the_answer_in_frames_a_quarter_of_a_second_apart(
     assert counted > 15
 
 
-def test_only_things_are_motion():
-    restless = replace(STILL, drift=(0.05, -0.05), flicker=((0.1, 0.1, 0.3, 0.3),), snow=((0.5, 0.5, 0.3, 0.3),))
-    frames = restless.draw([0.0, 1.0], SIZE).astype(int)
-    assert np.abs(frames[1] - frames[0]).mean() > 2
-    assert not restless.motion([0.0, 1.0, 2.0], 12).any()
-
-
 def test_snow_is_another_in_every_frame_within_its_region_and_under_the_things():
     snowing = replace(STILL, snow=((0.25, 0.5, 0.25, 0.25),), things=(Thing("square", "blue", 0.05, (0.375, 0.625)),))
     frames, without = (scene.draw([0.0, 0.25, 0.5], SIZE).astype(int) for scene in (snowing, replace(snowing, snow=())))
@@ -96,15 +89,6 @@ def test_snow_is_another_in_every_frame_within_its_region_and_under_the_things()
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert np.abs(frames[one] - frames[other])[region].mean() > 30
     assert all(colour_at(frame, (0.375, 0.625)) == "blue" for frame in frames)
-
-
-@pytest.mark.parametrize("compose", [compose_short, compose_long])
-def test_busy_scenes_are_the_same_but_for_their_snow(compose):
-    several = [len(compose(seed, busy=True)[0].snow) for seed in range(40)]
-    assert set(several) == {0, 1, 2, 3}
-    for seed in range(5):
-        scene, questions = compose(seed, busy=True)
-        assert (replace(scene, snow=()), questions) == compose(seed)
 
 
 def test_motion_is_where_the_camera_shows_it():

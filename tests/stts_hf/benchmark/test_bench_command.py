@@ -4,11 +4,9 @@ import json
 import re
 
 import pytest
-import torch
 
-from stts_hf.benchmark.measure import check_runnable
 from stts_hf.benchmark.meters import STAGES
-from stts_hf.benchmark.presets import PRESETS, find_preset, vary
+from stts_hf.benchmark.presets import PRESETS
 from stts_hf.cli.main import main
 
 
@@ -75,26 +73,3 @@ def test_the_list_names_every_preset_and_what_it_takes(capsys):
 def test_refusals_name_the_option(capsys, arguments, message):
     assert main(["bench", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_flash_attention_is_refused_where_it_cannot_run(monkeypatch):
-    monkeypatch.setattr("stts_hf.benchmark.measure.FLASH_BACKENDS", {"flash_attention_2": lambda: True})
-    preset = vary(find_preset("tiny"), backend=["flash_attention_2"], dtype=["bfloat16"])
-    with pytest.raises(ValueError, match="'flash_attention_2' needs a GPU"):
-        check_runnable(preset, torch.device("cpu"))
-    with pytest.raises(ValueError, match="needs --layouts varlen"):
-        check_runnable(preset, torch.device("cuda"))
-    monkeypatch.setattr("stts_hf.benchmark.measure.FLASH_BACKENDS", {"flash_attention_2": lambda: False})
-    with pytest.raises(ValueError, match="needs its package"):
-        check_runnable(preset, torch.device("cuda"))
-
-
-def test_axes_replace_the_presets_values_in_every_combination():
-    varied = vary(find_preset("tower"), frames=[1, 2], layout=["varlen", "first_fit_descending"], ratios=[(0.1, 0.5)])
-    assert [(w.frames, w.layout) for w in varied.workloads] == [
-        (1, "varlen"),
-        (1, "first_fit_descending"),
-        (2, "varlen"),
-        (2, "first_fit_descending"),
-    ]
-    assert {w.ratios for w in varied.workloads} == {(0.1, 0.5)}

@@ -20,15 +20,6 @@ def failing() -> dict:
     return broken
 
 
-def test_without_stock_nothing_is_claimed():
-    assert rows_of(markdown(result([failing()])))["total"] == ["", "10000 ± 0.00", "5000 ± 2500"]
-
-
-def test_a_stage_without_products_has_no_ideal():
-    found = cell([variant(None, {"total": ([2.0], 0)}), variant(0.5, {"total": ([1.0], 0)})])
-    assert rows_of(markdown(result([found])))["total"][1] == "1000 ± 0.00, 2.000x"
-
-
 def test_the_table_holds_every_figure():
     rows = rows_of(markdown(result([pruned_twice()])))
     assert rows["**tower, 8 frames, tiny, varlen, sdpa, float32**, 3 rounds"] == ["", "", ""]

@@ -80,14 +80,6 @@ def test_runs_of_the_same_arguments_make_one_row_in_which_the_later_counts(capsy
     }
 
 
-def test_a_benchmark_that_is_missing_in_part_leaves_its_averages_open(capsys, tmp_path):
-    file = results(VIDEO[0], 0)
-    del file["results"]["mvbench_7"]
-    run(tmp_path, file)
-    header, _, row = map(cells, capsys.readouterr().out.splitlines())
-    assert {name for name, cell in zip(header, row, strict=True) if cell == "-"} == {"MVBench", "Short avg.", "Average"}
-
-
 def test_what_makes_a_number_unsound_is_said(capsys, tmp_path):
     file = results(VIDEO[0], 0)
     file["efficiency"]["by_task"]["videomme"]["docs_with_token_counts"] = 7.0

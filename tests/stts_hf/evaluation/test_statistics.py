@@ -34,21 +34,6 @@ def test_seeds_are_drawn_too():
     assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
 
 
-def test_what_two_methods_share_cancels_in_their_difference():
-    hard = np.random.default_rng(0).random((3, 200)) < 0.5
-    better = hard.astype(float)
-    better[:, 0] = 1 - hard[:, 0]
-    alone = Bootstrap(range(200)).mean(hard, everything(hard))
-    paired = Bootstrap(range(200)).mean(better - hard, everything(hard))
-    assert paired.high - paired.low < 0.3 * (alone.high - alone.low)
-
-
-def test_groups_weigh_alike_whatever_their_size():
-    values = np.array([[1.0] * 10 + [0.0] * 90])
-    groups = [np.arange(100) < 10, np.arange(100) >= 10]
-    assert Bootstrap(range(100)).mean(values, groups).mean == 0.5
-
-
 @pytest.mark.parametrize(
     ("seeds", "among_seeds", "least", "most"),
     [
