@@ -55,7 +55,7 @@ def kept_patches(workload: Workload, ratio: float) -> list[int]:
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_stock_tower_and_connector(backend):
-    config = models_of("tiny")[0].config
+    config: Any = models_of("tiny")[0].config
     found = count(dataclasses.replace(MOLMO2, backend=backend), None)
     tower = formulas.patch_embedding(config, FRAMES * PATCHES) + formulas.vision_layers(config, 6, [PATCHES] * FRAMES)
     assert found[VISION_TOWER] == tower
