@@ -14,7 +14,7 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from .layout_stts import AttentionSpans, FrameBins
+from .layout_stts import AttentionSpans
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -43,15 +43,10 @@ def packed_attention(
 
     query: (P_q, heads, d). key, value: (P_k, heads, d). key_bias: (P_k,) float32, added to the logits of every query
     towards that key; gradients reach it. implementation: a transformers attention name. Those with "flash" in them
-    ("flash_attention_2", "kernels-community/flash-attn2", ...) are that kernel, "eager" is plain matrix products, every
-    other the fastest that PyTorch has on this device. Returns (P_q, heads, d).
+    ("flash_attention_2", "kernels-community/flash-attn2", ...) are that kernel, every other the fastest that PyTorch
+    has on this device. Returns (P_q, heads, d).
     """
     head_dim = query.shape[-1]
-    if spans.bins is not None:
-        return binned_attention(query, key, value, spans.bins, scaling, dropout, implementation)
-    if query.shape[0] == 0:
-        reached = key.sum() + value.sum() if key_bias is None else key.sum() + value.sum() + key_bias.sum()
-        return query * reached  # empty, and its gradients are zeros
     if key_bias is not None:
         query, key, value = fold_bias_into_keys(query, key, value, key_bias, scaling)
     backend, longest = choose_backend(implementation, query, dropout), spans.max_seqlen
@@ -75,14 +70,13 @@ def packed_attention(
     elif backend == "torch_varlen" and not is_whole:
         if missing := -query.shape[-1] % 8:
             query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
-        # PyTorch prefers cuDNN on Hopper and Blackwell, but cuDNN takes no window. A window wider than any span hides
-        # nothing and selects flash attention for this call alone.
-        window = (-1, -1) if cudnn_takes_empty_frames() else (2 * longest,) * 2
+        # PyTorch prefers cuDNN on Hopper and Blackwell, but before 9.25 it returns NaN for empty frames. cuDNN takes no
+        # window, so one that is wider than any span hides nothing and selects flash attention for this call alone.
         bounds = (spans.cu_seqlens_q, spans.cu_seqlens_k, longest, longest)
-        output = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=window)
+        output = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=(2 * longest,) * 2)
     else:  # spans of one length are one batch on every device
         attend = frame_by_frame if backend == "frame_by_frame" and not is_whole else padded_frames
-        output = attend(query, key, value, spans, scaling, dropout, implementation == "eager")
+        output = attend(query, key, value, spans, scaling, dropout)
     return output[..., :head_dim]
 
 
@@ -103,7 +97,7 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
                 "Use attn_implementation='sdpa' or change dtype and device."
             )
         return "flash"
-    fits = half and query.shape[-1] <= 256 and dropout == 0.0 and implementation != "eager"
+    fits = half and query.shape[-1] <= 256 and dropout == 0.0
     if query.is_cuda and fits and has_flash(query.device.index):
         if varlen_attn is not None:
             return "torch_varlen"
@@ -116,13 +110,6 @@ def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.
 def has_flash(device_index: int) -> bool:
     """Whether PyTorch's flash attention runs on this GPU: Ampere and newer, and AMD's."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device_index) >= (8, 0)
-
-
-@functools.lru_cache
-@torch.compiler.assume_constant_result
-def cudnn_takes_empty_frames() -> bool:
-    """Whether cuDNN, where it is used at all, takes empty frames: before 9.25 it returns NaN for them."""
-    return torch.version.hip is not None or (torch.backends.cudnn.version() or 0) >= 92500
 
 
 @torch.compiler.assume_constant_result
@@ -168,7 +155,6 @@ def frame_by_frame(
     spans: AttentionSpans,
     scaling: float,
     dropout: float = 0.0,
-    eager: bool = False,
 ) -> torch.Tensor:
     """One call per frame: on a CPU faster than masked bins, since no masked product is ever computed."""
     lengths_q, lengths_k = spans.cu_seqlens_q.diff().tolist(), spans.cu_seqlens_k.diff().tolist()
@@ -178,7 +164,8 @@ def frame_by_frame(
             outputs.append(torch.zeros_like(q))
         elif q.shape[0]:
             q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))  # (1, heads, frame, d)
-            outputs.append(masked_attention(q, k, v, None, scaling, dropout, eager)[0].transpose(0, 1))
+            output = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=scaling)
+            outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -189,7 +176,6 @@ def padded_frames(
     spans: AttentionSpans,
     scaling: float,
     dropout: float = 0.0,
-    eager: bool = False,
 ) -> torch.Tensor:
     """One call for all frames, padded to `max_seqlen` and masked: no size depends on the frames' lengths."""
     num_queries, bounds, longest = query.shape[0], spans.cu_seqlens_q, spans.max_seqlen
@@ -198,7 +184,7 @@ def padded_frames(
     mask = None
     if valid is not None:  # a frame without keys: its values are zero, so its output is
         mask = (valid | ~valid.any(-1, keepdim=True))[:, None, None, :]
-    output = masked_attention(query, key, value, mask, scaling, dropout, eager)
+    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
     if valid_queries is None:
         return output.transpose(1, 2).flatten(0, 1)
     slots = torch.arange(num_queries, device=output.device, dtype=bounds.dtype)
@@ -221,50 +207,3 @@ def gather_frames(
     index = (cu_seqlens[:-1, None] + offsets).clamp_max(max(states.shape[0] - 1, 0))
     padded = states[index].masked_fill(~valid[..., None, None], 0)  # zero, so that no frame's NaN reaches another
     return padded.transpose(1, 2), valid
-
-
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    eager: bool,
-) -> torch.Tensor:
-    """
-    (batch, heads, length, d) each; mask bool or None, broadcast to (batch, heads, query length, key length). `eager`:
-    plain matrix products with the softmax in float32, as transformers' eager attention.
-    """
-    if not eager:
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
-    logits = query @ key.transpose(-1, -2) * scaling
-    if mask is not None:
-        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    weights = logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-    return F.dropout(weights, p=dropout) @ value
-
-
-def binned_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bins: FrameBins,
-    scaling: float,
-    dropout: float = 0.0,
-    implementation: str = "sdpa",
-) -> torch.Tensor:
-    """
-    Attention of patches (P, heads, d) in bins of several frames under a mask (paper Algorithm 1). Raises `ValueError`
-    for flash attention, which takes no mask.
-    """
-    if is_flash_attention_requested(requested_attention_implementation=implementation):
-        raise ValueError(
-            f"`packing` is 'first_fit_descending', which needs an attention mask, but `attn_implementation` is "
-            f"{implementation!r} for the vision tower. Use packing='varlen' or attn_implementation='sdpa'."
-        )
-    heads = query.shape[1:]
-    packed = (bins.pack(states.flatten(1)) for states in (query, key, value))
-    query, key, value = (states.unflatten(-1, heads).transpose(1, 2) for states in packed)
-    output = masked_attention(query, key, value, bins.attention_mask, scaling, dropout, implementation == "eager")
-    return bins.unpack(output.transpose(1, 2).flatten(2)).unflatten(-1, heads)

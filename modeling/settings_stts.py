@@ -74,7 +74,7 @@ class PruningSettings:
         Range over which scores are stretched to `[e^-2, 1]` before the logarithm: each `"row"` of the patch grid
         (released checkpoints), each `"frame"`, or `"none"` (the paper's plain logarithm).
     packing (`str`, *optional*, defaults to `"varlen"`):
-        Layout of the surviving patches: `"varlen"` (one flat sequence) or `"first_fit_descending"` (Algorithm 1).
+        `"varlen"`, or `"first_fit_descending"` (Algorithm 1), whose bins matter to `refill_single_frame_bins` alone.
     refill_single_frame_bins (`bool`, *optional*, defaults to `False`):
         Whether a frame alone in its bin keeps its dropped patches as context until the ViT ends, as in the released
         training code. Needs `packing="first_fit_descending"`.

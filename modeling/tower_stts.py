@@ -5,7 +5,7 @@ Patches of all frames of a call lie in one flat sequence, block by block, `S` sl
 in another order than the caller's, window by window. Images take the native path untouched.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,19 +20,8 @@ from .scoring_stts import FIRST_LOGIT, SELECTORS, TokenScorer, score_bias, selec
 # Attention bias of padding slots: their weight is 0 in float32, and float16 holds it after scaling.
 PADDING_BIAS = -1000.0
 
-if TYPE_CHECKING:
 
-    class NativeLayer(nn.Module):
-        """The native class that the mixin below precedes."""
-
-    class NativeTower(PreTrainedModel):
-        """The native class that the mixin below precedes."""
-
-else:
-    NativeLayer = NativeTower = object
-
-
-class SpanLayer(NativeLayer):
+class SpanLayer(nn.Module):
     """Mixin for a native layer, which for videos attends within spans; as layer `l + 1` it also drops patches."""
 
     # Names of the first norm, the attention, its output projection and the second norm.
@@ -70,7 +59,7 @@ class SpanLayer(NativeLayer):
         return hidden_states + self.mlp(norm2(hidden_states))
 
 
-class PruningTower(NativeTower):
+class PruningTower(PreTrainedModel):
     """Mixin for a vision tower with a `scorer`, whose layers are `SpanLayer`s."""
 
     config: Any
@@ -104,17 +93,28 @@ class PruningTower(NativeTower):
         return bool(getattr(self.config, "output_hidden_states", False) if asked is None else asked)
 
     def rank_blocks(
-        self, blocks: torch.Tensor, pruning: PruningPlan, valid: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        blocks: torch.Tensor,
+        pruning: PruningPlan,
+        valid: torch.Tensor | None,
+        window_to_raster: torch.Tensor | None,
+    ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor | None]:
         """
-        Scores (G,) of blocks (G, S, D), padding slots zero where `valid` (G, S) is False, and the bias (G,) of layer
-        `l + 1`: None for the untrained selectors, and where no video loses anything.
+        Scores blocks (G, S, D), padding slots zero where `valid` (G, S) is False. Returns fields of `VideoFeatures`,
+        the kept blocks (K,), and the bias (G * S,) of layer `l + 1` in the sequence's order: None for the untrained
+        selectors, and where no video loses anything.
         """
         selector = SELECTORS[self.config.selector]
         scores = selector.rank(self, blocks, pruning.grids, valid)
+        keep_mask, kept_blocks = select_blocks(scores, pruning.grids, pruning.num_kept)
+        found: dict[str, Any] = {"token_scores": pruning.per_video(scores), "keep_mask": pruning.per_video(keep_mask)}
+        if pruning.with_temporal_loss and selector.is_learned:
+            found["temporal_loss"] = temporal_loss(scores, blocks, pruning.grids, pruning.detach_temporal_target)
         loses = [dropped > 0 for dropped in pruning.counts[2]]
-        biased = selector.is_learned and any(loses)
-        return scores, score_bias(scores, pruning.grids, self.config.score_rescaling, loses) if biased else None
+        if not selector.is_learned or not any(loses):
+            return found, kept_blocks, None
+        bias = reorder(score_bias(scores, pruning.grids, self.config.score_rescaling, loses), window_to_raster)
+        return found, kept_blocks, bias[:, None].expand(blocks.shape[:2]).flatten()
 
     def sees_window(self, layer: int) -> bool:
         """Whether a layer attends within windows, the second kind of spans."""
@@ -139,56 +139,44 @@ class PruningTower(NativeTower):
         keeps_states the embeddings and each layer's output, and for each layer of `taps` the kept blocks' patches (K *
         S, D). All but the layers' outputs are in the caller's order.
         """
-        layer, size, kept_rank = self.config.pruning_layer, pruning.block_patches.shape[1], None
+        layer, size = self.config.pruning_layer, pruning.block_patches.shape[1]
         raster_to_window = None if window_to_raster is None else window_to_raster.argsort()
-        padding_bias = None if valid is None else PADDING_BIAS * (~valid).flatten().float()
-        key_bias, after, wanted = padding_bias, spans, {*taps, len(layers) - 1}
+        key_bias = padding_bias = None if valid is None else PADDING_BIAS * (~valid).flatten().float()
+        wanted = {*taps, len(layers) - 1}
         states = {-1: hidden_states} if keeps_states else {}  # outputs of layers by their index
-        for index, encoder_layer in enumerate(layers):
-            if index == layer + 1:
-                blocks = reorder(hidden_states.unflatten(0, (-1, size)), raster_to_window)  # (G, S, D)
-                blocks = blocks if valid is None else blocks * valid[..., None].to(blocks.dtype)
-                scores, bias = self.rank_blocks(blocks, pruning, valid)
-                if bias is not None:
-                    bias = reorder(bias, window_to_raster)[:, None].expand(-1, size).flatten()
-                    key_bias = bias + (0 if padding_bias is None else padding_bias)
-                keep_mask, kept_blocks = select_blocks(scores, pruning.grids, pruning.num_kept)
-                places = kept_blocks
-                if raster_to_window is not None:
-                    places, kept_rank = raster_to_window[kept_blocks].sort()
-                spans, after = self.drop_slots(slots := block_slots(places, size), spans, valid)
-            if index > layer and len(slots) == 0:  # k = 1
-                hidden_states = hidden_states[:0]
-            else:
-                seen = spans[int(self.sees_window(index))]
-                hidden_states = encoder_layer(hidden_states, key_bias, spans=seen, rotation=rotation)
-            if index == layer + 1:
-                left, spans = spans[0].queries, after
-                rotation = tuple(part[left] for part in rotation)
-                key_bias = None if padding_bias is None or spans[0].bins else padding_bias[left]
-            if keeps_states or index in wanted:
-                states[index] = hidden_states
 
-        among = None if spans[0].bins is None else torch.searchsorted(left, slots).clamp_max(len(left) - 1)  # type: ignore[arg-type]
-        callers = None if kept_rank is None else block_slots(kept_rank.argsort(), size)
-        kept = {i: reorder(reorder(states[i], slots if i <= layer else among), callers) for i in wanted}
-        found: dict[str, Any] = {"last_hidden_state": kept[len(layers) - 1], "token_scores": pruning.per_video(scores)}
-        found["keep_mask"] = pruning.per_video(keep_mask)
-        if pruning.with_temporal_loss and SELECTORS[self.config.selector].is_learned:
-            found["temporal_loss"] = temporal_loss(scores, blocks, pruning.grids, pruning.detach_temporal_target)
-        return found, kept_blocks, tuple(states.values()) if keeps_states else (), [kept[tap] for tap in taps]
+        def run(index: int) -> torch.Tensor:
+            seen = spans[int(self.sees_window(index))]
+            output = layers[index](hidden_states, key_bias, spans=seen, rotation=rotation)
+            states.update({index: output} if keeps_states or index in wanted else {})
+            return output
 
-    def drop_slots(
-        self, slots: torch.Tensor, spans: list[AttentionSpans], valid: torch.Tensor | None
-    ) -> tuple[list[AttentionSpans], list[AttentionSpans]]:
-        """Spans of layer `l + 1`, where slots (P,) are queries, and spans of these alone, by the config's `packing`."""
-        if self.config.packing == "varlen" or len(slots) == 0:
-            pairs = [kind.drop(slots) for kind in spans]
+        for index in range(layer + 1):
+            hidden_states = run(index)
+        blocks = reorder(hidden_states.unflatten(0, (-1, size)), raster_to_window)  # (G, S, D)
+        blocks = blocks if valid is None else blocks * valid[..., None].to(blocks.dtype)
+        found, kept_blocks, bias = self.rank_blocks(blocks, pruning, valid, window_to_raster)
+        if bias is not None:
+            key_bias = bias if padding_bias is None else bias + padding_bias
+        kept = block_slots(kept_blocks if raster_to_window is None else raster_to_window[kept_blocks], size)
+        left = kept if raster_to_window is None else kept.sort().values
+        if self.config.refill_single_frame_bins:
+            left = spans[0].refill(kept, valid)
+        if len(left) == 0:  # k = 1
+            states.update(dict.fromkeys(range(layer + 1, len(layers)), hidden_states[:0]))
         else:
-            size = int(spans[0].cu_seqlens_k[-1])
-            usable = torch.ones(size, dtype=torch.bool, device=slots.device) if valid is None else valid.flatten()
-            pairs = [kind.drop_into_bins(slots, usable, self.config.refill_single_frame_bins) for kind in spans]
-        return [dropping for dropping, _ in pairs], [after for _, after in pairs]
+            dropping = [kind.drop(left) for kind in spans]
+            spans = [during for during, _ in dropping]
+            hidden_states = run(layer + 1)
+            spans, rotation = [after for _, after in dropping], tuple(part[left] for part in rotation)
+            key_bias = None if padding_bias is None else padding_bias[left]
+            for index in range(layer + 2, len(layers)):
+                hidden_states = run(index)
+
+        among = None if left is kept else torch.searchsorted(left, kept)
+        features = {i: states[i][kept] if i <= layer else reorder(states[i], among) for i in wanted}
+        found["last_hidden_state"] = features[len(layers) - 1]
+        return found, kept_blocks, tuple(states.values()) if keeps_states else (), [features[tap] for tap in taps]
 
 
 def reorder(blocks: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

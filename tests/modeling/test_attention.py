@@ -15,13 +15,12 @@ from transformers import modeling_flash_attention_utils
 from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import (
     choose_backend,
-    cudnn_takes_empty_frames,
     fold_bias_into_keys,
     frame_by_frame,
     has_flash,
     packed_attention,
 )
-from stts_hf.modeling.layout_stts import AttentionSpans, bin_frames, frame_bounds
+from stts_hf.modeling.layout_stts import AttentionSpans, frame_bounds
 
 HEADS, HEAD_DIM = 2, 8
 SCALING = HEAD_DIM**-0.5
@@ -89,20 +88,18 @@ def gradients(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str
 
 
 @pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_packed_attention_is_the_naive_one(lengths, implementation, biased):
+def test_packed_attention_is_the_naive_one(lengths, biased):
     inputs = make_inputs(lengths)
     inputs = inputs if biased else without_bias(inputs)
-    output, expected = attend(inputs, lengths, implementation), naive_attention(inputs, lengths)
+    output, expected = attend(inputs, lengths), naive_attention(inputs, lengths)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_gradients_of_packed_attention_are_the_naive_ones(lengths, implementation, biased):
+def test_gradients_of_packed_attention_are_the_naive_ones(lengths, biased):
     inputs = make_inputs(lengths)
     inputs = inputs if biased else without_bias(inputs)
-    actual = gradients(attend(inputs, lengths, implementation), inputs)
+    actual = gradients(attend(inputs, lengths), inputs)
     expected = gradients(naive_attention(inputs, lengths), inputs)
     for name in inputs:
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=FLOAT32_TOLERANCE, msg=name)
@@ -133,25 +130,16 @@ def test_a_bias_on_the_wrong_key_changes_the_result():
     assert (attend(inputs, lengths) - expected).abs().max() > 1e4 * FLOAT32_TOLERANCE
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_no_frame_depends_on_another(implementation):
+def test_no_frame_depends_on_another():
     lengths = ([3, 4, 2], [5, 6, 4])
     inputs = {name: tensor.detach() for name, tensor in make_inputs(lengths).items()}
-    before = attend(inputs, lengths, implementation)
+    before = attend(inputs, lengths)
     for name in ("key", "value", "key_bias"):
         inputs[name][5:11] = torch.nan  # frame 1
-    after = attend(inputs, lengths, implementation)
+    after = attend(inputs, lengths)
     assert torch.equal(before[:3], after[:3])
     assert torch.equal(before[7:], after[7:])
     assert after[3:7].isnan().all()
-
-
-def test_without_any_query_the_result_is_empty_and_differentiable():
-    lengths = ([0, 0], [3, 3])
-    inputs = make_inputs(lengths)
-    output = attend(inputs, lengths)
-    assert output.shape == (0, HEADS, HEAD_DIM)
-    assert not any(gradient.any() for gradient in gradients(output, inputs).values())
 
 
 @pytest.mark.parametrize("head_dim", [8, 7, 72])
@@ -253,7 +241,7 @@ def test_a_flash_kernel_of_the_hub_is_no_other_backend():
         choose_backend("kernels-community/flash-attn2", torch.zeros(1, 1, 8))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", None, "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", None])
 def test_a_cpu_goes_frame_by_frame_except_in_a_graph(implementation, monkeypatch):
     query = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
     assert choose_backend(implementation, query) == "frame_by_frame"
@@ -273,7 +261,6 @@ def test_varlen_kernels_are_for_ampere_and_newer(monkeypatch, capability, expect
             query = torch.empty(3, 2, 72, dtype=torch.bfloat16, device="cuda")
             assert choose_backend("sdpa", query) == expected
             assert choose_backend("sdpa", query, dropout=0.1) == "padded"
-            assert choose_backend("eager", query) == "padded"
     finally:
         has_flash.cache_clear()
 
@@ -290,19 +277,10 @@ def test_a_pytorch_without_the_kernel_says_what_it_costs(monkeypatch):
     assert re.search("padded to full length.* Upgrade PyTorch, or install flash-attn", said[0])
 
 
-@pytest.mark.parametrize(("version", "expected"), [(None, False), (92200, False), (92500, True)])
-def test_cudnn_takes_empty_frames_from_9_25_on(monkeypatch, version, expected):
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    assert cudnn_takes_empty_frames.__wrapped__() == expected
-
-
 def varlen_stand_in(query, key, value, *bounds, scale, window_size=(-1, -1)):
-    """Torch 2.14's choice on Hopper: cuDNN for calls without a window, which before 9.25 fails on empty frames."""
-    left, right = window_size
-    assert left == right == -1 or min(left, right) >= max(bounds[2:])  # hides nothing
-    output = frame_by_frame(query, key, value, AttentionSpans(*bounds[:3]), scale)
-    is_cudnn = left < 0 and not attention_stts.cudnn_takes_empty_frames()
-    return output * torch.nan if is_cudnn and any((side.diff() == 0).any() for side in bounds[:2]) else output
+    """Torch 2.14 on Hopper takes cuDNN for calls without a window, which before 9.25 fails on empty frames."""
+    assert min(window_size) >= max(bounds[2:])  # there is one, and it hides nothing
+    return frame_by_frame(query, key, value, AttentionSpans(*bounds[:3]), scale)
 
 
 def on_hopper(monkeypatch) -> None:
@@ -310,11 +288,9 @@ def on_hopper(monkeypatch) -> None:
     monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "torch_varlen")
 
 
-@pytest.mark.parametrize("version", [92200, 92500])
-def test_empty_frames_get_a_kernel_that_takes_them(monkeypatch, lengths, version):
+def test_empty_frames_get_a_kernel_that_takes_them(monkeypatch, lengths):
     """A stand-in for CUDA: no kernel of variable length runs on a CPU."""
     on_hopper(monkeypatch)
-    monkeypatch.setattr(attention_stts, "cudnn_takes_empty_frames", lambda: version >= 92500)
     inputs = make_inputs(lengths)
     output, expected = attend(inputs, lengths), naive_attention(inputs, lengths)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
@@ -323,7 +299,6 @@ def test_empty_frames_get_a_kernel_that_takes_them(monkeypatch, lengths, version
 def test_calls_that_overlap_in_threads_leave_the_flags_of_the_process(monkeypatch):
     """A stand-in for CUDA, as above. The first call ends while the second one runs."""
     on_hopper(monkeypatch)
-    monkeypatch.setattr(attention_stts, "cudnn_takes_empty_frames", lambda: False)
     first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
 
     def kernel(query, *arguments, **options):
@@ -364,31 +339,6 @@ def test_nothing_is_copied_that_kernels_take_as_it_is(monkeypatch):
     inputs = {name: tensor.detach() for name, tensor in without_bias(make_inputs(([3], [4]))).items()}
     attend(inputs, ([3], [4]))
     assert all(one is other for one, other in zip(seen[0], inputs.values(), strict=True))
-    attend({name: tensor[..., :7] for name, tensor in inputs.items()}, ([3], [4]))
-    assert [states.shape[-1] for states in seen[1]] == [8, 8, 8]
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_in_bins_is_that_of_spans(implementation):
-    lengths = ([4, 2, 0, 3], [4, 2, 0, 3])
-    inputs: dict[str, Any] = without_bias(make_inputs(lengths))
-    spans = spans_of(lengths)
-    spans.bins = bin_frames(list(lengths[0]), 6, torch.device("cpu"))
-    output = packed_attention(**inputs, spans=spans, scaling=SCALING, implementation=implementation)
-    expected = naive_attention(inputs, lengths)
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
-    expected_gradients = gradients(expected, inputs)
-    for name, gradient in gradients(output, inputs).items():
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=FLOAT32_TOLERANCE, msg=name)
-
-
-def test_flash_attention_over_bins_is_refused():
-    lengths = ([4], [4])
-    inputs: dict[str, Any] = without_bias(make_inputs(lengths))
-    spans = spans_of(lengths)
-    spans.bins = bin_frames([4], 6, torch.device("cpu"))
-    with pytest.raises(ValueError, match="packing='varlen'"):
-        packed_attention(**inputs, spans=spans, scaling=SCALING, implementation="flash_attention_2")
 
 
 @pytest.mark.gpu

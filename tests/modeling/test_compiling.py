@@ -69,7 +69,7 @@ def test_training_compiles_once_and_changes_nothing(overrides, backend):
 
 
 def test_bins_compile_layer_by_layer():
-    config = tiny_config(packing="first_fit_descending")
+    config = tiny_config(packing="first_fit_descending", refill_single_frame_bins=True)
     reference, model = tiny_model(config).train(), tiny_model(config).train()
     counter = compiled(model)
     counts = []
@@ -78,7 +78,7 @@ def test_bins_compile_layer_by_layer():
         torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0)
         assert_gradients_equal(grads, expected, tolerance=5e-5)
         counts.append(counter.frame_count)
-    assert 0 < counts[1] == counts[2]  # once more where the number of bins changes, and then no more
+    assert 0 < counts[1] == counts[2]  # once more where the number of patches changes, and then no more
 
 
 @pytest.mark.parametrize("backbone", DAILY, ids=lambda backbone: backbone.name, indirect=True)

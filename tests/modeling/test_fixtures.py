@@ -140,22 +140,24 @@ def test_pooled_features_are_the_authors(fixture, model, layout, expected):
     assert_features_close(features, fixture.expected[expected])
 
 
-@pytest.mark.parametrize("layout", ["bins", "refill"])
-def test_bins_and_refilled_patches_are_as_many_as_the_authors(fixture, model, layout, monkeypatch):
-    plans = []
-    bin_frames = layout_stts.bin_frames
+def test_bins_and_refilled_patches_are_as_many_as_the_authors(fixture, model, monkeypatch):
+    bins, left = [], []
+    first_fit_descending, drop = layout_stts.first_fit_descending, layout_stts.AttentionSpans.drop
 
-    def record(lengths, capacity, device):
-        plans.append((bin_frames(lengths, capacity, device), sum(lengths)))
-        return plans[-1][0]
+    def record_bins(lengths, capacity):
+        bins.append(first_fit_descending(lengths, capacity))
+        return bins[-1]
 
-    monkeypatch.setattr(layout_stts, "bin_frames", record)
-    encode(model, fixture, layout)
-    ((bins, num_patches),) = plans
+    def record_left(spans, slots):
+        left.append(len(slots))
+        return drop(spans, slots)
+
+    monkeypatch.setattr(layout_stts, "first_fit_descending", record_bins)
+    monkeypatch.setattr(layout_stts.AttentionSpans, "drop", record_left)
+    encode(model, fixture, "refill")
     kept = int(fixture.expected["keep_mask"].sum()) * fixture.pooling_size[0] * fixture.pooling_size[1]
-    assert len(bins.frame) == fixture.expected["num_bins"].item()
-    refilled = fixture.expected["num_refilled_patches"].item() if layout == "refill" else 0
-    assert num_patches - kept == refilled
+    assert [len(found) for found in bins] == [fixture.expected["num_bins"].item()]
+    assert [found - kept for found in left] == [fixture.expected["num_refilled_patches"].item()]
 
 
 def test_temporal_loss_is_the_authors(fixture, model):

@@ -135,8 +135,8 @@ def test_several_rows_in_training(monkeypatch, text, pruning_ratio):
 @fake_cuda
 @pytest.mark.parametrize(
     "config",
-    [{"image_size": [14, 20]}, {"head_dim": 7}, {"selector": "cosine"}, {"_attn_implementation": "eager"}],
-    ids=["borders", "head_dim_7", "cosine", "eager"],
+    [{"image_size": [14, 20]}, {"head_dim": 7}, {"selector": "cosine"}],
+    ids=["borders", "head_dim_7", "cosine"],
 )
 def test_other_towers(monkeypatch, config):
     call(ONE, monkeypatch, train=True, config=config, pruned_length=38)
@@ -166,7 +166,7 @@ def vision_of(model, inputs: Inputs) -> Inputs:
 
 
 @fake_cuda
-@pytest.mark.parametrize("config", [{}, {"selector": "cosine"}, {"_attn_implementation": "eager"}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"selector": "cosine"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_the_tower_of_every_backbone(backbone, monkeypatch, dtype, config):
     stand_in(monkeypatch)

@@ -19,22 +19,20 @@ from tests.modeling.test_attention import (
 )
 
 
-def padded(inputs, lengths, eager: bool = False, slack: int = 0, dropout: float = 0.0) -> torch.Tensor:
-    return padded_frames(
-        inputs["query"], inputs["key"], inputs["value"], spans_of(lengths, slack=slack), SCALING, dropout, eager
-    )
+def padded(inputs, lengths, slack: int = 0, dropout: float = 0.0) -> torch.Tensor:
+    spans = spans_of(lengths, slack=slack)
+    return padded_frames(inputs["query"], inputs["key"], inputs["value"], spans, SCALING, dropout)
 
 
 def bias_free(lengths):
     return without_bias(make_inputs(lengths))
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_output_and_gradients_are_the_naive_ones(name, eager):
+def test_output_and_gradients_are_the_naive_ones(name):
     lengths = LENGTHS[name]
     inputs = bias_free(lengths)
-    output, expected = padded(inputs, lengths, eager), naive_attention(inputs, lengths)
+    output, expected = padded(inputs, lengths), naive_attention(inputs, lengths)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=FLOAT32_TOLERANCE)
     actual, expected_gradients = gradients(output, inputs), gradients(expected, inputs)
     for key in inputs:

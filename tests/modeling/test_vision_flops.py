@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.modeling.towers import video_inputs
@@ -16,13 +17,12 @@ FRAMES = [4, 2]
 def count(feature_layers, pruning_ratio: float, **overrides) -> tuple[int, int]:
     """FLOPs counted and expected. Plain matrix products, as the counter knows not all kernels of a CPU."""
     config = tiny_config(feature_layers=feature_layers, **overrides)
-    config.vision_config._attn_implementation = "eager"
     model = tiny_model(config)
     tower = model.model.vision_tower
     outputs = []
     hook = tower.register_forward_hook(lambda module, args, output: outputs.append((args[1], output)))
     counter = FlopCounterMode(tower, display=False)
-    with torch.no_grad(), counter:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model.model.get_video_features(**video_inputs(config, FRAMES), pruning_ratio=pruning_ratio)
     hook.remove()
     ((pruning, output),) = outputs
