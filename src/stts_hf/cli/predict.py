@@ -116,15 +116,17 @@ def is_parquet(output: Path | None) -> bool:
 def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the rows of all inputs. Raises `CommandError` if one cannot be found or read."""
     from stts_hf.inference.answers_file import summary_path
-    from stts_hf.inference.inputs import needs_datasets, read_inputs
+    from stts_hf.inference.inputs import read_inputs
 
     output = arguments.output
     leave_out = [] if output is None else [output, output.with_suffix(".jsonl"), summary_path(output)]
     options = {name: getattr(arguments, name) for name in ("prompt", "split", "subset")}
     with refused():
-        if needs_datasets(arguments.inputs, leave_out):
+        try:
+            return read_inputs(arguments.inputs, leave_out=leave_out, **options)
+        except ImportError:
             need_extras("Reading rows needs more packages", "train")
-        return read_inputs(arguments.inputs, leave_out=leave_out, **options)
+            raise
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:

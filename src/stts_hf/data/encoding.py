@@ -7,14 +7,13 @@ from typing import Any, Protocol
 
 import jinja2
 import torch
-from PIL import Image
 from transformers.image_utils import load_image
 
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.sequence_stts import align_labels as align_labels
 from stts_hf.modeling.video_reading_stts import STTSVideoMetadata
 from stts_hf.video import processors as frames
-from stts_hf.video.sources import download, download_limits, is_url, open_picture
+from stts_hf.video.sources import open_picture
 
 from .rows import RowError, Sample, row_errors
 
@@ -99,8 +98,24 @@ def encode(processor: Processor, sample: Sample) -> Encoded:
         if sample.room:
             raise ValueError("its answer is yet to be written. Pass the rows through `answer_rows` first.")
         text, spans = prompt_of(processor, sample)
-        inputs = process(processor, sample, text, return_offsets_mapping=True, return_text_replacement_offsets=True)
-        moved = _move_spans(spans, inputs["text_replacement_offsets"][0])
+        inputs = frames.process(
+            processor,
+            text=[text],
+            videos=sample.videos or None,
+            images=[load_image(open_picture(image, processor)) for image in sample.images] or None,
+            return_tensors="pt",
+            padding=False,
+            truncation=False,
+            return_offsets_mapping=True,
+            return_text_replacement_offsets=True,
+        )
+        spelled = inputs["text_replacement_offsets"][0]
+
+        def move(place: int) -> int:
+            """Where a place in the prompt lies once its placeholders are spelled out."""
+            return place + sum(len(r["replacement"]) - len(r["text"]) for r in spelled if r["span"][1] <= place)
+
+        moved = [(move(start), move(end)) for start, end in spans]
         labels = make_labels(inputs["input_ids"][0], inputs["offset_mapping"][0], moved)
         if (labels == IGNORED).all():
             raise ValueError("messages: all labels are masked, so there is nothing to learn.")
@@ -116,27 +131,11 @@ def _encoded(processor: Processor, name: str, inputs: Any, labels: torch.Tensor)
     return Encoded(name, inputs["input_ids"][0], inputs["mm_token_type_ids"][0], labels, vision, grids)
 
 
-def process(processor: Processor, sample: Sample, text: str, **options: Any) -> Any:
-    """The processor's output for `text` with the videos and images of `sample`, which are decoded here."""
-    return frames.process(
-        processor,
-        text=[text],
-        videos=sample.videos or None,
-        images=[load_image(open_image(image, processor)) for image in sample.images] or None,
-        return_tensors="pt",
-        padding=False,
-        truncation=False,
-        **options,
-    )
-
-
 def prompt_of(processor: Processor, sample: Sample) -> tuple[str, list[tuple[int, int]]]:
-    """`render` of the sample, which keeps it. Raises `ValueError`, also for control tokens in a text."""
-    if sample.prompt is None:
-        check_texts(processor, sample.messages)
-        check_videos(processor, sample)
-        sample.prompt = render(processor, place_subtitles(processor, sample.messages))
-    return sample.prompt
+    """`render` of the sample. Raises `ValueError`, also for control tokens in a text."""
+    check_texts(processor, sample.messages)
+    check_videos(processor, sample)
+    return render(processor, place_subtitles(processor, sample.messages))
 
 
 def check_videos(processor: Processor, sample: Sample) -> None:
@@ -237,14 +236,6 @@ def find_control_token(processor: Processor, *texts: str) -> str | None:
     return next((token for token in sorted(filter(None, tokens)) if any(token in text for text in texts)), None)
 
 
-def open_image(source: Any, processor: Processor | None = None) -> Image.Image:
-    """A path, bytes, PIL image or, with `processor`, a URL; not decoded. Downloads keep to the limits of videos."""
-    if processor is not None and is_url(source):
-        with download(source, *download_limits(processor)) as file:
-            source = file.read()
-    return open_picture(source)
-
-
 def count_tokens(
     processor: Processor,
     text: str,
@@ -265,15 +256,6 @@ def count_tokens(
     counts = count(image_sizes=image_sizes)["num_image_tokens"] if image_sizes else []
     length = len(processor.tokenizer(text)["input_ids"]) + sum(counts) - len(counts)
     return length - count_dropped(frames.block_grids(processor, inputs), pruning_ratio)
-
-
-def _move_spans(spans: list[tuple[int, int]], replacements: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Spans of a prompt to where they lie once its placeholders are spelled out."""
-
-    def move(place: int) -> int:
-        return place + sum(len(r["replacement"]) - len(r["text"]) for r in replacements if r["span"][1] <= place)
-
-    return [(move(start), move(end)) for start, end in spans]
 
 
 def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:

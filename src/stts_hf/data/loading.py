@@ -14,7 +14,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 
 from .lines import parse
-from .rows import ANSWER, PROMPT, WITHIN
+from .rows import ANSWER, WITHIN
 
 _FILES = (".jsonl", ".json", ".parquet")
 _TEXTS = ("id", "media_root", WITHIN)  # columns that are never JSON
@@ -33,9 +33,9 @@ def load_rows(
     Args:
         source: a JSONL file (`.jsonl`, or `.json` with a list), a Parquet file, a folder that `Dataset.save_to_disk`
             wrote, a Hub data set by name, a `Dataset` or `DatasetDict`, or a list of several of these.
-        split: split of a Hub data set or `DatasetDict`, by default "train".
+        split: split of a Hub data set, a saved one or a `DatasetDict`, by default "train".
         media_root: folder that relative paths start from, by default that of each data file.
-        options: further arguments of `datasets.load_dataset` (`name`, `revision`, ...), for those that it loads.
+        options: further arguments of `datasets.load_dataset` (`name`, `revision`, ...) for data sets of the Hub.
 
     Returns:
         A map-style `Dataset`. Each row has an `id`, `<file>:<line>` where the file has none, and `media_root`. Columns
@@ -43,8 +43,7 @@ def load_rows(
         set and below `media_root`, and no others.
 
     Raises:
-        ValueError: the file is missing, of another kind or damaged (it names the file and line), or `split` or an
-            option has no use for any source.
+        ValueError: the file is missing, of another kind or damaged (it names the file and line), or has no such split.
         TypeError: the source is something else, such as rows.
     """
     sources = list(source) if isinstance(source, list | tuple) else [source]
@@ -56,38 +55,16 @@ def load_rows(
                 f"source must be a path, a name or a Dataset, or a list of these, got {type(one).__name__}. Load "
                 "without streaming; rows are a source by `datasets.Dataset.from_list(rows)`."
             )
-    given = {name: value for name, value in ({"split": split} | options).items() if value is not None}
-    for name, value in given.items():
-        if not accepts_option(sources, name):
-            raise ValueError(f"{name}={value!r} has no use for {sources[0]!r}: it is for data sets of the Hub.")
-    tables = [
-        _load(one, media_root, {name: value for name, value in given.items() if accepts_option(one, name)})
-        for one in sources
-    ]
+    tables = [_load(one, split or "train", media_root, options) for one in sources]
     return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(_alike(tables))
-
-
-def accepts_option(source: Any, option: str) -> bool:
-    """Whether `load_rows` has a use for `split`, or another option, with this source or one of them."""
-    if isinstance(source, list | tuple):
-        return any(accepts_option(one, option) for one in source)
-    if not isinstance(source, str | os.PathLike):
-        return option == "split" and isinstance(source, datasets.DatasetDict)
-    path = Path(source)
-    if path.suffix in _FILES:
-        return path.suffix == ".parquet" and option not in ("split", "revision")
-    if _is_saved(path):
-        return option == "split" and (path / "dataset_dict.json").is_file()
-    return True
 
 
 def _is_saved(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dataset:
+def _load(source: Any, split: str, media_root: Any, options: dict[str, Any]) -> datasets.Dataset:
     path = Path() if isinstance(source, dict | datasets.Dataset) else Path(source)
-    split = options.get("split") or "train"
     if isinstance(source, datasets.Dataset | datasets.DatasetDict):
         table, name, root = source, "row", media_root
     elif path.suffix in _FILES:
@@ -97,7 +74,7 @@ def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dat
         if path.suffix != ".parquet":
             return _load_json(path, root)
         try:
-            table = datasets.load_dataset("parquet", data_files=str(path), split="train", **options)
+            table = datasets.load_dataset("parquet", data_files=str(path), split="train")
         except (ValueError, OSError) as error:
             raise ValueError(f"{str(path)!r} cannot be read as Parquet: {error}") from error
         name = path.name
@@ -107,7 +84,7 @@ def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dat
     elif path.suffix and path.is_file():
         raise ValueError(f"{str(path)!r} is neither JSONL nor Parquet. Convert it, or pass a datasets.Dataset.")
     else:
-        table, name = datasets.load_dataset(os.fspath(source), **{"split": split} | options), f"{source}/{split}"
+        table, name = datasets.load_dataset(os.fspath(source), split=split, **options), f"{source}/{split}"
         root = path if path.is_dir() and media_root is None else media_root
         if not isinstance(table, datasets.Dataset):
             raise ValueError(f"{str(source)!r} gave a {type(table).__name__}; training needs rows by number.")
@@ -123,7 +100,7 @@ def _load(source: Any, media_root: Any, options: dict[str, Any]) -> datasets.Dat
 
 def _confined(table: datasets.Dataset, name: str, media_root: Any, options: Mapping[str, Any]) -> datasets.Dataset:
     """Rows that strangers wrote: they may lead to what was downloaded with them, and below `media_root`."""
-    own = {PROMPT, ANSWER, WITHIN, "media_root"} & set(table.column_names)
+    own = {ANSWER, WITHIN, "media_root"} & set(table.column_names)
     cached = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"))
     allowed = [
         cached,

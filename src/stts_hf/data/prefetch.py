@@ -5,8 +5,6 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from stts_hf.modeling.video_processing_stts import check_count
-
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 
@@ -24,36 +22,27 @@ def prefetch(
     Args:
         prepare: what to do with an item, in a thread; must not use the model.
         items: taken one by one by the calling thread; may be endless.
-        num_workers: number of threads, at least 1.
-        ahead: number of items prepared ahead of the caller's, at least 1. 64 frames at 378 pixels take 110 MB each.
+        num_workers: number of threads.
+        ahead: number of items prepared ahead of the caller's. 64 frames at 378 pixels take 110 MB each.
 
     Yields:
         The results in the order of the items. An error of `prepare`, or of `items`, comes after the results before it
         and ends the iteration. `close()`, which leaving the loop calls, waits for items that are being prepared.
-
-    Raises:
-        ValueError: `num_workers` or `ahead` is out of range.
     """
-    for name, value in (("num_workers", num_workers), ("ahead", ahead)):
-        check_count(name, value)
-
-    def results() -> Generator[Prepared, None, None]:
-        remaining = iter(items)
-        pending: deque[Future[Prepared]] = deque()
-        end: Exception | None = None  # why no more items come
-        pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
-        try:
-            while pending or end is None:
-                try:
-                    while end is None and len(pending) <= ahead:
-                        pending.append(pool.submit(prepare, next(remaining)))
-                except Exception as error:
-                    end = error
-                if pending:
-                    yield pending.popleft().result()
-            if end is not None and not isinstance(end, StopIteration):
-                raise end
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    return results()
+    remaining = iter(items)
+    pending: deque[Future[Prepared]] = deque()
+    end: Exception | None = None  # why no more items come
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
+    try:
+        while pending or end is None:
+            try:
+                while end is None and len(pending) <= ahead:
+                    pending.append(pool.submit(prepare, next(remaining)))
+            except Exception as error:
+                end = error
+            if pending:
+                yield pending.popleft().result()
+        if end is not None and not isinstance(end, StopIteration):
+            raise end
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

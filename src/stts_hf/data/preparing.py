@@ -1,7 +1,6 @@
 """Checks every row before the first step: reads it, opens its files, renders its prompt, counts its tokens."""
 
 import contextlib
-import json
 from typing import Any
 
 import datasets
@@ -12,12 +11,12 @@ from transformers.utils import logging
 
 from stts_hf.modeling.video_reading_stts import STTSVideoMetadata, VideoFile
 from stts_hf.video.processors import probe
-from stts_hf.video.sources import is_url
+from stts_hf.video.sources import is_url, open_picture
 
 from .collator import check_on_error, resolve_ratio
-from .encoding import Processor, check_length, count_tokens, open_image, prompt_of
+from .encoding import Processor, check_length, count_tokens, prompt_of
 from .prefetch import prefetch
-from .rows import PROMPT, RowError, Sample, check_files, read_row, row_errors
+from .rows import RowError, Sample, check_files, read_row, row_errors
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +41,7 @@ def prepare_rows(
     progress: bool = True,
 ) -> datasets.Dataset:
     """
-    Reads each row and renders its prompt once, so that `STTSDataCollator` only has to decode.
+    Reads each row, opens its files and renders its prompt, so that training meets no bad row.
 
     Args:
         rows: what `load_rows` gives.
@@ -54,8 +53,8 @@ def prepare_rows(
         allow_urls: whether videos and images may be fetched from http(s) URLs.
 
     Returns:
-        The good rows with the column `stts_prompt`, the rendered prompt, and, where tokens are counted, `length`, that
-        of the collator's sample. Damaged frames make a sample shorter; without an answer `length` is an upper bound.
+        The good rows, where tokens are counted with the column `length`, that of the collator's sample. Damaged frames
+        make a sample shorter; without an answer `length` is an upper bound.
 
     Raises:
         RowError: with on_error="raise"; it lists the first 20 bad rows.
@@ -67,21 +66,21 @@ def prepare_rows(
         try:
             sample = read_row(rows[index], index)
             check_files(sample, allow_urls)
-            if ratio is not None:
-                return sample, _read_headers(sample, processor)
-            return sample, _open_files(sample) if headers else ([], [])
+            if ratio is None and headers:
+                _open_files(sample)
+            return sample, ([], []) if ratio is None else _read_headers(sample, processor)
         except RowError as error:
             return error
 
     threads = num_threads if ratio is not None or headers else 1  # they open files: tokenizers are not thread-safe
-    results: list[tuple[str, int | None] | None] = []  # None for bad rows
+    lengths: dict[int, int | None] = {}  # of good rows, by their number
     errors: list[RowError] = []
     with contextlib.closing(prefetch(look, range(len(rows)), num_workers=threads, ahead=_AHEAD * threads)) as looked_at:
-        for found in tqdm(looked_at, total=len(rows), desc="Reading rows", disable=None if progress else True):
+        bar = tqdm(looked_at, total=len(rows), desc="Reading rows", disable=None if progress else True)
+        for index, found in enumerate(bar):
             try:
-                results.append(_finish(found, processor, ratio, max_length))
+                lengths[index] = _measure(found, processor, ratio, max_length)
             except RowError as error:
-                results.append(None)
                 errors.append(error)
     if errors:
         listed = "\n".join(f"  {error}" for error in errors[:_MAX_LISTED])
@@ -90,16 +89,14 @@ def prepare_rows(
         if on_error == "raise":
             raise RowError(message, errors[0].row_id)
         logger.warning(message)
-    prepared = with_column(rows, PROMPT, [row and row[0] for row in results], "string")
-    if ratio is not None:
-        prepared = with_column(prepared, LENGTH, [row and row[1] for row in results], "int64")
-    return prepared.select([index for index, row in enumerate(results) if row is not None]) if errors else prepared
+    good = rows.select(list(lengths)) if errors else rows
+    return good if ratio is None else with_column(good, LENGTH, list(lengths.values()), "int64")
 
 
-def _finish(
+def _measure(
     found: tuple[Sample, _Headers] | RowError, processor: Processor, ratio: float | None, max_length: int | None
-) -> tuple[str, int | None]:
-    """The row's entry in the column `PROMPT`, and its length where a ratio is known. Raises `RowError`."""
+) -> int | None:
+    """Renders the row; its length where a ratio is known. Raises `RowError`."""
     if isinstance(found, RowError):
         raise found
     sample, headers = found
@@ -108,10 +105,7 @@ def _finish(
         length = None if ratio is None else count_tokens(processor, text, *headers, ratio) + sample.room
     if length is not None and max_length is not None:
         check_length(sample.id, length, max_length)
-    media = {"videos": sample.videos, "images": sample.images}
-    in_row = not all(isinstance(source, str) for source in sample.videos + sample.images)  # bytes stay in their columns
-    kept = {"prompt": sample.prompt} | ({} if in_row else media) | ({"room": sample.room} if sample.room else {})
-    return json.dumps(kept), length
+    return length
 
 
 def with_column(rows: datasets.Dataset, name: str, values: list[Any], kind: str) -> datasets.Dataset:
@@ -128,23 +122,22 @@ class _Header(VideoFile):
         pass
 
 
-def _open_files(sample: Sample) -> _Headers:
-    """Raises `RowError` where a video or image cannot be opened. URLs are not fetched, and nothing is counted."""
+def _open_files(sample: Sample) -> None:
+    """Raises `RowError` where a video or image cannot be opened. URLs are not fetched."""
     with row_errors(sample.id):
         for video in sample.videos:
             if not is_url(video):
                 _Header(video).close()
         for image in sample.images:
             if not is_url(image):
-                open_image(image)
-    return [], []
+                open_picture(image)
 
 
 def _read_headers(sample: Sample, processor: Processor) -> _Headers:
     """Decodes at most one frame of each video. Raises `RowError`."""
     with row_errors(sample.id):
         videos = [probe(processor, video) for video in sample.videos]
-        return videos, [_image_size(open_image(image, processor)) for image in sample.images]
+        return videos, [_image_size(open_picture(image, processor)) for image in sample.images]
 
 
 def _image_size(image: Image.Image) -> tuple[int, int]:

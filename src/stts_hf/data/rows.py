@@ -23,7 +23,6 @@ from stts_hf.video.sources import is_url
 from .prompts import choice_messages, subtitle_text
 
 MEDIA = {"video": "videos", "image": "images"}
-PROMPT = "stts_prompt"  # column in which `prepare_rows` keeps what the template made of a row
 # Column of rows without an answer: {"question", "room": most tokens of the answer}, later {"question", "answer"}.
 ANSWER = "stts_answer"
 # Column of rows from the Hub: folders, as JSON, outside of which their paths may not lead.
@@ -47,8 +46,7 @@ class Sample:
     A row that was read.
 
     messages: `{"role", "content": parts}`; parts that stand for a video or image hold no data. videos: paths, URLs or
-    bytes. images: paths, URLs, bytes or PIL images. All in the order of the placeholders. prompt: the conversation in
-    the chat template's words and its learned characters `[start, end)`, once it is rendered. room: tokens that the last
+    bytes. images: paths, URLs, bytes or PIL images. All in the order of the placeholders. room: tokens that the last
     answer may have where the model will write it.
     """
 
@@ -56,7 +54,6 @@ class Sample:
     messages: list[dict[str, Any]]
     videos: list[Any]
     images: list[Any]
-    prompt: tuple[str, list[tuple[int, int]]] | None = None
     room: int = 0
 
 
@@ -70,21 +67,15 @@ def row_id(row: Any, index: int | None = None) -> str:
 
 def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
     """
-    Reads a row; `index` names it where it has no `id`. A row of `prepare_rows` has its prompt, and is read again only
-    for files that it holds as bytes.
+    Reads a row; `index` names it where it has no `id`.
 
     Raises:
         RowError: a column is missing or of the wrong kind, placeholders and videos or images differ in number, or there
             is no answer to learn from.
     """
     name = row_id(row, index)
-    kept: dict[str, Any] = json.loads(row[PROMPT]) if isinstance(row, Mapping) and row.get(PROMPT) else {}
-    if "videos" in kept:
-        return Sample(name, [], **kept)
     with row_errors(name):
-        sample = _read(row, name)
-    sample.prompt = kept.get("prompt")
-    return sample
+        return _read(row, name)
 
 
 def is_unanswered(row: Mapping[str, Any]) -> bool:

@@ -12,6 +12,8 @@ from stts_hf.modeling.video_processing_stts import check_count
 from .encoding import check_length
 from .rows import row_id
 
+WINDOW = 1024  # rows that are grouped at a time: larger windows fill groups better, smaller ones keep them more random
+
 
 class PackedDataset(Dataset):
     """
@@ -26,7 +28,6 @@ class PackedDataset(Dataset):
         lengths: tokens of each row after pruning, the column `length` of `prepare_rows`.
         budget: most tokens of a group after pruning; the collator's `pad_to` or `max_length`.
         seed: decides which rows share a group.
-        window: rows that are grouped at a time; larger windows fill groups better, smaller ones keep them more random.
         max_samples: most rows in a group, None for no limit.
 
     Attributes:
@@ -45,10 +46,9 @@ class PackedDataset(Dataset):
         budget: int,
         *,
         seed: int = 0,
-        window: int = 1024,
         max_samples: int | None = None,
     ) -> None:
-        for name, value in (("budget", budget), ("window", window), ("max_samples", max_samples or 1)):
+        for name, value in (("budget", budget), ("max_samples", max_samples or 1)):
             check_count(name, value)
         if len(lengths) != len(rows):
             raise ValueError(f"lengths has {len(lengths)} entries for {len(rows)} rows. Measure these rows.")
@@ -61,8 +61,8 @@ class PackedDataset(Dataset):
         generator = np.random.default_rng(seed)
         order = generator.permutation(len(rows)).tolist()
         self.groups: list[list[int]] = []
-        for start in range(0, len(order), window):
-            groups = best_fit(order[start : start + window], sizes, budget, max_samples)
+        for start in range(0, len(order), WINDOW):
+            groups = best_fit(order[start : start + WINDOW], sizes, budget, max_samples)
             for place in generator.permutation(len(groups)):
                 self.groups.append([groups[place][number] for number in generator.permutation(len(groups[place]))])
         self.lengths = [sum(sizes[index] for index in group) for group in self.groups]

@@ -73,19 +73,23 @@ def answer_videos(
         raise TypeError(f"videos must be several, got one {type(videos).__name__}; pass a list, even of one video.")
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}.")
+    nothing: Any = object()
+    pairs: Iterable[tuple[Any, str]] = itertools.zip_longest(videos, question, fillvalue=nothing)
     if isinstance(question, str):
-        pairs: Iterator[tuple[Any, str]] = ((video, question) for video in videos)
-    else:
-        pairs = zip(videos, question, strict=True)
+        pairs = ((video, question) for video in videos)
 
-    def request(video: Any, question: str) -> Request:
-        try:
-            return ask_about(processor, video, question)
-        except Exception as error:
-            return Request("", "", (video,), question=question, error=error)
+    def requests() -> Iterator[Request]:
+        for video, asked in pairs:
+            if video is nothing or asked is nothing:
+                number = "fewer" if asked is nothing else "more"
+                raise ValueError(f"question has {number} entries than videos. Pass one for each video, or one for all.")
+            try:
+                request = ask_about(processor, video, asked)
+            except Exception as error:
+                request = Request("", "", (video,), question=asked, error=error)
+            yield request
 
-    requests = itertools.starmap(request, pairs)
-    found = answer_requests(model, processor, requests, batch_size=batch_size, share=False, **options)
+    found = answer_requests(model, processor, requests(), batch_size=batch_size, share=False, **options)
 
     def answers() -> Generator[Answer, None, None]:
         with contextlib.closing(found):
@@ -230,21 +234,12 @@ def _decode_ahead(
         except Exception as error:  # decoders raise any type
             return Prepared(request.failed(too_large(error) if is_out_of_memory(error) else error))
 
-    def timed(results: Iterator[Prepared]) -> Iterator[Prepared]:
-        while True:
-            started = time.perf_counter()
-            if (found := next(results, None)) is None:
-                return
-            waited = time.perf_counter() - started
-            found.begun = dataclasses.replace(found.begun, seconds_waited=waited)
-            yield found
-
     with contextlib.ExitStack() as stack:
         results = prefetch(attempt, requests, num_workers=max(num_workers, 1), ahead=ahead)
         decoded = stack.enter_context(contextlib.closing(results))
         if isolated is not None:
             stack.enter_context(isolated)  # left first: threads wait for the processes
-        yield timed(decoded)
+        yield decoded
 
 
 @torch.no_grad()

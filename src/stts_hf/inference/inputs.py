@@ -1,6 +1,5 @@
 """Inputs of `stts-hf predict`: videos in folders and by pattern, and rows of files and data sets."""
 
-import errno
 import glob
 import os
 import re
@@ -59,12 +58,13 @@ def read_inputs(
 
     Raises:
         ValueError: an input is none of these, holds no videos or cannot be read, an id occurs twice, a prompt is
-            missing, or an argument has no use.
+            missing.
     """
     left_out = set(map(os.path.realpath, leave_out))
-    rows = [row for one in inputs for row in _read(one, split, subset, left_out)]
-    if (split or subset) and not needs_datasets(inputs, left_out):
-        raise ValueError("split and subset are of data sets, of which there is none among the inputs. Leave them out.")
+    try:
+        rows = [row for one in inputs for row in _read(one, split, subset, left_out)]
+    except PermissionError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}. Mend that, or leave it out.") from error
     if not rows:
         raise ValueError("inputs are empty. Name videos, folders or files of rows.")
     twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
@@ -73,15 +73,7 @@ def read_inputs(
     without = [row["id"] for row in rows if row["prompt"] is None]
     if without and prompt is None:
         raise ValueError(f"prompt is missing for {len(without)} of {len(rows)} rows ({_some(without)}). Pass one.")
-    if prompt is not None and not without:
-        raise ValueError("prompt has no use: every row has its own. Leave it out.")
     return [row | {"prompt": prompt} if row["prompt"] is None else row for row in rows]
-
-
-def needs_datasets(inputs: Iterable[str], leave_out: Iterable[str | Path] = ()) -> bool:
-    """Whether an input is read by `datasets`. Raises `ValueError` for a folder that cannot be read."""
-    left_out = set(map(os.path.realpath, leave_out))
-    return any(_is_data_set(source, left_out) for source in inputs)
 
 
 def _read(source: str, split: str | None, subset: str | None, left_out: Set[str]) -> Iterable[dict[str, Any]]:
@@ -99,7 +91,7 @@ def _read(source: str, split: str | None, subset: str | None, left_out: Set[str]
     for part in (path, *path.parents):
         if glob.has_magic(part.name):  # `glob` leaves out folders that it cannot list
             for folder in filter(os.path.isdir, glob.iglob(str(part.parent), recursive=True)):
-                _check_readable(folder)
+                os.listdir(folder)
     names = (name for name in glob.glob(source, recursive=True) if os.path.isfile(name))
     found = sorted(name for name in names if os.path.realpath(name) not in left_out)
     if not found:
@@ -114,7 +106,7 @@ def _of_video(path: str) -> dict[str, Any]:
 def _is_data_set(source: str, left_out: Set[str]) -> bool:
     path = Path(source)
     if os.path.isdir(path):
-        _check_readable(source)
+        os.listdir(source)  # `Path.glob` hides that it cannot
         tables = (*path.glob("*.parquet"), *path.glob("data/*.parquet"))
         return any((path / name).is_file() for name in _OF_DATA_SET) or any(
             os.path.realpath(table) not in left_out for table in tables
@@ -124,20 +116,11 @@ def _is_data_set(source: str, left_out: Set[str]) -> bool:
     return _ON_HUB.fullmatch(source) is not None
 
 
-def _check_readable(folder: str) -> None:
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise _unreadable(folder, os.strerror(errno.EACCES))
-
-
-def _unreadable(folder: str, reason: str | None) -> ValueError:
-    return ValueError(f"The folder {folder} cannot be read: {reason}. Mend that, or leave it out.")
-
-
 def _videos_in(folder: Path) -> list[str]:
     """All videos below a folder, sorted by name, without hidden ones."""
 
     def fail(error: OSError) -> None:
-        raise _unreadable(error.filename, error.strerror)
+        raise error
 
     videos, others = [], 0
     for place, folders, files in os.walk(folder, onerror=fail):
@@ -159,11 +142,10 @@ def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[d
     """Rows of a data set, without the content of its videos."""
     import datasets
 
-    from stts_hf.data.loading import accepts_option, load_rows
+    from stts_hf.data.loading import load_rows
 
-    options = {name: value for name, value in (("split", split), ("name", subset)) if accepts_option(source, name)}
     try:
-        table = load_rows(source, **options)
+        table = load_rows(source, split=split, name=subset)
     except (OSError, RuntimeError) as error:  # what `datasets` raises for what it does not find
         here = "" if Path(source).exists() else " does not exist here, and"
         raise ValueError(f"{source}{here} cannot be loaded as a data set: {error}") from error

@@ -126,27 +126,21 @@ def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None,
     if row.get("video") is None:
         raise RowError(f"Row {name!r}: video is empty. Name a file.", name)
     stored = row["video"] if isinstance(row["video"], StoredVideo) else None
-    columns = {name: row.get(name) for name in (*PLACE, "video")} | STAND_INS
-    columns |= {"question": row.get("prompt")} | ({"video": b"?"} if stored else {})
+    columns = {name: row.get(name) for name in PLACE} | STAND_INS
+    columns |= {"question": row.get("prompt"), "video": b"?" if stored else row["video"]}
     request = read_prompt(processor, columns, index, allow_urls)
     return dataclasses.replace(request, videos=(stored,)) if stored else request
 
 
 def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     """`Predictor.predict`'s record of a row; with an error, counts are None and `seconds` is 0."""
-    videos = (answer, *answer.others)
-    counts: dict[str, int | None] = {
-        **{
-            name: getattr(answer, name) for name in ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens")
-        },
-        "frames": sum(video.num_frames for video in videos),
-        "damaged_frames": sum(video.damaged_frames for video in videos),
-    }
+    names = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens")
+    counts: dict[str, int | None] = {name: getattr(answer, name) for name in names}
+    for name, counted in (("frames", "num_frames"), ("damaged_frames", "damaged_frames")):
+        counts[name] = sum(getattr(video, counted) for video in (answer, *answer.others))
     error = None if answer.error is None else describe_error(answer.error)
-    if error is not None:
-        counts = dict.fromkeys(counts)
     said = {"id": row["id"], "video": video_name(row), "prompt": row.get("prompt"), "answer": answer.answer}
-    return {**said, **counts, "seconds": answer.seconds, "error": error}
+    return {**said, **(dict.fromkeys(counts) if error else counts), "seconds": answer.seconds, "error": error}
 
 
 def video_name(row: Mapping[str, Any]) -> str | None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import BatchFeature
 from transformers.image_utils import load_image
 
-from stts_hf.data.encoding import check_texts, find_control_token, open_image
+from stts_hf.data.encoding import check_texts, find_control_token
 from stts_hf.video import processors as frames
+from stts_hf.video.sources import open_picture
 from stts_hf.wording import did_you_mean
 
 from .inputs import StoredVideo
@@ -38,7 +38,6 @@ class Answer:
         new_tokens: tokens of the answer, including the end token.
         tokens_read_before: prompt tokens after pruning that a `Clip` had cached already.
         seconds: time in the model; in a batch, divided by its rows.
-        seconds_waited: how long the model waited for the video to be decoded and preprocessed.
         others: the same facts about further videos of the prompt.
     """
 
@@ -56,7 +55,6 @@ class Answer:
     new_tokens: int = 0
     tokens_read_before: int = 0
     seconds: float = 0.0
-    seconds_waited: float = 0.0
     others: tuple["Answer", ...] = field(default=(), repr=False)
 
     @property
@@ -214,19 +212,11 @@ def prepare(processor: Any, options: Mapping[str, Any], request: Request) -> Pre
         if video is None or (isinstance(video, list | tuple) and not video):
             raise ValueError(f"video is {video!r}. Pass a path, a URL, bytes, an open file or the frames of a video.")
 
-    def read_image(source: Any) -> Image.Image:
-        return load_image(open_image(source, processor))
-
-    def read_video(source: Any) -> Any:
-        video = source.load() if isinstance(source, StoredVideo) else source
-        is_pictures = isinstance(video, list) and not any(hasattr(picture, "shape") for picture in video)
-        return [read_image(picture) for picture in video] if is_pictures else video
-
     inputs: BatchFeature = frames.process(
         processor,
         text=[request.head + request.tail],
-        videos=[read_video(video) for video in request.videos] or None,
-        images=[read_image(image) for image in request.images] or None,
+        videos=[video.load() if isinstance(video, StoredVideo) else video for video in request.videos] or None,
+        images=[load_image(open_picture(image, processor)) for image in request.images] or None,
         return_tensors="pt",
         **(options if request.videos else {}),
     )

@@ -23,9 +23,9 @@ from stts_hf.checkpoints.files import fingerprint
 from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Processor
-from stts_hf.data.loading import accepts_option, load_rows
+from stts_hf.data.loading import load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows
-from stts_hf.data.rows import ANSWER, PROMPT
+from stts_hf.data.rows import ANSWER, read_row
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import SCORER
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, PruningConfig
@@ -118,9 +118,8 @@ def load_data(config: TrainConfig, name: str) -> datasets.Dataset:
     """Loads the rows of `train_data` or `eval_data`. Raises `ConfigError`."""
     data = config.data
     sources, split = getattr(data, f"{name}_data"), getattr(data, f"{name}_split")
-    revision = data.data_revision if accepts_option(sources, "revision") else None
     with config.blame(f"{name}_data", "cannot be loaded"):
-        rows = load_rows(sources, split=split, media_root=data.media_root, revision=revision)
+        rows = load_rows(sources, split=split, media_root=data.media_root, revision=data.data_revision)
         if not config.training.scorer_alone:
             return rows
         room = 0 if config.training.temporal_loss_only else data.max_answer_tokens  # the temporal loss needs no answer
@@ -165,7 +164,7 @@ def check_data(run: TrainingSetup) -> None:
     if by_length and column not in getattr(rows, "column_names", ()):
         problem = f"is {arguments.train_sampling_strategy!r}, but the rows have no column {column!r}."
         raise run.config.error("train_sampling_strategy", f"{problem} `max_length` measures them.")
-    if setting and not any(run.processor.video_token in prompt for prompt in run.tables["train"][PROMPT]):
+    if setting and not any(read_row(row).videos for row in run.tables["train"]):
         raise run.config.error("train_data", f"holds no row with a video, so there is nothing to learn. {setting}.")
     shown = frames.get_frames(run.processor.video_processor)["num_frames"]
     if arguments.temporal_loss_only and shown <= getattr(run.processor.video_processor, "temporal_patch_size", 1):

@@ -21,10 +21,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from stts_hf.data.encoding import Processor
+from stts_hf.data.encoding import Processor, prompt_of
 from stts_hf.data.lines import open_lines, read_lines, write_line
 from stts_hf.data.preparing import LENGTH, with_column
-from stts_hf.data.rows import ANSWER, PROMPT, RowError, is_unanswered, read_row, row_errors
+from stts_hf.data.rows import ANSWER, RowError, is_unanswered, read_row, row_errors
 from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import Request
 from stts_hf.video.processors import get_frames
@@ -125,7 +125,7 @@ def _with_answers(
     for index, text in answers.items():
         marks[index] = json.dumps({"question": json.loads(marks[index] or "")["question"], "answer": text})
     rows = with_column(rows, ANSWER, marks, "string")
-    rows = rows.remove_columns([name for name in (PROMPT, LENGTH) if name in rows.column_names])
+    rows = rows.remove_columns([LENGTH] if LENGTH in rows.column_names else [])
     left_out = waiting - answers.keys()
     return rows.select([index for index in range(len(rows)) if index not in left_out])
 
@@ -133,8 +133,7 @@ def _with_answers(
 def _request(row: Mapping[str, Any], processor: Processor, identity: str) -> tuple[str, str, Request]:
     """A row's id, the key of its answer, which depends on the content of its media, and what to ask."""
     sample = read_row(row)
-    assert sample.prompt is not None  # `prepare_rows` made it
-    text, spans = sample.prompt
+    text, spans = prompt_of(processor, sample)
     prompt = text[: spans[-1][0]]  # up to the stand-in
     try:
         with row_errors(sample.id):

@@ -107,9 +107,7 @@ def with_settings(video_processor: Any, options: dict[str, Any]) -> Any:
 
 def native_name(video_processor: Any, name: str) -> str:
     """What the processor calls the setting `name` of a call: native ones have "max_frames" and "fps"."""
-    if is_molmo2(video_processor):
-        return name
-    return {"num_frames": "max_frames", "max_fps": "fps"}.get(name, name)
+    return name if is_molmo2(video_processor) else {"num_frames": "max_frames", "max_fps": "fps"}.get(name, name)
 
 
 def set_frames(video_processor: Any, **settings: Any) -> None:

@@ -137,10 +137,16 @@ def one_each(metadata: Any, num_videos: int) -> list[Any]:
     return flat
 
 
-def open_picture(source: Any) -> Image.Image:
-    """The picture at a path, in bytes or in an open file; not decoded. Raises `ValueError` for an EPS drawing."""
+def open_picture(source: Any, processor: Any = None) -> Image.Image:
+    """
+    The picture at a path, in bytes, in an open file or, with `processor`, at an address; not decoded. Downloads keep to
+    the limits of videos. Raises `ValueError` for an EPS drawing.
+    """
     if isinstance(source, Image.Image):
         return source
+    if processor is not None and is_url(source):
+        with download(source, *download_limits(processor)) as file:
+            source = file.read()
     picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
     if picture.format == "EPS":
         raise ValueError("A picture is an EPS file, for which PIL would start Ghostscript. Convert it to PNG.")

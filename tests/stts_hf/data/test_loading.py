@@ -168,15 +168,6 @@ def test_what_is_no_source_is_refused(source, said):
         load_rows(source)
 
 
-@pytest.mark.parametrize("name", ["split", "cache_dir"])
-def test_options_without_use_are_refused(tmp_path, name):
-    path = write_jsonl(tmp_path / "a.jsonl", [text_row("a")])
-    options: dict[str, Any] = {name: "x"}
-    with pytest.raises(ValueError, match=f"{name}='x' has no use for"):
-        load_rows(path, **options)
-    assert load_rows(path, split=None, revision=None)["id"] == ["a"]
-
-
 def test_all_bad_rows_are_found_without_reading_media(processor, media, tmp_path, monkeypatch):
     monkeypatch.setattr(type(processor.video_processor), "preprocess", None)
     rows = [
@@ -241,7 +232,7 @@ def from_hub(tmp_path, media, monkeypatch):
 
     def load(root: Any = None, **columns: Any) -> Any:
         table = datasets.Dataset.from_list([{"question": "Q?", "answer": "A", **columns}])
-        monkeypatch.setattr(datasets, "load_dataset", lambda name, **options: table)
+        monkeypatch.setattr(datasets, "load_dataset", lambda path, **options: table)
         return load_rows("user/name", media_root=root)[0]
 
     return load
@@ -268,12 +259,6 @@ def test_a_row_from_the_hub_leads_to_no_file_of_the_users(from_hub, tmp_path, ro
     text = text.replace("{cache}", f"{tmp_path}/hub/datasets--user--name")
     with pytest.raises(RowError, match="is no file of the data set, and a row from the Hub may name no other"):
         read_row(from_hub(**json.loads(text)))
-
-
-def test_a_row_from_the_hub_is_not_taken_for_one_that_was_prepared_here(from_hub, tmp_path):
-    kept = json.dumps({"videos": [f"{tmp_path}/home/secret.mp4"], "images": [], "prompt": ["x", []]})
-    sample = read_row(from_hub(stts_prompt=kept, stts_answer=json.dumps({"answer": "x"})))
-    assert (sample.videos, sample.prompt) == ([], None)
 
 
 def test_a_row_from_the_hub_has_its_own_files(from_hub, tmp_path):

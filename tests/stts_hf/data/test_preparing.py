@@ -105,17 +105,6 @@ def test_prepared_rows_make_the_batches_of_the_rows_themselves(processor, table)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_videos_that_lie_in_the_row_as_bytes_are_found_again(processor, media):
-    features = {"id": datasets.Value("string"), "question": datasets.Value("string")}
-    features |= {"answer": datasets.Value("string"), "video": datasets.Value("binary")}
-    row = {"id": "bytes", "question": "What?", "answer": "A ball.", "video": (media / "two.mp4").read_bytes()}
-    rows = load_rows(datasets.Dataset.from_list([row], features=datasets.Features(features)))
-    prepared = prepare_rows(rows, processor, progress=False)
-    assert read_row(prepared[0]).prompt is not None
-    collator = STTSDataCollator(processor)
-    assert torch.equal(collator([prepared[0]])["pixel_values_videos"], collator([rows[0]])["pixel_values_videos"])
-
-
 def test_all_bad_rows_are_named_at_once(processor, table):
     with pytest.raises(RowError, match=r"2 of 3 rows cannot be trained on:(?s:.*)Row 'file' has .* tokens") as error:
         prepare_rows(table, processor, pruning_ratio=0.5, max_length=30, progress=False)
@@ -146,7 +135,7 @@ def test_urls_are_fetched_where_they_are_allowed(processor, monkeypatch):
         file.seek(0)
         return file
 
-    monkeypatch.setattr("stts_hf.data.encoding.download", fetch)
+    monkeypatch.setattr("stts_hf.video.sources.download", fetch)
     row = image_row("near", "https://example.com/a.png")
     collated = STTSDataCollator(processor, allow_urls=True)([row])
     assert lengths([row], processor, 0.5, allow_urls=True) == [collated["input_ids"].shape[1]]

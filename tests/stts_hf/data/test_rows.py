@@ -7,10 +7,9 @@ import subprocess
 import pytest
 from PIL import Image
 
-from stts_hf.data.encoding import open_image
 from stts_hf.data.rows import ANSWER as ANSWER_COLUMN
 from stts_hf.data.rows import RowError, check_files, read_row
-from stts_hf.video.sources import load_picture
+from stts_hf.video.sources import load_picture, open_picture
 from tests.stts_hf.training.samples import assistant, image_row, prepare_each, text_row, user, video_row
 
 ANSWER = assistant("Yes.")
@@ -213,6 +212,6 @@ def test_no_other_program_draws_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     for source in path, path.read_bytes():
         with pytest.raises(ValueError, match=r"is an EPS file.* Convert it to PNG"):
-            open_image(source)
+            open_picture(source)
     with pytest.raises(ValueError, match=r"is an EPS file.* Convert it to PNG"):
         load_picture(str(path))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stts_hf import PackedDataset, RowError
+from stts_hf.data import sample_packing
 
 LENGTHS = np.random.default_rng(0).integers(50, 900, 500).tolist()
 ROWS = [{"id": f"row-{index}"} for index in range(500)]
@@ -45,9 +46,11 @@ def test_order_stays_random():
     assert 0.35 < np.mean(firsts) < 0.65
 
 
-def test_windows_keep_rows_together_that_the_shuffle_put_together():
-    packed = PackedDataset(ROWS, LENGTHS, 1000, window=10)
-    assert len(packed) > len(PackedDataset(ROWS, LENGTHS, 1000))
+def test_windows_keep_rows_together_that_the_shuffle_put_together(monkeypatch):
+    in_one_window = len(PackedDataset(ROWS, LENGTHS, 1000))
+    monkeypatch.setattr(sample_packing, "WINDOW", 10)
+    packed = PackedDataset(ROWS, LENGTHS, 1000)
+    assert len(packed) > in_one_window
     counts = np.cumsum([len(group) for group in packed.groups])
     assert set(range(10, 501, 10)) <= set(counts.tolist())
 

@@ -186,11 +186,12 @@ def test_an_error_in_a_batch_comes_after_the_answers_before_it(pretend):
         next(answers)
 
 
-def test_more_videos_than_questions_are_an_error_after_the_last_pair(pretend):
-    answers = answer_videos(pretend(), None, ["abc", "d"], ["x"])
+@pytest.mark.parametrize(("questions", "number"), [(["x"], "fewer"), (["x", "y", "z"], "more")])
+def test_questions_of_another_number_are_an_error_after_the_last_pair(pretend, questions, number):
+    answers = answer_videos(pretend(), None, ["abc", "d"], questions)
     assert next(answers).answer == "x abc"
-    with pytest.raises(ValueError, match="zip"):
-        next(answers)
+    with pytest.raises(ValueError, match=f"question has {number} entries than videos"):
+        list(answers)
 
 
 def test_threads_may_share_a_model(model, processor, clips):

@@ -32,14 +32,12 @@ def test_no_row_of_the_training_takes_the_place_of_one_in_an_evaluation(files, o
 def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
     config, data = files
     asked = {}
-    monkeypatch.setattr(
-        "stts_hf.training.build.load_rows", lambda source, **options: asked.update({source[0]: options})
-    )
+    monkeypatch.setattr("datasets.load_dataset", lambda path, **options: asked.update({path: options}))
     both = load_config(config, ["--train_data=someone/clips", f"--eval_data={data}", "--data_revision=v2"])
-    load_data(both, "train")
-    load_data(both, "eval")
+    with pytest.raises(ValueError, match="training needs rows by number"):
+        load_data(both, "train")
     assert asked["someone/clips"]["revision"] == "v2"
-    assert asked[str(data)]["revision"] is None
+    assert len(load_data(both, "eval"))
 
 
 def test_a_file_that_is_no_video_is_found_before_the_training(files, tmp_path):

@@ -11,7 +11,8 @@ import torch
 
 from stts_hf import STTSProcessor, answer_videos, load_rows, prepare_rows
 from stts_hf.data.collator import STTSDataCollator
-from stts_hf.data.rows import RowError
+from stts_hf.data.encoding import prompt_of
+from stts_hf.data.rows import RowError, read_row
 from stts_hf.inference import engine
 from stts_hf.inference.requests import Answer
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
@@ -163,7 +164,8 @@ def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, proc
     file = write_rows(data.parent, rows, "asked.jsonl")
     ready = prepare_rows(marked(file), processor, progress=False)
     done = prepare_rows(answer_rows(ready, load_tiny(), processor), processor, progress=False)
-    prompts = [json.loads(prompt)["prompt"][0] for prompt in done["stts_prompt"]]
+    rendered = [prompt_of(processor, read_row(row)) for row in done]
+    prompts = [prompt for prompt, _ in rendered]
     assert "A. left\nB. right" in prompts[0]
     assert prompts[1].index("One?") < prompts[1].index("Yes.") < prompts[1].index("And two?")
-    assert [len(json.loads(prompt)["prompt"][1]) for prompt in done["stts_prompt"]] == [1, 2]
+    assert [len(spans) for _, spans in rendered] == [1, 2]
