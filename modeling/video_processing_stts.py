@@ -16,7 +16,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import get_size_dict
 from transformers.image_utils import ChannelDimension, is_valid_image, pil_torch_interpolation_mapping
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor, Molmo2VideoProcessorKwargs
-from transformers.video_utils import VideoMetadata, make_batched_videos
+from transformers.video_utils import VideoMetadata, make_batched_metadata, make_batched_videos
 
 from .video_reading_stts import VideoFile, resize
 
@@ -82,6 +82,10 @@ class STTSVideoProcessor(Molmo2VideoProcessor):
             kwargs["video_metadata"] = [shown for _, shown in read]
         elif isinstance(videos[0], list):  # files of images; native code batches again, which would part them
             videos = [videos]
+        elif kwargs.get("video_metadata") is not None and kwargs.get("do_sample_frames", self.do_sample_frames):
+            kwargs["video_metadata"] = make_batched_metadata(videos, kwargs["video_metadata"])
+            for video, metadata in zip(videos, kwargs["video_metadata"], strict=True):
+                check_num_frames(len(video), metadata.total_num_frames)
         # What native code hands to `sample_frames` for decoded frames.
         kwargs |= {"num_frames": num_frames, "max_fps": rate, "fps": None}
         kwargs |= {"test_time_scaling": False, "pruning_ratio": None}
@@ -160,6 +164,15 @@ def as_paths(videos: Any) -> Any:
     if not (isinstance(videos, str) or is_valid_image(videos)) or 0 in getattr(videos, "shape", ()):
         raise ValueError(f"videos holds {videos!r:.80}. Pass a path, an address or decoded frames, or leave it out.")
     return videos
+
+
+def check_num_frames(found: int, claimed: int) -> None:
+    """Raises `ValueError` where metadata counts other frames than a video has."""
+    if found != claimed:
+        raise ValueError(
+            f"video_metadata has total_num_frames={claimed} for a video of {found} frames. Pass {found}, or "
+            "do_sample_frames=False for frames that were sampled before."
+        )
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

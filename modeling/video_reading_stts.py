@@ -361,9 +361,7 @@ def open_source(source: Any) -> tuple[str, Any]:
     found = os.fsdecode(source) if isinstance(source, str | os.PathLike) else type(source)
     if isinstance(found, str) and os.path.isfile(found):
         return f"video file {found!r}", found
-    raise ValueError(
-        f"There is no video file {found!r}. Pass a path, an http(s) address, bytes or an open binary file."
-    )
+    raise ValueError(f"There is no video file {found!r}. Pass the path or http(s) address of one.")
 
 
 def _deliver(frames: Iterator[tuple[int, Any]], places: Sequence[int], wanted: list[int], keep: Keep) -> None:

@@ -233,3 +233,9 @@ def test_device_is_passed_on(processor, clip):
     on_cpu = processor(str(clip), return_tensors="pt")["pixel_values_videos"]
     # Both round to whole pixel values, so they differ by at most one of 255 steps where a half was rounded.
     assert (outputs["pixel_values_videos"].cpu() - on_cpu).abs().max() <= 2 / 255 + 1e-6
+
+
+@pytest.mark.parametrize("total", [3, 60])
+def test_metadata_of_another_number_of_frames_is_refused(processor, total):
+    with pytest.raises(ValueError, match=rf"total_num_frames={total} for a video of 6 frames"):
+        processor(frames_of(6), video_metadata={"total_num_frames": total, "fps": 2.0})
