@@ -11,10 +11,8 @@ import torch
 from packaging.version import Version
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from stts_hf.modeling.vision_stts import STTSVisionPlan
 from tests.backbones import DAILY, Clip, prompt
 from tests.modeling.reference import assert_gradients_equal, gradients
-from tests.modeling.towers import video_inputs
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 from tests.version_marks import since_torch_2_14
 
@@ -160,13 +158,6 @@ def test_generate_goes_on_with_compiled_layers(backbone):
     assert torch.equal(model.generate(**inputs, **options), expected)
 
 
-def test_names_of_weights_stay():
-    model = tiny_model()
-    names = set(model.state_dict())
-    compiled(model)
-    assert set(model.state_dict()) == names
-
-
 @pytest.mark.slow
 def test_the_whole_model_compiles_for_a_padded_batch():
     """As `Trainer(torch_compile=True)` does it, graph breaks allowed: the mask must be one that a compiler can make."""
@@ -203,29 +194,3 @@ def test_the_tower_of_every_backbone_is_one_graph(backbone, way):
     for seed in range(2):  # other pixels keep other blocks
         pixels = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(graph(pixels), encoder(pixels), atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_a_tower_with_borders_is_exported():
-    config = tiny_config(image_size=[14, 20])
-    tower = tiny_model(config).model.vision_tower
-    inputs = video_inputs(config, [4, 2])
-    grids = [(frames, rows, cols) for frames, rows, cols in inputs["video_grids"].tolist()]
-    plan = STTSVisionPlan(inputs["video_token_pooling"].long(), grids, 0.5, feature_layers=[5, 1])
-
-    class Tower(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = tower
-
-        def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            output = self.tower(pixel_values, plan)
-            return output.features, torch.cat(output.keep_mask)
-
-    pixels = inputs["pixel_values_videos"]
-    exported = torch.export.export(Tower().eval(), (pixels,), strict=False).module()
-    for seed in range(2):  # other pixels keep other blocks
-        pixels = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
-        (features, keep_mask), expected = exported(pixels), tower(pixels, plan)
-        assert torch.equal(keep_mask, torch.cat(expected.keep_mask))
-        torch.testing.assert_close(features, expected.features, atol=1e-5, rtol=0)

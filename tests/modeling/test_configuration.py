@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from stts_hf.modeling import configuration_stts
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
 NAN = float("nan")
@@ -91,20 +90,6 @@ def test_a_file_with_a_wrong_value_is_not_loaded(field, value, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(contents))
     with pytest.raises(StrictDataclassError, match=field):
         STTSConfig.from_pretrained(tmp_path)
-
-
-def test_what_does_not_fit_the_other_fields_is_refused_by_the_next_call():
-    model = tiny_model()
-    model.config.vision_config.pruning_layer = 5
-    with pytest.raises(ValueError, match=r"`pruning_layer` is 5, .* it must be from 0 to 4"):
-        model(**build_inputs([[Video(2)]]))
-    with pytest.raises(ValueError, match="`pruning_layer` is 5"):
-        STTSForConditionalGeneration(model.config)
-
-
-@pytest.mark.parametrize("layer", [0, 23])
-def test_first_and_last_possible_pruning_layer_are_accepted(layer):
-    assert STTSVisionConfig(pruning_layer=layer).pruning_layer == layer
 
 
 @pytest.mark.parametrize(

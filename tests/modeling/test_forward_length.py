@@ -45,8 +45,8 @@ def assert_only_the_length_changes(model, inputs, pruned_length: int, **kwargs) 
         assert_gradients_equal(gradients(model, outputs.loss), gradients(model, expected.loss))
 
 
-@pytest.mark.parametrize("extra", [0, 7, 90], ids=["exact", "longer", "longer_than_the_text"])
-@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("extra", [0, 90], ids=["exact", "longer_than_the_text"])
+@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_rows_get_the_length_and_keep_their_logits(model, padding_side, pruning_ratio, extra):
     inputs = build_inputs(ROWS, labels=True, padding_side=padding_side)
@@ -104,7 +104,7 @@ def test_padding_of_a_single_row_makes_room(model, padding_side):
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
-@pytest.mark.parametrize("extra", [0, 7, 90])
+@pytest.mark.parametrize("extra", [0, 7])
 def test_packed_rows(model, extra, with_mask):
     inputs = build_inputs([[3, Video(2), 3, Video(3), 4, 6]], labels=True)
     length, ends = inputs["input_ids"].shape[1], (3 + 24, 3 + 24 + 3 + 36 + 4)

@@ -32,37 +32,11 @@ def test_loss_is_task_loss_plus_weighted_temporal_loss(inputs):
     torch.testing.assert_close(outputs.loss, outputs.task_loss + 0.25 * outputs.temporal_loss, atol=0, rtol=0)
 
 
-def test_task_loss_is_the_mean_over_kept_labels(model, inputs):
-    outputs = model(**inputs)
-    kept = outputs.kept_indices
-    labels = inputs["labels"].gather(-1, kept.clamp_min(0)).masked_fill(kept < 0, -100)
-    targets = labels[:, 1:].masked_fill(kept[:, :-1] < 0, -100).flatten()
-    expected = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets)
-    torch.testing.assert_close(outputs.task_loss, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("selector", ["cosine", "random"])
-def test_an_untrained_selector_has_no_temporal_loss(inputs, selector):
-    outputs = tiny_model(tiny_config(selector=selector))(**inputs)
-    assert outputs.temporal_loss is None
-    assert torch.equal(outputs.loss, outputs.task_loss)
-
-
 def test_without_labels_there_is_no_loss(model, inputs):
     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
     assert outputs.loss is None
     assert outputs.task_loss is None
     assert outputs.temporal_loss is None
-
-
-@pytest.mark.parametrize("pruning_ratio", [0.0, 0.4, 1.0])
-def test_scores_and_masks_are_per_video(model, inputs, pruning_ratio):
-    outputs = model(**inputs, pruning_ratio=pruning_ratio)
-    assert [tuple(scores.shape) for scores in outputs.token_scores] == [(frames, 9) for frames in VIDEO_FRAMES]
-    assert [tuple(mask.shape) for mask in outputs.keep_mask] == [(frames, 9) for frames in VIDEO_FRAMES]
-    dropped = [int(mask.numel() - mask.sum()) for mask in outputs.keep_mask]
-    assert dropped == [int(pruning_ratio * 9 * frames) for frames in VIDEO_FRAMES]
-    assert all(mask.dtype == torch.bool for mask in outputs.keep_mask)
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])

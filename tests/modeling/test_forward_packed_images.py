@@ -76,12 +76,6 @@ def test_flash_attention_that_would_mix_samples_is_refused(monkeypatch, case):
         model(**packed)
 
 
-def test_generate_refuses_packed_rows(model):
-    packed = pack(build_inputs(IMAGES), IMAGES)
-    with pytest.raises(ValueError, match="`generate` continues one text per row"):
-        model.eval().generate(**packed, max_new_tokens=1)
-
-
 def test_features_given_beside_packed_rows_are_refused(model):
     packed = pack(build_inputs(IMAGES), IMAGES)
     images = {name: packed.pop(name) for name in ("pixel_values", "image_token_pooling", "image_grids")}

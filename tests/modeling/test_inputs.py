@@ -36,20 +36,6 @@ def test_text_truncated_in_a_batch(call):
         call(**take_columns(inputs, slice(0, 24)))
 
 
-def test_more_placeholders_than_features(call):
-    inputs = build_inputs([[3, Video(3), 5]])
-    inputs["input_ids"][0, -2] = PATCH
-    with pytest.raises(ValueError, match=r"Row 0 .* 28 video placeholder tokens, .* \[27\] tokens"):
-        call(**inputs)
-
-
-def test_placeholders_in_the_wrong_row(call):
-    inputs = build_inputs(ROWS)
-    swapped = {name: inputs[name].flip(0) for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    with pytest.raises(ValueError, match=r"Row 0 .* 18 video placeholder tokens, .* \[27\] tokens"):
-        call(**(inputs | swapped))
-
-
 def test_a_video_too_many(call):
     inputs = build_inputs([[3, Video(3), 5], [2, Video(2), 9]])
     with pytest.raises(ValueError, match=r"`pixel_values_videos` holds 2 videos, .* those of 1"):

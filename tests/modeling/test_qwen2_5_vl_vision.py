@@ -109,11 +109,3 @@ def test_the_comparison_notices(monkeypatch, mistake):
     with torch.no_grad():
         wrong = found(encode(model, inputs, 0.5))[0]
         assert largest_difference(wrong, flat(naively(model, inputs, 0.5))[0]) > 1e-3
-
-
-def test_videos_at_ratio_0_are_stock():
-    model, inputs = tiny_model(), videos(MIXED)
-    with torch.no_grad():
-        ours = encode(model, inputs, 0.0)
-        stock = model.model.get_image_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-    assert_features_close(found(ours)[0], torch.cat(list(stock.pooler_output)))

@@ -221,13 +221,6 @@ def test_settings_that_have_no_meaning_are_refused(settings, message):
 COMPACT = "`pruned_position_ids` is 'compact', but must be 'original' for dense Qwen3-VL"
 
 
-@pytest.mark.parametrize("loads", [STTSQwen3VLConfig, STTSQwen3VLForConditionalGeneration])
-def test_positions_without_gaps_are_refused_on_loading(loads, tmp_path):
-    tiny_config().save_pretrained(tmp_path)
-    with pytest.raises(StrictDataclassClassValidationError, match=COMPACT):
-        loads.from_pretrained(tmp_path, pruned_position_ids="compact")
-
-
 def test_positions_without_gaps_are_refused_by_each_call(call, model, monkeypatch):
     monkeypatch.setattr(model.config, "pruned_position_ids", "compact")
     with pytest.raises(ValueError, match=COMPACT):

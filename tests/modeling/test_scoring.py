@@ -89,23 +89,6 @@ def test_the_previous_video_is_no_neighbour(scorer):
     assert_forward_close(run_together[[0, 1, 2, 4]], expected[[0, 1, 2, 4]])
 
 
-@pytest.mark.parametrize("changed", [0, 1, 2], ids=["first", "middle", "last"])
-def test_each_video_stands_alone(scorer, changed):
-    clips = make_clips([(3, (8, 8)), (2, (7, 4)), (2, (8, 8))], (3, 3))
-    before = clips.split(scorer(clips.blocks(), clips.grids, clips.valid))
-    clips.hidden_states[changed] = torch.randn_like(clips.hidden_states[changed])
-    after = clips.split(scorer(clips.blocks(), clips.grids, clips.valid))
-    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [v != changed for v in range(3)]
-
-
-def test_scores_of_a_video_do_not_depend_on_its_batch(scorer):
-    together = make_clips([(3, (6, 6)), (2, (3, 6))], (3, 3))
-    scores = together.split(scorer(together.blocks(), together.grids))
-    for video in range(2):
-        alone = Clips(*([part[video]] for part in vars(together).values()))
-        assert_forward_close(scorer(alone.blocks(), alone.grids).view(scores[video].shape), scores[video])
-
-
 def test_padding_slots_do_not_count(scorer):
     clips = make_clips([(2, (7, 4))], (3, 3))
     blocks = clips.blocks().detach()

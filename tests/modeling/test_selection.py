@@ -59,24 +59,6 @@ def test_selection_is_the_naive_one(geometry, ratio, levels):
     assert torch.equal(kept_blocks, expected.nonzero().squeeze(-1))
 
 
-def test_of_equals_the_earlier_goes_first():
-    keep_mask, _ = select_blocks(torch.full((12,), 0.5), [(3, 2, 2)], [6])
-    assert keep_mask.view(3, 4).tolist() == [[True] * 4, [False] * 4, [False, False, True, True]]
-
-
-def test_frame_zero_stays_though_it_has_the_lowest_scores():
-    scores = torch.cat([torch.zeros(4), torch.ones(8)])
-    keep_mask, _ = select_blocks(scores, [(3, 2, 2)], [5])
-    assert keep_mask.view(3, 4).sum(dim=1).tolist() == [4, 0, 1]
-
-
-def test_selection_leaves_the_scores_as_they_are():
-    scores = torch.rand(12)
-    before = scores.clone()
-    select_blocks(scores, [(3, 2, 2)], [6])
-    assert torch.equal(scores, before)
-
-
 def test_scores_that_are_no_numbers_go_first_but_not_before_frame_zero():
     scores = torch.tensor([math.nan, 0.1, math.nan, 0.9, math.inf, math.nan])
     keep_mask, _ = select_blocks(scores, [(3, 1, 2)], [4])

@@ -222,12 +222,6 @@ def record_of(cache: DynamicCache) -> CacheRecord:
     return record
 
 
-def test_new_tokens_take_the_next_positions():
-    everything = torch.ones(2, 11, dtype=torch.int64)
-    for mask in (None, everything):
-        assert record_of(cached()).positions_of_new(3, mask).tolist() == [[8, 9, 10], [4, 5, 6]]
-
-
 def test_tokens_after_the_end_of_a_row_take_no_position():
     answered = record_of(cached()).answered(3)
     mask = torch.ones(2, 14, dtype=torch.int64)
@@ -245,39 +239,6 @@ def test_a_cache_of_another_shape_is_refused(columns, batch):
         cache.update(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4), 0)
     with pytest.raises(ValueError, match=r"`past_key_values` holds .* recorded 5 for 2"):
         CacheRecord.resume(cache, tokens)
-
-
-def test_a_record_is_cropped_with_its_cache():
-    cache = cached()
-    CacheRecord.attach(cache, record_of(cache).answered(3, torch.arange(6).view(2, 3)))
-    cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
-    cache.crop(-2)
-    cropped = record_of(cache)
-    assert cropped.kept_indices.tolist() == [[*LEFT[0], 8], [*LEFT[1], 8]]
-    assert cropped.seen == 9
-    assert cropped.next_position.tolist() == [[9], [5]]
-    assert cropped.token_ids[:, -1].tolist() == [0, 3]
-
-
-def test_a_record_cannot_be_cropped_into_a_video():
-    cache = cached()
-    cache.crop(-3)
-    with pytest.raises(ValueError, match=r"was cropped to 2 positions"):
-        CacheRecord.usable(cache)
-
-
-@pytest.mark.parametrize("way", ["reorder_cache", "batch_select_indices"])
-def test_a_record_is_reordered_with_its_cache(way):
-    cache = cached()
-    getattr(cache, way)(torch.tensor([1, 0]))
-    assert record_of(cache).kept_indices.tolist() == LEFT[::-1]
-    assert record_of(cache).next_position.tolist() == [[4], [8]]
-
-
-def test_a_record_is_repeated_with_its_cache():
-    cache = cached()
-    cache.batch_repeat_interleave(2)
-    assert record_of(cache).kept_indices.tolist() == [LEFT[0], LEFT[0], LEFT[1], LEFT[1]]
 
 
 def test_a_record_that_is_set_aside_comes_back_after_an_error():

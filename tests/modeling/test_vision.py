@@ -106,20 +106,6 @@ def test_eager_attention_gives_the_same(overrides):
     assert_gradients_close(gradients(weighted(actual), model), expected_gradients)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 0.9])
-@pytest.mark.parametrize("image_size", [[18, 18], [14, 20]], ids=["divisible", "borders"])
-def test_both_layouts_give_the_same(image_size, ratio):
-    model = tiny_model(tiny_config(image_size=image_size))
-    inputs = video_inputs(model.config, [5, 1, 3])
-    varlen = encode(model, inputs, ratio)
-    model.config.vision_config.packing = "first_fit_descending"
-    bins = encode(model, inputs, ratio)
-    assert torch.equal(torch.cat(varlen.keep_mask), torch.cat(bins.keep_mask))
-    features, expected = torch.cat(bins.pooler_output), torch.cat(varlen.pooler_output)
-    assert_features_close(features, expected)
-    assert_gradients_close(gradients(weighted(features), model), gradients(weighted(expected), model))
-
-
 def test_a_leaked_neighbour_in_the_sequence_would_be_seen(monkeypatch):
     model = tiny_model()
     inputs = video_inputs(model.config, [4, 2])
@@ -143,31 +129,6 @@ def test_the_previous_video_taken_for_the_previous_frame_would_be_seen():
     (wrong,) = encode_naively(model, inputs, 0.5, [6]).scores or []
     assert (actual[3] - wrong[3]).abs().max() > 100 * FORWARD_TOLERANCE
     torch.testing.assert_close(actual[[0, 1, 2, 4, 5]], wrong[[0, 1, 2, 4, 5]], rtol=0, atol=FORWARD_TOLERANCE)
-
-
-@pytest.mark.parametrize("selector", ["scorer", "cosine", "random"])
-@pytest.mark.parametrize("packing", ["varlen", FFD])
-def test_a_video_does_not_depend_on_its_batch(packing, selector):
-    model = tiny_model(tiny_config(packing=packing, selector=selector))
-    together = video_inputs(model.config, [4, 2])
-    num_patches = together["pixel_values_videos"].shape[1]
-    features = encode(model, together, 0.5).pooler_output
-    for video, frames in enumerate([slice(0, 4), slice(4, 6)]):
-        alone = video_inputs(model.config, [frames.stop - frames.start])
-        alone["pixel_values_videos"] = together["pixel_values_videos"][frames]
-        assert alone["video_token_pooling"].max() < len(alone["pixel_values_videos"]) * num_patches
-        assert_features_close(encode(model, alone, 0.5).pooler_output[0], features[video])
-
-
-def test_the_second_video_changes_nothing_of_the_first():
-    model = tiny_model()
-    inputs = video_inputs(model.config, [3, 3])
-    before = encode(model, inputs, 0.5)
-    inputs["pixel_values_videos"][3:] = torch.randn_like(inputs["pixel_values_videos"][3:])
-    after = encode(model, inputs, 0.5)
-    assert torch.equal(before.token_scores[0], after.token_scores[0])
-    assert_features_close(after.pooler_output[0], before.pooler_output[0])
-    assert not torch.equal(before.token_scores[1], after.token_scores[1])
 
 
 def test_after_the_pruning_layer_only_survivors_are_computed():
@@ -229,27 +190,6 @@ def test_images_go_through_the_tower_as_in_stock_molmo2(stock_and_ours):
     assert len(actual.hidden_states) == len(expected.hidden_states)
     for ours, theirs in zip(actual.hidden_states, expected.hidden_states, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_image_features_are_those_of_stock_molmo2(stock_and_ours):
-    stock, model = stock_and_ours
-    inputs = image_inputs([(1, 2), (2, 1)], model.config)
-    arguments = {name: inputs[name] for name in ("pixel_values", "image_token_pooling", "image_grids")}
-    expected = stock.get_image_features(**arguments).pooler_output
-    actual = model.model.get_image_features(**arguments).pooler_output
-    assert [torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True)] == [True, True]
-
-
-@pytest.mark.parametrize("packing", ["varlen", FFD])
-def test_ratio_zero_is_stock_molmo2(stock_and_ours, packing):
-    stock, model = stock_and_ours
-    inputs = video_inputs(model.config, [3, 2])
-    expected = stock.get_video_features(**inputs).pooler_output
-    model.config.vision_config.packing = packing
-    actual = encode(model, inputs, 0.0).pooler_output
-    model.config.vision_config.packing = "varlen"
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert_features_close(ours, theirs)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"image_size": [16, 16]}], ids=["whole", "borders"])
