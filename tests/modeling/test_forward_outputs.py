@@ -11,7 +11,6 @@ from stts_hf import STTSForConditionalGeneration
 from tests.tiny import PATCH, Part, Video, build_inputs, stock_twin, tiny_config, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 3, Video(3), 9], [8]]
-VIDEO_FRAMES = [4, 2, 3]
 
 
 @pytest.fixture(scope="module")
