@@ -78,8 +78,8 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         native: Any = super()
         placed = name_arguments(args)
         kwargs = placed | check_names(kwargs, placed)
-        if generation_config is not None:  # which takes any name
-            check_names(dict.fromkeys(vars(generation_config).keys() - vars(GenerationConfig()).keys()))
+        named = {**vars(self.generation_config), **vars(generation_config or self.generation_config)}
+        check_names(dict.fromkeys(named.keys() - vars(GenerationConfig()).keys()))  # a config takes any name
 
         def setting(name: str) -> Any:
             return resolve_setting(name, kwargs, generation_config, self.generation_config)

@@ -95,7 +95,7 @@ class PruningSettings:
         """Raises `ValueError` where fields do not fit each other: at construction, saving and each use by a tower."""
         if not 0 <= self.pruning_layer <= self.num_hidden_layers - 2:
             raise ValueError(
-                f"`pruning_layer` is {self.pruning_layer}, but the layer after it takes the score bias, so with "
+                f"`pruning_layer` is {self.pruning_layer}, but the layer after it drops blocks, so with "
                 f"`num_hidden_layers` = {self.num_hidden_layers} it must be from 0 to {self.num_hidden_layers - 2}."
             )
         if self.refill_single_frame_bins and self.packing != "first_fit_descending":

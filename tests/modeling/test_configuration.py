@@ -32,7 +32,7 @@ WRONG_VALUES = [
     pytest.param("pooling_size", [3.0, 3.0], "", id="window-of-floats"),
 ]
 UNFIT_VALUES = [
-    pytest.param("pruning_layer", 24, "from 0 to 23", id="layer-is-the-last"),
+    pytest.param("pruning_layer", 24, "layer after it drops blocks", id="layer-is-the-last"),
     pytest.param("pruning_layer", -1, "from 0 to 23", id="layer-negative"),
     pytest.param("num_hidden_layers", 4, "from 0 to 2", id="too-few-layers"),
     pytest.param("refill_single_frame_bins", True, "'first_fit_descending'", id="refill-without-bins"),

@@ -241,7 +241,7 @@ def test_options_of_generate_by_their_place(one, any_model):
     ("name", "meant"),
     [("prunning_ratio", "pruning_ratio"), ("pruned_lenght", "pruned_length"), ("selector", "config")],
 )
-def test_near_misses_of_our_arguments(one, any_model, way, name, meant):
+def test_near_misses_of_our_arguments(one, any_model, way, name, meant, monkeypatch):
     calls = {"forward": any_model.model, "head": any_model, "generate": any_model.generate}
     inputs = one
     if way == "get_video_features":
@@ -252,6 +252,9 @@ def test_near_misses_of_our_arguments(one, any_model, way, name, meant):
     if way == "generate":
         with pytest.raises(ValueError, match=rf"`{name}` .*{meant}"):
             call(**inputs, generation_config=GenerationConfig(**{name: 0.9}))
+        monkeypatch.setattr(any_model, "generation_config", GenerationConfig(**{name: 0.9}))
+        with pytest.raises(ValueError, match=rf"`{name}` .*{meant}"):
+            call(**inputs)
 
 
 def test_embeddings_beside_grids_without_pixels(backbone, one, any_model):

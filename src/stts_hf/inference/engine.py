@@ -22,7 +22,7 @@ from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
 from stts_hf.data.prefetch import prefetch
 from stts_hf.modeling.settings_stts import check_vision_config
-from stts_hf.modeling.video_processing_stts import check_count
+from stts_hf.modeling.video_processing_stts import check_amount, check_count
 from stts_hf.shortages import in_halves, is_out_of_memory, too_large
 
 from .generate import answer_prepared, answer_tails, check_one_answer, join_prompts, num_beams, read_heads, with_masks
@@ -144,6 +144,8 @@ def answer_requests(
     assert ratio is not None  # a model has one
     check_count("batch_size", batch_size)
     check_count("num_workers", num_workers, least=0)
+    if decode_timeout is not None:
+        check_amount("decode_timeout", decode_timeout)
     check_one_answer(generate_options)
     options = processing_options(processor, processing, ratio)
     share = share and num_beams(model, generate_options) == 1

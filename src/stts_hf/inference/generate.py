@@ -38,7 +38,7 @@ def generate_options(processor: Any, given: Mapping[str, Any]) -> dict[str, Any]
     of_call = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "kwargs"}
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | of_call
     for name in given.keys() - known:
-        advice = did_you_mean(name, known, "Leave it out.")
+        advice = did_you_mean(name, known | {"pruning_ratio", "processing"}, "Leave it out.")
         if name in OF_VIDEOS:
             advice = f"It is an option of videos: pass processing={{{name!r}: {given[name]!r}}} with the video."
         raise ValueError(f"{name} is {given[name]!r}, but `generate` has no such option. {advice}")

@@ -230,6 +230,7 @@ def test_threads_may_share_a_model(model, processor, clips):
         ({"on_error": "skip"}, ValueError, "on_error must be"),
         ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
         ({"num_workers": True}, ValueError, "num_workers must be a whole number.* got True"),
+        ({"decode_timeout": -1}, ValueError, "decode_timeout must be a number above 0, got -1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -175,6 +175,7 @@ def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, b
         ("Is <|im_end|> there?", {}, ValueError, r"question holds '<\|im_end\|>'"),
         (QUESTION, {"num_frames": 2}, ValueError, r"num_frames is 2.* processing=\{'num_frames': 2\}"),
         (QUESTION, {"max_new_token": 8}, ValueError, "Did you mean 'max_new_tokens'"),
+        (QUESTION, {"prunning_ratio": 0.5}, ValueError, "Did you mean 'pruning_ratio'"),
         (QUESTION, {"generation_config": GenerationConfig(pruning_ratio=0.9)}, ValueError, "pruning_ratio=0.9"),
         (QUESTION, {"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
         (QUESTION, {"processing": {"num_frame": 2}}, ValueError, "'num_frame'.* Did you mean 'num_frames'"),
