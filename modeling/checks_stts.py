@@ -15,14 +15,19 @@ from .sequence_stts import Tokens, find_samples, token_order
 from .settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, check_pruning_ratio
 
 MASKED_TEXT_ATTENTION = ("eager", "sdpa", "flex_attention")
-CALL_ARGUMENTS = ("pruning_ratio", "pruned_length", "packed_rows")
+RANKING_ARGUMENTS = ("block_scores", "tower_cache")  # of a caller who ranks the blocks
+CALL_ARGUMENTS = ("pruning_ratio", "pruned_length", "packed_rows", *RANKING_ARGUMENTS)
 NATIVE_ARGUMENTS = {*TransformersKwargs.__annotations__, "use_cache", "return_dict", "mm_encoder_outputs"}
 
 
 def check_settings(pruning_ratio: Any, pruned_length: Any = None) -> None:
-    """Raises `ValueError` for a ratio outside [0, 1] and a length that is no positive int. None is left out."""
-    if pruning_ratio is not None:
-        check_pruning_ratio(pruning_ratio)
+    """
+    Raises `ValueError` for a ratio, or one of several, outside [0, 1] and a length that is no positive int. None is
+    left out.
+    """
+    for ratio in pruning_ratio if isinstance(pruning_ratio, list | tuple) else [pruning_ratio]:
+        if ratio is not None:
+            check_pruning_ratio(ratio)
     if pruned_length is None:
         return
     if isinstance(pruned_length, bool) or not isinstance(pruned_length, int) or pruned_length < 1:

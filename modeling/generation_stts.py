@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
 from .cache_stts import CacheRecord, earliest, first_column
-from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
+from .checks_stts import RANKING_ARGUMENTS, check_exclusive, check_names, check_settings, holds_packed_rows
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .sequence_stts import KeptSequence, Tokens
@@ -70,6 +70,7 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         """
         As transformers' `generate`, with every decoding method it has; returns the caller's whole prompt, then the new
         tokens. `pruning_ratio` replaces the config's for this call (a `generation_config` may hold it too);
+        `block_scores` and `tower_cache` are those of `forward`;
         `max_length` and `min_length` count the whole prompt. `past_key_values` of an earlier call may be reused with a
         longer prompt: leave out the videos that it has already seen. With `return_dict_in_generate=True` the result
         also has `keep_mask` and `token_scores` (per video (T, n), None without) and `kept_indices` (B, L') of the
@@ -84,6 +85,7 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         def setting(name: str) -> Any:
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
 
+        given = {name: kwargs.pop(name, None) for name in RANKING_ARGUMENTS}
         ratio = setting("pruning_ratio") if pruning_ratio is None else pruning_ratio
         check_settings(ratio)
         if kwargs.pop("pruned_length", None) is not None:
@@ -91,15 +93,15 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name != "input_ids"}
         if inputs is not None and kwargs.setdefault("input_ids", inputs) is not inputs:
             raise ValueError("`inputs` and `input_ids` are both given; pass the prompt once.")
-        cache, given = kwargs.get("past_key_values"), [name for name, value in kwargs.items() if value is not None]
+        cache, passed = kwargs.get("past_key_values"), [name for name, value in kwargs.items() if value is not None]
         record = CacheRecord.usable(cache)
-        self.model.check_new_vision(cache, given)
+        self.model.check_new_vision(cache, passed)
         cached = None if record is None or record.whole else record
-        if cached is None and not self.model.needs_pruning(given) and not pads_right(record, kwargs):
+        if cached is None and not self.model.needs_pruning(passed) and not pads_right(record, kwargs):
             return self.generate_natively(record, kwargs, generation_config)
         whole_ids = check_options(self.model, cache, cached, kwargs, setting)
         prompt, call = read_prompt(self.model, kwargs, cached, setting)
-        pruned = self.model.prune(replace(call, pruning_ratio=ratio))
+        pruned = self.model.prune(replace(call, pruning_ratio=ratio, **given))
         kwargs |= native_inputs(self.model, pruned, whole_ids)
         length = kwargs["input_ids"].shape[1]
         shorten_limits(kwargs, setting, prompt.shape[1] - length)

@@ -6,7 +6,7 @@ length.
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -111,7 +111,10 @@ class STTSModel(PruningBackbone, Molmo2Model):
         return videos, placeholders & ~videos
 
     def plan_videos(
-        self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
+        self,
+        vision: dict[str, Any],
+        pruning_ratio: float | Sequence[float] | None = None,
+        with_temporal_loss: bool = False,
     ) -> STTSVisionPlan:
         """
         What stays of each video. vision: pixel_values_videos (F, N, pixels) frames of all videos, video_token_pooling
@@ -178,7 +181,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         video_token_pooling: torch.Tensor | None = None,
         video_grids: torch.Tensor | None = None,
         *,
-        pruning_ratio: float | None = None,
+        pruning_ratio: float | Sequence[float] | None = None,
         with_temporal_loss: bool = False,
         **kwargs: Any,
     ) -> tuple | VideoFeatures:

@@ -7,7 +7,7 @@ from the prompt, the caller or the record of a cache, so calls may alternate, an
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -99,7 +99,10 @@ class MropeBackbone(PruningBackbone):
         return [(frames, rows // side, cols // side) for frames, rows, cols in grids]
 
     def plan_videos(
-        self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
+        self,
+        vision: dict[str, Any],
+        pruning_ratio: float | Sequence[float] | None = None,
+        with_temporal_loss: bool = False,
     ) -> PruningPlan:
         """
         What stays of each video. vision: pixel_values_videos (F * N, values of a patch), block by block, of the frames
@@ -217,7 +220,7 @@ class MropeBackbone(PruningBackbone):
         pixel_values_videos: torch.Tensor,
         video_grid_thw: torch.Tensor | None = None,
         *,
-        pruning_ratio: float | None = None,
+        pruning_ratio: float | Sequence[float] | None = None,
         with_temporal_loss: bool = False,
         **kwargs: Any,
     ) -> tuple | VideoFeatures:

@@ -1,6 +1,7 @@
 """What a call will drop, on the host before the tower runs, and what the tower gives back."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -28,24 +29,57 @@ class VideoFeatures(BaseModelOutputWithPooling):
 
 
 @dataclass
+class TowerCache:
+    """
+    What layers `0..l` made of a call's videos: the first call that gets this object fills it, later ones with the same
+    videos go on from there. It serves calls that differ in what they drop alone, without gradients.
+
+    states: outputs (G * S, D) of the layers that are read later, by their index. blocks: (G, S, D) what blocks are
+    scored by, in the caller's order.
+    """
+
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    blocks: torch.Tensor | None = None
+
+
+@dataclass
 class PruningPlan:
     """
     What the tower has to know of a call's videos, on the host before it runs.
 
     block_patches: (G, S) row of each block's patches among all frames' patches, -1 for padding. grids: `(T, rows,
-        cols)` of each video. pruning_ratio: `k`. with_temporal_loss: whether to compute it.
+        cols)` of each video. pruning_ratio: `k`, or one for each video. with_temporal_loss: whether to compute it.
+        block_scores: (G,) in place of the selector's, without a bias. tower_cache: of layers `0..l`.
     """
 
     block_patches: torch.Tensor
     grids: list[tuple[int, int, int]]
-    pruning_ratio: float
+    pruning_ratio: float | Sequence[float]
     with_temporal_loss: bool = False
     detach_temporal_target: bool = True
+    block_scores: torch.Tensor | None = field(default=None, kw_only=True)
+    tower_cache: TowerCache | None = field(default=None, kw_only=True)
+
+    def check_scores(self) -> None:
+        """Raises `ValueError` where ratios or scores are not as many as the videos or their blocks."""
+        if isinstance(self.pruning_ratio, Sequence) and len(self.pruning_ratio) != len(self.grids):
+            raise ValueError(
+                f"`pruning_ratio` holds {len(self.pruning_ratio)} ratios, but the call has {len(self.grids)} videos: "
+                "pass one number, or one for each video."
+            )
+        if self.block_scores is not None and tuple(self.block_scores.shape) != (sum(self.num_blocks),):
+            raise ValueError(
+                f"`block_scores` has shape {tuple(self.block_scores.shape)}, but must be ({sum(self.num_blocks)},): "
+                "one score for every block of the call's videos."
+            )
 
     @property
     def num_kept(self) -> list[int]:
         """`K` of each video."""
-        return [num_kept_blocks(frames, rows * cols, self.pruning_ratio) for frames, rows, cols in self.grids]
+        ratio = self.pruning_ratio
+        ratios = ratio if isinstance(ratio, Sequence) else [ratio] * len(self.grids)
+        grids = zip(self.grids, ratios, strict=True)
+        return [num_kept_blocks(frames, rows * cols, k) for (frames, rows, cols), k in grids]
 
     @property
     def num_blocks(self) -> list[int]:

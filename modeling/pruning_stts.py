@@ -4,7 +4,7 @@
 native forward -> report`. What backbones differ in are the hooks of `PruningBackbone`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -15,8 +15,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 from transformers.utils import ModelOutput, can_return_tuple
 
 from .cache_stts import CacheRecord, check_new_vision, earliest, first_column, last_positions
-from .checks_stts import check_exclusive, check_names, check_settings, holds_packed_rows
-from .plan_stts import PruningPlan, RowPlan, VideoFeatures
+from .checks_stts import RANKING_ARGUMENTS, check_exclusive, check_names, check_settings, holds_packed_rows
+from .plan_stts import PruningPlan, RowPlan, TowerCache, VideoFeatures
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, keep_tokens, token_order
 
 
@@ -24,17 +24,19 @@ from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, keep
 class Call:
     """
     A call's arguments. vision: those of its videos and images. cache: of an earlier call, which this one continues.
-    pruned_length: the length `L'` that every row gets. packed_rows: None where nobody has looked. pads_left: whether
-    padding moves to the left.
+    pruned_length: the length `L'` that every row gets. packed_rows: None where nobody has looked. block_scores,
+    tower_cache: as in `PruningPlan`. pads_left: whether padding moves to the left.
     """
 
     tokens: Tokens
     vision: dict[str, Any] = field(default_factory=dict)
     cache: Cache | None = None
-    pruning_ratio: float | None = None
+    pruning_ratio: float | Sequence[float] | None = None
     pruned_length: int | None = None
     packed_rows: bool | None = None
     with_temporal_loss: bool = False
+    block_scores: torch.Tensor | None = None
+    tower_cache: TowerCache | None = None
     pads_left: bool = False
 
     @property
@@ -131,7 +133,7 @@ class PruningBackbone(PreTrainedModel):
         past_key_values: Cache | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        pruning_ratio: float | None = None,
+        pruning_ratio: float | Sequence[float] | None = None,
         pruned_length: int | None = None,
         packed_rows: bool | None = None,
         with_temporal_loss: bool = False,
@@ -140,14 +142,17 @@ class PruningBackbone(PreTrainedModel):
     ) -> Any:
         """
         As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone.
-        `pruning_ratio` replaces the config's for this call; `pruned_length` is the length `L'` that every row gets;
-        `packed_rows` says whether rows hold several samples (None: where `position_ids` start over);
+        `pruning_ratio` replaces the config's for this call, one number or one for each video; `pruned_length` is the
+        length `L'` that every row gets; `packed_rows` says whether rows hold several samples (None: where
+        `position_ids` start over); `block_scores` (G,) rank the blocks in place of the selector's, without a bias;
+        `tower_cache`, an empty `TowerCache`, lets later calls with the same videos skip layers `0..l`;
         `past_key_values` from an earlier call that dropped tokens continues it, in the caller's positions;
         `records_cache=False` leaves its record to the caller.
         """
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         vision = self.take_vision_inputs(kwargs)
         call = Call(tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss)
+        call.block_scores, call.tower_cache = (kwargs.pop(name, None) for name in RANKING_ARGUMENTS)
         self.read_call(call, kwargs)
         pruned = record = None
         if self.is_native(call):
@@ -271,15 +276,24 @@ class PruningBackbone(PreTrainedModel):
     def encode_call(
         self,
         vision: dict[str, Any],
-        pruning_ratio: float | None = None,
+        pruning_ratio: float | Sequence[float] | None = None,
         with_temporal_loss: bool = False,
         **kwargs: Any,
     ) -> VideoFeatures:
         """What `get_video_features` returns: features of the kept blocks of each video of a call."""
         check_names(kwargs)
         check_settings(pruning_ratio)
-        plan = self.plan_videos(vision, pruning_ratio, with_temporal_loss)
+        given = {name: kwargs.pop(name, None) for name in RANKING_ARGUMENTS}
+        plan = self.make_plan(Call(Tokens(), vision, None, pruning_ratio, None, None, with_temporal_loss, **given))
         return self.encode_videos(vision[self.video_inputs[0]], plan, **kwargs)
+
+    def make_plan(self, call: Call) -> PruningPlan:
+        """`plan_videos` of a call, with what the caller says of scores. A scorer of answers has no temporal loss."""
+        learns_change = call.with_temporal_loss and self.config.scorer_target == "change"
+        plan = self.plan_videos(call.vision, call.pruning_ratio, learns_change)
+        plan.block_scores, plan.tower_cache = call.block_scores, call.tower_cache
+        plan.check_scores()
+        return plan
 
     def prune(self, call: Call) -> PrunedInputs:
         """
@@ -290,7 +304,7 @@ class PruningBackbone(PreTrainedModel):
         cached, past_mask, whole_mask, tokens = self.resume(call)
         plan = None
         if self.video_inputs[0] in vision:
-            plan = self.plan_videos(vision, call.pruning_ratio, call.with_temporal_loss)
+            plan = self.make_plan(call)
         num_blocks, num_kept, num_dropped = ([], [], []) if plan is None else plan.counts
         drops, may_sync = any(num_dropped) or call.changes_length, call.pruned_length is None
         assert tokens.input_ids is not None  # `resume` checks it

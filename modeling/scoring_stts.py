@@ -183,6 +183,14 @@ def temporal_loss(
     return torch.cat(later).sum() / max(count, 1)
 
 
+def block_worth(scores: torch.Tensor, unit: float) -> torch.Tensor:
+    """
+    What leaving a block out costs, in nats of answer loss, by a scorer that was trained towards answers: `unit` times
+    the logit of its score, from that of an untrained scorer on. Scores and result have one shape, in float32.
+    """
+    return unit * (torch.logit(scores.float(), eps=1e-6) - FIRST_LOGIT)
+
+
 def random_ranking(grids: list[tuple[int, int, int]], device: torch.device, seed: int | None = None) -> torch.Tensor:
     """Uniform random scores (G,); with a `seed`, each video draws from a generator of its own with that seed."""
     draws = []

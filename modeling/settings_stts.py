@@ -23,9 +23,11 @@ from .scoring_stts import SELECTORS
 ScoreRescaling = Literal["row", "frame", "none"]
 Packing = Literal["varlen", "first_fit_descending"]
 PositionRule = Literal["original", "compact"]
+ScorerTarget = Literal["change", "answers"]
 SCORE_RESCALINGS = get_args(ScoreRescaling)
 PACKINGS = get_args(Packing)
 POSITION_RULES = get_args(PositionRule)
+SCORER_TARGETS = get_args(ScorerTarget)
 
 
 def check_pruning_ratio(value: object) -> float:
@@ -57,6 +59,11 @@ def check_loss_weight(value: float) -> None:
         raise ValueError(f"`temporal_loss_weight` is {value!r}, but must be a finite number of at least 0.")
 
 
+def check_worth_unit(value: float | None) -> None:
+    if value is not None and not 0.0 < value < math.inf:
+        raise ValueError(f"`worth_unit` is {value!r}, but must be a finite number above 0, or None.")
+
+
 @dataclass(kw_only=True, repr=False, eq=False)
 class PruningSettings:
     r"""
@@ -73,6 +80,9 @@ class PruningSettings:
     score_rescaling (`str`, *optional*, defaults to `"row"`):
         Range over which scores are stretched to `[e^-2, 1]` before the logarithm: each `"row"` of the patch grid
         (released checkpoints), each `"frame"`, or `"none"` (the paper's plain logarithm).
+    score_bias (`bool`, *optional*, defaults to `True`):
+        Whether the scorer's scores bias the attention of layer `l + 1`, the way of the task's gradient (paper 3.2).
+        `False` suits a frozen model that was never trained with it.
     packing (`str`, *optional*, defaults to `"varlen"`):
         `"varlen"`, or `"first_fit_descending"` (Algorithm 1), whose bins matter to `refill_single_frame_bins` alone.
     refill_single_frame_bins (`bool`, *optional*, defaults to `False`):
@@ -85,6 +95,7 @@ class PruningSettings:
     selector: str = validated_field(check_selector, default="scorer")
     selector_seed: int = validated_field(check_seed, default=0)
     score_rescaling: ScoreRescaling = "row"
+    score_bias: bool = True
     packing: Packing = "varlen"
     refill_single_frame_bins: bool = False
 
@@ -129,12 +140,19 @@ class TrainingSettings:
         Weight of the temporal loss in the total loss: 1.0 in the paper, 0.5 in the released training code.
     detach_temporal_target (`bool`, *optional*, defaults to `True`):
         Whether the similarities that the scores are trained towards pass no gradient. The released code lets them.
+    scorer_target (`str`, *optional*, defaults to `"change"`):
+        What the scorer is trained towards: `"change"` is the temporal loss (paper 3.4); `"answers"` is what leaving a
+        block out costs the answers, and has no temporal loss (docs/worth.md).
+    worth_unit (`float`, *optional*):
+        With `"answers"`: nats of answer loss by which a score's logit grows by 1 (`block_worth`).
     pruned_position_ids (`str`, *optional*, defaults to `"original"`):
         RoPE positions of the tokens that are left: `"original"` keeps those they had, `"compact"` closes the gaps.
     """
 
     temporal_loss_weight: float | int = validated_field(check_loss_weight, default=1.0)
     detach_temporal_target: bool = True
+    scorer_target: ScorerTarget = "change"
+    worth_unit: float | None = validated_field(check_worth_unit, default=None)
     pruned_position_ids: PositionRule = "original"
 
 

@@ -98,23 +98,26 @@ class PruningTower(PreTrainedModel):
         pruning: PruningPlan,
         valid: torch.Tensor | None,
         window_to_raster: torch.Tensor | None,
+        padding_bias: torch.Tensor | None,
     ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor | None]:
         """
         Scores blocks (G, S, D), padding slots zero where `valid` (G, S) is False. Returns fields of `VideoFeatures`,
-        the kept blocks (K,), and the bias (G * S,) of layer `l + 1` in the sequence's order: None for the untrained
-        selectors, and where no video loses anything.
+        the kept blocks (K,), and the bias (G * S,) of layer `l + 1` in the sequence's order: `padding_bias` alone for
+        the untrained selectors, without `score_bias`, and where no video loses anything.
         """
-        selector = SELECTORS[self.config.selector]
-        scores = selector.rank(self, blocks, pruning.grids, valid)
+        selector, given = SELECTORS[self.config.selector], pruning.block_scores
+        scores = selector.rank(self, blocks, pruning.grids, valid) if given is None else given.to(blocks.device)
+        is_learned = selector.is_learned and given is None
         keep_mask, kept_blocks = select_blocks(scores, pruning.grids, pruning.num_kept)
         found: dict[str, Any] = {"token_scores": pruning.per_video(scores), "keep_mask": pruning.per_video(keep_mask)}
-        if pruning.with_temporal_loss and selector.is_learned:
+        if pruning.with_temporal_loss and is_learned:
             found["temporal_loss"] = temporal_loss(scores, blocks, pruning.grids, pruning.detach_temporal_target)
         loses = [dropped > 0 for dropped in pruning.counts[2]]
-        if not selector.is_learned or not any(loses):
-            return found, kept_blocks, None
+        if not is_learned or not self.config.score_bias or not any(loses):
+            return found, kept_blocks, padding_bias
         bias = reorder(score_bias(scores, pruning.grids, self.config.score_rescaling, loses), window_to_raster)
-        return found, kept_blocks, bias[:, None].expand(blocks.shape[:2]).flatten()
+        bias = bias[:, None].expand(blocks.shape[:2]).flatten()
+        return found, kept_blocks, bias if padding_bias is None else bias + padding_bias
 
     def sees_window(self, layer: int) -> bool:
         """Whether a layer attends within windows, the second kind of spans."""
@@ -142,7 +145,7 @@ class PruningTower(PreTrainedModel):
         layer, size = self.config.pruning_layer, pruning.block_patches.shape[1]
         raster_to_window = None if window_to_raster is None else window_to_raster.argsort()
         key_bias = padding_bias = None if valid is None else PADDING_BIAS * (~valid).flatten().float()
-        wanted = {*taps, len(layers) - 1}
+        wanted, cache = {*taps, len(layers) - 1}, None if keeps_states else pruning.tower_cache
         states = {-1: hidden_states} if keeps_states else {}  # outputs of layers by their index
 
         def run(index: int) -> torch.Tensor:
@@ -151,13 +154,13 @@ class PruningTower(PreTrainedModel):
             states.update({index: output} if keeps_states or index in wanted else {})
             return output
 
+        states.update({} if cache is None else cache.states)
         for index in range(layer + 1):
-            hidden_states = run(index)
-        blocks = reorder(hidden_states.unflatten(0, (-1, size)), raster_to_window)  # (G, S, D)
-        blocks = blocks if valid is None else blocks * valid[..., None].to(blocks.dtype)
-        found, kept_blocks, bias = self.rank_blocks(blocks, pruning, valid, window_to_raster)
-        if bias is not None:
-            key_bias = bias if padding_bias is None else bias + padding_bias
+            hidden_states = states[layer] if cache is not None and cache.states else run(index)
+        blocks = gather_blocks(hidden_states, size, raster_to_window, valid)
+        if cache is not None:
+            cache.states, cache.blocks = {**states, layer: hidden_states}, blocks
+        found, kept_blocks, key_bias = self.rank_blocks(blocks, pruning, valid, window_to_raster, padding_bias)
         kept = block_slots(kept_blocks if raster_to_window is None else raster_to_window[kept_blocks], size)
         left = kept if raster_to_window is None else kept.sort().values
         if self.config.refill_single_frame_bins:
@@ -177,6 +180,14 @@ class PruningTower(PreTrainedModel):
         features = {i: states[i][kept] if i <= layer else reorder(states[i], among) for i in wanted}
         found["last_hidden_state"] = features[len(layers) - 1]
         return found, kept_blocks, tuple(states.values()) if keeps_states else (), [features[tap] for tap in taps]
+
+
+def gather_blocks(
+    states: torch.Tensor, size: int, raster_to_window: torch.Tensor | None, valid: torch.Tensor | None
+) -> torch.Tensor:
+    """Patches (G * S, D) of the sequence as blocks (G, S, D) in the caller's order, zeros where `valid` is False."""
+    blocks = reorder(states.unflatten(0, (-1, size)), raster_to_window)
+    return blocks if valid is None else blocks * valid[..., None].to(blocks.dtype)
 
 
 def reorder(blocks: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -153,12 +153,15 @@ def changed_config() -> STTSConfig:
         selector="random",
         selector_seed=7,
         score_rescaling="frame",
+        score_bias=False,
         packing="first_fit_descending",
         refill_single_frame_bins=True,
         pooling_size=[2, 3],
         model_overrides={
             "temporal_loss_weight": 0.5,
             "detach_temporal_target": False,
+            "scorer_target": "answers",
+            "worth_unit": 0.01,
             "pruned_position_ids": "compact",
         },
     )
@@ -179,6 +182,8 @@ def test_only_documented_fields_are_saved(changed_config, tmp_path):
     assert set(saved) - set(native) - {"auto_map"} == {
         "temporal_loss_weight",
         "detach_temporal_target",
+        "scorer_target",
+        "worth_unit",
         "pruned_position_ids",
     }
     assert set(saved["vision_config"]) - set(native["vision_config"]) == {
@@ -187,6 +192,7 @@ def test_only_documented_fields_are_saved(changed_config, tmp_path):
         "selector",
         "selector_seed",
         "score_rescaling",
+        "score_bias",
         "packing",
         "refill_single_frame_bins",
         "pooling_size",

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import reason_of
-from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS
+from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS, SCORER_TARGETS
 from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments, setting
 from stts_hf.versions import __version__
@@ -59,10 +59,17 @@ class ModelArguments:
     selector: str | None = setting(None, "Ranking of the blocks.", tuple(SELECTORS))
     selector_seed: int | None = setting(None, "Seed of the random selector.")
     score_rescaling: str | None = setting(None, "Rescaling of scores for the attention bias.", SCORE_RESCALINGS)
+    score_bias: bool | None = setting(None, "Whether scores bias the attention of the layer after `pruning_layer`.")
     packing: str | None = setting(None, "Layout of the kept patches in the ViT.", PACKINGS)
     refill_single_frame_bins: bool | None = setting(None, "Detail of the released code; first_fit_descending only.")
     temporal_loss_weight: float | None = setting(None, "Weight of the temporal loss beside the task loss.")
     detach_temporal_target: bool | None = setting(None, "Whether the targets of the temporal loss are detached.")
+    scorer_target: str | None = setting(
+        None, "What the scorer learns: change between frames, or what blocks are worth to the answers.", SCORER_TARGETS
+    )
+    worth_unit: float | None = setting(
+        None, "Nats by which a score's logit grows by 1; by default measured on the rows."
+    )
     pruned_position_ids: str | None = setting(
         None, "RoPE positions of kept tokens in the language model.", POSITION_RULES
     )
