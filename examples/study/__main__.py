@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.options import count, share
-from stts_hf.shortages import is_disk_full
+from stts_hf.errors import is_disk_full
 
 from .methods import PARTS
 

@@ -28,9 +28,9 @@ from transformers.utils import logging
 from stts_hf.benchmark.measure import describe_machine, describe_versions
 from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder
 from stts_hf.data.collator import STTSDataCollator
+from stts_hf.errors import is_disk_full
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.model_parts import SCORER, VISION_TOWER, module_of
-from stts_hf.shortages import is_disk_full
 from stts_hf.training.build import renew_scorer
 
 from ..benchmarks.moving_clips import correlate

@@ -24,7 +24,7 @@ from stts_hf.benchmark.meters import Clock, StageRecorder
 from stts_hf.benchmark.models import Models, build_models, configure, set_pruning
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.report import SCHEMA
-from stts_hf.shortages import is_out_of_memory
+from stts_hf.errors import is_out_of_memory
 from stts_hf.versions import __version__
 
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stts_hf.shortages import is_disk_full, is_out_of_memory
+from stts_hf.errors import is_disk_full, is_out_of_memory
 
 INSTALLED_CODE = Path(__file__).resolve().parents[1] / "modeling"
 # The files that decide what a checkpoint answers, beside weights and code.

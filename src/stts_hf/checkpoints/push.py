@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import httpx, validate_repo_id
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from stts_hf.shortages import is_disk_full
+from stts_hf.errors import is_disk_full
 
 from .atomic_folder import stale_weights
 from .card import checkpoint_card

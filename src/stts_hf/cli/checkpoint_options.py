@@ -12,7 +12,7 @@ from stts_hf.cli.progress import import_libraries, note, stage
 from stts_hf.data.isolated import start_early
 
 if TYPE_CHECKING:
-    from stts_hf.inference.predicting import Predictor
+    from stts_hf.inference.predictor import Predictor
 
 OF_PREDICTOR = {
     *("checkpoint", "revision", "selector", "device", "dtype", "pruning_ratio"),
@@ -45,7 +45,7 @@ def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor
     if options.get("num_workers"):
         start_early("stts_hf.inference.requests")  # decoding processes import PyTorch while this one does
     import_libraries()
-    from stts_hf.inference.predicting import Predictor
+    from stts_hf.inference.predictor import Predictor
 
     with refused("--"):
         predictor = Predictor(**{**predictor_options(arguments), **options})

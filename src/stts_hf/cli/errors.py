@@ -5,7 +5,7 @@ import errno
 import importlib.util
 from collections.abc import Iterator
 
-from stts_hf.shortages import is_disk_full, is_forbidden, is_out_of_memory
+from stts_hf.errors import is_disk_full, is_forbidden, is_out_of_memory
 from stts_hf.versions import check_versions
 
 

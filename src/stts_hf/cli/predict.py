@@ -131,7 +131,7 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
     """Raises `CommandError` if the output's answer to a row is about another prompt or video."""
-    from stts_hf.inference.predicting import video_name
+    from stts_hf.inference.predictor import video_name
 
     for row in rows:
         there = records.get(row["id"])

@@ -12,7 +12,7 @@ from stts_hf.cli.options import count, natural, positive
 from stts_hf.cli.progress import stage
 
 if TYPE_CHECKING:
-    from stts_hf.inference.predicting import Predictor
+    from stts_hf.inference.predictor import Predictor
 
 Predict = Callable[[Iterable[Mapping[str, Any]]], Generator[dict[str, Any], None, None]]
 _RAY_OPTIONS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
 from stts_hf.wording import percent
 
 if TYPE_CHECKING:
-    from stts_hf.inference.predicting import Predictor
+    from stts_hf.inference.predictor import Predictor
     from stts_hf.inference.requests import Answer, Prepared
 
 HELP = "answer a question about a video and draw the dropped tokens"

@@ -11,8 +11,8 @@ from typing import Any
 
 import gradio as gr
 
+from stts_hf.errors import is_disk_full
 from stts_hf.selectors import SELECTORS
-from stts_hf.shortages import is_disk_full
 from stts_hf.video.sources import is_url
 from stts_hf.visualize.overlay import write_overlays
 

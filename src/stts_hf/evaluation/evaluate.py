@@ -6,7 +6,7 @@ from typing import Any
 
 from stts_hf.data.prompts import find_option
 from stts_hf.data.rows import RowError, row_id
-from stts_hf.inference.predicting import answer_rows, describe_error, read_prompt
+from stts_hf.inference.predictor import answer_rows, describe_error, read_prompt
 from stts_hf.inference.requests import Answer, Request
 
 from .scoring import find_choice, is_right

@@ -21,9 +21,9 @@ import torch
 from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
 from stts_hf.data.prefetch import prefetch
+from stts_hf.errors import in_halves, is_out_of_memory, too_large
 from stts_hf.modeling.settings_stts import check_vision_config
 from stts_hf.modeling.video_processing_stts import check_amount, check_count
-from stts_hf.shortages import in_halves, is_out_of_memory, too_large
 
 from .generate import answer_prepared, answer_tails, check_one_answer, join_prompts, num_beams, read_heads, with_masks
 from .requests import Answer, Prepared, Request, ask_about, prepare, processing_options

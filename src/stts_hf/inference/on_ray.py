@@ -22,7 +22,7 @@ import torch
 
 from stts_hf.data.isolated import CannotStart
 
-from .predicting import Predictor, record_of, video_name
+from .predictor import Predictor, record_of, video_name
 from .requests import Answer
 
 Row = Mapping[str, Any]

@@ -113,10 +113,10 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
                     parts[name] = inputs[f"{modality}_{name}"].split(sizes)
                 for index, grid in enumerate(inputs[f"{modality}_grids"]):
                     item = {name: tensors[index] for name, tensors in parts.items()} | {"grids": grid[None]}
-                    embedded.append(self.lay_out(modality, item))
+                    embedded.append(self.embed_item(modality, item))
         return embedded
 
-    def lay_out(self, modality: str, item: dict[str, torch.Tensor]) -> torch.Tensor:
+    def embed_item(self, modality: str, item: dict[str, torch.Tensor]) -> torch.Tensor:
         """Embeddings of an item's tokens with its features, and notes: digits of positions, and the subclass's."""
         features, keep_mask = self.encode(modality, item)
         is_block = self.info.find_blocks(self.config, modality, item["ids"])

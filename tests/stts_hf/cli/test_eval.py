@@ -104,7 +104,7 @@ def test_it_goes_on_where_a_killed_run_ended_and_loads_no_weights_where_it_had_f
     first = run()
     whole = first[3]
     with monkeypatch.context() as patch:
-        patch.setattr("stts_hf.inference.predicting.load_model", None)
+        patch.setattr("stts_hf.inference.predictor.load_model", None)
         same = run()
     assert (same[0], same[1], same[3]) == (0, first[1], whole)
     path = tmp_path / "answers.jsonl"
@@ -160,7 +160,7 @@ def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, 
 )
 def test_what_cannot_be_asked_is_refused_before_weights_are_loaded(run, tmp_path, monkeypatch, rows, options, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("stts_hf.inference.predicting.load_model", None)
+    monkeypatch.setattr("stts_hf.inference.predictor.load_model", None)
     path = tmp_path / ("gone.jsonl" if rows is None else "rows.jsonl")
     if rows is not None:
         path.write_text(rows)

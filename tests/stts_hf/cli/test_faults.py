@@ -89,7 +89,7 @@ def test_run(here, kind, at):
 
 WRITE = "stts_hf.inference.answers_file.AnswersFile.write"
 FINISH = "stts_hf.inference.answers_file.AnswersFile.finish"
-LOAD = "stts_hf.inference.predicting.load_model"
+LOAD = "stts_hf.inference.predictor.load_model"
 PARQUET = "stts_hf.cli.predict.write_parquet"
 PREDICT = [("kill", WRITE, 2), ("full", PARQUET, 1), ("forbidden", FINISH, 1), ("no memory", LOAD, 1)]
 

@@ -250,7 +250,7 @@ def test_answers_to_something_else_are_refused(run, before, now, said):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_refused_before_weights_are_loaded(run, here, monkeypatch, arguments, words):
-    monkeypatch.setattr("stts_hf.inference.predicting.load_model", None)
+    monkeypatch.setattr("stts_hf.inference.predictor.load_model", None)
     before = sorted(here.iterdir())
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
@@ -286,7 +286,7 @@ def test_packages_that_are_missing_are_named_before_anything_is_answered(run, mo
     def lacks(extra: str) -> None:
         raise ImportError(f"a package of {extra} is required.")
 
-    monkeypatch.setattr("stts_hf.inference.predicting.load_model", None)
+    monkeypatch.setattr("stts_hf.inference.predictor.load_model", None)
     monkeypatch.setattr("stts_hf.cli.errors.check_versions", lacks)
     status, _, err = run(*arguments)
     assert status == 2

@@ -8,7 +8,7 @@ import torch
 
 from stts_hf.evaluation.evaluate import ask_openly, evaluate, read_question, record_of
 from stts_hf.evaluation.scoring import summarize
-from stts_hf.inference import predicting as module
+from stts_hf.inference import predictor as module
 from stts_hf.inference.requests import Answer
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 

@@ -9,7 +9,7 @@ import pytest
 
 from stts_hf.data.rows import RowError
 from stts_hf.inference.inputs import read_inputs
-from stts_hf.inference.predicting import read_asked
+from stts_hf.inference.predictor import read_asked
 
 
 @pytest.fixture

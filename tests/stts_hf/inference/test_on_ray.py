@@ -12,7 +12,7 @@ import pytest
 
 from stts_hf.inference import on_ray
 from stts_hf.inference.on_ray import Slots, choose_slots, connect, predict_on_ray
-from stts_hf.inference.predicting import Predictor
+from stts_hf.inference.predictor import Predictor
 from tests.checkpoints import load_of_one_answer
 from tests.clips import write_clip
 

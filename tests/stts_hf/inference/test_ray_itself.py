@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stts_hf.inference.on_ray import RayFailed, Slots, choose_slots, connect, predict_on_ray
-from stts_hf.inference.predicting import Predictor
+from stts_hf.inference.predictor import Predictor
 from tests.checkpoints import load_talkative
 from tests.clips import write_clip
 from tests.conftest import REPOSITORY

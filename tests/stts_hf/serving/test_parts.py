@@ -197,7 +197,7 @@ class FarAway(ServingModel):
 
 def test_positions_survive_bfloat16():
     model = FarAway()
-    model.notes = model.lay_out("video", {"ids": torch.zeros(3, dtype=torch.long), "types": torch.zeros(3)})[:, 8:]
+    model.notes = model.embed_item("video", {"ids": torch.zeros(3, dtype=torch.long), "types": torch.zeros(3)})[:, 8:]
     assert torch.equal(model.forward(None, torch.zeros(3, 3, dtype=torch.long)), model.positions)
 
 

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from stts_hf.cli import main as command_line
-from stts_hf.inference.predicting import describe_error
-from stts_hf.shortages import is_disk_full, is_forbidden, is_out_of_memory
+from stts_hf.errors import is_disk_full, is_forbidden, is_out_of_memory
+from stts_hf.inference.predictor import describe_error
 from stts_hf.training.config import ARGUMENT_CLASSES
 from tests.small_disk import small_disk
 

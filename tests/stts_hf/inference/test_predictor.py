@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from stts_hf.inference.predicting import Predictor
+from stts_hf.inference.predictor import Predictor
 from tests.checkpoints import TINY
 from tests.corpus.files import CASES, EMPTY, NO_FILE
 
