@@ -23,10 +23,7 @@ def find_backbone(model: nn.Module) -> tuple[str, Any]:
 
 
 def modules_of(model: nn.Module, part: str) -> dict[str, Any]:
-    """
-    Returns the modules of a part, by their name in `model`; other parts may be inside them. Raises `ValueError` for a
-    model that is not an STTS model.
-    """
+    """Returns the modules of a part by their name in `model`. Raises `ValueError` for a model that is not STTS."""
     home, backbone = find_backbone(model)
     names = [name for name, of in type(backbone).parts.items() if of == part]
     return {".".join(filter(None, (home, name))): backbone.get_submodule(name) for name in names}

@@ -57,10 +57,7 @@ def check_runnable(preset: Preset, device: torch.device) -> None:
 def measure_cells(
     name: str, cells: Iterable[dict[str, Any]], device: torch.device, command: str
 ) -> Iterator[dict[str, Any]]:
-    """
-    Yields the result so far after each of the `cells`, and once more with `"finished": True`: a dictionary for `json`.
-    name: the preset's. command: what the user typed.
-    """
+    """Yields the result so far after each of the `cells`, and once more with `"finished": True`."""
     clock = time.perf_counter()
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -202,10 +199,7 @@ def take_turns(
 
 
 def measure_workloads(workloads: Sequence[Workload], device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
-    """
-    Yields a cell of the result (see `measure`) for each workload. One that does not fit into memory, or fails in a
-    kernel, has the reason in its cell.
-    """
+    """Yields a cell of the result (see `measure`) for each workload, with the reason where it could not be measured."""
     models: Models | None = None
     built_for = None
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # allocates cuBLAS's workspace before any pass
@@ -276,10 +270,7 @@ def _free_memory(device: torch.device, cache: bool = False) -> None:
 
 @contextlib.contextmanager
 def _prepared(workload: Workload, device: torch.device) -> Iterator[None]:
-    """
-    Limits memory. flex_attention is compiled anew, for up to 64 shapes; after the default of eight PyTorch would go on
-    uncompiled, which is another algorithm.
-    """
+    """Limits memory; compiles flex_attention for up to 64 shapes, since PyTorch stops compiling after eight."""
     if workload.backend == "flex_attention":
         torch.compiler.reset()
     compiled_alone = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)

@@ -46,9 +46,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """
-    takes: time and memory, for `--list`. repeats: timed rounds. needs_gpu: why a CPU cannot run it, or None.
-    """
+    """takes: time and memory, for `--list`. repeats: timed rounds. needs_gpu: why a CPU cannot run it."""
 
     name: str
     help: str

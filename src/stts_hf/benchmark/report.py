@@ -47,10 +47,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_result(result: Mapping[str, Any], folder: Path) -> None:
-    """
-    Writes a finished result and its page into `folder`; one that goes on into `unfinished.json` alone, beside the
-    result of an earlier run.
-    """
+    """Writes a finished result and its page; an unfinished one goes into `unfinished.json` alone."""
     with atomic_file(folder / (RESULT if result["finished"] else UNFINISHED)) as new:
         new.write_text(json.dumps(result, indent=1) + "\n")
     if result["finished"]:

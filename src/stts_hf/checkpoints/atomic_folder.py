@@ -128,10 +128,7 @@ def _sync(path: Path) -> None:
 
 
 def stale_weights(present: list[str], saved: list[str]) -> list[str]:
-    """
-    Returns the weight files among `present` that are not among those just `saved`. transformers would read an old
-    `model.safetensors` before a new index of shards.
-    """
+    """Returns the weight files among `present` that a save left over, which transformers could read before `saved`."""
     weights = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
     if not any(map(weights.fullmatch, saved)):
         return []

@@ -86,10 +86,7 @@ def model_card(
 
 
 def write_model_card(folder: str | Path, **details: Any) -> None:
-    """
-    Writes `README.md` into the folder of a checkpoint or an adapter, over one that is there. details: arguments of
-    `model_card`.
-    """
+    """Writes `README.md` into a checkpoint's or an adapter's folder. details: arguments of `model_card`."""
     model_card(folder, **details).save(Path(folder) / CARD)
 
 

@@ -42,10 +42,7 @@ _SETTING_FILES = ["*.json", "*.jinja", "*.txt", "README.md"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """
-    The new folder, the bytes and dtype of its weights, whether its scorer is a trained one, its settings, and `notes`:
-    sentences the user should know.
-    """
+    """The new checkpoint; `scorer_trained` says whether it has a trained one, `notes` are sentences for the user."""
 
     folder: Path
     num_bytes: int
@@ -223,10 +220,7 @@ def new_scorer_weights(model: Any, seed: int) -> dict[str, torch.Tensor]:
 def write_settings(
     model: Any, processor: Any, folder: Path, weights: dict[str, torch.Tensor]
 ) -> dict[str, StoredTensor]:
-    """
-    Writes everything but weights and card, as `save_pretrained` of model and processor does. Returns `weights` under
-    their names in files.
-    """
+    """Writes everything but weights and card. Returns `weights` under the names that `save_pretrained` gives them."""
     processor.save_pretrained(folder)
     model.save_pretrained(folder, state_dict=dict(weights))  # which empties it
     renamed = {name: in_memory(tensor.read()) for name, tensor in open_safetensors(folder).items()} if weights else {}

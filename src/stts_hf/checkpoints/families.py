@@ -89,9 +89,7 @@ def family_of(model_type: object, subject: object) -> Family:
     """Returns the family of a `model_type`, ours or stock. Raises `ValueError` about `subject` for any other."""
     found = (OWN | STOCK).get(str(model_type))
     if found is None:
-        raise ValueError(
-            f"{subject} is of a {model_type!r} model, but must be of one of {', '.join(map(repr, STOCK | OWN))}."
-        )
+        raise ValueError(f"{subject} is of a {model_type!r} model, not of {', '.join(map(repr, STOCK | OWN))}.")
     return found
 
 

@@ -64,10 +64,7 @@ def raise_findings(subject: str, findings: Iterable[Finding]) -> None:
 
 @contextlib.contextmanager
 def usable(subject: str, remedy: str) -> Iterator[None]:
-    """
-    Turns every error of a library over a broken file into a `ValueError` of one sentence; a shortage of memory or disk
-    passes.
-    """
+    """Turns a library's errors over a broken file into a `ValueError`; a shortage of memory or disk passes."""
     try:
         yield
     except Exception as error:
@@ -131,10 +128,7 @@ def read_section(settings: dict[str, Any], key: str, place: object) -> dict[str,
 
 
 def check_texts(folder: Path) -> None:
-    """
-    Raises `ValueError` for a JSON file of a checkpoint, or a section of one, that is not an object. Libraries fail over
-    those in many ways.
-    """
+    """Raises `ValueError` for a JSON file of a checkpoint, or a section of one, that is not an object."""
     for path in sorted(folder.glob("*.json")):
         if decides(path.name):
             settings = read_json(path)

@@ -158,9 +158,7 @@ def _vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not vit.get("prune"):
         return vision_config
     if vit["prune_method"] not in SELECTORS:
-        raise ValueError(
-            f"`vision_backbone.vit.prune_method` is {vit['prune_method']!r}, but must be one of {list(SELECTORS)}"
-        )
+        raise ValueError(f"`vision_backbone.vit.prune_method` is {vit['prune_method']!r}, none of {list(SELECTORS)}")
     return vision_config | {
         "pruning_ratio": vit["topk"],
         "pruning_layer": vit["prune_at"],

@@ -58,10 +58,7 @@ _EMBEDDING = "model.transformer.wte.embedding"
 
 
 def is_original(folder: Path) -> bool:
-    """Whether a folder is an original training checkpoint (rather than a Hugging Face folder).
-
-    Raises `ValueError` where it is neither.
-    """
+    """Whether a folder is an original training checkpoint. Raises `ValueError` where it is no checkpoint at all."""
     if (folder / "config.json").is_file():
         return False
     if not any((folder / name).is_file() for name in (UNSHARDED_FILE, f"{SHARDED_FOLDER}/{METADATA_FILE}")):
@@ -108,9 +105,7 @@ def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state_dict, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state_dict.items()
     ):
-        raise ValueError(
-            f"{path} must hold a dict of names and tensors, the model's state dict alone: save it as that."
-        )
+        raise ValueError(f"{path} must hold a dict of names and tensors, the model's state dict alone: save that.")
     return state_dict
 
 

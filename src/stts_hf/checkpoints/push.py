@@ -28,10 +28,7 @@ class PushRefused(ValueError):
 
 @dataclass(frozen=True)
 class Pushed:
-    """
-    url and oid: of the commit, empty where nothing was pushed. files: paths in the repository. left_out: names in the
-    folder that stayed there.
-    """
+    """url, oid: of the commit, empty where nothing was pushed. files: in the repository. left_out: what stayed."""
 
     url: str
     oid: str

@@ -56,10 +56,7 @@ def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
 
 
 def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a folder's safetensors by name, without reading them.
-
-    Raises `ValueError` where there are none, and where a shard is missing or damaged.
-    """
+    """Returns the tensors of a folder's safetensors, unread. Raises `ValueError` where one is missing or damaged."""
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         try:
@@ -73,9 +70,7 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
                     tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES.get(code, code), read)
         except SafetensorError as error:
             reason = f"{error}".removeprefix("Error while deserializing header: ")
-            raise ValueError(
-                f"{path} is cut off, too long, or no safetensors file ({reason}): copy it again."
-            ) from error
+            raise ValueError(f"{path} is cut off or no safetensors file ({reason}): copy it again.") from error
     return tensors
 
 
@@ -123,9 +118,7 @@ def shard_files(index: Path) -> list[Path]:
         if Path(shard).name != shard:
             raise ValueError(f"{index} names {shard!r}, but shards must lie beside it.")
         if not (index.parent / shard).is_file():
-            raise ValueError(
-                f"{index.parent / shard} is missing, and {index.name} names it: copy the checkpoint again."
-            )
+            raise ValueError(f"{index.parent / shard} is missing, and {index.name} names it: copy it again.")
     return [index.parent / shard for shard in shards]
 
 
@@ -147,10 +140,7 @@ def write_safetensors(
     dtype: torch.dtype,
     max_shard_size: int | str,
 ) -> int:
-    """
-    Writes tensors as `save_pretrained` does, with one file in memory at a time, and returns their bytes. Raises
-    `ValueError` as `cast`.
-    """
+    """Writes tensors as `save_pretrained` does, one file in memory at a time, and returns their bytes."""
     split = split_torch_state_dict_into_shards(
         {name: torch.empty(tensor.shape, dtype=dtype, device="meta") for name, tensor in tensors.items()},
         filename_pattern="model{suffix}.safetensors",

@@ -88,10 +88,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Iterator[dict[str, Any]], Path | None]:
-    """
-    Checks all arguments. Returns the results, to be measured (see `measure_cells`), and the folder to write them to.
-    Raises `ValueError` and `CommandError`.
-    """
+    """Checks all arguments. Returns the results, to be measured (see `measure_cells`), and the folder for them."""
     from stts_hf.benchmark.measure import check_runnable, measure_cells, measure_workloads
     from stts_hf.benchmark.report import check_folder
     from stts_hf.checkpoints.loading import choose_device

@@ -57,10 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """
-    Runs the command. Returns 0 if all rows are answered and 1 if some have an error; raises `CommandError` for a user
-    error and a full disk.
-    """
+    """Runs the command. Returns 1 if some rows have an error; raises `CommandError` for a user error or a full disk."""
     check_arguments(arguments)
     output = arguments.output
     lines = output.with_suffix(".jsonl") if is_parquet(output) else output  # a Parquet file is made of it

@@ -73,10 +73,7 @@ def count_dropped(grids: Sequence[frames.Grid], pruning_ratio: float) -> int:
 
 
 def check_length(name: str, length: int, limit: int, used: int = 0, *, argument: str = "max_length") -> None:
-    """
-    Raises `RowError` where `length` tokens of the row `name` do not fit behind `used` tokens of other samples. limit:
-    what `argument` says.
-    """
+    """Raises `RowError` where `length` tokens do not fit behind `used` tokens of other samples into `limit`."""
     if used + length > limit:
         before = f" and the samples before it in its row {used}" if used else ""
         raise RowError(
@@ -243,10 +240,7 @@ def count_tokens(
     image_sizes: Sequence[tuple[int, int]],
     pruning_ratio: float,
 ) -> int:
-    """
-    Tokens of a rendered prompt, with those of its videos and images, after pruning. videos: of `frames.probe`.
-    image_sizes: height and width of each image.
-    """
+    """Tokens of a rendered prompt after pruning. videos: of `frames.probe`. image_sizes: height and width of each."""
     grids, shown = [grid for grid, _ in videos], [metadata for _, metadata in videos]
     inputs = {frames.grid_name(processor): torch.stack(grids), "video_metadata": shown} if videos else {}
     words = [processor.replace_video_token(inputs, index) for index in range(len(videos))]

@@ -22,10 +22,7 @@ Result = TypeVar("Result")
 
 
 def start_early(module: str) -> None:
-    """
-    Starts Python's fork server, which imports `module`, and returns at once; `Isolated` forks its processes off it.
-    There is one fork server: the first call decides what it imports.
-    """
+    """Starts Python's one fork server, which imports the first call's `module`, and returns at once."""
     if FORKS:
         from multiprocessing import forkserver
 

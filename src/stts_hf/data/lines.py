@@ -31,10 +31,7 @@ def write_line(file: io.FileIO, row: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """
-    The rows of a file of `write_line`, and whether its last line was cut off, which is then left out. Raises
-    `ValueError` that names any other damaged line.
-    """
+    """The rows of a file of `write_line`, and whether its last line was cut off. Raises `ValueError` for others."""
     *lines, torn = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):

@@ -28,10 +28,7 @@ def subtitle_text(subtitles: Any, root: Path | None = None) -> str:
 
 
 def read_subtitles(subtitles: str | Path, root: Path | None = None) -> list[tuple[float, float, str]]:
-    """
-    Cues `(start, end, text)`, in seconds and on one line, of an SRT or WebVTT file or of the text of one; a relative
-    path starts from `root`. Raises `ValueError` for what is neither.
-    """
+    """Cues `(start, end, text)`, in seconds, of an SRT or WebVTT file or its text. Raises `ValueError` for others."""
     import pysubs2
 
     text = str(subtitles)

@@ -82,10 +82,7 @@ def origin(progress: Progress) -> str:
 
 
 def table(runs: Iterable[Progress]) -> str:
-    """
-    A table with a row for each ratio and selector of a video: times of its first question and of the last one answered
-    from cache. A missing row without pruning is named as not measured.
-    """
+    """A table with a row for each ratio and selector: times of the first question and of the last one from cache."""
     rows: dict[tuple[float, str], dict[str, str]] = {}
     for run in runs:
         key = (run.pruning_ratio, run.selector if run.pruning_ratio else "")

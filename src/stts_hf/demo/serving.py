@@ -95,10 +95,7 @@ def theme() -> gr.Theme:
 
 @functools.cache
 def own_folder() -> Path:
-    """
-    A temporary folder of this process, also for Gradio's files: by default all Gradio apps of a user share one folder,
-    and each serves all files in it.
-    """
+    """A temporary folder of this process, also for Gradio's files, which apps of a user would share otherwise."""
     folder = Path(tempfile.mkdtemp(prefix="stts-demo-")).resolve()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["GRADIO_TEMP_DIR"] = str(folder / "cache")

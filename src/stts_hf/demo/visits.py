@@ -42,10 +42,7 @@ class Visit:
 
 
 class Visits:
-    """
-    The visit of each tab, by an id that the client chooses. Thread-safe. clips: held for all visits. Files are Gradio's
-    to delete (`delete_cache`).
-    """
+    """The visit of each tab, by an id that the client chooses. Thread-safe. clips: held for all visits."""
 
     def __init__(self, clips: HeldClips):
         self.clips = clips
@@ -56,10 +53,7 @@ class Visits:
         return self._visits.get(owner)
 
     def choose(self, owner: str, video: str | None) -> bool:
-        """
-        Starts a new visit and leaves the one before. Returns False if a visit of this video exists, because a question
-        about it arrived earlier.
-        """
+        """Starts a new visit and leaves the one before; False if a question about this video arrived earlier."""
         with self._lock:
             before = self._visits.get(owner, Visit())
             if video is not None and before.video == video:
@@ -74,10 +68,7 @@ class Visits:
 
     @contextlib.contextmanager
     def turn(self, owner: str, video: str) -> Iterator[Visit | None]:
-        """
-        Waits for the tab's previous answer to end, then gives the visit for a question; None if the tab has chosen
-        another video by then.
-        """
+        """Waits for the tab's previous answer, then gives the visit, or None if the tab has left this video by then."""
         with self._lock:
             speaking = self._visits.setdefault(owner, Visit()).speaking
         with speaking:

@@ -25,10 +25,7 @@ from .tables import interval, table
 
 
 def read_right(path: Path, ids: Sequence[str]) -> np.ndarray:
-    """
-    (Q,) 100 for each right answer, else 0. Raises `ValueError` where the file is damaged, lacks an answer to one of the
-    questions, or holds others.
-    """
+    """(Q,) 100 for each right answer, else 0. Raises `ValueError` where the file's questions are not these."""
     lines, _ = read_lines(path)
     right: dict[str, bool] = {}
     for number, line in enumerate(lines, 1):
@@ -107,9 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ids = [row["id"] for row in rows]
         questions = [it for it in map(asked, [*given.answers, *(given.against or [])]) if it]
         if any(it != questions[0] for it in questions):
-            raise ValueError(
-                "the answers are to other questions, as the summaries beside the files say: ask them alike"
-            )
+            raise ValueError("the answers are to other questions, as the files' summaries say: ask them alike")
         answers = np.stack([read_right(path, ids) for path in given.answers])
         against = np.stack([read_right(path, ids) for path in given.against]) if given.against else None
     except (OSError, ValueError) as error:

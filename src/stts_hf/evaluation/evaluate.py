@@ -47,10 +47,7 @@ def evaluate(
 
 
 def ask_openly(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """
-    The rows without their options, with the right option's text as answer. A row whose options or answer are wrong
-    stays as it is, so that `evaluate` reports it.
-    """
+    """The rows without options, the right option's text as answer. A wrong row stays, for `evaluate` to report."""
     asked = [dict(row) for row in rows]
     for row in asked:
         options = row.get("options")

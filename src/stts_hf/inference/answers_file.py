@@ -143,7 +143,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise AnswersError(
-            f"{path} cannot be written: {error}. What it holds stays; the same command goes on."
+            f"{path} cannot be written: {error}. The same command goes on from what it holds."
         ) from error
 
 

@@ -67,10 +67,7 @@ class _Left(Exception):
 
 
 class _Pieces(TextIteratorStreamer):
-    """
-    Queues an answer's text, token by token: transformers' own streamer waits for spaces, which some languages do not
-    have. Ends `generate` once the reader has left.
-    """
+    """Queues text token by token, where transformers waits for spaces. Ends `generate` once the reader has left."""
 
     left = False
 
@@ -183,10 +180,7 @@ class Clip:
         return answer
 
     def ask_all(self, questions: Sequence[str], *, batch_size: int = 8, **options: Any) -> list[Answer]:
-        """
-        Answers questions about the video in batches, each on its own. Meanwhile the cache exists `batch_size` times
-        more. Otherwise as `ask`.
-        """
+        """As `ask`, for several questions in batches, each on its own. The cache exists `batch_size` times more."""
         if isinstance(questions, str):
             raise TypeError("questions must be several, got one str; pass a list, or call `ask`.")
         check_count("batch_size", batch_size)
@@ -221,18 +215,14 @@ class Clip:
             )
         options = generate_options(self.processor, options)
         if (beams := num_beams(self.model, options)) > 1:
-            raise ValueError(
-                f"num_beams is {beams}, but beams cannot reuse a clip. Pass num_beams=1, or call `answer`."
-            )
+            raise ValueError(f"num_beams is {beams}, but beams cannot reuse a clip. Pass 1, or call `answer`.")
         if any(not isinstance(turn, Answer) for turn in after):
             raise TypeError(f"after must hold answers of this clip, Answer, got {after!r:.80}.")
         asked = []
         for question in questions:
             request = ask_about(self.processor, self.seen.video, question, after)
             if request.head != self._head:
-                raise ValueError(
-                    "chat_template puts something before the video that changes with the conversation. Call `answer`."
-                )
+                raise ValueError("chat_template puts what changes before the video. Call `answer`.")
             asked.append((0, dataclasses.replace(self.seen, question=question), request.tail))
         with self._use_cache() as heads:
             options |= {"started": time.perf_counter(), "keep": True}

@@ -163,10 +163,7 @@ def answer_requests(
 
 
 def make_batches(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
-    """
-    Batches with all requests of a head in one of them, and as many heads of one kind (video, image, neither: they
-    differ in length) as `batch_size` has room for, in the order of the heads.
-    """
+    """Batches by head, with as many heads of one kind (video, image, neither) as `batch_size` has room for."""
     heads: dict[Any, list[tuple[int, Request]]] = {}
     for index, request in enumerate(requests):
         heads.setdefault(request.key, []).append((index, request))

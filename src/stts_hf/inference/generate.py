@@ -115,10 +115,7 @@ class ReadHeads:
         return cache
 
     def rewind(self) -> None:
-        """
-        Cuts the cache back to the heads. An interrupted call may have left some layers longer than others, and a
-        layer's keys longer than its values.
-        """
+        """Cuts the cache back to the heads; an interrupted call may have left layers of different lengths."""
         layers: list[Any] = self.cache.layers
         for layer in layers:
             layer.keys, layer.values = (of[..., : self.columns, :] for of in (layer.keys, layer.values))
@@ -243,10 +240,7 @@ def pad(rows: Sequence[torch.Tensor], filler: int = 0, padding_side: str = "left
 
 
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """
-    A processor's output on the model's device, with pixels in its dtype: Qwen2.5-VL's seconds per frame need float32.
-    Grids of videos stay on the host, where the model reads them.
-    """
+    """A processor's output on the model's device, pixels in its dtype; grids of videos stay on the host."""
     moved = {**BatchFeature(dict(inputs)).to(model.device)}
     pixels = {name: moved[name].to(model.dtype) for name in moved if name.startswith("pixel_values")}
     return moved | pixels | grids_of(inputs)

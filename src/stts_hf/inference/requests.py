@@ -158,10 +158,7 @@ def make_request(
 
 
 def ask_about(processor: Any, video: Any, question: str, after: Sequence[Answer] = ()) -> Request:
-    """
-    The request for a question about a video. after: earlier turns of the conversation. Raises `TypeError` or
-    `ValueError` for a question that `check_question` refuses.
-    """
+    """The request for a question about a video, after earlier turns. Raises as `check_question`."""
     check_question(processor, question)
     messages: list[dict[str, Any]] = []
     for turn in after:
@@ -202,10 +199,7 @@ def processing_options(processor: Any, processing: Mapping[str, Any] | None, pru
 
 
 def prepare(processor: Any, options: Mapping[str, Any], request: Request) -> Prepared:
-    """
-    Decodes the videos and images of a request, and tokenizes its prompt. options: of `processing_options`. Raises the
-    request's error, and what the decoder raises.
-    """
+    """Decodes and tokenizes a request; raises its error, and the decoder's. options: of `processing_options`."""
     if request.error is not None:
         raise request.error
     for video in request.videos:

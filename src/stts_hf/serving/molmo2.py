@@ -57,10 +57,7 @@ class Molmo2Processor(MultiModalProcessor):
         return prompt if prompt[:1] == [first] else [first, *prompt]
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
-        """
-        What vLLM reuses computed tokens by. The tokens of one video depend on all others in the prompt, which they
-        see, and on what is between: each hash says them all.
-        """
+        """What vLLM reuses tokens by: all items and the text between them, since tokens of a video see the others."""
         hashes = super()._get_mm_hashes(inputs)
         vocabulary = self.info.get_tokenizer().get_vocab()
         wanted = {vocabulary[placeholder] for placeholder in self.info.placeholders.values()}

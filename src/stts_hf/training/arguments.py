@@ -166,9 +166,7 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
             parameter.requires_grad_(False)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(
-            f"Nothing is left to train: `freeze` is {sorted(frozen)}, and no other parameter requires a gradient."
-        )
+        raise ValueError(f"Nothing is left to train: `freeze` is {sorted(frozen)}, and no other part has a gradient.")
     if ADAPTER in (arguments.learning_rates or {}) and not any(map(is_adapter, trained)):
         raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
     if arguments.scorer_alone:
@@ -190,10 +188,7 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
 def split_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, learning_rates: dict[str, float]
 ) -> list[dict[str, object]]:
-    """
-    The optimizer's parameter groups, each split by part, with the part's rate as `lr`. `Trainer` logs the rate of the
-    first group, so the language model's come first.
-    """
+    """The optimizer's groups, split by part with the part's rate; `Trainer` logs the first, the language model's."""
     rates = rate_keys(model, learning_rates)
     keys = {id(parameter): rates[name] for name, parameter in model.named_parameters()}
     groups: list[dict[str, object]] = []

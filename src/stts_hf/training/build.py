@@ -42,10 +42,7 @@ Rows: TypeAlias = datasets.Dataset | PackedDataset
 
 @dataclass
 class TrainingSetup:
-    """
-    A run without its weights. rows: those of "train" and, if it evaluates, "eval". skipped: how many of each were left
-    out.
-    """
+    """A run without its weights. rows: of "train" and, if it evaluates, "eval". skipped: how many of each were not."""
 
     config: TrainConfig
     model_config: PruningConfig
@@ -78,10 +75,7 @@ class TrainingSetup:
 
 
 def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
-    """
-    Checks all that can be checked without weights: the settings against the model, and every row. Raises `ConfigError`
-    that names the setting, and `RowError` that names the rows.
-    """
+    """Makes all checks that need no weights, of settings and rows. Raises `ConfigError` and `RowError`."""
     register_auto_classes()
     model_config = load_model_config(config)
     processor = load_processor(config, model_config)
@@ -127,10 +121,7 @@ def load_data(config: TrainConfig, name: str) -> datasets.Dataset:
 
 
 def prepare_data(run: TrainingSetup, progress: bool = True) -> TrainingSetup:
-    """
-    The run with rows that are checked, rendered and, with `pack_to`, packed. Raises `ConfigError` if no row or no step
-    is left, and `RowError` for bad rows.
-    """
+    """The run with rows that are checked, rendered and, with `pack_to`, packed. Raises `ConfigError` and `RowError`."""
     data, rows, skipped = run.config.data, dict[str, Rows](), dict[str, int]()
     limit = data.pack_to or data.max_length or data.pad_to
     for name, loaded in run.rows.items():
@@ -248,10 +239,7 @@ def adapt(run: TrainingSetup, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def answer_unlabelled(run: TrainingSetup, model: PreTrainedModel) -> TrainingSetup:
-    """
-    The run with the model's own answers to rows that have none, which are kept in the output folder. Raises `RowError`
-    as `answer_rows`.
-    """
+    """The run with the model's own answers, kept in the output folder, to rows that have none. Raises `RowError`."""
     config, arguments = run.config, run.arguments
     tables = run.tables
     if not arguments.distillation_weight or not any(ANSWER in table.column_names for table in tables.values()):

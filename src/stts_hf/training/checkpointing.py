@@ -25,10 +25,7 @@ SCORER = ".scorer."  # in the names of its weights, which end alike in all files
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """
-    Returns the latest whole checkpoint in `output_dir`, or None. Skips checkpoints that were cut off, with a warning:
-    `Trainer` writes a checkpoint file by file.
-    """
+    """Returns the latest whole checkpoint in `output_dir`, or None. Warns of those that were cut off."""
     for folder in reversed(sort_checkpoints(str(output_dir))):
         missing = missing_from(Path(folder))
         if missing is None:
@@ -38,10 +35,7 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 
 def find_checkpoint(output_dir: str | os.PathLike, resume: str | bool | None) -> str | None:
-    """
-    Returns the checkpoint to `resume` from: a named one, or with True the last whole one in `output_dir`; None for
-    neither. Raises `ValueError` if it is not whole or does not exist.
-    """
+    """Returns the checkpoint to `resume` from, None without. Raises `ValueError` if it is not whole."""
     if resume is True:
         resume = last_checkpoint(output_dir)
         if resume is None:
@@ -74,10 +68,7 @@ def missing_from(checkpoint: Path) -> str | None:
 
 @contextlib.contextmanager
 def staged(folder: Path, is_writer: bool) -> Iterator[Path]:
-    """
-    Yields a folder in `folder` to save a model into. The writing process then moves its files up, the config last, so
-    that an error or a kill leaves the earlier model.
-    """
+    """Yields a folder in `folder` to save into; its files move up at the end, the config last."""
     stage = folder / STAGE
     if not is_writer:
         yield stage

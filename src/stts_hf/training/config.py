@@ -281,10 +281,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bo
 
 
 def check_unchanged(config: TrainConfig, earlier: Path) -> None:
-    """
-    Raises `ConfigError` if `config` differs in model, data, optimizer or schedule from the run that wrote the file
-    `earlier`. Warns without such a file.
-    """
+    """Raises `ConfigError` if a setting that a run keeps differs from the file `earlier`; warns without such a file."""
     if not earlier.is_file() or not earlier.stat().st_size:  # a full disk leaves an empty one
         logger.warning(f"{earlier} is missing, so the settings of the earlier run are not checked.")
         return

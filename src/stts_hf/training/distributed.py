@@ -77,10 +77,7 @@ def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
 
 
 def shared_inputs(trainer: Any) -> dict[str, str]:
-    """
-    The pixel inputs that must be in the micro-batches of all processes or of none, and that the collator does not
-    ensure: argument of the model to "video" or "image".
-    """
+    """ "video" or "image" by the pixel inputs that all processes must have or lack, beyond what the collator ensures."""
     accelerator = trainer.accelerator
     zero3 = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "zero_stage", 0) == 3
     sharded = zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
@@ -95,10 +92,7 @@ def shared_inputs(trainer: Any) -> dict[str, str]:
 
 
 def check_batches_agree(trainer: Any, batches: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-    """
-    Raises `ValueError` on all processes if only some have a video in a micro-batch, so that the step would hang. Costs
-    a small reduction a step, unless the collator ensures it.
-    """
+    """Raises `ValueError` on all processes if only some have a video in a micro-batch, so that the step would hang."""
     for name, kind in shared_inputs(trainer).items():
         present = torch.zeros(trainer.args.gradient_accumulation_steps, device=device)
         for number, batch in enumerate(batches):
@@ -126,10 +120,7 @@ def whole_state_dict(accelerator: Accelerator) -> Iterator[None]:
 
 
 def name_after_own_code(model_class: type) -> None:
-    """
-    Sets the module of an FSDP2 class to that of the model's class. transformers saves the code of the file that defines
-    the class, and FSDP2 (`fully_shard`) derives one in torch.
-    """
+    """Sets an FSDP2 class's module to that of the model's class, whose file transformers saves."""
     if model_class.__module__.startswith("torch."):
         own = next(base for base in model_class.__mro__ if not base.__module__.startswith("torch."))
         model_class.__module__ = own.__module__

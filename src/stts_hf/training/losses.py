@@ -23,10 +23,7 @@ SUMS = (*LOSSES, "labels", "blocks", "scores", "llm_tokens", "video_tokens", "ke
 
 
 def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tensor:
-    """
-    Mask (B, L) of the label tokens that a previous token predicts: all but the first of a row or packed sample.
-    num_axes: of the backbone's positions. Raises `ValueError` without labels.
-    """
+    """Mask (B, L) of the label tokens that a previous token of their sample predicts. num_axes: of positions."""
     labels = batch.get("labels")
     if labels is None:
         raise ValueError("A batch has no `labels`: the collator must add them, -100 for tokens without a loss.")
@@ -116,10 +113,7 @@ class PruningMetrics:
 
 
 class LossHistory:
-    """
-    The losses of all micro-batches since the last `check`, on the device. `check` reads them with one host-device sync,
-    so a run logs and saves no step whose loss is not finite.
-    """
+    """The losses of all micro-batches since the last `check`, which reads them with one host-device sync."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -151,9 +145,7 @@ class LossHistory:
 
 
 def describe(sums: Mapping[str, float]) -> dict[str, float]:
-    """
-    Mean score and, if a language model ran, share of blocks kept; empty without videos.
-    """
+    """Mean score and, if a language model ran, share of blocks kept; empty without videos."""
     tokens = sums["video_tokens"]
     if not tokens:
         return {}

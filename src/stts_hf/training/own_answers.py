@@ -156,10 +156,7 @@ def _digest(source: Any) -> str:
 def _open_answers(
     folder: Path | None, process: int
 ) -> Iterator[tuple[dict[str, str], Callable[[Mapping[str, Any]], None]]]:
-    """
-    The answers in `folder` by their keys, and a function that adds one to the file of this process. Raises `ValueError`
-    for a file that something else wrote to.
-    """
+    """The answers in `folder` by their keys, and a function that adds one to the file of this process."""
     if folder is None:
         yield {}, lambda entry: None
         return

@@ -45,10 +45,7 @@ MERGED = "merged"
 
 
 def dry_run(config: TrainConfig) -> str:
-    """
-    Checks configuration and rows as a run does, without loading or writing anything; returns the plan. A configuration
-    that was loaded with `need_gpu=False` may be one for GPUs.
-    """
+    """Checks configuration and rows without loading weights or writing; returns the plan, also of a run for GPUs."""
     run = prepare(config)
     with torch.device("meta"):
         model = adapt(run, empty_model(run.model_config))
@@ -80,10 +77,7 @@ def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
 
 
 def check_output(config: TrainConfig, output: Path, resume: bool | str) -> str | None:
-    """
-    Returns the checkpoint to resume from, if any. Raises `ConfigError` if the folder cannot be written, there is no
-    checkpoint to resume from, or the folder holds an earlier run.
-    """
+    """Returns the checkpoint to resume from, if any. Raises `ConfigError` for a folder that does not fit."""
     with config.blame("output_dir", f"{str(output)!r} cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()
@@ -181,10 +175,7 @@ def save(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
 
 
 def merge(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
-    """
-    Saves the base with the adapter in `output` merged into it. Reads both anew: the trained model may be sharded over
-    processes.
-    """
+    """Saves the base with the adapter merged into it. Reads both anew: the trained model may be sharded."""
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(load_weights(run), output).merge_and_unload()

@@ -23,10 +23,7 @@ class ScoringOutput(PruningOutput, TaskOutput):
 
 
 def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
-    """
-    Returns `temporal_loss` and `token_scores` of a batch's videos; `task_loss` is 0. Without videos the loss is 0 and
-    depends on the whole scorer, as DDP requires.
-    """
+    """Returns `temporal_loss` and `token_scores` of a batch's videos; without any, a loss of 0, as DDP requires."""
     _, backbone = find_backbone(model)
     pixels = batch.get(backbone.video_inputs[0])
     if pixels is None:

@@ -25,10 +25,7 @@ class TrainingTerminated(Exception):
 
 
 class Termination(TrainerCallback):
-    """
-    Within `heard`, SIGTERM sets `requested`. Once all processes have `agreed`, the step in progress ends, a checkpoint
-    is saved and training stops.
-    """
+    """Within `heard`, SIGTERM sets `requested`. Once all processes have `agreed`, the run saves and stops."""
 
     def __init__(self) -> None:
         self.requested = self.agreed = False
@@ -53,10 +50,7 @@ class Termination(TrainerCallback):
         self.requested = True  # no logging: the signal may interrupt a write
 
     def agree(self, requests: torch.Tensor) -> None:
-        """
-        Takes the number of processes that got SIGTERM, a scalar that is equal on all, at the start of a step. The end
-        of the step reads it, when the asynchronous copy to the host is done.
-        """
+        """Takes how many processes got SIGTERM, equal on all; the end of the step reads it from a copy on the host."""
         copy, is_on_host = requests.to("cpu", non_blocking=True), requests.device.type == "cpu"
         event = None if is_on_host else torch.accelerator.current_stream(requests.device).record_event()
         self._reached = copy, event

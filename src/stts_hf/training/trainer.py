@@ -130,10 +130,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         return optimizer
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """
-        As in `Trainer`; `resume_from_checkpoint=True` takes the last checkpoint that is whole. After SIGTERM, saves a
-        checkpoint and raises `TrainingTerminated`.
-        """
+        """As in `Trainer`; True takes the last whole checkpoint. Raises `TrainingTerminated` after SIGTERM."""
         output_dir = str(self.args.output_dir)
         checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
         self.statistics.reset()

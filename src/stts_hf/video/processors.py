@@ -274,10 +274,7 @@ def to_native_metadata(shown: STTSVideoMetadata) -> VideoMetadata:
 
 
 def probe(processor: Any, video: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
-    """
-    The entry of a video file in the processor's grids, (3,), and which frames it shows; at most one frame is decoded.
-    Where frames turn out to be damaged, fewer are shown.
-    """
+    """A video file's entry in the processor's grids, (3,), and the frames it shows; decodes at most one of them."""
     reader = make_reader(processor.video_processor, {})
     with ExitStack() as files:
         file = open_source(video, "video", download_limits(processor), files)

@@ -38,10 +38,7 @@ def dim_dropped_blocks(
 
 
 def frame_at(moments: Sequence[float] | np.ndarray, timestamps: Sequence[float] | np.ndarray) -> np.ndarray:
-    """
-    Returns indices (M,) of the frames on screen at `moments` (M,): the latest of those that begin at `timestamps` (F,),
-    both in seconds. Moments before the first frame get the first.
-    """
+    """Returns indices (M,) of the frames that are on screen at `moments` (M,), given when each begins, in seconds."""
     return (np.searchsorted(np.asarray(timestamps), np.asarray(moments) + ROUNDING, side="right") - 1).clip(min=0)
 
 

@@ -23,10 +23,7 @@ def colour_of(selector: str) -> str:
 
 
 def score_range(scores: np.ndarray) -> tuple[float, float]:
-    """
-    Lowest and highest of scores `(T, n)` in frames `t >= 1`. Frame 0 is always kept and its scores are meaningless:
-    it has no previous frame.
-    """
+    """Lowest and highest of scores `(T, n)` in frames `t >= 1`; those of frame 0 are meaningless."""
     rest = scores[1:] if len(scores) > 1 else scores
     rest = rest[np.isfinite(rest)]
     return (float(rest.min()), float(rest.max())) if rest.size else (0.0, 1.0)

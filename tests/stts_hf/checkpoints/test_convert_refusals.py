@@ -72,7 +72,7 @@ def test_the_config_of_another_model(folders, tmp_path):
     edit("config.json", lambda config: config.update(model_type="qwen3_vl_moe"))(source)
     refuse(
         source,
-        "'qwen3_vl_moe' model, but must be of one of 'molmo2', 'qwen3_vl'",
+        "'qwen3_vl_moe' model, not of 'molmo2', 'qwen3_vl'",
     )
 
 
