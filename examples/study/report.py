@@ -13,8 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
-from stts_hf.evaluation.statistics import RESAMPLES, Interval
-from stts_hf.evaluation.tables import EMPTY, interval, number, table
+from stts_hf.evaluation.statistics import RESAMPLES, Interval, interval, number, table
 from stts_hf.wording import percent
 
 from .data import StudyError
@@ -145,14 +144,14 @@ def methods_table(results: Results) -> str:
                 *(interval(results.accuracy(answers, column)) for column in COLUMNS),
                 over(results, answers, unpruned),
                 over(results, answers, random),
-                EMPTY if method.paper is None else f"{method.paper:+.1f}",
+                "" if method.paper is None else f"{method.paper:+.1f}",
                 number(mean_tokens(answers), 0),
                 number(results.step_seconds(name) if method.trained else None, 2),
                 str(len(answers)),
             ]
         )
     for label, name in LEVELS.items():
-        rows.append([label, *(number(results.level(name, column)) for column in COLUMNS), *[EMPTY] * 6])
+        rows.append([label, *(number(results.level(name, column)) for column in COLUMNS), *[""] * 6])
     heads = ["over no pruning", "over random", "in the paper, over no pruning", "LLM tokens", "s a step", "seeds"]
     return table(["", *COLUMNS, *heads], rows)
 
@@ -186,7 +185,7 @@ def claims_table(results: Results) -> str:
 def verdict(found: Interval | None, relation: str, least: float) -> str:
     """Whether an interval is "above" `least`, or that "or more"."""
     if found is None:
-        return EMPTY
+        return ""
     holds = {"above": operator.gt, "or more": operator.ge}[relation]
     return "yes" if holds(found.low, least) else "undecided" if holds(found.high, least) else "**no**"
 
@@ -278,7 +277,7 @@ def notes() -> str:
 
 def over(results: Results, answers: Answers, others: Answers, column: str = AVERAGE) -> str:
     """By how many points `answers` are above `others`; empty beside themselves."""
-    return EMPTY if answers is others else interval(results.difference(answers, others, column), signed=True)
+    return "" if answers is others else interval(results.difference(answers, others, column), signed=True)
 
 
 def draw_degradation(results: Results) -> Figure:

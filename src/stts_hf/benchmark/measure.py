@@ -182,10 +182,7 @@ def take_turns(
     warm_up: Callable[[Variant], object],
     run: Callable[[Variant], object],
 ) -> None:
-    """
-    Calls `warm_up` with each variant, then `run` in `repeats` rounds with each whose "status" is still "ok". Each round
-    starts with another variant, so drift of the machine affects all alike.
-    """
+    """Calls `warm_up` with each variant, then `run` in rounds that start with another one each, against drift."""
     with tqdm(total=len(variants) * (1 + repeats), desc=title, unit="pass", leave=False, disable=None) as bar:
         for variant in variants:
             warm_up(variant)

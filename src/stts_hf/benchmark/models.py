@@ -16,11 +16,7 @@ Models = tuple[PreTrainedModel, PreTrainedModel]  # STTS and its native twin, wi
 
 
 def build_models(geometry: str, dtype: torch.dtype, device: torch.device) -> Models:
-    """
-    Returns STTS and the stock model with one set of random weights between them.
-
-    The scorer is random too: an untrained one gives every block the same score, which drops whole frames.
-    """
+    """Returns STTS and the stock model with one set of random weights, scorer included: else whole frames drop."""
     register_auto_classes()
     torch.manual_seed(0)
     with torch.device(device):
@@ -66,11 +62,7 @@ def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def configure(models: Models, workload: Workload, backend: str) -> None:
-    """
-    Sets both models' attention, mode and gradient checkpointing, and STTS's pruning fields.
-
-    Raises `ValueError` for a `pruning_layer` that the tower does not have.
-    """
+    """Sets both models' attention, mode and gradient checkpointing, and STTS's pruning fields, as `set_pruning`."""
     set_pruning(models[0].config, workload)
     # Flash attention takes no mask, which a language model with bidirectional vision tokens needs; the vision tower has
     # no mask, which is what flex attention is for.

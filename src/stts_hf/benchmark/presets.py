@@ -152,11 +152,7 @@ def find_preset(name: str, on_gpu: bool = False) -> Preset:
 def vary(
     preset: Preset, modes: Sequence[str] | None = None, repeats: int | None = None, **axes: Sequence[Any] | None
 ) -> Preset:
-    """
-    The preset with other values. `modes` filters its workloads; `axes` replaces their fields, in every combination.
-
-    Raises `ValueError` if no workload is left.
-    """
+    """The preset with other values: `modes` filters, `axes` combine. Raises `ValueError` if nothing is left."""
     chosen = {field: values for field, values in axes.items() if values}
     workloads = [workload for workload in preset.workloads if not modes or workload.mode in modes]
     if not workloads:

@@ -62,10 +62,7 @@ def atomic_file(destination: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _beside(destination: Path, timeout: float = -1) -> Iterator[tuple[Path, Path]]:
-    """
-    Locks `destination` and gives two hidden paths beside it: a new, empty folder, and the name for what it replaces.
-    Puts back a folder that a killed run was replacing, and removes what else such a run left.
-    """
+    """Locks `destination`; gives two hidden paths beside it, for what is new and old. Mends what a kill left."""
     parent, name = destination.parent, destination.name
     if len(os.fsencode(name)) > 200:  # names have at most 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()

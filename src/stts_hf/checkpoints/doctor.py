@@ -86,7 +86,7 @@ def weights(folder: Path) -> Iterator[Finding]:
     first = SAFE_WEIGHTS_NAME if SAFE_WEIGHTS_NAME in read else SAFE_WEIGHTS_INDEX_NAME
     if unread := stale_weights(os.listdir(folder), [*read, first]):
         yield Finding(
-            f"{', '.join(unread)} is not read, since {first} is", "delete what is of an earlier save", fatal=False
+            f"{', '.join(unread)} is not read, since {first} is", "delete what an earlier save left", fatal=False
         )
     config = _read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
@@ -129,11 +129,7 @@ def _read_config(folder: Path) -> PruningConfig:
 
 
 def examine(folder: str | Path) -> dict[str, list[Finding]]:
-    """
-    Returns the findings of every check by its name, in order; an empty list where all is well.
-
-    Raises `ValueError` where `folder` is no folder.
-    """
+    """Returns the findings of every check by its name. Raises `ValueError` where `folder` is no folder."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ValueError(f"`folder` {folder} is not a folder: name that of a checkpoint.")

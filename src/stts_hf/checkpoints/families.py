@@ -116,9 +116,6 @@ def model_type_of(checkpoint: str | Path, revision: str | None = None) -> object
 
 
 def family_of_checkpoint(checkpoint: str | Path, revision: str | None = None) -> Family:
-    """
-    Returns the family of a checkpoint's folder or Hub repository, and registers the Auto classes, so that its classes
-    load this package's code. Raises `OSError` where it holds no config, `ValueError` as `family_of`.
-    """
+    """Returns the family of a folder or Hub repository, and registers the Auto classes. Raises as `family_of`."""
     register_auto_classes()
     return family_of(model_type_of(checkpoint, revision), checkpoint)

@@ -45,10 +45,7 @@ def choose_device(name: str) -> Any:
 def load_config_and_processor(
     checkpoint: str, *, revision: str | None = None, selector: str | None = None
 ) -> tuple[Any, Any]:
-    """
-    Returns configuration and processor. selector: replaces the configuration's. Raises `ValueError` for a checkpoint
-    that cannot be loaded, or that has no scorer although the selector is "scorer".
-    """
+    """Returns configuration and processor. Raises `ValueError` where they, or a scorer, cannot be loaded."""
     from .checks import check_sizes
     from .families import OWN, family_of
 
@@ -71,10 +68,7 @@ def load_config_and_processor(
 
 
 def load_processor(checkpoint: str | Path, *, revision: str | None = None) -> Any:
-    """
-    Returns the processor of an STTS or stock checkpoint, by this package's and transformers' code alone. Raises
-    `ValueError` where it cannot be loaded, or makes no prompt about a video.
-    """
+    """Returns the processor, by no code of the checkpoint. Raises `ValueError` where it cannot be loaded or used."""
     from .families import family_of
 
     family = family_of(_model_type_of(checkpoint, revision), f"checkpoint {checkpoint}")

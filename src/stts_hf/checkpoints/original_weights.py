@@ -70,10 +70,7 @@ def is_original(folder: Path) -> bool:
 
 
 def open_original(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of an original training checkpoint, of either form, under the names of released checkpoints.
-
-    Raises `ValueError` where it holds anything but tensors: no code is ever unpickled.
-    """
+    """Returns its tensors under the names of released checkpoints; raises `ValueError` for anything but tensors."""
     if (folder / SHARDED_FOLDER / METADATA_FILE).is_file():
         originals = open_sharded(folder / SHARDED_FOLDER)
     else:

@@ -99,10 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} holds neither {single.name} nor {index.name}: {remedy}.")
     num_bytes = indexed + sum(map(_header_bytes, files))
     if num_bytes > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{folder} has {num_bytes:,} bytes of names of tensors, and those of a checkpoint have at most "
-            f"{MAX_HEADER_BYTES:,}: get it from its origin, or do not load it."
-        )
+        raise ValueError(f"{folder} has {num_bytes:,} bytes of names of tensors, which no checkpoint has: do not load it.")
     return files
 
 
@@ -110,9 +107,7 @@ def shard_files(index: Path) -> list[Path]:
     """Returns the files that an index names. Raises `ValueError` where one is missing, or the index is invalid."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(
-            f"{index} is not the index of a checkpoint (its `weight_map` does not map names to files): copy it again."
-        )
+        raise ValueError(f"{index} is no checkpoint's index (`weight_map` does not map names to files): copy it again.")
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard:
@@ -164,8 +159,5 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype != tensor.dtype and bool((tensor.isfinite() & ~new.isfinite()).any()):
         kind = str(dtype).removeprefix("torch.")
         wider = "bfloat16" if dtype == torch.float16 else "float32"
-        raise ValueError(
-            f"`{name}` holds numbers beyond {torch.finfo(dtype).max:g}, which {kind} would turn into infinity: pass "
-            f"--dtype {wider}."
-        )
+        raise ValueError(f"`{name}` holds numbers beyond {torch.finfo(dtype).max:g} of {kind}: pass --dtype {wider}.")
     return new

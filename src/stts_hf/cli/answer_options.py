@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,13 @@ from stts_hf.wording import percent
 MOST_WORKERS = 4  # by default
 Row = Mapping[str, Any]
 Write = Callable[[Row], None]
+Engine = tuple[object, Callable[[Iterable[Row]], Generator[dict[str, Any], None, None]]]  # where it runs; answers rows
 
 
 def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Adds the options of model, frames, answers and decoding. max_new_tokens: the default."""
     add_model_options(parser, max_new_tokens)
-    parser.add_argument(
-        "--max-fps", type=positive, metavar="R", help="maximum frames per second (default: checkpoint's)"
-    )
+    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions per batch (default: 8)")
     parser.add_argument(
         "--workers",
@@ -66,10 +66,7 @@ def settings_of(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
 def open_output(
     path: Path | None, settings: Mapping[str, Any], *, columns: Mapping[str, Any], retry_errors: bool = True
 ) -> Iterator[tuple[dict[str, Any], Write, Write]]:
-    """
-    Gives the answers that the file holds, a function that adds one, and one that ends the file; without a path all
-    stay in memory. Raises `CommandError` if the file is refused or cannot be written.
-    """
+    """Gives the answers of the file, or of memory, and functions that add one and that end it; `CommandError`."""
     if path is None:
         records: dict[str, Any] = {}
         yield records, lambda record: records.update({record["id"]: record}), lambda summary: None
@@ -87,25 +84,29 @@ def open_output(
             raise
 
 
-def without_answer(rows: Sequence[Row], records: Mapping[str, Any], output: Path | None) -> list[Row]:
-    """Returns the rows that have no record yet."""
+def answer_left(
+    arguments: argparse.Namespace,
+    rows: Sequence[Row],
+    records: Mapping[str, Any],
+    start: Callable[[], Any],
+    write: Write,
+) -> tuple[int, float]:
+    """Writes a record of each row that has none. start: gives an `Engine`. Returns their number, and seconds."""
     left = [row for row in rows if row["id"] not in records]
     if len(left) < len(rows):
-        note(f"{len(rows) - len(left)} of {len(rows)} rows are answered in {output} already")
-    return left
-
-
-def watched(records: Generator[Row, None, None], left: int, total: int) -> Iterator[Row]:
-    """Yields the records of the last `left` of `total` rows, under a progress bar."""
-    with progress_bar(total, "row", done=total - left) as bar, contextlib.closing(records):
-        for record in records:
-            yield record
-            bar.update()
-
-
-def note_start(arguments: argparse.Namespace, left: int, place: object) -> None:
-    """Prints how many rows are answered, and how. place: where the models run."""
-    note(f"Answering {left} rows on {place} with {percent(arguments.pruning_ratio)} of the video tokens dropped ...")
+        note(f"{len(rows) - len(left)} of {len(rows)} rows are answered in {arguments.output} already")
+    if not left:
+        return 0, 0.0
+    with start() as (place, answer):
+        dropped = percent(arguments.pruning_ratio)
+        note(f"Answering {len(left)} rows on {place} with {dropped} of the video tokens dropped ...")
+        started = time.perf_counter()
+        bar = progress_bar(len(rows), "row", done=len(rows) - len(left))
+        with bar, contextlib.closing(answer(left)) as found:
+            for record in found:
+                write(record)
+                bar.update()
+        return len(left), time.perf_counter() - started
 
 
 def print_problems(records: Iterable[Row], command: str, most: int = 5) -> int:

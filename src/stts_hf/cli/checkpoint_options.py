@@ -31,16 +31,11 @@ def find_checkpoint(checkpoint: str | None) -> str:
             folder = root / TINY
             note("No --checkpoint: using stts-tiny, which knows a few shapes, colours and letters, and nothing else")
             return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
-    raise CommandError(
-        f"--checkpoint is needed: the folder or Hub name of an STTS checkpoint. (Only a source checkout has {TINY}.)"
-    )
+    raise CommandError(f"--checkpoint is needed: a folder or Hub name. (Only a source checkout has {TINY}.)")
 
 
 def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor":
-    """
-    Returns the checkpoint of `find_checkpoint`; its weights are loaded on first use. Sets `arguments.checkpoint` and
-    `arguments.pruning_ratio` where the checkpoint decides them. options: of `Predictor`, before those of the arguments.
-    """
+    """Returns the checkpoint, weights unread; sets what it decides in `arguments`. options: of `Predictor`, first."""
     arguments.checkpoint = find_checkpoint(arguments.checkpoint)
     if options.get("num_workers"):
         start_early("stts_hf.inference.requests")  # decoding processes import PyTorch while this one does

@@ -20,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Molmo2 or dense Qwen3-VL folder or Hub repository, or the folder of an original training checkpoint "
         "(model.pt or model_and_optim/, with config.yaml)",
     )
-    parser.add_argument(
-        "destination", metavar="DESTINATION", help="folder to write; it is written completely or not at all"
-    )
+    parser.add_argument("destination", metavar="DESTINATION", help="folder to write, completely or not at all")
     parser.add_argument(
         "--base",
         metavar="PATH_OR_REPO",
@@ -39,11 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
     parser.add_argument("--selector", choices=SELECTORS, help="selection method")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: the source's)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="weights' dtype (default: source's)"
     )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: 5GB)"
-    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")
     parser.add_argument("--seed", type=int, default=0, help="random seed for a new scorer's weights (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint in DESTINATION")
 

@@ -1,6 +1,8 @@
 """`stts-hf eval ROWS.jsonl`: scores a checkpoint on the questions of a data set, by type."""
 
 import argparse
+import contextlib
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +11,10 @@ from typing import Any
 from stts_hf.checkpoints.files import digest_files
 from stts_hf.cli.answer_options import (
     add_answer_options,
-    note_start,
+    answer_left,
     open_output,
     print_problems,
     settings_of,
-    watched,
-    without_answer,
     workers_of,
 )
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
@@ -65,13 +65,14 @@ def execute(arguments: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
     settings |= settings_of(arguments, predictor.config)
     settings |= {"without_options": True} if arguments.without_options else {}
+
+    def start() -> Any:
+        model = load_weights(arguments, predictor)
+        answer = functools.partial(evaluate, model, predictor.processor, **predictor.options)
+        return contextlib.nullcontext((model.device, answer))
+
     with open_output(arguments.output, settings, columns=COLUMNS) as (records, write, finish):
-        if left := without_answer(rows, records, arguments.output):
-            model = load_weights(arguments, predictor)
-            note_start(arguments, len(left), model.device)
-            found = evaluate(model, predictor.processor, left, **predictor.options)
-            for record in watched(found, len(left), len(rows)):
-                write(record)
+        answer_left(arguments, rows, records, start, write)
         answers = [records[row["id"]] for row in rows]  # the file may hold more
         summary = summarize(answers)
         finish(summary)

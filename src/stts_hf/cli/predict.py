@@ -1,27 +1,30 @@
 """`stts-hf predict INPUT...`: answers prompts about many videos into a file; a stopped run can be continued."""
 
 import argparse
+import contextlib
+import functools
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.answer_options import (
+    Engine,
+    Row,
     add_answer_options,
-    note_start,
+    answer_left,
     open_output,
     print_problems,
     settings_of,
-    watched,
-    without_answer,
     workers_of,
 )
-from stts_hf.cli.checkpoint_options import open_checkpoint
+from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint, predictor_options
 from stts_hf.cli.errors import CommandError, need_extras, one_line, refused
-from stts_hf.cli.options import check_output
-from stts_hf.cli.predict_engines import add_engine_options, check_engine, start_engine
-from stts_hf.cli.progress import print_lines
+from stts_hf.cli.options import check_output, count, natural, positive
+from stts_hf.cli.progress import print_lines, stage
+
+if TYPE_CHECKING:
+    from stts_hf.inference.predictor import Predictor
 
 HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
@@ -29,6 +32,18 @@ NUMBERS = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "
 # Columns of a record with their types; a record with an error may hold None.
 COLUMNS: dict[str, Any] = {"id": object, "video": object, "prompt": object, "answer": str, "error": str | None}
 COLUMNS |= dict.fromkeys(NUMBERS, int) | {"seconds": float}
+
+_RAY_OPTIONS: dict[str, dict[str, Any]] = {
+    "address": {
+        "metavar": "HOST:PORT",
+        "help": "address of the Ray cluster; auto: the cluster running on this machine; local: a new one for this run "
+        "(default: RAY_ADDRESS, else local)",
+    },
+    "models": {"type": count, "metavar": "N", "help": "number of models on Ray (default: as many as fit)"},
+    "cpus": {"type": positive, "metavar": "N", "help": "CPUs per model on Ray (default: 1; with a GPU up to 4)"},
+    "gpus": {"type": float, "metavar": "N", "help": "GPUs per model on Ray, 0 to 1 (default: 1 if there are any)"},
+    "retries": {"type": natural, "metavar": "N", "help": "retries of rows whose process on Ray died (default: 2)"},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=".jsonl or .parquet file, one row per input; an existing file is continued (default: standard output)",
     )
-    parser.add_argument(
-        "--retry-errors", action="store_true", help="answer again the rows of --output that have an error"
-    )
+    parser.add_argument("--retry-errors", action="store_true", help="answer again what has an error in --output")
     parser.add_argument("--split", help="split of a data set (default: train)")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
     add_answer_options(parser, max_new_tokens=64)
-    add_engine_options(parser)
+    engines = "local (default): one model in this process; ray: one model per GPU or CPU of a machine or cluster"
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engines)
+    for name, given in _RAY_OPTIONS.items():
+        parser.add_argument(f"--{name}", **given)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -74,29 +90,30 @@ def execute(arguments: argparse.Namespace) -> int:
     settings |= {"split": arguments.split, "subset": arguments.subset} | settings_of(arguments, predictor.config)
     with open_output(lines, settings, columns=COLUMNS, retry_errors=arguments.retry_errors) as (records, write, finish):
         check_same(rows, records, output)
-        left = without_answer(rows, records, lines)
-        seconds = 0.0
-        if left:
-            with start_engine(arguments, predictor) as (place, predict):
-                note_start(arguments, len(left), place)
-                started = time.perf_counter()
-                for record in watched(predict(left), len(left), len(rows)):
-                    write(record)
-                    if output is None:
-                        print_record(len(records), len(rows), record)
-                seconds = time.perf_counter() - started
+
+        def write_and_print(record: Row) -> None:
+            write(record)
+            if output is None:
+                print_record(len(records), len(rows), record)
+
+        start = functools.partial(start_engine, arguments, predictor)
+        done, seconds = answer_left(arguments, rows, records, start, write_and_print)
         answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
         summary = summarize(answers)
         finish(summary)
         if is_parquet(output):
             write_parquet(answers, output)
-    print_summary(summary, len(left), seconds)
+    print_summary(summary, done, seconds)
     return print_problems(answers, "predict")
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises `CommandError` for what is wrong before anything slow happens."""
-    check_engine(arguments)
+    given = [name for name in _RAY_OPTIONS if getattr(arguments, name) is not None]
+    if arguments.engine == "local" and given:
+        raise CommandError(f"--{given[0]} needs --engine ray")
+    if arguments.engine == "ray":
+        need_extras("--engine ray needs more packages", "ray", module="ray")
     output = arguments.output
     for path in {output, output.with_suffix(".jsonl")} if output else ():
         check_output(path, arguments.inputs, (".jsonl", PARQUET))
@@ -104,6 +121,27 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         need_extras("Writing Parquet needs more packages", "train")
     if arguments.retry_errors and output is None:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
+
+
+@contextlib.contextmanager
+def start_engine(arguments: argparse.Namespace, predictor: "Predictor") -> Iterator[Engine]:
+    """Gives one model in this process, or several on Ray. Raises `CommandError`."""
+    if arguments.engine == "local":
+        yield str(load_weights(arguments, predictor).device), predictor.predict
+        return
+    from stts_hf.inference.on_ray import RayFailed, choose_slots, connect, predict_on_ray
+
+    options = predictor_options(arguments)
+    if arguments.workers is not None:
+        options["num_workers"] = arguments.workers
+    with contextlib.ExitStack() as stack:
+        with refused("--"), stage("Connecting to Ray"):
+            machines = stack.enter_context(connect(arguments.address))
+            slots = choose_slots(machines, arguments.device, arguments.models, arguments.cpus, arguments.gpus)
+        place = f"Ray ({slots.models} models, each with {slots.gpus:g} GPUs and {slots.cpus:g} CPUs)"
+        retries = {} if arguments.retries is None else {"retries": arguments.retries}
+        with refused("--engine ray: ", RayFailed):
+            yield place, functools.partial(predict_on_ray, options=options, slots=slots, **retries)
 
 
 def is_parquet(output: Path | None) -> bool:
@@ -126,7 +164,7 @@ def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             raise
 
 
-def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], output: Path) -> None:
+def check_same(rows: Sequence[Row], records: Mapping[str, Row], output: Path) -> None:
     """Raises `CommandError` if the output's answer to a row is about another prompt or video."""
     from stts_hf.inference.predictor import video_name
 
@@ -142,14 +180,14 @@ def check_same(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[
                 )
 
 
-def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(records: Sequence[Row]) -> dict[str, Any]:
     """Sums over the records of all rows."""
     answered = [record for record in records if record["error"] is None]
     sums = {name: sum(record[name] for record in answered) for name in NUMBERS if name != "prompt_tokens"}
     return {"rows": len(records), "answered": len(answered), "errors": len(records) - len(answered), **sums}
 
 
-def write_parquet(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+def write_parquet(records: Sequence[Row], path: Path) -> None:
     """Writes the records in this order, completely or not at all. Raises `CommandError` if that fails."""
     import pyarrow
     import pyarrow.parquet
@@ -171,7 +209,7 @@ def printable(value: Any) -> str | None:
     return None if value is None else str(value).encode("utf-8", "backslashreplace").decode()
 
 
-def print_record(number: int, total: int, record: Mapping[str, Any]) -> None:
+def print_record(number: int, total: int, record: Row) -> None:
     print(f"\n[{number}/{total}] {printable(record['id'])}", flush=True)
     if record["error"] is not None:
         print_lines(error=one_line(ValueError(record["error"])))
@@ -185,7 +223,7 @@ def print_record(number: int, total: int, record: Mapping[str, Any]) -> None:
     )
 
 
-def print_summary(summary: Mapping[str, Any], done: int, seconds: float) -> None:
+def print_summary(summary: Row, done: int, seconds: float) -> None:
     """Prints the sums. done, seconds: of this run's rows."""
     total, kept = summary["video_tokens"], summary["video_tokens_kept"]
     print_lines(

@@ -63,10 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", "Prepared"]:
-    """
-    Decodes the video, downloaded once if it is a URL, and then loads the weights, which may take minutes. Raises
-    `CommandError` for a checkpoint, device, video or question that is refused. Sets the default pruning ratio.
-    """
+    """Decodes the video, then loads the weights, which may take minutes; raises `CommandError` for what is refused."""
     predictor = open_checkpoint(arguments)
     from stts_hf.inference.requests import ask_about, prepare, processing_options
     from stts_hf.video.sources import download, download_limits, is_url

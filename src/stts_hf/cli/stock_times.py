@@ -27,10 +27,7 @@ def compare_with_stock(ratio: float, selector: str) -> Variants:
 def time_prompts(
     model: PreTrainedModel, inputs: Mapping[str, Any], variants: Variants, repeats: int = 3
 ) -> dict[str, list[float]]:
-    """
-    Runs the prompt `repeats` times after one warm-up, by the stock model and by each variant. They take turns, so that
-    a machine that slows down slows them all. Returns medians in milliseconds by variant, one for each of `COLUMNS`.
-    """
+    """Medians in milliseconds, one for each of `COLUMNS`, of stock and each variant in turns, after a warm-up."""
     inputs = inputs_for(model, inputs)
     stock = stock_twin(model)
     rounds: dict[str, list[list[float]]] = {name: [] for name in (STOCK, *variants)}

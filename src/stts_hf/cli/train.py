@@ -12,9 +12,7 @@ HELP = "fine-tune from a YAML file; on several GPUs: accelerate launch -m stts_h
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="YAML file; see examples/configs and docs/training.md"
-    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; see examples/configs, docs/training.md")
     parser.add_argument(
         "--resume",
         nargs="?",

@@ -145,10 +145,7 @@ class STTSDataCollator:
                     return self._encode(candidate)
                 except RowError as error:
                     logger.warning(f"Not taken as a replacement: {error}")
-        raise RowError(
-            f"Row {skipped!r} was skipped and {_REPLACEMENT_TRIES} rows in its place could not be used either. "
-            "Leave bad rows out with prepare_rows."
-        )
+        raise RowError(f"Row {skipped!r} was skipped and {_REPLACEMENT_TRIES} rows in its place too. Run prepare_rows.")
 
     @functools.cached_property
     def _empty_video(self) -> Encoded:

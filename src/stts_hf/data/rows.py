@@ -158,10 +158,7 @@ def _check_within(folders: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def _conversation(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[list[Any], int]:
-    """
-    The messages of a row, the last one an `own` answer of the model or a stand-in for it; and how many of them may hold
-    placeholders: only what the row itself gives as messages.
-    """
+    """The messages, an `own` answer or a stand-in last; and how many may hold placeholders: those of the row."""
     given, question = row.get("messages"), row.get("question")
     if own is not None and given is None and question is None:
         question = own["question"]

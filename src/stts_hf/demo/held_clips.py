@@ -92,9 +92,7 @@ def check_video(path: str | Path, limits: Limits) -> None:
     with VideoFile(str(path)) as file:
         if file.duration > limits.seconds:
             lasts = math.ceil(10 * file.duration) / 10  # rounded up, so that it is above the limit
-            raise ValueError(
-                f"The video lasts {lasts:,.1f} s, but at most {limits.seconds:,.1f} s are taken here. Cut it."
-            )
+            raise ValueError(f"The video lasts {lasts:,.1f} s, and may last {limits.seconds:,.1f} s here. Cut it.")
         height, width = measure(file, [0])
     if height * width > limits.pixels:
         raise ValueError(
@@ -117,10 +115,7 @@ class Answerer:
         self.clips = HeldClips(limits.clips)
 
     def check(self, owner: str, video: str, question: str, pruning_ratio: float, selector: str) -> None:
-        """
-        Checks the arguments of `answer`. Raises `TypeError` or `ValueError` for a file that is no video or exceeds the
-        limits, and for a question that is too long, empty or holds a control token.
-        """
+        """Raises `TypeError` or `ValueError` for arguments of `answer` that are refused."""
         check_question(self.assistants[selector].processor, question)
         if len(question) > self.limits.question:
             raise ValueError(f"The question has {len(question)} letters, but at most {self.limits.question} are taken.")
@@ -130,10 +125,7 @@ class Answerer:
     def answer(
         self, owner: str, video: str, question: str, pruning_ratio: float, selector: str
     ) -> Generator[Progress, None, None]:
-        """
-        Answers a question, piece by piece; closing the iterator ends the answer. The video is read unless its clip is
-        held. owner: of the clip. video: path of the file. selector: a key of `assistants`.
-        """
+        """Answers a question, piece by piece; closing the iterator ends the answer. A held clip is not read again."""
         started = time.perf_counter()
         key = (video, pruning_ratio, selector)
         clip = self.clips.find(owner, key)

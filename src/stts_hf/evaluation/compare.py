@@ -20,8 +20,7 @@ from stts_hf.data.lines import read_lines
 from stts_hf.data.loading import load_rows
 from stts_hf.inference.answers_file import summary_path
 
-from .statistics import Bootstrap
-from .tables import interval, table
+from .statistics import Bootstrap, interval, table
 
 
 def read_right(path: Path, ids: Sequence[str]) -> np.ndarray:
@@ -96,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     given = parser.parse_args(arguments)
     if given.against and len(given.against) not in (1, len(given.answers)):
-        parser.error(
-            f"--against names {len(given.against)} files beside {len(given.answers)} of --answers: name one, or as many"
-        )
+        parser.error(f"--against names {len(given.against)} files; name one, or {len(given.answers)} as --answers")
     try:
         rows = list(load_rows(given.rows))
         ids = [row["id"] for row in rows]

@@ -68,9 +68,7 @@ def read_question(
         if label_of(row, column) != row.get(column):
             raise RowError(f"Row {name!r}: {column} is {row[column]!r}. Name it by one text or number.", name)
     if row.get("question") is None:
-        raise RowError(
-            f"Row {name!r}: question is empty: a conversation in messages is for training, not for scoring.", name
-        )
+        raise RowError(f"Row {name!r}: question is empty: a conversation in messages is for training.", name)
     return prompt
 
 

@@ -109,12 +109,11 @@ class STTS(lmms):
             for places in alike.values():
                 options, until = generation_options(requests[places[0]].args[2])
                 options |= {"pruning_ratio": self.pruning_ratio, "processing": self.processing}
+                options["batch_size"] = self.batch_size
                 for start in range(0, len(places), _WINDOW * self.batch_size):
                     window = places[start : start + _WINDOW * self.batch_size]
                     prompts = [self._prompt(requests[place]) for place in window]
-                    answers = answer_requests(
-                        self.model, self.processor, prompts, batch_size=self.batch_size, **options
-                    )
+                    answers = answer_requests(self.model, self.processor, prompts, **options)
                     for number, answer in answers:
                         asked = requests[window[number]]
                         if answer.error is not None:
@@ -189,7 +188,7 @@ def generation_options(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     unknown = sorted(name for name in given if not hasattr(GenerationConfig(), name))
     if unknown:
         logger.warning_once(
-            f"generation_kwargs has {', '.join(unknown)}, for which `generate` has no option: left out."
+            f"generation_kwargs has {', '.join(unknown)}, which `generate` has no option for: left out."
         )
     options = {name: value for name, value in given.items() if name not in unknown}
     options.setdefault("max_new_tokens", _MAX_NEW_TOKENS)

@@ -1,5 +1,5 @@
 """
-Accuracies with intervals: a bootstrap over clips and seeds that is paired by question.
+Accuracies with intervals, and tables of them: a bootstrap over clips and seeds that is paired by question.
 
 Questions about one clip are not independent, and neither are the answers of one training run. So clips and seeds are
 resampled, not single answers. Methods are compared on the same resamples, question by question and seed by seed.
@@ -73,3 +73,19 @@ class Bootstrap:
 
     def _per_clip(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
         return np.bincount(self.clip_of[chosen], weights=values, minlength=self.num_clips)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def interval(found: Interval | None, signed: bool = False, digits: int = 1) -> str:
+    if found is None:
+        return ""
+    mean, low, high = (f"{value:{'+' if signed else ''}.{digits}f}" for value in (found.mean, found.low, found.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -142,9 +142,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise AnswersError(
-            f"{path} cannot be written: {error}. The same command goes on from what it holds."
-        ) from error
+        raise AnswersError(f"{path} cannot be written: {error}. The same command goes on from there.") from error
 
 
 def _shown(value: Any) -> str:

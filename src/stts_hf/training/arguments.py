@@ -64,12 +64,8 @@ class STTSTrainingArguments(TrainingArguments):
         None, f"Peak learning rate of each part ({', '.join(PARTS)}) and of the LoRA weights ({ADAPTER})."
     )
     freeze: list[str] | None = setting(None, f"Parts not to train: {', '.join(PARTS)}.")
-    distillation_weight: float = setting(
-        0.0, "Weight of the divergence from the unpruned model; above 0, the scorer alone is trained."
-    )
-    temporal_loss_only: bool = setting(
-        False, "Train the scorer alone, by the temporal loss alone: a fast start for a new one."
-    )
+    distillation_weight: float = setting(0.0, "Weight of the divergence from the unpruned model, for the scorer alone.")
+    temporal_loss_only: bool = setting(False, "Train the scorer alone, by the temporal loss alone: a fast start.")
     distillation_temperature: float = setting(1.0, "Temperature of both distributions, with `distillation_weight`.")
     log_frame_positions: int = setting(64, "Number of frame positions whose kept share TensorBoard shows; 0 for none.")
     hub_strategy: Any = setting("end", "When to push; before the end `Trainer` pushes the whole output folder.")
@@ -150,10 +146,7 @@ def trained_parts(model: nn.Module) -> set[str]:
 
 
 def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
-    """
-    Turns off the gradients of the parts in `freeze`, or of all but the scorer. Raises `ValueError` if PEFT trains one
-    of them, if nothing is left to learn, and for a rate of adapters that the model does not have.
-    """
+    """Turns off gradients of frozen parts. Raises `ValueError` for what does not fit the model."""
     keys = parts_of(model)
     frozen = {*(arguments.freeze or ()), *({*PARTS} - {SCORER} if arguments.scorer_alone else ())}
     for name, parameter in model.named_parameters():
@@ -179,10 +172,7 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
         for name, good in learns.items():
             if not good:
                 value = getattr(vision, name, weight)
-                raise ValueError(
-                    f"{arguments.scorer_alone}, but `{name}` is {value!r}, with which the scorer learns nothing. "
-                    "Change one of the two."
-                )
+                raise ValueError(f"{arguments.scorer_alone}, but with `{name}` {value!r} the scorer learns nothing.")
 
 
 def split_groups(

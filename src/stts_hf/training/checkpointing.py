@@ -87,10 +87,7 @@ def staged(folder: Path, is_writer: bool) -> Iterator[Path]:
 
 
 def accept_saved_names(model: PreTrainedModel) -> None:
-    """
-    Makes `model.load_state_dict` take the names in files of `save_pretrained` too. `Trainer` passes those when it
-    resumes or loads the best model, not strictly, so without this the model would keep its weights.
-    """
+    """Makes `load_state_dict` take names of saved files too, which `Trainer` passes, and not strictly."""
     model.register_load_state_dict_pre_hook(_rename_saved)
 
 

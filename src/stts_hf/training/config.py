@@ -70,13 +70,9 @@ class ModelArguments:
     worth_unit: float | None = setting(
         None, "Nats by which a score's logit grows by 1; by default measured on the rows."
     )
-    pruned_position_ids: str | None = setting(
-        None, "RoPE positions of kept tokens in the language model.", POSITION_RULES
-    )
+    pruned_position_ids: str | None = setting(None, "RoPE positions of tokens that are kept.", POSITION_RULES)
     use_peft: bool = setting(False, "Whether to train a LoRA or DoRA adapter.")
-    use_dora: bool = setting(
-        False, "Whether the adapter is DoRA, with a trained magnitude beside the low-rank matrices."
-    )
+    use_dora: bool = setting(False, "Whether the adapter is DoRA, which trains a magnitude beside the matrices.")
     use_rslora: bool = setting(False, "Whether adapters are scaled by alpha / sqrt(r).")
     lora_r: int = setting(16, "Rank of the adapter.")
     lora_alpha: int = setting(32, "Scale of the adapter, times r.")
@@ -85,11 +81,9 @@ class ModelArguments:
         None, "Names of modules, or one pattern; by default all linear layers of the text model."
     )
     lora_modules_to_save: list[str] | None = setting(
-        None, "Modules trained in full and saved with the adapter; by default the scorer."
+        None, "Modules trained in full beside the adapter; by default the scorer."
     )
-    merge_adapter: bool = setting(
-        False, "Whether to save the merged checkpoint too, in `merged` under the output folder."
-    )
+    merge_adapter: bool = setting(False, "Whether to save the merged checkpoint too, in `merged` there.")
 
     def __post_init__(self) -> None:
         if self.lora_modules_to_save is None:
@@ -260,13 +254,7 @@ def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = (), *, need_gpu: bool = True) -> TrainConfig:
-    """
-    Reads and checks a configuration file, without opening the files that it names.
-
-    overrides: words of the command line, such as `--learning_rate 1e-5`, which replace the file's settings. need_gpu:
-    False accepts settings for GPUs on a machine without one, for plans. Raises `ConfigError`, a `ValueError`, that
-    names the setting.
-    """
+    """Reads and checks a file, replaced by `overrides`, words. need_gpu: False for plans. Raises `ConfigError`."""
     given = read_settings(file, overrides)
     settings = TRAINING_DEFAULTS | {"disable_tqdm": not sys.stderr.isatty()} | given
     if "per_device_train_batch_size" in settings:  # evaluation rows are as long

@@ -77,7 +77,7 @@ def wrap_language_model_alone(plugin: Any, model: nn.Module) -> None:
 
 
 def shared_inputs(trainer: Any) -> dict[str, str]:
-    """ "video" or "image" by the pixel inputs that all processes must have or lack, beyond what the collator ensures."""
+    """Pixel inputs that all processes must have or lack, beyond what the collator ensures, to "video" or "image"."""
     accelerator = trainer.accelerator
     zero3 = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "zero_stage", 0) == 3
     sharded = zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None

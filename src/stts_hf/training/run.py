@@ -187,11 +187,7 @@ def merge(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
 
 
 def push(trainer: STTSTrainer, output: Path) -> None:
-    """
-    Uploads the model or adapter in `output`, the merged model, the configuration and TensorBoard's logs in one commit.
-    `Trainer.push_to_hub` would save the model again, write another card, and push all other files of the folder. Raises
-    `PushRefused`.
-    """
+    """Uploads all that belongs to a run in one commit, as `Trainer.push_to_hub` does not. Raises `PushRefused`."""
     trainer._finish_current_push()
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     api, repo_id = HfApi(), str(trainer.hub_model_id)

@@ -79,10 +79,7 @@ class Termination(TrainerCallback):
 
 
 def prepare_workers(dataloader: DataLoader, collator: Callable[..., Any] | None = None) -> DataLoader:
-    """
-    Returns `dataloader` with workers that ignore SIGTERM: Slurm sends it to the whole process group, but the step in
-    progress needs them. They end with their parent. collator: replaces the loader's.
-    """
+    """Makes workers ignore SIGTERM, which Slurm sends to the whole process group, until their parent ends."""
     loader: DataLoader = getattr(dataloader, "base_dataloader", dataloader)
     loader.collate_fn = collator or loader.collate_fn
     if getattr(loader.worker_init_fn, "func", None) is not _ignore_sigterm:  # not yet, in an earlier evaluation

@@ -44,10 +44,7 @@ def download_limits(processor: Any, **call: Any) -> tuple[int, float]:
 
 
 def download(url: str, max_bytes: int, max_seconds: float) -> BinaryIO:
-    """
-    Downloads a file into a temporary one, open at its beginning, which is deleted when it is closed. Raises
-    `ValueError` where the address cannot be read, or the file is larger or takes longer than the limits allow.
-    """
+    """Downloads into a temporary file, open at its beginning. Raises `ValueError`, also beyond the limits."""
     file: Any = tempfile.TemporaryFile()  # noqa: SIM115
     problems: list[Exception] = []
 
@@ -138,10 +135,7 @@ def one_each(metadata: Any, num_videos: int) -> list[Any]:
 
 
 def open_picture(source: Any, processor: Any = None) -> Image.Image:
-    """
-    The picture at a path, in bytes, in an open file or, with `processor`, at an address; not decoded. Downloads keep to
-    the limits of videos. Raises `ValueError` for an EPS drawing.
-    """
+    """The picture at a path, in bytes, a file or, with `processor`, at an address; not decoded. Refuses EPS."""
     if isinstance(source, Image.Image):
         return source
     if processor is not None and is_url(source):

@@ -26,10 +26,7 @@ def write_video(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: floa
 def video_writer(
     path: str | os.PathLike, fps: float, options: Mapping[str, str], container_options: Mapping[str, str] | None = None
 ) -> Iterator[Callable[..., None]]:
-    """
-    Gives `write(frame, start=None, end=None)`, which writes the next frame of a file; arguments as in `write_video`.
-    start, end: when the frame is on screen, in seconds, given for all frames or for none: then all take `1 / fps`.
-    """
+    """Gives `write(frame, start, end)`, seconds on screen, or `1 / fps` each; arguments as in `write_video`."""
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     # With threads or lookahead, x264's output is not reproducible.
     options = {"threads": "1", "rc-lookahead": "0", **options}

@@ -19,10 +19,7 @@ ROUNDING = 1e-6  # seconds
 def dim_dropped_blocks(
     frame: np.ndarray, keep: np.ndarray, grid: tuple[int, int], size: tuple[int, int] | None = None
 ) -> Image.Image:
-    """
-    One `(H, W, 3)` uint8 frame, resized to `size` (width, height) if given, with the blocks where `keep` `(n,)` is
-    False turned dark and grey, and a thin bright line along the border between kept and dropped.
-    """
+    """A frame `(H, W, 3)`, of this size, its blocks that are not in `keep` `(n,)` dark and grey, with a border."""
     image = Image.fromarray(np.ascontiguousarray(frame))
     if size is not None:
         image = image.resize(size, Image.Resampling.LANCZOS)
@@ -64,10 +61,7 @@ def check_outputs(
     scores: np.ndarray | None = None,
     tubelet: int = 1,
 ) -> None:
-    """
-    Raises `TypeError` or `ValueError` unless frames are uint8 (F, H, W, 3), mask (bool) and scores (T, n), with `n`
-    blocks in `grid` and `tubelet` of F frames per `T`, and there are F timestamps. frames: or only their number.
-    """
+    """Raises `TypeError` or `ValueError` unless all shapes and dtypes fit each other. frames: or only their number."""
     if isinstance(frames, np.ndarray):
         if frames.dtype != np.uint8:
             raise TypeError(f"`frames` has dtype {frames.dtype}, but must be uint8 (0 to 255).")

@@ -14,10 +14,7 @@ from .dimming import fit, frame_at
 
 
 def read_frames(video: Any, timestamps: Sequence[float], longest_side: int) -> np.ndarray:
-    """
-    Returns the frames of a video, a path or another source of `VideoFile`, that are on screen at `timestamps` (F,), in
-    seconds, as uint8 (F, height, width, 3). Raises `ValueError` if the file cannot be read.
-    """
+    """Returns the frames on screen at `timestamps` (F,), in seconds, as uint8 (F, height, width, 3)."""
     # The first decoding has already warned of damaged files. The filter applies to this module's calls and stays:
     # `catch_warnings` would also hide the warnings of decoding threads.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))

@@ -132,7 +132,7 @@ def test_replacements_fill_rows_that_were_left_empty(processor, rows, packed):
     assert batch["sample_ids"][0] in ("text", "image")
     assert batch["skipped_ids"] == ["damaged"]
     assert_same(collator([rows["damaged"]]), collator([rows["damaged"]]))
-    with pytest.raises(RowError, match="'damaged' was skipped and 16 rows in its place"):
+    with pytest.raises(RowError, match="'damaged' was skipped and 16 rows in its place too"):
         STTSDataCollator(processor, on_error="skip", replacements=[rows["damaged"]])([rows["damaged"]])
 
 
