@@ -144,13 +144,6 @@ def test_chat_template(hub_configs, messages, expected):
     assert render(hub_configs / "stts-tiny", messages, add_generation_prompt=True) == expected
 
 
-def test_a_second_turn_continues_the_first(hub_configs):
-    first = [user(VIDEO, text("What?"))]
-    prompt = render(hub_configs / "stts-tiny", first, add_generation_prompt=True)
-    second = render(hub_configs / "stts-tiny", [*first, ANSWER, user(text("Why?"))], add_generation_prompt=True)
-    assert second.startswith(prompt + "A ball.<|im_end|>")
-
-
 def test_chat_template_refuses_two_user_turns_in_a_row(hub_configs):
     with pytest.raises(TemplateError, match="must alternate"):
         render(hub_configs / "stts-tiny", [user(text("a")), user(text("b"))])

@@ -99,7 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} holds neither {single.name} nor {index.name}: {remedy}.")
     num_bytes = indexed + sum(map(_header_bytes, files))
     if num_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"{folder} has {num_bytes:,} bytes of names of tensors, which no checkpoint has: do not load it.")
+        raise ValueError(f"{folder} has {num_bytes:,} bytes of names of tensors, as no model has: do not load it.")
     return files
 
 

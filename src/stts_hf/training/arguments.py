@@ -172,7 +172,7 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
         for name, good in learns.items():
             if not good:
                 value = getattr(vision, name, weight)
-                raise ValueError(f"{arguments.scorer_alone}, but with `{name}` {value!r} the scorer learns nothing.")
+                raise ValueError(f"{arguments.scorer_alone}, but `{name}` is {value!r}: the scorer learns nothing.")
 
 
 def split_groups(

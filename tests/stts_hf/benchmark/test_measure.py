@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from stts_hf.benchmark import measure as measuring
 from stts_hf.benchmark.geometries import workload_inputs
-from stts_hf.benchmark.measure import Runner, measure, take_turns
+from stts_hf.benchmark.measure import Runner, measure
 from stts_hf.benchmark.meters import Clock, limited_to_free_memory, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
@@ -108,17 +108,3 @@ def test_allocations_fail_before_the_machine_runs_out(monkeypatch):
         torch.empty(1_000_000_000)  # more than an allocator keeps for later, and never touched
     assert status_of(caught.value) == "out of memory"
     assert torch.ones(30_000_000).sum() == 30_000_000  # and the limit is gone
-
-
-def test_variants_take_turns_and_each_begins_a_round():
-    variants = [{"name": name, "status": "ok"} for name in ("stock", "0", "0.5")]
-    calls: list[str] = []
-
-    def run(variant):
-        calls.append(variant["name"])
-        if calls.count("0") == 3:
-            variants[1]["status"] = "out of memory"
-
-    take_turns("title", variants, 4, lambda variant: calls.append(f"warm-up {variant['name']}"), run)
-    assert calls[:3] == ["warm-up stock", "warm-up 0", "warm-up 0.5"]
-    assert calls[3:] == ["stock", "0", "0.5", "0", "0.5", "stock", "0.5", "stock", "0", "0.5", "stock"]

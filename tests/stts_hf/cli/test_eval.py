@@ -100,34 +100,6 @@ def test_without_output_it_prints_alone(rows, checkpoint, tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_goes_on_where_a_killed_run_ended_and_loads_no_weights_where_it_had_finished(run, tmp_path, monkeypatch):
-    first = run()
-    whole = first[3]
-    with monkeypatch.context() as patch:
-        patch.setattr("stts_hf.inference.predictor.load_model", None)
-        same = run()
-    assert (same[0], same[1], same[3]) == (0, first[1], whole)
-    path = tmp_path / "answers.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2]) + lines[2][:20])
-    status, out, err, again = run("--batch-size", "1")
-    assert status == 0
-    assert "2 of 4 rows are answered" in err
-
-    def without_time(lines):
-        return sorted(({**line, "seconds": 0} for line in lines), key=lambda line: line["id"])
-
-    assert without_time(again) == without_time(whole)
-    assert re.search(r"^all +4 +1 ", out, re.M)
-
-
-def test_answers_to_other_rows_are_refused(run, rows):
-    run("--max-new-tokens", "1")
-    other = rows.with_name("other.jsonl")
-    other.write_text(rows.read_text().splitlines(keepends=True)[0])
-    assert "rows was {" in run("--max-new-tokens", "1", rows=other)[2]
-
-
 def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -168,7 +140,3 @@ def test_what_cannot_be_asked_is_refused_before_weights_are_loaded(run, tmp_path
     assert status == 2
     assert re.search(message, err)
     assert "Traceback" not in err
-
-
-def test_the_file_of_the_questions_is_not_written_to(run, rows):
-    assert "which is an input" in run("--output", str(rows))[2]

@@ -264,22 +264,6 @@ def test_dry_run_shows_the_plan_and_writes_nothing(data, tmp_path, capsys):
     assert "--lora_r" in capsys.readouterr().out
 
 
-BAD_ROWS = {
-    "missing file": (row(1, videos=["gone.mp4"]), "gone.mp4' does not exist"),
-    "too long": (row(1, messages=[{"role": "user", "content": "w " * 500}, *row(1)["messages"][1:]]), "is 300"),
-    "URL": (row(1, videos=["https://example.com/a.mp4"]), "'https://example.com/a.mp4' is a URL"),
-}
-
-
-@pytest.mark.parametrize(("bad", "problem"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_bad_rows_are_named_before_weights_are_loaded(bad, problem, data, tmp_path, capsys):
-    rows = write_rows(data.parent, [row(0), bad], f"{tmp_path.name}.jsonl")
-    assert train(write_config(tmp_path, rows, tmp_path / "out"), "--max_length=300", "--dry-run") == 2
-    error = capsys.readouterr().err
-    assert "'row-1'" in error
-    assert problem in error
-
-
 REFUSED = {
     "--use_peft --lora_modules_to_save=skorer": "`lora_modules_to_save` names 'skorer'",
     "--freeze language_model vision_tower connector scorer": "Nothing is left to train",

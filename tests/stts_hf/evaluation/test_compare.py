@@ -80,7 +80,7 @@ def test_answers_to_other_rows_are_refused(tmp_path, right, names, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--answers", "1.jsonl", "--against", "1.jsonl", "1.jsonl"], "--against names 2 files; name one, or 1 as --answers"),
+        (["--answers", "1.jsonl", "--against", "1.jsonl", "1.jsonl"], "--against names 2 files; name one, or 1"),
         (["--answers", "nowhere.jsonl"], "No such file .*nowhere.jsonl"),
         (["--answers", "torn.jsonl"], "torn.jsonl:1 is not JSON"),
         (["--answers", "others.jsonl"], "others.jsonl:1 has no id and right"),

@@ -19,7 +19,7 @@ from stts_hf.inference.generate import answer_prepared, inputs_for
 from stts_hf.inference.requests import Answer, Prepared, Request, ask_about, prepare, processing_options
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.video.processors import process
-from tests.checkpoints import BLOCKS, Recorder, load_talkative
+from tests.checkpoints import BLOCKS
 from tests.clips import write_clip
 
 PATIENCE = 20  # seconds until a test that would hang fails
@@ -152,27 +152,6 @@ def test_a_question_with_a_placeholder_is_an_error_that_names_it(model, processo
     first, second = answer_videos(model, processor, clips[:2], questions, on_error="return", **FEW)
     assert "question holds '<|video|>'" in str(first.error)
     assert second.error is None
-
-
-def test_a_batch_answers_as_its_videos_would_alone(any_folder, any_processor, clips, words):
-    """Three lengths of video and of question; what cannot be read is in its place."""
-    model, questions = load_talkative(any_folder), ["What?", "What moves, and where to?", "Who?", "When does it end?"]
-    videos, few = [*clips[:2], words, clips[2]], {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    found = []
-    for size in (1, 2):
-        recorder = Recorder()
-        options: dict[str, Any] = few | {"batch_size": size, "on_error": "return", "logits_processor": [recorder]}
-        answers = list(answer_videos(model, any_processor, videos, questions, **options))
-        found.append((answers, recorder.logits(4)))
-    (alone, logits), batch = found
-    assert (logits[0] - logits[1]).abs().max() > 0.1
-    for answers, of_batch in [batch]:
-        torch.testing.assert_close(of_batch, logits, atol=1e-5, rtol=0)
-        assert [answer.answer for answer in answers] == [answer.answer for answer in alone]
-        assert [answer.prompt_tokens for answer in answers] == [answer.prompt_tokens for answer in alone]
-        assert [type(answer.error) for answer in answers] == [type(None), type(None), ValueError, type(None)]
-        for ours, theirs in zip(answers, alone, strict=True):
-            assert ours.video_tokens_kept == theirs.video_tokens_kept
 
 
 def test_an_error_in_a_batch_comes_after_the_answers_before_it(pretend):
