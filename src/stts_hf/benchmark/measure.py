@@ -215,10 +215,7 @@ def measure_workloads(workloads: Sequence[Workload], device: torch.device, repea
 
 
 def measure(workload: Workload, models: Models, device: torch.device, repeats: int) -> dict[str, Any]:
-    """
-    Measures one workload: `{"status", "variants"}`, stock first among the variants, each with `stages` (the
-    `seconds` of every round and `flops`), `peak_memory` in bytes, and `tokens` per row (see `Runner.count_tokens`).
-    """
+    """Measures a workload: "status" and "variants", stock first, with `stages`, `peak_memory` and `tokens`."""
     configure(models, workload, workload.backend)
     runner = Runner(workload, models, workload_inputs(workload, models[0].config, device))
     variants: list[Variant] = []

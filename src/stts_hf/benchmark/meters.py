@@ -27,10 +27,7 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """
-    Seconds: on the host, or between CUDA events in the current stream, where a stage includes the device's idle time.
-    `read` forces no host-device sync; call `synchronize` before `between`.
-    """
+    """Seconds on the host, or between CUDA events, idle time included; `synchronize` before `between`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_cuda = device, device.type == "cuda"
@@ -51,10 +48,7 @@ class Clock:
 
 
 def attention_flops(operator: Any) -> Callable[..., int]:
-    """
-    FLOPs of one of PyTorch's attention kernels, forward (two products) or backward (five), by the arguments' names in
-    its schema; query: (B, heads, L, d). Causal attention counts the visible pairs of query and key.
-    """
+    """FLOPs of an attention kernel, forward or backward; causal attention counts the visible pairs alone."""
     names = [argument.name for argument in operator.default._schema.arguments]  # noqa: SLF001  # PyTorch has no other way
 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -141,12 +135,7 @@ class StageRecorder:
 
 
 def peak_memory(run: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
-    """
-    Runs `run` once. Returns its result and the most bytes it held beyond those allocated before: activations,
-    gradients, caches and working space.
-
-    On a CPU: the highest running sum of what PyTorch's allocator reports to `torch.profiler`, exact for tensors.
-    """
+    """Runs `run` once; its result, and the most bytes it held beyond those before; on a CPU those of tensors."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

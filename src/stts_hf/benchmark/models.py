@@ -26,12 +26,7 @@ def build_models(geometry: str, dtype: torch.dtype, device: torch.device) -> Mod
 
 
 def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """
-    Returns the stock model of the STTS `model`'s backbone. The parameters are the same objects, without the scorer's,
-    so both models share gradients and one optimiser serves both.
-
-    Raises `RuntimeError` if the models differ in more than the scorer.
-    """
+    """Returns the stock model with the same parameter objects: both share gradients, one optimiser serves both."""
     config = stock_config(model.config)
     with torch.device("meta"):
         stock = AutoModelForImageTextToText.from_config(config)

@@ -42,10 +42,7 @@ def atomic_folder(destination: Path, *, overwrite: bool = False) -> Iterator[Pat
 
 @contextlib.contextmanager
 def atomic_file(destination: Path) -> Iterator[Path]:
-    """
-    Gives a path beside `destination`, to be written; it takes the place when the `with` block ends without error. Where
-    a link stands there, its target is written. Mode and owner of a file that was there stay.
-    """
+    """Gives a path, which takes the place at the end; follows a link there, and keeps mode and owner."""
     name, destination = destination.name, Path(os.path.realpath(destination))
     with _beside(destination) as (folder, _):
         new = folder / name  # libraries choose a format by the ending

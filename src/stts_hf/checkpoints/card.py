@@ -98,11 +98,7 @@ def _family_of(folder: Path, adapter: Mapping[str, Any]) -> Family | None:
 
 
 def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
-    """
-    Returns the card to push with a checkpoint folder: its `README.md` with the metadata it lacks, or a new one where
-    that is missing or transformers' stock text. `repo_id` takes its place in the usage section. Raises `ValueError`
-    where the metadata is no YAML.
-    """
+    """The card to push: the folder's with what it lacks and `repo_id`, or a new one. Raises `ValueError`."""
     file = Path(folder) / CARD
     text = file.read_text(encoding="utf-8") if file.is_file() else STOCK_SENTENCE
     if STOCK_SENTENCE in text:

@@ -118,11 +118,7 @@ def convert_checkpoint(
 
 
 def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Any, Any, dict[str, StoredTensor]]:
-    """
-    Returns the model's config, processor and tensors, but for ViT layers that the model does not have and for second
-    copies of tied weights. The scorer's may be missing. Raises `ValueError` where settings, tokenizer, processor or
-    weights cannot be used or do not fit each other.
-    """
+    """Returns config, processor and the model's tensors; the scorer's may be missing. Raises `ValueError`."""
     original = is_original(folder)
     family = OWN[STTSConfig.model_type] if original else family_of_checkpoint(folder)
     processor = load_processor(base, family)
@@ -153,11 +149,7 @@ def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> tuple
 
 
 def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[str, Path] | None = None) -> None:
-    """Raises `ValueError`, with a remedy, where `destination` cannot or must not be written.
-
-    An existing folder may be replaced only with `overwrite`, and only if it holds a checkpoint and nothing else.
-    `apart_from`: folders that must not change, by their role; `destination` may not be, contain or lie in one.
-    """
+    """Raises `ValueError` where `destination` must not be written, or does not lie `apart_from` these folders."""
     for what, folder in (apart_from or {}).items():
         ours, other = destination.resolve(), folder.resolve()
         if ours.is_relative_to(other) or other.is_relative_to(ours):

@@ -85,9 +85,7 @@ def weights(folder: Path) -> Iterator[Finding]:
     read = [path.name for path in weight_files(folder)]
     first = SAFE_WEIGHTS_NAME if SAFE_WEIGHTS_NAME in read else SAFE_WEIGHTS_INDEX_NAME
     if unread := stale_weights(os.listdir(folder), [*read, first]):
-        yield Finding(
-            f"{', '.join(unread)} is not read, since {first} is", "delete what an earlier save left", fatal=False
-        )
+        yield Finding(f"{', '.join(unread)} is not read, since {first} is", "delete what is older", fatal=False)
     config = _read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         what = "the weights are quantised, so their names and shapes were not compared with config.json"

@@ -176,10 +176,7 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 
 
 def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterator[Finding]:
-    """
-    Checks that each of a checkpoint's files, or of `files`, is a regular file, or a link to another of the checkpoint's
-    files, into the Hub cache that the folder is part of, or to a copy of this package's code, as in a preset folder.
-    """
+    """Yields files that are not regular, or link to other than the checkpoint's files, its Hub cache and our code."""
     files = checkpoint_files(folder) if files is None else files
     if dangling := [name for name, path in files.items() if not path.exists()]:
         yield Finding(

@@ -97,10 +97,7 @@ def processor_of(checkpoint: str | Path, family: "Family", revision: str | None 
 
 
 def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | None = None, **options: Any) -> Any:
-    """
-    Returns the model for use on `device`; None leaves it where it was loaded. options: of `from_pretrained`. Raises
-    `ValueError` where the weights cannot be loaded, are no safetensors, or lack what the model needs.
-    """
+    """Returns the model, on `device` if given. options: of `from_pretrained`. Raises `ValueError` as `load_weights`."""
     model, new_scorer = load_weights(checkpoint, config, revision=revision, **options)
     if new_scorer and SELECTORS[config.vision_config.selector].is_learned:
         raise ValueError(
@@ -111,10 +108,7 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
 
 
 def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, **options: Any) -> tuple[Any, list[str]]:
-    """
-    Returns the model, and the names of the scorer's weights that the checkpoint lacks: those are newly initialised.
-    Raises `ValueError` for other missing weights and for wrong shapes, which transformers would initialise too.
-    """
+    """Returns the model, and which of the scorer's weights are new. Raises `ValueError` for others that are."""
     from stts_hf.auto_classes import MODEL_CLASSES
 
     from .checks import WeightComparison, check_generation_config, compare_weights, is_scorer

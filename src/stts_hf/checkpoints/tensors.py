@@ -80,10 +80,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """
-    Returns the files of weights that transformers reads in a folder. Raises `ValueError` where one is missing, the
-    index is invalid, or they name more tensors than any model has, and `PermissionError` where one may not be read.
-    """
+    """Returns the files of weights that transformers reads. Raises `ValueError` where they cannot be."""
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     indexed = 0
     if single.is_file():

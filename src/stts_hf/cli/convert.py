@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
     parser.add_argument("--selector", choices=SELECTORS, help="selection method")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="weights' dtype (default: source's)"
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype (default: the source's)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")
     parser.add_argument("--seed", type=int, default=0, help="random seed for a new scorer's weights (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint in DESTINATION")

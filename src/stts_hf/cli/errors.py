@@ -35,10 +35,7 @@ def shortage(error: BaseException, less_memory: str | None) -> str | None:
 
 
 def need_extras(what: str, *extras: str, module: str | None = None) -> None:
-    """
-    Raises `CommandError` if packages of the extras are missing, with `what` before the command that installs them.
-    module: also looked for, because a checkout that is not installed does not know its requirements.
-    """
+    """Raises `CommandError` if packages of the extras, or `module`, are missing; `what` comes before the remedy."""
     try:
         for extra in extras:
             check_versions(extra)

@@ -41,9 +41,7 @@ def add_model_options(
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
-    parser.add_argument(
-        "--num-frames", type=count, metavar="N", help="maximum frames of a video (default: checkpoint's)"
-    )
+    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames of a video (default: checkpoint's)")
     parser.add_argument(
         "--test-time-scaling",
         action="store_true",

@@ -84,13 +84,7 @@ def check_length(name: str, length: int, limit: int, used: int = 0, *, argument:
 
 
 def encode(processor: Processor, sample: Sample) -> Encoded:
-    """
-    Decodes and tokenizes a sample.
-
-    Raises:
-        RowError: a file cannot be decoded, the chat template refuses the conversation, nothing of it is learned, or its
-            answer is yet to be written.
-    """
+    """Decodes and tokenizes a sample. Raises `RowError` for what cannot be decoded, rendered or learned."""
     with row_errors(sample.id):
         if sample.room:
             raise ValueError("its answer is yet to be written. Pass the rows through `answer_rows` first.")
@@ -253,11 +247,7 @@ def count_tokens(
 
 
 def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
-    """
-    `input_ids` (L,) where a token lies within a span, -100 elsewhere, also for tokens across a span's border.
-
-    offsets: (L, 2) characters of each token. spans: characters `[start, end)`.
-    """
+    """`input_ids` (L,) where a token lies within a span of characters, -100 elsewhere. offsets: (L, 2) of tokens."""
     learned = torch.zeros_like(input_ids, dtype=torch.bool)
     starts, ends = offsets[:, 0], offsets[:, 1]
     for start, end in spans:

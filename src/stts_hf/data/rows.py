@@ -66,13 +66,7 @@ def row_id(row: Any, index: int | None = None) -> str:
 
 
 def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
-    """
-    Reads a row; `index` names it where it has no `id`.
-
-    Raises:
-        RowError: a column is missing or of the wrong kind, placeholders and videos or images differ in number, or there
-            is no answer to learn from.
-    """
+    """Reads a row; `index` names it where it has no `id`. Raises `RowError` for one that cannot be trained on."""
     name = row_id(row, index)
     with row_errors(name):
         return _read(row, name)

@@ -187,9 +187,7 @@ def generation_options(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     given = {name: value for name, value in asked.items() if name != "until" and value is not None}
     unknown = sorted(name for name in given if not hasattr(GenerationConfig(), name))
     if unknown:
-        logger.warning_once(
-            f"generation_kwargs has {', '.join(unknown)}, which `generate` has no option for: left out."
-        )
+        logger.warning_once(f"generation_kwargs has {', '.join(unknown)}, which `generate` lacks: left out.")
     options = {name: value for name, value in given.items() if name not in unknown}
     options.setdefault("max_new_tokens", _MAX_NEW_TOKENS)
     temperature = options.get("temperature")

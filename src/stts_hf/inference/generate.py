@@ -103,10 +103,7 @@ class ReadHeads:
         return sum(of.untyped_storage().nbytes() for layer in layers for of in (layer.keys, layer.values))
 
     def take(self, rows: torch.Tensor, keep: bool) -> Cache:
-        """
-        A cache with a copy of the heads `rows` (B,). keep: whether `self.cache` is needed again. If so, both caches
-        share tensors until `batch_select_indices` replaces those of the new one.
-        """
+        """A cache with a copy of the heads `rows` (B,). keep: whether `self.cache` is needed again."""
         cache = self.cache
         if keep:
             cache = copy.copy(cache)

@@ -91,13 +91,7 @@ def choose_slots(
     cpus: float | None = None,
     gpus: float | None = None,
 ) -> Slots:
-    """
-    How many models there are, by default as many as fit, and what each gets: by default a GPU where there are some and
-    `device` is not "cpu", beside it up to 4 CPUs, else one. machines: what `connect` gives.
-
-    Raises:
-        ValueError: no machine has that much, or the arguments exclude each other.
-    """
+    """How many models there are and what each gets; by default all that fit. Raises `ValueError`."""
     with_gpus = [machine for machine in machines if machine.get("GPU")]
     if gpus is None:
         gpus = float(device == "cuda" or (device == "auto" and bool(with_gpus)))

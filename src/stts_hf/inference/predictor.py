@@ -92,10 +92,7 @@ def answer_rows(
     allow_urls: bool = False,
     **options: Any,
 ) -> Generator[tuple[dict[str, Any], Answer], None, None]:
-    """
-    Each row, with an `id`, and its answer; rows that cannot be read come first. read: makes a row's request of
-    processor, row, its number and `allow_urls`, or raises `RowError`. options: of `answer_requests`.
-    """
+    """Each row, with an `id`, and its answer, unreadable ones first. read: makes a request or raises `RowError`."""
     asked: list[dict[str, Any]] = []
     requests: list[Request] = []
     for index, row in enumerate(rows):

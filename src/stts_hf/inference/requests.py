@@ -140,12 +140,7 @@ def make_request(
     images: Sequence[Any] = (),
     question: str = "",
 ) -> Request:
-    """
-    Renders a conversation; `messages` hold parts `{"type": "video"}` and `{"type": "image"}` where media stand.
-
-    Raises:
-        ValueError: a text holds a control token.
-    """
+    """Renders a conversation of parts, with its videos and images. Raises `ValueError` for a control token."""
     check_texts(processor, messages)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ends = [text.rfind(token) + len(token) for token in (processor.video_token, processor.image_token) if token in text]
@@ -181,10 +176,7 @@ def check_question(processor: Any, question: Any) -> None:
 
 
 def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
-    """
-    Options of the processor's call for videos, with the ratio that test-time scaling needs. Raises `TypeError` if
-    `processing` is not a mapping, and `ValueError` for an option that the processor would ignore.
-    """
+    """Options of the processor's call, with test-time scaling's ratio. Raises for what would be ignored."""
     if not isinstance(processing, Mapping | None):
         raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
     parts = {f"{part}_kwargs" for part in ("videos", "images", "text")}

@@ -67,9 +67,7 @@ class ModelArguments:
     scorer_target: str | None = setting(
         None, "What the scorer learns: change between frames, or what blocks are worth to the answers.", SCORER_TARGETS
     )
-    worth_unit: float | None = setting(
-        None, "Nats by which a score's logit grows by 1; by default measured on the rows."
-    )
+    worth_unit: float | None = setting(None, "Nats that raise a score's logit by 1; by default measured on the rows.")
     pruned_position_ids: str | None = setting(None, "RoPE positions of tokens that are kept.", POSITION_RULES)
     use_peft: bool = setting(False, "Whether to train a LoRA or DoRA adapter.")
     use_dora: bool = setting(False, "Whether the adapter is DoRA, which trains a magnitude beside the matrices.")
@@ -80,9 +78,7 @@ class ModelArguments:
     lora_target_modules: list[str] | None = setting(
         None, "Names of modules, or one pattern; by default all linear layers of the text model."
     )
-    lora_modules_to_save: list[str] | None = setting(
-        None, "Modules trained in full beside the adapter; by default the scorer."
-    )
+    lora_modules_to_save: list[str] | None = setting(None, "Modules trained in full; by default the scorer.")
     merge_adapter: bool = setting(False, "Whether to save the merged checkpoint too, in `merged` there.")
 
     def __post_init__(self) -> None:

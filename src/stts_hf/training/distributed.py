@@ -26,11 +26,7 @@ REMEDIES = {
 
 
 def prepare_for_processes(trainer: Any) -> None:
-    """
-    With more than one process: turns on the collators' `always_video`, if they have it, makes FSDP shard the language
-    model's layers, if none are named, and keeps the losses in float32 under FSDP2 in bf16. Raises `ValueError` if FSDP
-    would shard parts of the vision tower, or if one process would cut batches for the others.
-    """
+    """With several processes: sets up collators, FSDP and float32 losses. Raises `ValueError` for what would hang."""
     if trainer.args.world_size == 1:
         return
     settings = trainer.args.accelerator_config

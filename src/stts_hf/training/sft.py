@@ -26,10 +26,7 @@ _REFUSED = {
 
 @dataclass
 class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
-    """
-    Every option of `trl.SFTConfig` and of `STTSTrainingArguments`, with the latter's defaults. The collator gets the
-    rows as they are, so TRL's options for tokenizing have no effect. Raises `ValueError` for TRL's packing and losses.
-    """
+    """Options of `trl.SFTConfig` and `STTSTrainingArguments`. Raises `ValueError` for TRL's packing and losses."""
 
     _VALID_DICT_FIELDS: ClassVar = [*SFTConfig._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]
 

@@ -134,10 +134,7 @@ def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
 
 
 class Molmo2Reader:
-    """
-    Frames by the settings of an `STTSVideoProcessor`, which resizes decoded frames itself. Takes out of `call` the
-    options that the processor's call does not take. samples: whether frames are chosen, or all are shown.
-    """
+    """Frames by an `STTSVideoProcessor`'s settings. samples: whether frames are chosen, or all are shown."""
 
     def __init__(self, video_processor: Any, call: dict[str, Any]):
         self.settings, self.options = video_processor, call

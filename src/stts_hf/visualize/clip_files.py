@@ -13,10 +13,7 @@ TICKS = 90_000  # per second, of frames that come with times of their own
 
 
 def write_video(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float, **options: str) -> None:
-    """
-    Writes frames, uint8 (height, width, 3) of even sizes, as H.264, or as MPEG-4 if PyAV lacks H.264. path: its ending
-    chooses the container. options: of the encoder, such as `crf="24"`.
-    """
+    """Writes frames, uint8 (height, width, 3) of even sizes, as H.264, or else MPEG-4. options: of the encoder."""
     with video_writer(path, fps, options) as write:
         for frame in frames:
             write(frame)

@@ -11,6 +11,11 @@ from typing import Any
 from stts_hf.modeling.configuration_stts import STTSConfig
 
 
+def vision_layers(config: Any, layers: int, lengths: list[int]) -> int:
+    """`layers` encoder layers over frames of `lengths` patches, each seeing its own frame."""
+    return vision_linears(config, layers, sum(lengths)) + vision_attention(config, layers, lengths)
+
+
 def vision_linears(config: Any, layers: int, patches: int) -> int:
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
@@ -26,10 +31,23 @@ def patch_embedding(config: STTSConfig, patches: int) -> int:
     return 2 * patches * vision.patch_size**2 * vision.num_channels * vision.hidden_size
 
 
+def pruning_layer(
+    config: STTSConfig, frames: int, patches: int, lengths: list[int], head_dim: int | None = None
+) -> int:
+    """Layer `l + 1`: keys and values of all patches of a frame, queries, output and MLP of the survivors alone."""
+    linears = pruning_layer_linears(config, frames, patches, sum(lengths))
+    return linears + pruning_layer_attention(config, patches, sum(lengths), head_dim)
+
+
 def pruning_layer_linears(config: Any, frames: int, patches: int, kept: int) -> int:
     vision = config.vision_config
     width, mlp = vision.hidden_size, vision.intermediate_size
     return 4 * kept * width**2 + 4 * frames * patches * width**2 + 4 * kept * width * mlp
+
+
+def pruning_layer_attention(config: STTSConfig, patches: int, kept: int, head_dim: int | None = None) -> int:
+    vision = config.vision_config
+    return 4 * kept * patches * vision.num_attention_heads * (head_dim or vision.head_dim)
 
 
 def biased_head_dim(head_dim: int, dtype: str) -> int:
