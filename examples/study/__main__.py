@@ -11,6 +11,7 @@ from typing import Any
 from stts_hf.cli.options import count, share
 from stts_hf.errors import is_disk_full
 
+from .distraction import KINDS, Look
 from .methods import PARTS
 
 
@@ -57,6 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
+    kinds = "; ".join(f"{style}: {', '.join(names)}" for style, names in KINDS.items())
     parser = argparse.ArgumentParser(prog="python -m examples.study", description="The study of pruning methods.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser("make-dataset", help="make synthetic clips and questions about them")
@@ -64,7 +66,12 @@ def build_parser() -> argparse.ArgumentParser:
     for split in ("train", "validation", "test"):
         command.add_argument(f"--{split}", type=count, metavar="N", help=f"clips and pictures of the {split} split")
     command.add_argument("--seed", type=int, default=0, help="of all scenes (default: 0)")
-    command.add_argument("--without-snow", action="store_true", help="the same clips without regions of snow")
+    command.add_argument("--distraction", type=float, default=1.0, metavar="S", help="0 none, 1 all (default: 1)")
+    command.add_argument("--kinds", nargs="+", default=[], metavar="KIND", help=f"of it (default: {kinds})")
+    command.add_argument("--style", default="plain", help="plain, or other: looks that training never sees")
+    command.add_argument(
+        "--photographs", type=float, default=0.3, metavar="SHARE", help="share of clips before one (default: 0.3)"
+    )
     command.set_defaults(execute=make)
 
     command = commands.add_parser("run", help="train and evaluate every method, and write the report")
@@ -92,7 +99,8 @@ def make(arguments: argparse.Namespace) -> int:
     from .make_dataset import SPLITS, make_dataset
 
     clips = {split: getattr(arguments, split) or number for split, number in SPLITS.items()}
-    for done, total in make_dataset(arguments.folder, clips, arguments.seed, not arguments.without_snow):
+    look = Look(arguments.distraction, tuple(arguments.kinds), arguments.style, arguments.photographs)
+    for done, total in make_dataset(arguments.folder, clips, arguments.seed, look):
         if done % 100 == 0 or done == total:
             note(f"{done} of {total} clips")
     print(arguments.folder)

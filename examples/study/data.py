@@ -22,7 +22,8 @@ from stts_hf.modeling.processing_stts import STTSProcessor
 
 from .make_dataset import levels, read_about
 
-TRAIN, TRAIN_QUESTIONS, TEST, MOTION = "train_conversations.jsonl", "train.jsonl", "test.jsonl", "motion/test.npz"
+TRAIN, TRAIN_QUESTIONS, TEST = "train_conversations.jsonl", "train.jsonl", "test.jsonl"
+MOTION, THINGS = "motion/test.npz", "things/test.npz"
 ENCODED, CONVERSATIONS = "encoded", "conversations.pt"
 
 
@@ -38,6 +39,7 @@ def check_dataset(dataset: Path) -> dict[str, Any]:
         _check_rows(dataset, TRAIN_QUESTIONS, about["splits"]["train"]["questions"])
         _check_rows(dataset, TEST, about["splits"]["test"]["questions"])
         load_motion(dataset)
+        load_things(dataset)
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise StudyError(f"--dataset {dataset} cannot be used ({error}): make it again with make-dataset") from error
     return about
@@ -101,6 +103,12 @@ def load_motion(dataset: Path) -> dict[str, np.ndarray]:
         return dict(masks)
 
 
+def load_things(dataset: Path) -> dict[str, np.ndarray]:
+    """Of each test clip how much of these patches a thing covers, (things, T, rows, columns) in percent."""
+    with np.load(dataset / THINGS) as masks:
+        return dict(masks)
+
+
 def read_questions(dataset: Path, without_options: bool = False, name: str = TEST) -> list[dict[str, Any]]:
     """The rows of a split, by default for testing; without_options: all to be answered openly."""
     rows = [json.loads(line) for line in (dataset / name).read_text(encoding="utf-8").splitlines()]
@@ -115,7 +123,7 @@ def describe_questions(dataset: Path, description: Mapping[str, Any], without_op
     return {
         "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
         "splits": description.get("splits"),
-        "snow": description.get("snow", True),
+        "look": description.get("look"),
         **{name: description.get(name) for name in ("chance", "text_only")},
     }
 

@@ -6,12 +6,14 @@ The synthetic video-QA data set: real MP4 files and pictures, and questions abou
     folder/{split}_conversations.jsonl  a row per clip, with all its questions: what one trains on
     folder/{videos,images}/...        what the rows are about
     folder/motion/{split}.npz         per clip, where things move in the frames that are looked at
+    folder/things/{split}.npz         per clip, where each thing is in these frames
 """
 
+import dataclasses
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from stts_hf.data.prompts import choice_messages
 from stts_hf.modeling.video_processing_stts import sample_indices
 from stts_hf.visualize.clip_files import write_video
 
+from .backgrounds import PHOTOGRAPHS, read_photograph
+from .distraction import KINDS, Look
 from .questions import (
     ANSWERS,
     FPS,
@@ -38,7 +42,7 @@ from .questions import (
 )
 from .scenes import Scene
 
-FORMAT = 2  # to be raised by whatever changes what is drawn or asked
+FORMAT = 3  # to be raised by whatever changes what is drawn or asked
 SIZE = 144  # pixels, height and width
 SPLITS = {"train": 2000, "validation": 200, "test": 1200}
 SHARES = {"short": 0.55, "long": 0.3, "image": 0.15}
@@ -47,14 +51,13 @@ CELLS = 12  # of a frame's side, in motion masks
 FRAMES_LOOKED_AT, MAX_FPS = 16, 4.0  # for motion masks
 
 
-def _compose(kind: str, seed: int, snow: bool) -> tuple[Scene, list[Question]]:
-    if kind == "image":
-        return compose_image(seed)
-    return (compose_short if kind == "short" else compose_long)(seed, busy=snow)
+COMPOSERS: dict[str, Callable[..., tuple[Scene, list[Question]]]]
+COMPOSERS = {"short": compose_short, "long": compose_long, "image": compose_image}
+FULL = Look(strength=1.0, photographs=0.3)
 
 
 def make_dataset(
-    folder: str | os.PathLike, clips: Mapping[str, int] | None = None, seed: int = 0, snow: bool = True
+    folder: str | os.PathLike, clips: Mapping[str, int] | None = None, seed: int = 0, look: Look = FULL
 ) -> Iterator[tuple[int, int]]:
     """
     Writes the data set; the folder appears when all of it is there. The same arguments give the same data set, and no
@@ -64,7 +67,8 @@ def make_dataset(
         folder: where to write; must not be there yet.
         clips: number of clips and pictures of each split, at least 1; `SPLITS` by default.
         seed: of all scenes, at least 0.
-        snow: whether most clips have regions of snow; all else is the same without.
+        look: of all clips: distraction, style, photographs. What happens in a clip and what is asked about it is the
+            same with each.
 
     Yields:
         Clips written and clips in all, after each clip.
@@ -72,7 +76,11 @@ def make_dataset(
     Raises:
         FileExistsError: the folder is there already.
         OSError: something cannot be written; nothing is left then.
+        ValueError: photographs are wanted, but the packages that have them are not installed.
     """
+    if look.photographs:
+        for index in range(len(PHOTOGRAPHS[look.style])):
+            read_photograph(look.style, index)
     folder = Path(folder)
     clips = dict(SPLITS if clips is None else clips)
     if folder.exists():
@@ -82,23 +90,26 @@ def make_dataset(
         rows: dict[str, list[dict[str, Any]]] = {}
         for split in clips:
             rows[split], conversations = [], []
-            motion: dict[str, Any] = {}
-            for clip, kind, scene_seed, scene, questions in compose_split(clips, split, seed, snow):
+            masks: dict[str, dict[str, Any]] = {"motion": {}, "things": {}}
+            for clip, kind, scene_seed, scene, questions in compose_split(clips, split, seed, look):
                 media = _write_media(new, scene, kind, clip)
                 if kind != "image":
-                    motion[clip] = _motion(scene)
+                    times = _times_looked_at(scene)
+                    masks["motion"][clip] = scene.motion(times, CELLS)
+                    masks["things"][clip] = scene.covers(times, CELLS)
                 rows[split] += _rows(clip, media, questions, scene_seed)
                 conversations.append({"id": clip, **media, "messages": _conversation(questions, scene_seed)})
                 done += 1
                 yield done, total
             _write_lines(new / f"{split}.jsonl", rows[split])
             _write_lines(new / f"{split}_conversations.jsonl", conversations)
-            (new / "motion").mkdir(exist_ok=True)
-            np.savez_compressed(new / "motion" / f"{split}.npz", **motion)
+            for name, found in masks.items():
+                (new / name).mkdir(exist_ok=True)
+                np.savez_compressed(new / name / f"{split}.npz", **found)
         about = {
             "format": FORMAT,
             "seed": seed,
-            **({} if snow else {"snow": False}),
+            "look": dataclasses.asdict(look) | {"kinds": list(look.kinds or KINDS[look.style])},
             "splits": {split: {"clips": clips[split], "questions": len(rows[split])} for split in clips},
             **levels(rows),
         }
@@ -106,15 +117,15 @@ def make_dataset(
 
 
 def compose_split(
-    clips: Mapping[str, int], split: str, seed: int, snow: bool = True
+    clips: Mapping[str, int], split: str, seed: int, look: Look = FULL
 ) -> Iterator[tuple[str, str, int, Scene, list[Question]]]:
     """
     What the clips and pictures of a split show, in their order: name, kind, seed, scene and all questions of each.
-    clips, seed, snow: those of the data set, as `dataset.json` has them.
+    clips, seed, look: those of the data set, as `dataset.json` has them.
     """
     first = (seed * 97 + list(clips).index(split)) << 24
     for index, kind in enumerate(_kinds(clips[split])):
-        yield f"{split}-{index:05d}", kind, first + index, *_compose(kind, first + index, snow)
+        yield f"{split}-{index:05d}", kind, first + index, *COMPOSERS[kind](first + index, look=look)
 
 
 def read_about(folder: str | os.PathLike) -> dict[str, Any]:
@@ -160,11 +171,11 @@ def _fps(scene: Scene) -> int:
     return LONG_FPS if scene.duration == LONG_SECONDS else FPS
 
 
-def _motion(scene: Scene) -> np.ndarray:
-    """Motion masks (T, `CELLS`, `CELLS`) of the frames that a processor with the study's settings looks at."""
+def _times_looked_at(scene: Scene) -> list[float]:
+    """Times of the frames that a processor with the study's settings looks at."""
     fps = _fps(scene)
     indices = sample_indices(_num_frames(scene), float(fps), FRAMES_LOOKED_AT, MAX_FPS)
-    return scene.motion([index / fps for index in indices.tolist()], CELLS)
+    return [index / fps for index in indices.tolist()]
 
 
 def _rows(clip: str, media: dict[str, list[str]], questions: list[Question], seed: int) -> list[dict[str, Any]]:
@@ -174,7 +185,8 @@ def _rows(clip: str, media: dict[str, list[str]], questions: list[Question], see
     for index in chosen:
         question = questions[index]
         row: dict[str, Any] = {"id": f"{clip}-{index}", "clip": clip, **media}
-        row |= {"type": question.kind, "group": GROUP_OF[question.kind], "question": question.text}
+        row |= {"type": question.kind, "group": GROUP_OF[question.kind], "things": question.things}
+        row["question"] = question.text
         options = with_options(question, seed + index) if random.random() < 0.5 else None
         if options:
             row["options"] = options

@@ -30,6 +30,7 @@ class Method:
     the parts of a study that it takes part in. trained: False for one that prunes the model trained without pruning.
     paper: points above no pruning at 50 % in the paper, the mean of its averages over short and over long benchmarks
     ("Scorer Pruning vs. Heuristic Pruning", "Comparison with ViT-Only Pruning Baselines"). merges: whether it is ToMe.
+    told: what its ranking is told of the true masks: what matters to a "question", or to all questions about a "clip".
     """
 
     name: str
@@ -39,6 +40,7 @@ class Method:
     trained: bool = True
     paper: float | None = None
     merges: bool = False
+    told: str = ""
 
     def ratio(self, ratio: float) -> float:
         """The pruning ratio at which it runs where others run at `ratio`."""
@@ -66,6 +68,8 @@ METHODS: dict[str, Method] = {
         ),
         Method("tome-inference", "ToMe (inference only)", NO_SCORER, trained=False, paper=-3.8, merges=True),
         Method("tome", "ToMe", NO_SCORER, ("methods", "ratios"), paper=-1.9, merges=True),
+        Method("told", "Told what a question is about (inference only)", NO_SCORER, trained=False, told="question"),
+        Method("told-clip", "Told what a clip is asked (inference only)", NO_SCORER, trained=False, told="clip"),
         Method("text-only", "Text only", NO_SCORER | {"pruning_ratio": 1.0}, paper=-18.4),
     )
 }

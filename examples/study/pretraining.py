@@ -32,6 +32,7 @@ from stts_hf.training.build import renew_scorer
 
 from .data import load_processor
 from .fitting import fit, start_scorer
+from .make_dataset import FULL
 from .pretraining_data import FIRST_SEED, KINDS, LEVELS, SceneConversations, SceneFrames
 from .scenes import COLOURS
 from .tiny_model import build_model, build_processor, save_into
@@ -154,7 +155,7 @@ def teach_pruned(model: Any, processor: Any, steps: int, batch_size: int) -> lis
     """Trains the whole model, scorer and all, with the loss of the paper, at each of `RATIOS` in turn."""
     rows, _ = model.config.vision_config.block_grid
     ratios = itertools.cycle(RATIOS)
-    batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 9 * FIRST_SEED, busy=True))
+    batches = _load(SceneConversations(processor, steps, batch_size, 3, rows, True, 9 * FIRST_SEED, look=FULL))
     groups = [
         {"params": _parameters(model, SCORER), "lr": SCORER_RATE},
         {"params": _parameters(model, *PARTS_OF["tower"], *PARTS_OF["text"]), "lr": PRUNED_RATE},
@@ -224,7 +225,7 @@ def make_tiny(base: Path, folder: Path, *, scorer_steps: int, steps: int, batch_
     """
     processor, model = load_processor(base), STTSForConditionalGeneration.from_pretrained(base)
     rows, _ = model.config.vision_config.block_grid
-    scenes = SceneConversations(processor, scorer_steps, batch_size, 3, rows, True, 10 * FIRST_SEED, busy=True)
+    scenes = SceneConversations(processor, scorer_steps, batch_size, 3, rows, True, 10 * FIRST_SEED, look=FULL)
     renew_scorer(model, 0)
     start_scorer(model, scenes, lambda batches: batches[0][0], scorer_steps, 1, 0, workers=1)
     teach_pruned(model, processor, steps, batch_size)

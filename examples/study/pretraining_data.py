@@ -18,12 +18,14 @@ from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.prompts import choice_messages
 from stts_hf.data.rows import Sample
 
+from .distraction import Look
 from .make_dataset import SIZE
 from .questions import LONG_FPS, LONG_SECONDS, Question, compose_image, compose_long, compose_short, with_options
 from .scenes import COLOURS, LETTERS, SHAPES, Scene
 from .tiny_model import MAX_FPS, NUM_FRAMES
 
 FIRST_SEED = 1 << 40  # scenes of data sets made with the usual seeds have lower ones
+LOOK = Look(0.35, ("pan", "flicker"))  # of what the base learns from
 KINDS = (*SHAPES, "diamond", "bar", *LETTERS)
 FRAMES_AT_ONCE, FRAMES_PER_SCENE = 24, 4
 QUESTIONS_AT_ONCE = 12
@@ -43,10 +45,7 @@ def block_targets(scene: Scene, time: float, blocks: int) -> tuple[np.ndarray, n
     known = np.ones((blocks, blocks), bool)
     centres = np.stack(np.meshgrid(np.arange(blocks), np.arange(blocks)), axis=-1) / blocks + 0.5 / blocks
     shown = [thing for thing in scene.things if thing.is_shown(time)]
-    places = [
-        np.add(thing.start, np.multiply(thing.velocity, time)) - np.multiply(scene.drift, time / scene.duration)
-        for thing in shown
-    ]
+    places = [thing.place_at(time) - scene.camera(time) for thing in shown]
     for thing, place in zip(shown, places, strict=True):
         known &= (np.abs(centres - place) >= 0.5 / blocks + thing.radius).any(-1)
     for thing, place in zip(shown, places, strict=True):
@@ -72,7 +71,7 @@ class SceneFrames(Dataset):
         frames, targets = [], []
         for _ in range(FRAMES_AT_ONCE // FRAMES_PER_SCENE):
             compose = (compose_short, compose_short, compose_long, compose_image)[random.integers(4)]
-            scene, _ = compose(FIRST_SEED + int(random.integers(FIRST_SEED)))
+            scene, _ = compose(FIRST_SEED + int(random.integers(FIRST_SEED)), look=LOOK)
             # Mostly while something is seen that is not always there.
             shown = [interval for thing in scene.things for interval in thing.shown]
             times = [
@@ -93,7 +92,7 @@ class SceneConversations(Dataset):
     """
     Batches of conversations about scenes of one length, as `STTSDataCollator` makes them, with `block_targets` of all
     frames of their videos. level: one of `LEVELS`. drawn: whether the frames are, or stay black. first_seed: of the
-    scenes. busy: whether those of the last level may have snow.
+    scenes. look: of the scenes.
     """
 
     processor: Any
@@ -103,7 +102,7 @@ class SceneConversations(Dataset):
     blocks: int
     drawn: bool
     first_seed: int
-    busy: bool = False
+    look: Look = LOOK
 
     def __post_init__(self) -> None:
         self.processor = copy.deepcopy(self.processor)  # its frames change from sample to sample
@@ -134,20 +133,20 @@ class SceneConversations(Dataset):
         """
         random = np.random.default_rng((seed, 5))
         if self.level == 0:
-            scene, questions = compose_image(seed)
+            scene, questions = compose_image(seed, look=self.look)
             times = np.arange(2) / MAX_FPS
         elif self.level == 2:
-            scene, questions = compose_short(seed, level=2, shown_for=0.6)
+            scene, questions = compose_short(seed, level=2, shown_for=0.6, look=self.look)
             questions = [question for question in questions if question.kind != "count"]  # not every blink is seen
             times = np.arange(8) * 2 / MAX_FPS
         elif kind < 0.7:
-            scene, questions = compose_short(seed, busy=self.busy)
+            scene, questions = compose_short(seed, look=self.look)
             times = np.arange(NUM_FRAMES) / MAX_FPS
         elif kind < 0.85 or not self.drawn:
-            scene, questions = compose_long(seed, busy=self.busy)
+            scene, questions = compose_long(seed, look=self.look)
             times = np.linspace(0, LONG_SECONDS - 1 / LONG_FPS, frames_of_long)
         else:
-            scene, questions = compose_image(seed)
+            scene, questions = compose_image(seed, look=self.look)
             times = np.zeros(1)
         messages = self._conversation(questions, seed, random)
         frames = np.zeros((len(times), SIZE, SIZE, 3), np.uint8)

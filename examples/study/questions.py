@@ -7,10 +7,12 @@ its answer. The place of everything is drawn too, so that no place is worth more
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .backgrounds import PHOTOGRAPHS
+from .distraction import Look, draw_distraction
 from .scenes import COLOURS, DIRECTIONS, LETTERS, PLACES, SHAPES, SHOWN_FOR, Scene, Thing
 
 FPS, LONG_FPS = 8, 4  # frames a second of the files
@@ -19,11 +21,13 @@ SHORT_SECONDS, LONG_SECONDS = 3.875, 24.0  # 16 frames, four a second, of the on
 LONG_SHOWN_FOR = 1.1  # with 16 frames some are missed, with 32 none
 MAX_BLINKS = 4
 NUM_OPTIONS = 4
+PLAIN = Look()
 GROUPS = {
-    "motion": ("direction", "start", "end", "mover", "order", "count", "change"),
+    "motion": ("direction", "start", "end", "mover", "order", "change"),
     "detail": ("mover-colour", "mover-shape", "still", "mark", "where", "letter"),
-    "long": ("long-mark", "long-letter", "long-order", "long-half"),
+    "long": ("long-mark", "long-letter", "long-order"),
     "image": ("image-colour", "image-shape", "image-where", "image-letter"),
+    "chance": ("count", "long-half"),  # a guess for the base, whatever it sees: they belong to no average
 }
 GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 _NUMBERS = tuple(str(number) for number in range(1, MAX_BLINKS + 1))
@@ -59,7 +63,7 @@ NAMING, COMPARING = ("direction", "start", "end", "long-half"), ("order", "long-
 class Question:
     """
     kind: one of `GROUP_OF`. answer: one of `answers`, all that the question allows. about: the thing in question; of
-    two questions about it one may tell the answer of the other.
+    two questions about it one may tell the answer of the other. things: which of the scene's must be seen.
     """
 
     kind: str
@@ -67,14 +71,15 @@ class Question:
     answer: str
     answers: tuple[str, ...]
     about: str
+    things: tuple[int, ...]
 
 
 class _Composer:
     """Draws the things of one scene; places, colours and shapes are given out once each."""
 
-    def __init__(self, seed: int, duration: float, shown_for: float):
+    def __init__(self, seed: int, duration: float, shown_for: float, look: Look):
         self.random = np.random.default_rng((seed, 1))
-        self.seed, self.duration, self.shown_for = seed, duration, shown_for
+        self.seed, self.duration, self.shown_for, self.look = seed, duration, shown_for, look
         self.places = self.shuffled(PLACES)
         self.shapes = self.shuffled(SHAPES)
         self.things: list[Thing] = []
@@ -85,10 +90,17 @@ class _Composer:
         return [values[index] for index in self.random.permutation(len(values))]
 
     def ask(
-        self, kind: str, texts: tuple[str, ...], answer: str, about: str = "", answers: tuple[str, ...] | None = None
+        self,
+        kind: str,
+        texts: tuple[str, ...],
+        answer: str,
+        about: str = "",
+        answers: tuple[str, ...] | None = None,
+        things: tuple[int, ...] | None = None,
     ) -> None:
-        text = texts[self.random.integers(len(texts))]
-        self.questions.append(Question(kind, text, answer, answers or ANSWERS[kind], about or kind))
+        """things: by default the one that was added last."""
+        text, things = texts[self.random.integers(len(texts))], things or (len(self.things) - 1,)
+        self.questions.append(Question(kind, text, answer, answers or ANSWERS[kind], about or kind, things))
 
     def moment(self, length: float) -> tuple[float, float]:
         """An interval in which something is seen; never in the first frame."""
@@ -202,30 +214,38 @@ class _Composer:
                 (f"Which mark comes first, the {pair[0]} one or the {pair[1]} one?",),
                 colours[first],
                 answers=tuple(pair),
+                things=tuple(len(self.things) - number + index for index in (first, second)),
             )
 
-    def scene(self, busy: bool) -> Scene:
-        drift = tuple(self.random.uniform(-0.06, 0.06, 2)) if self.random.random() < 0.4 else (0.0, 0.0)
-        flicker = tuple(
-            (*self.random.uniform(0, 0.75, 2), *self.random.uniform(0.15, 0.3, 2))
-            for _ in range(self.random.choice(3, p=(0.5, 0.3, 0.2)))
-        )
-        snow = tuple(
-            (*self.random.uniform(0, 0.7, 2), *self.random.uniform(0.25, 0.4, 2))
-            for _ in range(self.random.choice(4, p=(0.15, 0.3, 0.3, 0.25)) if busy else 0)
-        )
-        return Scene(self.seed, self.duration, tuple(self.things), drift=drift, flicker=flicker, snow=snow)
+    def scene(self) -> Scene:
+        """What was composed, as the style has it."""
+        random, look, things = np.random.default_rng((self.seed, 9)), self.look, tuple(self.things)
+        if look.style == "other":
+            things = tuple(self.restyled(thing, random) for thing in things)
+        photograph = int(random.integers(len(PHOTOGRAPHS[look.style]))) if random.random() < look.photographs else None
+        distraction = draw_distraction(self.seed, look) if self.duration > 1 else {}
+        return Scene(self.seed, self.duration, things, look.style, photograph, **distraction)
+
+    def restyled(self, thing: Thing, random: np.random.Generator) -> Thing:
+        """Smaller or larger than training has it, with a shadow; what moves stands first, then goes faster."""
+        scale = random.uniform(*random.permutation([(0.8, 0.88), (1.15, 1.3)])[0])
+        changed = replace(thing, radius=thing.radius * scale, casts=True)
+        if not any(thing.velocity):
+            return changed
+        length = random.uniform(0.4, 0.7) * self.duration
+        start = random.uniform(0, self.duration - length)
+        velocity = (thing.velocity[0] * self.duration / length, thing.velocity[1] * self.duration / length)
+        return replace(changed, velocity=velocity, moving=(start, start + length))
 
 
 def compose_short(
-    seed: int, level: int = 3, shown_for: float = SHOWN_FOR, busy: bool = False
+    seed: int, level: int = 3, shown_for: float = SHOWN_FOR, look: Look = PLAIN
 ) -> tuple[Scene, list[Question]]:
     """
     A clip of some seconds in which much happens, and everything that can be asked about it. `level` 1 to 3: how much,
-    for models that learn from little to much. busy: whether there may be regions of snow, which nothing is asked
-    about.
+    for models that learn from little to much. The look changes nothing of what happens and is asked.
     """
-    composer = _Composer(seed, SHORT_SECONDS, shown_for)
+    composer = _Composer(seed, SHORT_SECONDS, shown_for, look)
     random = composer.random
     composer.movers(1 if level == 1 or random.random() < 0.5 else 2)
     composer.marks(int(random.integers(1, 1 + level)) if level < 3 else int(random.integers(2, 5)))
@@ -235,24 +255,24 @@ def compose_short(
         composer.letter("letter")
     if random.random() < 0.6:
         composer.still(random.random() < 0.6)
-    return composer.scene(busy), composer.questions
+    return composer.scene(), composer.questions
 
 
-def compose_long(seed: int, busy: bool = False) -> tuple[Scene, list[Question]]:
-    """A clip of half a minute in which little happens, and everything that can be asked about it. `busy` as above."""
-    composer = _Composer(seed, LONG_SECONDS, LONG_SHOWN_FOR)
+def compose_long(seed: int, look: Look = PLAIN) -> tuple[Scene, list[Question]]:
+    """A clip of half a minute in which little happens, and everything that can be asked about it."""
+    composer = _Composer(seed, LONG_SECONDS, LONG_SHOWN_FOR, look)
     if composer.random.random() < 0.5:
         composer.still(False)
         composer.questions.clear()
     composer.marks(int(composer.random.integers(1, 4)), "long-")
     if composer.random.random() < 0.6:
         composer.letter("long-letter")
-    return composer.scene(busy), composer.questions
+    return composer.scene(), composer.questions
 
 
-def compose_image(seed: int) -> tuple[Scene, list[Question]]:
+def compose_image(seed: int, look: Look = PLAIN) -> tuple[Scene, list[Question]]:
     """A still picture with some things and a letter, and everything that can be asked about it."""
-    composer = _Composer(seed, 1.0, 1.0)
+    composer = _Composer(seed, 1.0, 1.0, look)
     for colour in composer.shuffled(COLOURS)[:3]:
         name, start = composer.place()
         shape = composer.shapes.pop()
@@ -265,7 +285,7 @@ def compose_image(seed: int) -> tuple[Scene, list[Question]]:
     letter = composer.shuffled(LETTERS)[0]
     composer.things.append(Thing(letter, composer.shuffled(COLOURS)[0], LETTER_RADIUS, start))
     composer.ask("image-letter", ("Which letter is shown?",), letter)
-    return composer.scene(False), composer.questions
+    return composer.scene(), composer.questions
 
 
 def conversation(questions: list[Question], random: np.random.Generator) -> list[Question]:

@@ -117,13 +117,14 @@ def header(results: Results) -> Iterator[str]:
         changes = ", ".join(f"`{name}` {value}" for name, value in settings.model_settings.items())
         yield f"The model's settings but for the method's own: {changes}."
     splits = ", ".join(f"{name} {size['clips']}" for name, size in about["splits"].items())
-    snow = "" if about.get("snow", True) else "; without snow"
+    look = about.get("look")
+    look = f"; {look['style']} style, distraction {look['strength']:g}: {', '.join(look['kinds'])}" if look else ""
     yield (
         f"{len(done)} runs, seeds {', '.join(map(str, settings.seeds))}. Each starts from the base checkpoint "
         f"{settings.base} and trains {settings.steps} steps of {settings.batch_size} clips with their conversations "
         f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}), a new scorer before that "
         f"{settings.scorer_steps} steps by the temporal loss alone, unless it has none. Data set {settings.dataset} "
-        f"(clips and pictures: {splits}{snow}): {len(results.types)} test questions about {len(set(results.clips))} of "
+        f"(clips and pictures: {splits}{look}): {len(results.types)} test questions about {len(set(results.clips))} of "
         f"them{', all asked without options' if settings.without_options else ''}."
     )
     machines = (record["machine"] for record in done)

@@ -35,10 +35,20 @@ from stts_hf.training.build import renew_scorer
 
 from ..benchmarks.moving_clips import correlate
 from . import fitting
-from .data import EncodedRows, StudyError, encode_conversations, load_motion, load_processor, read_questions, write_json
+from .data import (
+    EncodedRows,
+    StudyError,
+    encode_conversations,
+    load_motion,
+    load_processor,
+    load_things,
+    read_questions,
+    write_json,
+)
 from .methods import METHODS, load_method
 from .motion import share_of_blocks
 from .study import FORMAT, RECORDS, Evaluation, Run, Study, evaluations, is_done, is_scored, read_records
+from .told import tell, together
 
 CHECKPOINTS, SCORERS = "checkpoints", "scorers"
 QUESTIONS_AT_ONCE = 32
@@ -209,8 +219,10 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
         questions = [row for row in questions if row["group"] == "long"]
         processing = {"test_time_scaling": True, "pruning_ratio": asked.scaling}
     started = time.perf_counter()
-    answers = evaluate(model, desk.processor, questions, batch_size=QUESTIONS_AT_ONCE, processing=processing)
-    found = {answer["id"]: answer for answer in answers}
+    found: dict[Any, dict[str, Any]] = {}
+    for some in _told(model, asked, questions, desk.study.dataset):
+        answers = evaluate(model, desk.processor, some, batch_size=QUESTIONS_AT_ONCE, processing=processing)
+        found |= {answer["id"]: answer for answer in answers}
     if errors := [answer["error"] for answer in found.values() if answer["error"]]:
         raise StudyError(f"{len(errors)} questions could not be asked: {errors[0]}")
     marks = {name: RIGHT if answer["right"] else WRONG for name, answer in found.items()}
@@ -227,6 +239,22 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
         result["llm_tokens"][group] = round(statistics.mean(one["prompt_tokens"] for one in of_group) - left_out, 2)
         result["video_tokens"][group] = round(kept, 2)
     return result
+
+
+def _told(
+    model: Any, asked: Evaluation, questions: list[dict[str, Any]], dataset: Path
+) -> Iterator[list[dict[str, Any]]]:
+    """All questions at once; for a method that is told what matters, those that share it, after it was told."""
+    told = METHODS[asked.method].told
+    pictures = [row for row in questions if not told or not row.get("videos")]
+    if pictures:
+        yield pictures
+    covers = load_things(dataset) if told else {}
+    for things, some in together([row for row in questions if told and row.get("videos")], told == "clip"):
+        masks = covers[some[0]["clip"]]
+        grid = (masks.shape[1], *model.config.vision_config.block_grid)
+        tell(module_of(model, VISION_TOWER), masks, things, grid)
+        yield some
 
 
 @torch.no_grad()

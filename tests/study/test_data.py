@@ -28,6 +28,7 @@ def drop_last_line(path: Path) -> None:
         ("test.jsonl", drop_last_line, r"test\.jsonl has \d+ rows, not \d+"),
         ("train_conversations.jsonl", lambda path: path.write_text(path.read_text()[:-9]), "Expecting|Unterminated"),
         ("motion/test.npz", lambda path: path.write_bytes(path.read_bytes()[:-30]), "not a zip file"),
+        ("things/test.npz", Path.unlink, "No such file"),
     ],
 )
 def test_a_data_set_that_is_not_whole_is_refused(whole, tmp_path, name, damage, message):

@@ -2,17 +2,20 @@
 
 import filecmp
 import json
-from dataclasses import replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from examples.study.__main__ import main
-from examples.study.make_dataset import FORMAT, compose_split, make_dataset, read_about
+from examples.study.backgrounds import read_photograph
+from examples.study.distraction import KINDS, Look
+from examples.study.make_dataset import FORMAT, make_dataset, read_about
 from examples.study.questions import compose_short
 from stts_hf.data.rows import check_files, read_row
 
 CLIPS = {"train": 20, "test": 7}
+PLAIN, OTHER = [103.24, 69.62, 88.76], [131.85, 123.59, 107.83]
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +41,68 @@ def test_rows_are_what_training_reads(folder, name):
 
 def test_whatever_changes_what_is_drawn_or_asked_raises_the_format(folder):
     """Data sets of one format must not differ: the study takes them for the same by their questions and format."""
-    scene, questions = compose_short(7, busy=True)
-    brightness = scene.draw([1.25], 48)[0].astype(float).reshape(3, 16, -1).mean((1, 2))
     asked = [row["messages"][0]["content"] for row in rows_of(folder / "train_conversations.jsonl")[:2]]
     first = ["Where does the white mark flash up?", "What colour is the mark at the top left?"]
-    assert (FORMAT, questions[0].text, asked) == (2, "Which way does the red cross move?", first)
-    assert brightness == pytest.approx([104.49, 102.50, 98.52], abs=0.5)
+    assert (FORMAT, asked) == (3, first)
+    for seed, style, expected in ((7, "plain", PLAIN), (7, "other", OTHER)):
+        scene, questions = compose_short(seed, look=Look(1.0, KINDS[style], style, photographs=0.5))
+        assert questions[0].text == "Which way does the red cross move?"
+        brightness = scene.draw([1.25], 48)[0].astype(float).reshape(3, 16, -1).mean((1, 2))
+        assert brightness == pytest.approx(expected, abs=0.5)
 
 
-def test_without_snow_all_else_is_the_same(folder, tmp_path):
-    calm = tmp_path / "calm"
-    list(make_dataset(calm, CLIPS, snow=False))
-    assert read_about(calm) == read_about(folder) | {"snow": False}
-    assert filecmp.cmpfiles(calm, folder, [f"{split}.jsonl" for split in CLIPS])[1:] == ([], [])
-    (snowy,), (bare,) = (
-        [scene for clip, *_, scene, _ in compose_split(CLIPS, "test", 0, snow) if clip == "test-00000"]
-        for snow in (True, False)
-    )
-    assert snowy.snow
-    assert snowy == replace(bare, snow=snowy.snow)
-    assert (calm / "videos/test-00000.mp4").read_bytes() != (folder / "videos/test-00000.mp4").read_bytes()
+@pytest.mark.parametrize(
+    "look", [Look(), Look(0.5, ("rain",)), Look(1.0, style="other")], ids=["calm", "rain", "other"]
+)
+def test_of_another_look_the_clips_differ_and_the_questions_do_not(folder, tmp_path, look):
+    other = tmp_path / "other"
+    list(make_dataset(other, CLIPS, look=look))
+    about, before = read_about(other), read_about(folder)
+    assert about.pop("look") == asdict(look) | {"kinds": list(look.kinds or KINDS[look.style])}
+    assert before.pop("look")["kinds"] == list(KINDS["plain"])
+    assert about == before
+    names = [f"{split}.jsonl" for split in CLIPS]
+    assert filecmp.cmpfiles(other, folder, names, shallow=False) == (names, [], [])
+    assert (other / "videos/test-00000.mp4").read_bytes() != (folder / "videos/test-00000.mp4").read_bytes()
 
 
-def test_motion_masks_are_of_the_frames_looked_at(folder):
-    masks = np.load(folder / "motion" / "test.npz")
+def test_photographs_that_are_not_installed_are_named_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    read_photograph.cache_clear()
+    with pytest.raises(ValueError, match=r"lion\.jpg of the package gradio is missing: pip install .*--photographs 0"):
+        list(make_dataset(tmp_path / "set", CLIPS))
+    assert not list(tmp_path.iterdir())
+    list(make_dataset(tmp_path / "set", {"train": 1, "test": 1}, look=Look(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--distraction", "1.5"], "strength is 1.5, but must lie between 0 and 1"),
+        (["--kinds", "snow", "hail"], "kinds names 'hail', but may name snow, "),
+        (["--style", "cubist"], "style is 'cubist', but must be one of plain, other"),
+        (["--photographs", "-1"], "photographs is -1.0, but must lie between 0 and 1"),
+    ],
+)
+def test_a_look_that_cannot_be_is_refused(tmp_path, capsys, options, message):
+    assert main(["make-dataset", str(tmp_path / "set"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "shape"), [("motion", (16, 12, 12)), ("things", (16, 12, 12))])
+def test_masks_are_of_the_frames_looked_at(folder, name, shape):
+    masks = np.load(folder / name / "test.npz")
     clips = {row["clip"] for row in rows_of(folder / "test.jsonl") if "videos" in row}
     assert set(masks.files) == clips
-    assert all(masks[clip].shape == (16, 12, 12) and masks[clip].any() for clip in clips)
+    assert all(masks[clip].shape[-3:] == shape and masks[clip].any() for clip in clips)
+
+
+def test_each_question_names_the_things_that_must_be_seen(folder):
+    masks = np.load(folder / "things" / "test.npz")
+    for row in rows_of(folder / "test.jsonl"):
+        if "videos" in row and not row["type"].startswith("long"):  # of a long clip 16 frames miss some
+            assert all(masks[row["clip"]][thing].any() for thing in row["things"]), row
+        assert len(row["things"]) == (2 if row["type"].endswith("order") else 1)
 
 
 def test_the_same_arguments_give_the_same_files(folder, tmp_path):
@@ -86,5 +124,5 @@ def test_a_data_set_of_another_version_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no data set of make-dataset"):
         read_about(tmp_path)
     (tmp_path / "dataset.json").write_text('{"format": 0}')
-    with pytest.raises(ValueError, match=r"format 0, but this version reads format 2"):
+    with pytest.raises(ValueError, match=r"format 0, but this version reads format 3"):
         read_about(tmp_path)

@@ -17,6 +17,7 @@ GROUPS = ("motion", "detail", "long", "image")
 STUDY = Settings(dataset="d", base="b", base_layer=3, layer_ratios=(0.5, 0.8))
 # Right of each 40 questions of a group, by method and ratio; the same ones of every seed.
 RIGHT = {"none": 36, "stts": 36, "random": 30, "cosine": 34, "stts-no-temporal": 20, "tome": 32, "text-only": 10}
+RIGHT |= {"told": 37, "told-clip": 36}
 
 
 def rights(method: str, ratio: float, scaling: float, layer: int, group: str) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from examples.study.distraction import BEHIND, OVER, Effect, Look
 from examples.study.questions import ANSWERS, compose_image, compose_long, compose_short, conversation
 from examples.study.scenes import COLOURS, DIRECTIONS, PLACES, Scene, Thing
 
@@ -26,7 +27,6 @@ def test_colours_of_marks_are_seen_where_and_only_while_they_flash_up():
     checked = 0
     for seed in range(30):
         scene, questions = compose_short(seed)
-        scene = replace(scene, drift=(0.0, 0.0), flicker=())
         asked = {q.text: q.answer for q in questions if q.kind == "mark"}
         marks = [thing for thing in scene.things if thing.shape == "diamond"]
         assert len(asked) == len(marks)
@@ -51,7 +51,7 @@ def test_direction_is_that_of_the_pixels(direction):
         if {q.kind: q.answer for q in questions}["direction"] == direction:
             break
     mover = scene.things[0]
-    first, last = replace(scene, things=(mover,), drift=(0.0, 0.0), flicker=()).draw([0.0, scene.duration], SIZE)
+    first, last = replace(scene, things=(mover,)).draw([0.0, scene.duration], SIZE)
     moved = np.abs(first.astype(int) - last).max(-1) > 30
     looks = [np.abs(frame.astype(int) - np.array(COLOURS[mover.colour])).max(-1) < 40 for frame in (first, last)]
     centres = [np.argwhere(look & moved).mean(0)[::-1] for look in looks]
@@ -70,9 +70,7 @@ def test_blinks_are_as_many_as_the_answer_in_frames_a_quarter_of_a_second_apart(
         if light:
             seen = [
                 colour_at(frame, light[0].start) == "white"
-                for frame in replace(scene, things=(light[0],), flicker=(), drift=(0, 0)).draw(
-                    [0.25 * i for i in range(16)], SIZE
-                )
+                for frame in replace(scene, things=(light[0],)).draw([0.25 * i for i in range(16)], SIZE)
             ]
             rises = sum(now and not before for before, now in zip([False, *seen], seen, strict=False))
             assert str(rises) == answers[0]
@@ -80,24 +78,60 @@ def test_blinks_are_as_many_as_the_answer_in_frames_a_quarter_of_a_second_apart(
     assert counted > 15
 
 
-def test_snow_is_another_in_every_frame_within_its_region_and_under_the_things():
-    snowing = replace(STILL, snow=((0.25, 0.5, 0.25, 0.25),), things=(Thing("square", "blue", 0.05, (0.375, 0.625)),))
-    frames, without = (scene.draw([0.0, 0.25, 0.5], SIZE).astype(int) for scene in (snowing, replace(snowing, snow=())))
+@pytest.mark.parametrize("kind", [*BEHIND, *OVER])
+def test_an_effect_changes_every_frame_within_its_region_and_leaves_things_to_be_seen(kind):
+    effect = Effect(kind, 1.0, (0.25, 0.5, 0.25, 0.25))
+    plain = replace(STILL, things=(Thing("square", "blue", 0.05, (0.375, 0.625)),))
+    frames, without = (
+        scene.draw([0.0, 0.25, 0.5], SIZE).astype(int) for scene in (replace(plain, effects=(effect,)), plain)
+    )
     region = np.zeros((SIZE, SIZE), bool)
     region[SIZE // 2 : SIZE * 3 // 4, SIZE // 4 : SIZE // 2] = True
     assert np.array_equal(frames[:, ~region], without[:, ~region])
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert np.abs(frames[one] - frames[other])[region].mean() > 30
-    assert all(colour_at(frame, (0.375, 0.625)) == "blue" for frame in frames)
+    changed = [np.abs(frames[one] - frames[other])[region].mean() for one, other in ((0, 1), (0, 2), (1, 2))]
+    unchanged = np.abs(without[0] - without[1])[region].mean()
+    assert min(changed) > unchanged + 1
+    if kind in BEHIND:
+        assert all(colour_at(frame, (0.375, 0.625)) == "blue" for frame in frames)
+
+
+def test_the_camera_moves_everything_and_a_sliding_background_what_lies_behind():
+    plain = replace(STILL, duration=1.0)
+    panned, slid = replace(plain, drift=(0.25, 0.0)), replace(plain, slide=(0.25, 0.0))
+    for scene, first, last in ((panned, 0.625, 0.375), (slid, 0.5, 0.5)):
+        frames = scene.draw([0.0, 1.0], SIZE)
+        assert [colour_at(frame, (x, 0.5)) for frame, x in zip(frames, (first, last), strict=True)] == ["red", "red"]
+        moved = np.abs(frames[0][:, SIZE // 4 :].astype(int) - frames[1][:, : -SIZE // 4])
+        assert np.median(moved) < 6  # what lay there lies here, but for noise
+    shaken = replace(plain, shake=0.02)
+    assert len({tuple(shaken.camera(time)) for time in (0.0, 0.25, 0.5)}) == 3
 
 
 def test_motion_is_where_the_camera_shows_it():
     flash = Thing("square", "blue", 0.06, (0.5, 0.5), shown=((0.9, 1.1),))
-    drifting = replace(STILL, duration=1.0, drift=(0.25, -0.25), things=(flash,))
+    drifting = replace(STILL, duration=1.0, drift=(0.5, -0.5), things=(flash,))
     frames = drifting.draw([0.0, 1.0], 144).astype(int)
     blue = (frames[..., 2] - frames[..., :2].max(-1) > 60).reshape(2, 12, 12, 12, 12).any((2, 4))
     assert not blue[0].any()
     assert np.array_equal(drifting.motion([0.0, 1.0], 12)[1], blue[1])
+
+
+def test_things_cover_the_cells_in_which_their_pixels_lie():
+    scene = replace(STILL, drift=(0.25, -0.25), things=(STILL.things[0], Thing("square", "blue", 0.06, (0.2, 0.5))))
+    frames = scene.draw([0.0, 4.0], 144).astype(int)
+    red = (frames[..., 0] - frames[..., 1:].max(-1) > 60).reshape(2, 12, 12, 12, 12).mean((2, 4))
+    assert scene.covers([0.0, 4.0], 12)[0] / 100 == pytest.approx(red, abs=0.1)
+
+
+def test_in_the_other_style_things_have_other_sizes_and_speeds_and_the_same_ends():
+    for seed in range(20):
+        (plain, asked), (other, same) = (compose_short(seed, look=Look(style=style)) for style in ("plain", "other"))
+        assert asked == same
+        for one, changed in zip(plain.things, other.things, strict=True):
+            assert 0.79 < changed.radius / one.radius < 0.89 or 1.14 < changed.radius / one.radius < 1.31
+            for time in (0.0, plain.duration):
+                assert changed.place_at(time) == pytest.approx(one.place_at(time))
+            assert (changed.velocity == one.velocity) == (one.velocity == (0.0, 0.0))
 
 
 @pytest.mark.parametrize("compose", [compose_short, compose_long, compose_image])
