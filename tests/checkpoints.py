@@ -29,14 +29,6 @@ GRID = tuple(
     for side, window in zip(_VISION["image_size"], _VISION["pooling_size"], strict=True)
 )
 BLOCKS = GRID[0] * GRID[1]  # of a frame that the tiny checkpoint is shown
-AUTO_CLASSES = {
-    "AutoConfig": "configuration_stts.STTSConfig",
-    "AutoModel": "modeling_stts.STTSForConditionalGeneration",
-    "AutoModelForImageTextToText": "modeling_stts.STTSForConditionalGeneration",
-    "AutoModelForMultimodalLM": "modeling_stts.STTSForConditionalGeneration",
-    "AutoProcessor": "processing_stts.STTSProcessor",
-    "AutoVideoProcessor": "video_processing_stts.STTSVideoProcessor",
-}
 
 
 def messages(clip: Path | str) -> list[dict[str, Any]]:

@@ -112,19 +112,6 @@ def write_audio(path: Path | str, cover: bool = False) -> Path:
     return Path(path)
 
 
-def write_no_video(path: Path, kind: str) -> None:
-    """What is no video: "missing", "folder", "audio", "empty", "text" or "truncated"."""
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "audio":
-        write_audio(path)
-    elif kind == "truncated":
-        write_clip(path)
-        path.write_bytes(path.read_bytes()[:2000])
-    elif kind != "missing":
-        path.write_bytes({"empty": b"", "text": b"no video at all\n" * 100}[kind])
-
-
 def _mux_one_second_of_silence(container: Any, stream: Any, second: int) -> None:
     silence = av.AudioFrame.from_ndarray(np.zeros((1, 16000), dtype=np.float32), format="fltp", layout="mono")
     silence.sample_rate = 16000

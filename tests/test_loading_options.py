@@ -54,11 +54,6 @@ def test_half_precision_equals_a_cast_of_the_plain_load(inputs):
     assert torch.isfinite(logits).all()
 
 
-def test_auto_dtype_is_the_checkpoints(tmp_path):
-    load_tiny(dtype="bfloat16").save_pretrained(tmp_path)
-    assert load_tiny(tmp_path, dtype="auto").dtype == torch.bfloat16
-
-
 def test_device_map_auto_with_disk_offload(inputs, plain, tmp_path):
     pytest.importorskip("accelerate")
     model = load_tiny(
@@ -147,15 +142,6 @@ def test_stock_molmo2_loads_with_nothing_but_the_scorer_new(stock_layout, stock,
         assert_close(model.eval()(**inputs, pruning_ratio=0).logits, expected)
 
 
-def test_stock_molmo2_becomes_an_stts_config_with_a_note(stock_layout, caplog):
-    config = STTSConfig.from_pretrained(stock_layout)
-    assert (config.model_type, config.vision_config.model_type) == ("stts", "stts_vision")
-    assert config.vision_config.num_hidden_layers == 6
-    assert config.vision_config.image_size == [96, 96]
-    assert "scorer is new and untrained" in caplog.text
-    assert "cosine" in caplog.text
-
-
 def test_stock_molmo2_with_a_selector_that_needs_no_training_loads_without_a_word(stock_layout, caplog):
     model = STTSForConditionalGeneration.from_pretrained(stock_layout, selector="cosine", pruning_ratio=0.25)
     vision_config = model.model.vision_tower.config
@@ -181,18 +167,6 @@ def test_processor_of_stock_molmo2_loads_as_ours(stock, clip, inputs):
     )
     assert torch.equal(ours["input_ids"], inputs["input_ids"])
     assert torch.equal(ours["pixel_values_videos"], inputs["pixel_values_videos"])
-
-
-def test_other_models_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16}))
-    with pytest.raises(ValueError, match="'llama'"):
-        STTSConfig.from_pretrained(tmp_path)
-
-
-def test_a_folder_without_config_is_refused(tmp_path):
-    shutil.copy(TINY / "model.safetensors", tmp_path)
-    with pytest.raises(OSError, match=r"holds no config\.json"):
-        load_tiny(tmp_path)
 
 
 # From a Hub

@@ -21,7 +21,6 @@ from stts_hf.checkpoints.card import (
 )
 from stts_hf.checkpoints.families import OWN
 from tests.checkpoints import TINY, load_tiny, write_small_clip
-from tests.stts_hf.training.runs import trainer
 from tests.test_peft import TARGETS
 
 
@@ -180,14 +179,6 @@ def test_what_is_known_of_an_adapter_is_said(adapter):
         assert words in card.text
 
 
-def test_what_is_not_known_of_an_adapter_is_not_said(adapter):
-    write_model_card(adapter)
-    card = ModelCard.load(adapter / "README.md")
-    assert card.data.base_model is None
-    assert not re.search(r"## (Training|Measured)", card.text)
-    assert str(TINY) not in card.text
-
-
 @pytest.mark.slow
 def test_instructions_of_an_adapter_work(adapter, tmp_path, run_without_package):
     write_model_card(adapter, settings={"vision_config.pruning_ratio": 0.25})
@@ -200,15 +191,3 @@ def test_instructions_of_an_adapter_work(adapter, tmp_path, run_without_package)
     assert STTSConfig.from_pretrained(tmp_path / "merged").vision_config.pruning_ratio == 0.25
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert (tmp_path / "merged" / "processor_config.json").is_file()
-
-
-def test_trainer_writes_it_in_place_of_pefts(tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["scorer"])
-    run = trainer(tmp_path, model=peft.get_peft_model(load_tiny(), config))
-    run.save_model()
-    run.create_model_card(model_name="Ours", dataset_tags="someone/clips")
-    card = ModelCard.load(tmp_path / "README.md")
-    assert (card.data.pipeline_tag, card.data.datasets) == ("video-text-to-text", ["someone/clips"])
-    for words in ("# Ours", "PeftModel.from_pretrained(model, adapter)", "### Training hyperparameters"):
-        assert words in card.text

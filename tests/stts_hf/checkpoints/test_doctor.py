@@ -124,15 +124,6 @@ def test_exit_status_tells_sound_from_wrong(folder, tmp_path, capsys):
     assert "not a folder" in output.err
 
 
-def test_links_out_of_the_folder_are_found(folder, tmp_path):
-    (tmp_path / "key").write_text("secret")
-    (folder / "LICENSE").symlink_to(tmp_path / "key")
-    (folder / "NOTICE").symlink_to("config.json")
-    (folder / "notes").symlink_to(tmp_path)  # no part of the checkpoint
-    found = [finding for name, finding in listed(folder) if name == "code" and finding.fatal]
-    assert [finding.what.split(" is a link ")[0] for finding in found] == ["LICENSE"]
-
-
 def test_links_of_a_hub_cache_into_its_own_files_are_sound(folder, tmp_path):
     snapshot, blobs = tmp_path / "models--user--tiny" / "snapshots" / "abc", tmp_path / "models--user--tiny" / "blobs"
     snapshot.mkdir(parents=True)

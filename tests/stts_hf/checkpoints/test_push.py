@@ -106,12 +106,6 @@ def test_a_dry_run_says_what_would_go_and_creates_nothing(hub, tmp_path, crowded
     assert not hub.requests
 
 
-def test_a_dry_run_refuses_a_name_that_no_repository_has(hub, tmp_path):
-    status, _, err = push(hub, tmp_path / "home", TINY, "bad//name", "--dry-run")
-    assert status == 2
-    assert "bad//name" in err.splitlines()[-1]
-
-
 def test_more_goes_where_it_is_named(hub, tmp_path, crowded):
     assert push(hub, tmp_path / "home", crowded, "user/tiny", "--include", "data/*")[0] == 0
     assert hub.files("user/tiny")["data/rows.jsonl"] == b"secret"
@@ -188,12 +182,6 @@ def test_a_hub_that_is_not_there_is_one_line(hub, tmp_path):
     status, _, err = push(hub, tmp_path, TINY, "user/tiny", HF_ENDPOINT=url)
     assert status == 2
     assert re.search(rf"error: {url} cannot be reached \(.+\); nothing was committed", err.splitlines()[-1])
-
-
-def test_offline_mode_is_one_line(hub, tmp_path):
-    status, _, err = push(hub, tmp_path, TINY, "user/tiny", HF_HUB_OFFLINE="1")
-    assert status == 2
-    assert "HF_HUB_OFFLINE" in err.splitlines()[-1]
 
 
 def test_a_folder_that_would_not_load_is_refused(hub, tmp_path, sharded):

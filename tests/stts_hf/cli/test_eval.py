@@ -93,13 +93,6 @@ def test_another_backbone_takes_the_same_command(run, other):
     assert {line["video_tokens"] for line in lines} == {96, 0}
 
 
-def test_without_output_it_prints_alone(rows, checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", str(rows), "--checkpoint", str(checkpoint), "--max-new-tokens", "1", "--workers", "0"]) == 0
-    assert re.search(r"^all +4 ", capsys.readouterr().out, re.M)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -27,8 +27,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="capabilities and limits on memory are Linux's"),
 ]
-
-GENERATE = "stts_hf.modeling.modeling_stts.STTSForConditionalGeneration.generate"
 SAID = {
     "full": "(No|no) space (is )?left|File too large",
     "forbidden": "Permission denied",

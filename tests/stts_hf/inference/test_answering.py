@@ -1,7 +1,6 @@
 """`answer_videos`: what one call after the other gives, in order, while the next videos are prepared."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,8 @@ from transformers import AutoModelForMultimodalLM, AutoProcessor, BatchFeature
 import stts_hf
 from stts_hf.inference import engine
 from stts_hf.inference.engine import answer_videos
-from stts_hf.inference.generate import answer_prepared, inputs_for
-from stts_hf.inference.requests import Answer, Prepared, Request, ask_about, prepare, processing_options
+from stts_hf.inference.generate import inputs_for
+from stts_hf.inference.requests import Answer, Prepared, Request
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS
@@ -154,50 +153,12 @@ def test_a_question_with_a_placeholder_is_an_error_that_names_it(model, processo
     assert second.error is None
 
 
-def test_an_error_in_a_batch_comes_after_the_answers_before_it(pretend):
-    def prepare(video):
-        if video == 2:
-            raise ValueError("no video")
-
-    answers = answer_videos(pretend(prepare), None, range(4), QUESTION, batch_size=8)
-    assert [next(answers).video, next(answers).video] == [0, 1]
-    with pytest.raises(ValueError, match="no video"):
-        next(answers)
-
-
 @pytest.mark.parametrize(("questions", "number"), [(["x"], "fewer"), (["x", "y", "z"], "more")])
 def test_questions_of_another_number_are_an_error_after_the_last_pair(pretend, questions, number):
     answers = answer_videos(pretend(), None, ["abc", "d"], questions)
     assert next(answers).answer == "x abc"
     with pytest.raises(ValueError, match=f"question has {number} entries than videos"):
         list(answers)
-
-
-def test_threads_may_share_a_model(model, processor, clips):
-    prepared = [
-        prepare(
-            processor,
-            processing_options(processor, {"num_frames": 2 + place}, 0.5),
-            ask_about(processor, clip, QUESTION),
-        )
-        for place, clip in enumerate(clips)
-    ]
-    few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-    alone = [answer_prepared(model, processor, [video], pruning_ratio=0.5, **few)[0] for video in prepared]
-    together = threading.Barrier(4)
-
-    def answer(place: int) -> Answer:
-        together.wait(PATIENCE)
-        return answer_prepared(model, processor, [prepared[place]], pruning_ratio=0.5, **few)[0]
-
-    places = [0, 1, 2, 0]
-    with ThreadPoolExecutor(4) as pool:
-        for place, found in zip(places, pool.map(answer, places), strict=True):
-            assert found.answer == alone[place].answer
-            assert found.keep_mask is not None
-            mask = alone[place].keep_mask
-            assert mask is not None
-            assert torch.equal(found.keep_mask, mask)
 
 
 @pytest.mark.parametrize(

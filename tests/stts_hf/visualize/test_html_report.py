@@ -159,16 +159,6 @@ def test_64_frames_of_noise_stay_below_10_megabytes(tmp_path):
     assert write(tmp_path / "large.html", answers(), noise(5), clip=b"0" * (MOST_OF_CLIP + 1)).data["clip"] == ""
 
 
-def test_frames_that_are_too_many_get_smaller(tmp_path, monkeypatch):
-    monkeypatch.setattr("stts_hf.visualize.html_report.MOST_OF_FRAMES", 5 * 1200)
-    data = write(tmp_path / "report.html", answers(), noise(5)).data
-    files = [base64.b64decode(frame) for frame in data["frames"]]
-    assert 0.5 * 5 * 1200 < sum(map(len, files)) <= 5 * 1200
-    with Image.open(io.BytesIO(files[0])) as image:
-        assert image.size == (40, 30)
-    assert (data["width"], data["height"]) == (80, 60)
-
-
 def test_answers_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`keep_mask` has shape \(5, 6\), but 4 frames"):
         write(tmp_path / "report.html", answers(), noise(4))

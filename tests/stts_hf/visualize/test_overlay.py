@@ -1,6 +1,5 @@
 """The overlay is decoded again and compared block by block, and moment by moment, with the video it was made of."""
 
-import weakref
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from stts_hf.visualize import frames as frames_module
 from stts_hf.visualize import overlay
 from stts_hf.visualize.overlay import write_overlays
 from tests.clips import decode_everything, set_display_matrix, shown_at, write_clip
@@ -93,23 +91,6 @@ def test_fast_and_long_videos_get_fewer_frames_and_keep_the_sampled_ones(tmp_pat
     times, _, duration = decode_everything(tmp_path / "long.mp4")
     assert len(times) <= 12
     assert float(duration) == pytest.approx(1.0, abs=0.002)
-
-
-def test_no_more_than_two_frames_are_in_memory(clip, tmp_path, monkeypatch):
-    pictures: list[weakref.ref] = []
-    alive: list[int] = []
-    real = frames_module.upright
-
-    def upright(frame):
-        alive.append(sum(picture() is not None for picture in pictures))
-        picture = real(frame)
-        pictures.append(weakref.ref(picture))
-        return picture
-
-    monkeypatch.setattr(frames_module, "upright", upright)
-    write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(5)}, GRID, TIMES)
-    assert len(pictures) == 29
-    assert max(alive) <= 1  # beside the one that comes
 
 
 def test_a_stream_without_times_is_counted(tmp_path):
