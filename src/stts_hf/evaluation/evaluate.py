@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
+from stts_hf.data.encoding import Processor
 from stts_hf.data.prompts import find_option
 from stts_hf.data.rows import RowError, row_id
 from stts_hf.inference.predictor import answer_rows, describe_error, read_prompt
@@ -16,7 +17,7 @@ COUNTS = ("prompt_tokens", "video_tokens", "video_tokens_kept")
 
 
 def evaluate(
-    model: Any, processor: Any, rows: Iterable[Mapping[str, Any]], *, max_new_tokens: int = 16, **options: Any
+    model: Any, processor: Processor, rows: Iterable[Mapping[str, Any]], *, max_new_tokens: int = 16, **options: Any
 ) -> Generator[dict[str, Any], None, None]:
     """
     Asks every question of `rows` (docs/training_data.md) greedily and scores the answers. Questions about the same
@@ -60,7 +61,7 @@ def ask_openly(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_question(
-    processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False
+    processor: Processor, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False
 ) -> Request:
     """The prompt of a row's question, its answer left out. Raises `RowError` for a row that cannot be asked."""
     prompt, name = read_prompt(processor, row, index, allow_urls), row_id(row, index)

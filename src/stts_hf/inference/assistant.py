@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
+from stts_hf.data.encoding import Processor
 from stts_hf.modeling.settings_stts import check_pruning_ratio
 
 from .clip import AnswerStream, Clip
@@ -81,7 +82,7 @@ class VideoAssistant:
         processor: its processor.
     """
 
-    def __init__(self, model: Any, processor: Any):
+    def __init__(self, model: Any, processor: Processor):
         self.model, self.processor = model, processor
 
     @property

@@ -18,6 +18,7 @@ import torch
 from transformers import TextIteratorStreamer
 
 from stts_hf.data.collator import resolve_ratio
+from stts_hf.data.encoding import Processor
 from stts_hf.modeling.settings_stts import check_vision_config
 from stts_hf.modeling.video_processing_stts import check_count
 
@@ -36,7 +37,7 @@ class AnswerStream:
         answer: the whole `Answer` after the last piece; before that, and if the stream was left, None.
     """
 
-    def __init__(self, processor: Any, ask: Callable[..., Answer], *arguments: Any, **options: Any):
+    def __init__(self, processor: Processor, ask: Callable[..., Answer], *arguments: Any, **options: Any):
         """ask: called in the thread as `ask(*arguments, streamer=..., **options)`. turns: gets the answer too."""
         if "streamer" in options:
             raise TypeError("streamer is what a stream passes itself. Leave it out, or call `ask` or `answer`.")
@@ -84,7 +85,7 @@ class _Pieces(TextIteratorStreamer):
             self.print_len = len(text)
 
 
-def _generate(processor: Any, ask: Callable[..., Answer]) -> Generator[str, None, Answer]:
+def _generate(processor: Processor, ask: Callable[..., Answer]) -> Generator[str, None, Answer]:
     """Yields the pieces, and returns the answer after the last one."""
     streamer = _Pieces(processor.tokenizer, skip_special_tokens=True)
     with ThreadPoolExecutor(1, "answer") as pool:
@@ -128,7 +129,7 @@ class Clip:
     def __init__(
         self,
         model: Any,
-        processor: Any,
+        processor: Processor,
         video: Any,
         *,
         pruning_ratio: float | None = None,

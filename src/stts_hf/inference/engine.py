@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from stts_hf.data.collator import resolve_ratio
+from stts_hf.data.encoding import Processor
 from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
 from stts_hf.data.prefetch import prefetch
 from stts_hf.errors import in_halves, is_out_of_memory, too_large
@@ -34,7 +35,7 @@ Batch = list[list[tuple[int, Request]]]  # by head: requests and their indices
 
 def answer_videos(
     model: Any,
-    processor: Any,
+    processor: Processor,
     videos: Iterable[Any],
     question: str | Iterable[str],
     *,
@@ -103,7 +104,7 @@ def answer_videos(
 
 def answer_requests(
     model: Any,
-    processor: Any,
+    processor: Processor,
     requests: Iterable[Request],
     *,
     pruning_ratio: float | None = None,
@@ -244,7 +245,7 @@ def _decode_ahead(
 @torch.no_grad()
 def _answer_batch(
     model: Any,
-    processor: Any,
+    processor: Processor,
     rows: Sequence[tuple[Request, Prepared]],
     *,
     batch_size: int,

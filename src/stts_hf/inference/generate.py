@@ -14,6 +14,7 @@ from transformers import BatchFeature, GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
 from stts_hf.data.collator import join_vision
+from stts_hf.data.encoding import Processor
 from stts_hf.modeling.cache_stts import CacheRecord
 from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.video.processors import OF_VIDEOS, grids_of
@@ -27,7 +28,7 @@ _LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
-def generate_options(processor: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def generate_options(processor: Processor, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     `given`, completed to the greedy answer of at most 256 tokens: sampling parameters turn sampling on, and a
     `generation_config` replaces these defaults. Raises `ValueError` for an option that `generate` does not take from a
@@ -69,7 +70,7 @@ def num_beams(model: Any, options: dict[str, Any]) -> int:
     return resolve_setting("num_beams", options, options.get("generation_config"), model.generation_config) or 1
 
 
-def answer_prepared(model: Any, processor: Any, prepared: Sequence[Prepared], **options: Any) -> list[Answer]:
+def answer_prepared(model: Any, processor: Processor, prepared: Sequence[Prepared], **options: Any) -> list[Answer]:
     """Answers whole prompts in one call of `generate`, which takes the options."""
     started = time.perf_counter()
     inputs = inputs_for(model, join_prompts(processor, [one.inputs for one in prepared]))
@@ -145,7 +146,7 @@ def read_heads(model: Any, inputs: Mapping[str, torch.Tensor], pruning_ratio: fl
 
 def answer_tails(
     model: Any,
-    processor: Any,
+    processor: Processor,
     heads: ReadHeads,
     asked: Sequence[tuple[int, Answer, str]],
     batch_size: int,
@@ -174,7 +175,7 @@ def answer_tails(
     return complete(model, processor, [begun for _, begun, _ in asked], new, masks, started)
 
 
-def tokenize_tails(processor: Any, tails: Sequence[str]) -> dict[str, torch.Tensor]:
+def tokenize_tails(processor: Processor, tails: Sequence[str]) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` (B, tokens), padded on the left."""
     rows = [torch.tensor(ids) for ids in processor.tokenizer(list(tails), add_special_tokens=False)["input_ids"]]
     masks = [torch.ones_like(row) for row in rows]
@@ -196,7 +197,7 @@ def with_masks(begun: Sequence[Answer], keep_masks: Any, token_scores: Any) -> l
 
 def complete(
     model: Any,
-    processor: Any,
+    processor: Processor,
     begun: Sequence[Answer],
     new: Iterable[torch.Tensor],
     masks: Iterable[torch.Tensor],
@@ -220,7 +221,7 @@ def complete(
 
 
 def join_prompts(
-    processor: Any, prompts: Sequence[Mapping[str, torch.Tensor]], padding_side: str = "left"
+    processor: Processor, prompts: Sequence[Mapping[str, torch.Tensor]], padding_side: str = "left"
 ) -> Mapping[str, torch.Tensor]:
     """A batch of several prompts that a processor returned one by one."""
     if len(prompts) == 1:

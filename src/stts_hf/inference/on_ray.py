@@ -22,10 +22,9 @@ import torch
 
 from stts_hf.data.isolated import CannotStart
 
-from .predictor import Predictor, record_of, video_name
+from .predictor import Predictor, Row, record_of, video_name
 from .requests import Answer
 
-Row = Mapping[str, Any]
 _BLOCKS = 8  # for each model, so that all models end at about the same time
 _MOST_BATCHES = 32  # of a block
 _MOST_LOST = 10  # blocks of a round, and a tenth of them

@@ -8,12 +8,14 @@ from typing import Any
 
 from stts_hf.checkpoints.loading import choose_device, load_config_and_processor, load_model
 from stts_hf.data.collator import resolve_ratio
-from stts_hf.data.encoding import check_videos, place_subtitles
+from stts_hf.data.encoding import Processor, check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
 
 from .engine import answer_requests
 from .inputs import STAND_INS, StoredVideo
 from .requests import Answer, Request, make_request
+
+Row = Mapping[str, Any]
 
 
 class Predictor:
@@ -64,7 +66,7 @@ class Predictor:
         """The model, loaded on first use."""
         return load_model(*self._place, **self._weights)
 
-    def predict(self, rows: Iterable[Mapping[str, Any]]) -> Generator[dict[str, Any], None, None]:
+    def predict(self, rows: Iterable[Row]) -> Generator[dict[str, Any], None, None]:
         """
         Answers rows greedily, those about one video together.
 
@@ -85,9 +87,9 @@ class Predictor:
 
 def answer_rows(
     model: Any,
-    processor: Any,
-    rows: Iterable[Mapping[str, Any]],
-    read: Callable[[Any, Mapping[str, Any], int, bool], Request],
+    processor: Processor,
+    rows: Iterable[Row],
+    read: Callable[[Any, Row, int, bool], Request],
     *,
     allow_urls: bool = False,
     **options: Any,
@@ -108,7 +110,7 @@ def answer_rows(
             yield asked[index], answer
 
 
-def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Request:
+def read_prompt(processor: Processor, row: Row, index: int | None = None, allow_urls: bool = False) -> Request:
     """The request of a row (docs/training_data.md), without its answer. Raises `RowError` for a row that has none."""
     sample = read_row(row, index)
     with row_errors(sample.id):
@@ -117,7 +119,7 @@ def read_prompt(processor: Any, row: Mapping[str, Any], index: int | None = None
         return make_request(processor, place_subtitles(processor, sample.messages[:-1]), sample.videos, sample.images)
 
 
-def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None, allow_urls: bool = False) -> Request:
+def read_asked(processor: Processor, row: Row, index: int | None = None, allow_urls: bool = False) -> Request:
     """The request of a row `{id, video, prompt}`. Raises `RowError` for a row that has none."""
     name = row_id(row, index)
     if row.get("video") is None:
@@ -129,7 +131,7 @@ def read_asked(processor: Any, row: Mapping[str, Any], index: int | None = None,
     return dataclasses.replace(request, videos=(stored,)) if stored else request
 
 
-def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+def record_of(row: Row, answer: Answer) -> dict[str, Any]:
     """`Predictor.predict`'s record of a row; with an error, counts are None and `seconds` is 0."""
     names = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens")
     counts: dict[str, int | None] = {name: getattr(answer, name) for name in names}
@@ -140,7 +142,7 @@ def record_of(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     return {**said, **(dict.fromkeys(counts) if error else counts), "seconds": answer.seconds, "error": error}
 
 
-def video_name(row: Mapping[str, Any]) -> str | None:
+def video_name(row: Row) -> str | None:
     """What a record calls the video of a row; None where the data set holds it."""
     video = row.get("video")
     if isinstance(video, Mapping):

@@ -9,7 +9,7 @@ import torch
 from transformers import BatchFeature
 from transformers.image_utils import load_image
 
-from stts_hf.data.encoding import check_texts, find_control_token
+from stts_hf.data.encoding import Processor, check_texts, find_control_token
 from stts_hf.video import processors as frames
 from stts_hf.video.sources import open_picture
 from stts_hf.wording import did_you_mean
@@ -134,7 +134,7 @@ class Prepared:
 
 
 def make_request(
-    processor: Any,
+    processor: Processor,
     messages: Sequence[Mapping[str, Any]],
     videos: Sequence[Any] = (),
     images: Sequence[Any] = (),
@@ -152,7 +152,7 @@ def make_request(
     return Request(text[:end], text[end:], tuple(videos), tuple(images), question)
 
 
-def ask_about(processor: Any, video: Any, question: str, after: Sequence[Answer] = ()) -> Request:
+def ask_about(processor: Processor, video: Any, question: str, after: Sequence[Answer] = ()) -> Request:
     """The request for a question about a video, after earlier turns. Raises as `check_question`."""
     check_question(processor, question)
     messages: list[dict[str, Any]] = []
@@ -164,7 +164,7 @@ def ask_about(processor: Any, video: Any, question: str, after: Sequence[Answer]
     return make_request(processor, messages, [video], question=question)
 
 
-def check_question(processor: Any, question: Any) -> None:
+def check_question(processor: Processor, question: Any) -> None:
     """Raises `TypeError` or `ValueError` for a question that is not text, is empty, or holds a control token."""
     if not isinstance(question, str):
         raise TypeError(f"question must be a text, got {question!r:.80}, a {type(question).__name__}.")
@@ -175,7 +175,9 @@ def check_question(processor: Any, question: Any) -> None:
         raise ValueError(f"question holds {found!r}, a control token of the model. Take it out of the text.")
 
 
-def processing_options(processor: Any, processing: Mapping[str, Any] | None, pruning_ratio: float) -> dict[str, Any]:
+def processing_options(
+    processor: Processor, processing: Mapping[str, Any] | None, pruning_ratio: float
+) -> dict[str, Any]:
     """Options of the processor's call, with test-time scaling's ratio. Raises for what would be ignored."""
     if not isinstance(processing, Mapping | None):
         raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
@@ -190,7 +192,7 @@ def processing_options(processor: Any, processing: Mapping[str, Any] | None, pru
     return options
 
 
-def prepare(processor: Any, options: Mapping[str, Any], request: Request) -> Prepared:
+def prepare(processor: Processor, options: Mapping[str, Any], request: Request) -> Prepared:
     """Decodes and tokenizes a request; raises its error, and the decoder's. options: of `processing_options`."""
     if request.error is not None:
         raise request.error

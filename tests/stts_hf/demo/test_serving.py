@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def test_a_selector_can_be_chosen_where_the_checkpoint_has_it(trained, own, offe
     model = STTSForConditionalGeneration.from_pretrained(TINY, selector=own)
     if not trained:
         torch.nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
-    assert selectors(VideoAssistant(model, None)) == offered
+    no_processor: Any = None
+    assert selectors(VideoAssistant(model, no_processor)) == offered
 
 
 def test_another_selector_shares_the_weights_and_not_the_configuration(assistant, video):

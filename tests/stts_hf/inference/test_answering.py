@@ -23,6 +23,7 @@ from tests.clips import write_clip
 
 PATIENCE = 20  # seconds until a test that would hang fails
 QUESTION = "What moves?"
+NO_PROCESSOR: Any = None
 FEW: dict[str, Any] = {"processing": {"num_frames": 2}, "max_new_tokens": 3, "do_sample": False}
 
 
@@ -80,7 +81,7 @@ def test_next_video_is_prepared_while_the_model_answers(pretend):
         assert video == 3 or in_work[video + 1].wait(PATIENCE), f"{video} was answered before {video + 1} was begun"
 
     model = pretend(lambda video: in_work[video].set(), answer)
-    assert [found.video for found in answer_videos(model, None, range(4), QUESTION)] == [0, 1, 2, 3]
+    assert [found.video for found in answer_videos(model, NO_PROCESSOR, range(4), QUESTION)] == [0, 1, 2, 3]
 
 
 @torch.no_grad()
@@ -155,7 +156,7 @@ def test_a_question_with_a_placeholder_is_an_error_that_names_it(model, processo
 
 @pytest.mark.parametrize(("questions", "number"), [(["x"], "fewer"), (["x", "y", "z"], "more")])
 def test_questions_of_another_number_are_an_error_after_the_last_pair(pretend, questions, number):
-    answers = answer_videos(pretend(), None, ["abc", "d"], questions)
+    answers = answer_videos(pretend(), NO_PROCESSOR, ["abc", "d"], questions)
     assert next(answers).answer == "x abc"
     with pytest.raises(ValueError, match=f"question has {number} entries than videos"):
         list(answers)
@@ -177,13 +178,13 @@ def test_questions_of_another_number_are_an_error_after_the_last_pair(pretend, q
 def test_bad_arguments_are_refused_at_once(pretend, options, error, message):
     arguments: dict[str, Any] = {"videos": ["a.mp4"], "question": QUESTION} | options
     with pytest.raises(error, match=message):
-        answer_videos(pretend(), None, **arguments)
+        answer_videos(pretend(), NO_PROCESSOR, **arguments)
 
 
 def test_a_stock_model_is_refused_at_once():
     model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(model_type="molmo2")))
     with pytest.raises(ValueError, match="vision_config"):
-        answer_videos(model, None, [], QUESTION)
+        answer_videos(model, NO_PROCESSOR, [], QUESTION)
 
 
 def test_an_answer_is_its_text_and_its_old_name_stays_a_release(model, processor, clips):

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -127,5 +128,6 @@ def test_a_data_set_of_the_hub_leads_to_no_file_of_the_users(here, monkeypatch, 
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda path, **options: table)
     (row,) = read_inputs(["user/name"])
+    no_processor: Any = None
     with pytest.raises(RowError, match="is no file of the data set"):
-        row["video"].load() if stored else read_asked(None, row)
+        row["video"].load() if stored else read_asked(no_processor, row)
