@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, move_files, stale_weights
+from stts_hf.checkpoints.atomic_folder import atomic_file, atomic_folder, move_files
 
 OLD = {"config.json": "old", "model.safetensors": "old", "notes.txt": "mine"}
 NEW = {"config.json": "new", "model.safetensors.index.json": "new", "model-00001-of-00001.safetensors": "new"}
@@ -102,19 +102,6 @@ def test_two_at_once_do_not_write_one_folder(tmp_path):
             pass
         fill(folder, NEW)
     assert found(tmp_path / "out") == NEW
-
-
-def test_stale_weights_are_those_of_an_earlier_save():
-    saved = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    present = [
-        *saved,
-        "model.safetensors",
-        "model-00003-of-00003.safetensors",
-        "model.fp16.safetensors",
-        "adapter_model.safetensors",
-    ]
-    assert stale_weights(present, saved) == ["model-00003-of-00003.safetensors", "model.safetensors"]
-    assert stale_weights(present, ["config.json"]) == []
 
 
 @pytest.mark.parametrize("name", ["n" * 250 + ".png", "\u00fc" * 125 + ".png"], ids=["ascii", "two bytes"])

@@ -85,18 +85,6 @@ def test_usage_runs_as_it_is_printed(folder, tmp_path, run_without_package):
     run_without_package(code[0])
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [(None, "config.json is missing"), ({"model_type": "molmo2"}, "'molmo2'"), ({"model_type": "llama"}, "'llama'")],
-    ids=["none", "molmo2", "llama"],
-)
-def test_other_folders_are_refused(tmp_path, config, message):
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        write_model_card(tmp_path)
-
-
 def test_a_card_to_push_names_the_repository_and_keeps_the_authors_words(folder):
     write_model_card(folder, license="mit", tags=["mine"])
     file = folder / "README.md"

@@ -95,13 +95,6 @@ def test_what_only_deserves_a_look_is_a_warning(folder, check, damage, message):
     assert message in finding.what
 
 
-def test_a_checkpoint_without_scorer_is_sent_to_convert(folder):
-    edit_weights(lambda weights: [weights.pop(name) for name in list(weights) if ".scorer." in name])(folder)
-    [(_, finding)] = listed(folder)
-    assert "scorer" in finding.what
-    assert "stts-hf convert" in finding.remedy
-
-
 def test_quantised_weights_deserve_a_look_but_are_not_wrong(folder):
     packed = {"lm_head.weight": torch.ones(8, 1, dtype=torch.uint8), "lm_head.weight.absmax": torch.ones(8)}
     edit_weights(lambda weights: weights.update(packed))(folder)

@@ -10,7 +10,6 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 import pytest
-import torch
 
 from stts_hf.cli.main import main
 from stts_hf.inference import generate
@@ -192,20 +191,6 @@ def test_interrupting_keeps_what_was_written(run, monkeypatch):
         "1 answers are in out.jsonl; the same command goes on from there",
         "stts-hf predict: interrupted",
     ]
-
-
-def test_a_video_too_large_for_the_device_is_an_error_alone(run, monkeypatch):
-    real = generate.inputs_for
-
-    def too_large(model, inputs):
-        if inputs["video_grids"][:, 0].max() == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(model, inputs)
-
-    monkeypatch.setattr(generate, "inputs_for", too_large)
-    assert run("clips/two.mp4", "clips/three.mp4", *PROMPT, "--output", "out.jsonl")[0] == 1
-    assert lines()["clips/two.mp4"]["answer"] == ANSWER
-    assert lines()["clips/three.mp4"]["error"].startswith("This row alone does not fit into memory (CUDA out of memory")
 
 
 def test_names_that_are_no_text(run):

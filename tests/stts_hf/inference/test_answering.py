@@ -147,13 +147,6 @@ def test_error_is_returned_in_the_videos_place(model, processor, clips, words):
     assert next(answers, None) is None
 
 
-def test_a_question_with_a_placeholder_is_an_error_that_names_it(model, processor, clips):
-    questions = ["What is <|video|>?", QUESTION]
-    first, second = answer_videos(model, processor, clips[:2], questions, on_error="return", **FEW)
-    assert "question holds '<|video|>'" in str(first.error)
-    assert second.error is None
-
-
 @pytest.mark.parametrize(("questions", "number"), [(["x"], "fewer"), (["x", "y", "z"], "more")])
 def test_questions_of_another_number_are_an_error_after_the_last_pair(pretend, questions, number):
     answers = answer_videos(pretend(), NO_PROCESSOR, ["abc", "d"], questions)

@@ -130,11 +130,6 @@ def test_options_of_frames_are_those_of_the_processor(assistant, media):
     assert assistant.watch(long, processing=scaled, pruning_ratio=0.5).seen.num_frames == 4
 
 
-def test_frames_in_memory_are_a_video_too(assistant):
-    frames = np.random.default_rng(0).integers(0, 255, (4, 64, 64, 3), dtype=np.uint8)
-    assert assistant.watch(frames).ask(QUESTION, **GREEDY).num_frames >= 1
-
-
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("broken")
