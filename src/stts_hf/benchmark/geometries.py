@@ -135,12 +135,7 @@ def lay_out(config: Any, grid: tuple[int, int]) -> Layout:
 
 
 def workload_inputs(workload: Workload, config: Any, device: torch.device) -> dict[str, Any]:
-    """
-    Arguments of `model(...)`: each row has some text, one video, more text. Pixels and ids are random.
-
-    Returns input_ids, attention_mask, mm_token_type_ids (B, L), what the video processor returns, and for training
-    labels (B, L) of the text after the video.
-    """
+    """Arguments of `model(...)`, random: each row has some text, one video, more text, and in training labels."""
     generator = torch.Generator(device).manual_seed(0)
     layout = lay_out(config, GEOMETRIES[workload.geometry].grid)
     black = np.zeros((workload.frames, *layout.size, 3), np.uint8)

@@ -102,11 +102,7 @@ def check_video(path: str | Path, limits: Limits) -> None:
 
 
 class Answerer:
-    """
-    Answers questions of several visitors, each about their own clips.
-
-    assistants: by selector. processing: as in `VideoAssistant.watch`.
-    """
+    """Answers questions of several visitors. assistants: by selector. processing: as in `VideoAssistant.watch`."""
 
     def __init__(
         self, assistants: Mapping[str, VideoAssistant], limits: Limits, processing: Mapping[str, Any] | None = None

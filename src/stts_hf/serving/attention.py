@@ -84,10 +84,7 @@ class VisionAttention:
 
 
 def vision_mask(places: torch.Tensor, is_vision: torch.Tensor, num_before: int) -> torch.Tensor:
-    """
-    What vision tokens see: all that is before them, and every vision token. places: (Q,) theirs among the step's
-    tokens. is_vision: (L,) of the step. num_before: tokens before the step. Returns (Q, num_before + L) bool.
-    """
+    """What vision tokens (Q,) of a step see, (Q, num_before + L) bool: all before them, and every vision token."""
     seen = (torch.arange(len(is_vision), device=places.device) <= places[:, None]) | is_vision
     return nn.functional.pad(seen, (num_before, 0), value=True)
 

@@ -84,10 +84,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[torch.Tensor, int]:
-        """
-        Positions (3, L) of a prompt, and how far the answer's are ahead of their places. All tokens of a video or image
-        have its first one's; `forward` adds what only the tower knows.
-        """
+        """Positions (3, L) of a prompt, and how far the answer's are ahead; `forward` adds what the tower knows."""
         positions, end, ahead = torch.arange(len(input_tokens)), 0, 0
         for feature in sorted(mm_features, key=lambda feature: feature.mm_position.offset):
             start, length = feature.mm_position.offset, feature.mm_position.length
@@ -117,7 +114,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         return embedded
 
     def embed_item(self, modality: str, item: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Embeddings of an item's tokens with its features, and notes: digits of positions, and the subclass's."""
+        """Embeddings (L', hidden size) of an item's tokens, features where is_block (L',), and notes (L', N)."""
         features, keep_mask = self.encode(modality, item)
         is_block = self.info.find_blocks(self.config, modality, item["ids"])
         kept = ~is_block
@@ -181,10 +178,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
 
 
 def vision_part(whole: Any, config: Any, weights: dict[str, torch.Tensor] | None = None) -> Any:
-    """
-    Our model `whole` without head and language model, in PyTorch's default precision and device; weights: by the names
-    in files. Raises `ValueError` where some are missing.
-    """
+    """Our model `whole` without head and language model. weights: by file name; `ValueError` where some lack."""
     small = copy.deepcopy(config)
     text = small.text_config  # of a model that goes again: a loader knows the names of whole models only
     for size in {"num_hidden_layers", "vocab_size", "additional_vocab_size", "intermediate_size"} & vars(text).keys():

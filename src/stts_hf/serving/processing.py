@@ -185,10 +185,7 @@ class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):
     def _get_prompt_updates(
         self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object], out_mm_kwargs: Any
     ) -> Sequence[PromptReplacement]:
-        """
-        Each placeholder as the tokens of its item less as many blocks as will be dropped. Which ones they are the
-        tower says later; the model then lays out the tokens anew, as many as here.
-        """
+        """Each placeholder as its item's tokens less the blocks that will drop; the tower says which later."""
         vocabulary = self.info.get_tokenizer().get_vocab()
 
         def replacement(modality: str, index: int) -> PromptUpdateDetails:
