@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
@@ -23,6 +24,8 @@ from .tensors import StoredTensor, main_dtype
 def check_sizes(config: Any, tensors: Mapping[str, StoredTensor] | None = None) -> Iterator[Finding]:
     """Compares the sizes in a model's config with 0 and those of tensors, before a model of such sizes is built."""
     largest = max((side for tensor in (tensors or {}).values() for side in tensor.shape), default=math.inf)
+    if config.is_encoder_decoder:
+        yield Finding("`is_encoder_decoder` is set, but these models only decode", "delete it")
     for section in config.sub_configs:
         for name, value in getattr(config, section).to_dict().items():
             if not isinstance(value, int) or isinstance(value, bool):
@@ -44,6 +47,7 @@ _KINDS: dict[Any, tuple[str, ...]] = {  # of the settings that decoding reads, b
     int: (
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k"),
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens", "num_assistant_tokens"),
+        "prefill_chunk_size",
     ),
     int | float: (
         *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
@@ -58,6 +62,7 @@ _KINDS: dict[Any, tuple[str, ...]] = {  # of the settings that decoding reads, b
     list[list[Any]]: ("sequence_bias",),
     dict[str, Any]: ("watermarking_config", "cache_config"),
 }
+_POSITIVE = ("max_", "num_", "prompt_lookup_", "prefill_", "repetition_penalty", "encoder_repetition_penalty")
 _FIELDS = [(name, kind | None, field(default=None)) for kind, names in _KINDS.items() for name in names]
 _GenerationSettings: Any = strict(make_dataclass("_GenerationSettings", _FIELDS))
 
@@ -73,14 +78,20 @@ def check_generation_config(settings: dict[str, Any], config: Any) -> Iterator[F
             if not all(type(one) is int and 0 <= one < total for one in ids):
                 yield Finding(f"`{name}` {where} is {value!r}", f"it must be a token id from 0 to {total - 1}")
                 return
-        elif name.startswith(("max_", "num_")) and type(value) is int and value < 1:
-            yield Finding(f"`{name}` {where} is {value}", "it must be at least 1")
+        elif name.startswith(_POSITIVE) and isinstance(value, int | float) and value <= 0:
+            yield Finding(f"`{name}` {where} is {value}", "it must be above 0")
+            return
+        elif value == [] or (name in ("is_assistant", "token_healing") and value):
+            yield Finding(f"`{name}` {where} is {value}, by which no prompt is answered", "delete it")
             return
     known = {name: given[name] for name, _, _ in _FIELDS if name in given}
     with usable(f"the settings {where} cannot be used", "correct or delete them"):
         _GenerationSettings(**known)
         check_pruning_ratio(known.get("pruning_ratio", 0))
-        GenerationConfig.from_dict(settings).validate()
+        decoding = GenerationConfig.from_dict({"top_k": 50} | settings | {"do_sample": False})  # as commands decode
+        decoding.validate()
+        if "/" in GENERATION_MODES_MAPPING[mode := decoding.get_generation_mode()]:
+            raise ValueError(f"{mode.value} is code of the Hub, which is never run")
 
 
 def empty_model(config: Any) -> Any:

@@ -64,22 +64,26 @@ def load_config_and_processor(
         raise_findings("it does not describe a model", check_sizes(config))
         if selector is not None:
             config.vision_config.selector = selector
-    return config, processor_of(checkpoint, family, revision)
+    return config, processor_of(checkpoint, family, revision, config)
 
 
-def load_processor(checkpoint: str | Path, *, revision: str | None = None) -> Any:
-    """Returns the processor, by no code of the checkpoint. Raises `ValueError` where it cannot be loaded or used."""
+def load_processor(checkpoint: str | Path, *, revision: str | None = None, config: Any = None) -> Any:
+    """
+    Returns the processor, by no code of the checkpoint. Raises `ValueError` where it cannot be loaded or used, or does
+    not fit the model's `config`.
+    """
     from .families import family_of
 
     family = family_of(_model_type_of(checkpoint, revision), f"checkpoint {checkpoint}")
-    return processor_of(checkpoint, family, revision)
+    return processor_of(checkpoint, family, revision, config)
 
 
-def processor_of(checkpoint: str | Path, family: "Family", revision: str | None = None) -> Any:
+def processor_of(checkpoint: str | Path, family: "Family", revision: str | None = None, config: Any = None) -> Any:
     """Returns the processor of a checkpoint whose folder was checked; raises `ValueError` as `load_processor`."""
     from stts_hf.auto_classes import register_auto_classes
+    from stts_hf.data.encoding import empty_video
 
-    from .checks import check_chat_template
+    from .checks import check_chat_template, check_vocabulary
 
     register_auto_classes()
     parts = "config.json, tokenizer, processor or chat template"
@@ -92,7 +96,11 @@ def processor_of(checkpoint: str | Path, family: "Family", revision: str | None 
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError("a class of it is code in the checkpoint, which is never run") from error
-    raise_findings(f"checkpoint {checkpoint} cannot be used", check_chat_template(processor))
+        empty_video(processor)  # tries the settings
+    found = [*check_chat_template(processor)]
+    if config is not None:
+        found += check_vocabulary(processor.tokenizer.get_vocab(), config, family)
+    raise_findings(f"checkpoint {checkpoint} cannot be used", found)
     return processor
 
 

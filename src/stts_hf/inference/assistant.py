@@ -133,7 +133,7 @@ class VideoAssistant:
                 numbers = f"questions are {len(questions)} and videos {len(videos)}"
                 raise ValueError(f"{numbers}. Pass one question for each, or one for all.")
         given: dict[str, Any] = {"pruning_ratio": pruning_ratio, "processing": processing, "batch_size": batch_size}
-        given |= generate_options(self.processor, options)
+        given |= generate_options(options)
         return list(answer_videos(self.model, self.processor, videos, questions, on_error=on_error, **given))
 
     def stream(self, video: Any, question: str, **options: Any) -> AnswerStream:

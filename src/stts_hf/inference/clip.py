@@ -214,7 +214,7 @@ class Clip:
                 f"pruning_ratio is {options['pruning_ratio']!r}, but the video was read with {self.pruning_ratio:g} "
                 "before there was a question. Watch it with the other ratio."
             )
-        options = generate_options(self.processor, options)
+        options = generate_options(options)
         if (beams := num_beams(self.model, options)) > 1:
             raise ValueError(f"num_beams is {beams}, but beams cannot reuse a clip. Pass 1, or call `answer`.")
         if any(not isinstance(turn, Answer) for turn in after):

@@ -28,7 +28,7 @@ _LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
-def generate_options(processor: Processor, given: Mapping[str, Any]) -> dict[str, Any]:
+def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     `given`, completed to the greedy answer of at most 256 tokens: sampling parameters turn sampling on, and a
     `generation_config` replaces these defaults. Raises `ValueError` for an option that `generate` does not take from a
@@ -49,8 +49,6 @@ def generate_options(processor: Processor, given: Mapping[str, Any]) -> dict[str
     check_one_answer(options)
     if (ratio := getattr(config, "pruning_ratio", None)) is not None:
         raise ValueError(f"generation_config has pruning_ratio={ratio!r}. Pass pruning_ratio to `answer` or `watch`.")
-    if resolve_setting("stop_strings", options, config) is not None:
-        options["tokenizer"] = processor.tokenizer
     if config is None:
         options.setdefault("do_sample", any(given.get(name) is not None for name in _SAMPLING))
         if given.get("max_length") is None:
@@ -74,7 +72,8 @@ def answer_prepared(model: Any, processor: Processor, prepared: Sequence[Prepare
     """Answers whole prompts in one call of `generate`, which takes the options."""
     started = time.perf_counter()
     inputs = inputs_for(model, join_prompts(processor, [one.inputs for one in prepared]))
-    output = model.generate(**inputs, **{**options, "return_dict_in_generate": True})
+    options |= {"return_dict_in_generate": True, "tokenizer": processor.tokenizer}  # which `stop_strings` needs
+    output = model.generate(**inputs, **options)
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
     begun = with_masks([one.begun for one in prepared], output.get("keep_mask"), output.get("token_scores"))
     return complete(model, processor, begun, new, inputs["attention_mask"], started)
@@ -163,6 +162,7 @@ def answer_tails(
     """
     new: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
+    options["tokenizer"] = processor.tokenizer
     for start in range(0, len(asked), batch_size):
         some = asked[start : start + batch_size]
         rows = torch.tensor([row for row, *_ in some])

@@ -99,7 +99,8 @@ def load_processor(config: TrainConfig, model_config: PruningConfig) -> Processo
     """Returns the checkpoint's processor with the run's frame settings. Raises `ConfigError`."""
     model, data = config.model, config.data
     with config.blame("model_name_or_path", "has no usable processor"):
-        processor: Processor = loading.load_processor(model.model_name_or_path, revision=model.model_revision)
+        options: dict[str, Any] = {"revision": model.model_revision, "config": model_config}
+        processor: Processor = loading.load_processor(model.model_name_or_path, **options)
     with config.blame("num_frames", "and `max_fps` cannot be set"):
         frames.set_frames(processor.video_processor, num_frames=data.num_frames, max_fps=data.max_fps)
     ratio = model_config.vision_config.pruning_ratio

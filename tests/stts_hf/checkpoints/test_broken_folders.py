@@ -174,6 +174,9 @@ WAYS |= {
         ("processor_config", ("video_processor",), 3, ""),
         ("processor_config", ("image_processor",), [1], ""),
         ("processor_config", ("video_processor", "size"), "big", "size"),
+        ("config", ("image_patch_id",), 5, ""),
+        ("processor_config", ("video_processor", "image_mean"), "x", "processor"),
+        ("processor_config", ("video_processor", "patch_size"), -1, "processor"),
         ("tokenizer_config", ("eos_token",), ["a"], ""),
         ("tokenizer", ("added_tokens",), None, "tokenizer"),
         ("tokenizer", ("model", "vocab"), {}, "tokenizer"),
@@ -186,6 +189,11 @@ WAYS |= {
         ("generation_config", ("watermarking_config",), "x", ""),
         ("generation_config", ("pruning_ratio",), "x", ""),
         ("generation_config", ("max_new_tokens",), 0, ""),
+        ("generation_config", ("exponential_decay_length_penalty",), [], ""),
+        ("generation_config", ("prefill_chunk_size",), "x", ""),
+        ("generation_config", ("repetition_penalty",), -1, ""),
+        ("generation_config", ("is_assistant",), True, ""),
+        ("generation_config", ("penalty_alpha",), 0.6, "contrastive_search"),
     ]
 }
 WAYS |= {
@@ -251,6 +259,9 @@ WAYS |= {
     "a generate that would run something": Way(custom_generate, "", frozenset(COMMANDS)),
     "a tokenizer class that is not there": Way(
         edit("tokenizer_config.json", "tokenizer_class", to="Evil"), "", frozenset(COMMANDS)
+    ),
+    "a model that encodes": Way(
+        edit("config.json", "is_encoder_decoder", to=True), "is_encoder_decoder", frozenset({"convert", "train"})
     ),
     "a card of no text": Way(write("README.md", b"\xff\xfe"), "README", LOADING),
 }
