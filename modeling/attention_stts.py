@@ -1,20 +1,20 @@
 """Attention over packed frames: one door, the fastest kernel that the machine has behind it.
 
-Pure tensors and plain numbers. Queries, keys and values are flat, `(P, heads, head_dim)`. `AttentionSpans` cuts
-them into spans, called frames below; no frame sees another.
+Pure tensors and plain numbers. Queries, keys and values are flat, `(P, heads, head_dim)`: the patches of all frames of
+a call, block by block. `AttentionSpans` cuts them into spans, called frames below; no frame sees another.
 """
 
 import functools
 import inspect
+import itertools
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
-
-from .layout_stts import AttentionSpans
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -26,6 +26,49 @@ if varlen_attn is not None and "scale" not in inspect.signature(varlen_attn).par
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class AttentionSpans:
+    """
+    What attends to what in a layer: each query to all keys of its span.
+
+    cu_seqlens_q, cu_seqlens_k: (spans + 1,) int32, where spans start and end among queries and keys; a span that lost
+    everything is empty. max_seqlen: upper bound of a span's length. queries: (P,) those of the keys that are queries,
+    or None for all.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen: int
+    queries: torch.Tensor | None = None
+
+    @classmethod
+    def of_lengths(cls, lengths: list[int], device: torch.device) -> "AttentionSpans":
+        """Spans of so many patches each, which are queries and keys."""
+        bounds = frame_bounds(lengths, device)
+        return cls(bounds, bounds, max(lengths))
+
+    def drop(self, slots: torch.Tensor) -> tuple["AttentionSpans", "AttentionSpans"]:
+        """Spans of layer `l + 1`, where the patches at slots (P,), ascending, are queries, and spans of these alone."""
+        ends = torch.searchsorted(slots, self.cu_seqlens_k.long()).to(torch.int32)
+        dropping = AttentionSpans(ends, self.cu_seqlens_k, self.max_seqlen, slots)
+        return dropping, AttentionSpans(ends, ends, self.max_seqlen)
+
+
+def block_slots(blocks: torch.Tensor, size: int) -> torch.Tensor:
+    """The slots (K * S,) of blocks (K,) of `S = size` slots each."""
+    return (size * blocks[:, None] + torch.arange(size, device=blocks.device)).flatten()
+
+
+def frame_bounds(frame_lengths: list[int], device: torch.device) -> torch.Tensor:
+    """(F + 1,) int32, where frames of so many patches each start and end among the patches of all frames."""
+    runs, start = [torch.zeros(1, dtype=torch.int64, device=device)], 0
+    for length, frames in itertools.groupby(frame_lengths):  # made on the device: a copy would force a sync
+        num_frames = len(list(frames))
+        runs.append(start + length * torch.arange(1, num_frames + 1, device=device))
+        start += length * num_frames
+    return torch.cat(runs).to(torch.int32)
 
 
 def packed_attention(

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .sequence_stts import KeptSequence, Tokens
 
-UNKNOWN = -1
+UNKNOWN, UNKNOWN_VISION = -1, -2  # in place of a token id
 
 
 class CacheRecord(DynamicLayer):
@@ -20,13 +20,12 @@ class CacheRecord(DynamicLayer):
     reorders a cache, of any class, does the same to its record. Native code runs without it, in `set_aside`.
 
     kept_indices: (B, columns) place of each column in the caller's sequence, -1 for filler.
-    token_ids: (B, columns) or -1 where not known.
+    token_ids: (B, columns), negative where not known: -2 if there may be videos or images among them, else -1.
     positions: (B, columns) RoPE position that the next token continues from if the cache ends here: the column's own,
         or that of what was dropped behind it; -1 for columns that a mask hides.
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
     whole: whether columns and positions are the caller's, so that native code can continue.
     skips_hidden: whether hidden columns took no positions, as in `generate`; then the mask says all positions.
-    first_vision: scalar on the device, the first column of a video or image; None without.
     unusable: why no prompt fits the cache, or "".
     """
 
@@ -44,14 +43,12 @@ class CacheRecord(DynamicLayer):
         *,
         whole: bool = False,
         skips_hidden: bool = False,
-        first_vision: torch.Tensor | None = None,
     ):
         super().__init__()
         self.lazy_initialization(kept_indices, positions)
         ids = torch.full_like(kept_indices, UNKNOWN) if token_ids is None else token_ids.to(kept_indices.device)
         self.keys, self.values = torch.stack([kept_indices, ids], dim=-1)[:, None], positions[:, None, :, None]
-        self.seen, self.whole, self.skips_hidden = seen, whole, skips_hidden
-        self.first_vision, self.unusable = first_vision, ""
+        self.seen, self.whole, self.skips_hidden, self.unusable = seen, whole, skips_hidden, ""
 
     @property
     def kept_indices(self) -> torch.Tensor:
@@ -77,11 +74,6 @@ class CacheRecord(DynamicLayer):
             return positions.new_zeros(positions.shape[0], 1)
         places = torch.arange(self.columns, device=positions.device)
         return positions.gather(-1, torch.where(positions >= 0, places, 0).argmax(-1, keepdim=True)) + 1
-
-    @property
-    def holds_vision(self) -> bool:
-        """Whether some column is a video's or an image's. Forces a host-device sync where one was."""
-        return self.first_vision is not None and int(self.first_vision) < self.columns
 
     @staticmethod
     def of(cache: Any) -> "CacheRecord | None":
@@ -114,10 +106,11 @@ class CacheRecord(DynamicLayer):
             raise
 
     @classmethod
-    def of_columns(cls, columns: int, batch_size: int, device: torch.device, **fields: Any) -> "CacheRecord":
-        """Of a cache that lost nothing: its columns are the caller's tokens."""
-        places = KeptSequence.whole(batch_size, columns, device).kept_indices
-        return cls(places, places, columns, whole=True, **fields)
+    def of_columns(cls, token_ids: torch.Tensor, skips_hidden: bool = False) -> "CacheRecord":
+        """Of a cache that lost nothing: its columns are the caller's tokens (B, columns)."""
+        batch_size, columns = token_ids.shape
+        places = KeptSequence.whole(batch_size, columns, token_ids.device).kept_indices
+        return cls(places, places, columns, token_ids, whole=True, skips_hidden=skips_hidden)
 
     @classmethod
     def resume(cls, cache: Cache | None, tokens: Tokens) -> "CacheRecord":
@@ -125,12 +118,12 @@ class CacheRecord(DynamicLayer):
         record, (batch_size, _) = cls.of(cache), tokens.shape
         columns = int(cache.get_seq_length()) if cache is not None else 0
         if record is None:
-            return cls.of_columns(columns, batch_size, tokens.device)
+            return cls.of_columns(torch.full((batch_size, columns), UNKNOWN, device=tokens.device))
         if tuple(record.positions.shape) == (batch_size, columns):
             return record
-        if record.whole:  # native code continued it
-            fields = {"skips_hidden": record.skips_hidden, "first_vision": record.first_vision}
-            return cls.of_columns(columns, batch_size, tokens.device, **fields)
+        if record.whole and len(record.positions) == batch_size:  # native code continued it
+            ids = nn.functional.pad(record.token_ids, (0, columns - record.columns), value=UNKNOWN)
+            return cls.of_columns(ids, record.skips_hidden)
         raise ValueError(
             f"`past_key_values` holds {columns} positions for a batch of {batch_size}, but recorded {record.columns} "
             f"for {len(record.positions)} when they were filled, so it cannot be matched to the text any more. "
@@ -146,15 +139,17 @@ class CacheRecord(DynamicLayer):
         return record
 
     def crop(self, *args: Any) -> None:
-        before = self.kept_indices
+        before, ids = self.kept_indices, self.token_ids
         super().crop(*args)
         gone = before.shape[1] - self.columns
         if self.columns == 0:
             self.reset()
         elif gone:
             places = set(before[:, self.columns].tolist())  # of the first column that is gone
-            seen, self.seen = self.seen, max(places)
-            if len(places) > 1 or (self.seen != seen - gone and self.holds_vision):
+            self.seen = max(places)
+            # Behind the cut tokens were dropped: does what is left hold the kind of token that follows them?
+            after_gaps = ids[:, self.columns :][before.diff(prepend=before[:, :1])[:, self.columns :] > 1]
+            if len(places) > 1 or torch.isin(self.token_ids, after_gaps).any():
                 self.unusable = f"it was cropped to {self.columns} positions, into a part where tokens were dropped."
 
     def hide(self, mask: torch.Tensor) -> "CacheRecord":
@@ -164,14 +159,14 @@ class CacheRecord(DynamicLayer):
         hidden.values = positions.masked_fill(mask == 0, -1)[:, None, :, None]
         return hidden
 
-    def positions_of_new(self, num_tokens: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def positions_of_new(self, tokens: Tokens) -> torch.Tensor:
         """
-        Positions (B, L) of the next `L = num_tokens`. attention_mask: (B, seen + L) or None; tokens that it hides take
-        no position. With nothing seen yet they do, as in transformers.
+        Positions (B, L) of the next tokens; those that their padding mask hides take none. With nothing seen yet they
+        do, as in transformers.
         """
-        if attention_mask is None or not self.seen:
-            return self.next_position + torch.arange(num_tokens, device=self.positions.device)
-        return self.next_position + attention_mask[:, self.seen :].bool().cumsum(-1) - 1
+        if tokens.padding_mask is None or not self.seen:
+            return self.next_position + torch.arange(tokens.shape[1], device=self.positions.device)
+        return self.next_position + tokens.padding_mask.bool().cumsum(-1) - 1
 
     def grown(
         self, kept_indices: torch.Tensor, positions: torch.Tensor, num_seen: int, token_ids: torch.Tensor | None = None
@@ -184,8 +179,11 @@ class CacheRecord(DynamicLayer):
             torch.cat([self.positions, positions], dim=-1),
             self.seen + num_seen,
             torch.cat([self.token_ids, ids], dim=-1),
-            first_vision=self.first_vision,
         )
+
+    def continued(self, token_ids: torch.Tensor) -> "CacheRecord":
+        """This record, which is whole, after tokens (B, new) that all stay."""
+        return CacheRecord.of_columns(torch.cat([self.token_ids, token_ids], dim=-1), self.skips_hidden)
 
     def answered(self, num_tokens: int, token_ids: torch.Tensor | None = None) -> "CacheRecord":
         """This record after `num_tokens` of an answer, which all stay."""
@@ -197,36 +195,12 @@ class CacheRecord(DynamicLayer):
     def matches(self, prompt: torch.Tensor) -> bool:
         """Whether a prompt (B, L) begins with the tokens that the cache holds, as far as they are known."""
         places, ids = self.kept_indices.to(prompt.device), self.token_ids.to(prompt.device)
-        unknown = (places < 0) | (ids == UNKNOWN)
+        unknown = (places < 0) | (ids < 0)
         return len(prompt) == len(places) and bool(((prompt.gather(-1, places.clamp_min(0)) == ids) | unknown).all())
 
 
 def is_record(layer: Any) -> bool:
     return getattr(layer, "is_cache_record", False)
-
-
-def first_column(flags: torch.Tensor) -> torch.Tensor:
-    """The first column of (B, columns) bool that is True in some row, or one out of reach; a scalar on the device."""
-    found = flags.any(0)
-    return torch.where(found.any(), found.int().argmax(), torch.iinfo(torch.int64).max // 2)
-
-
-def earliest(*columns: torch.Tensor | None) -> torch.Tensor | None:
-    """The least of several columns, scalars on the device; those that are None do not count."""
-    given = [column for column in columns if column is not None]
-    return torch.stack(given).amin() if given else None
-
-
-def check_new_vision(cache: Cache | None, pixels: list[str]) -> None:
-    """Raises `ValueError` for `pixels`, names of arguments, behind cached vision tokens that would attend to them."""
-    record = CacheRecord.of(cache)
-    if pixels and record is not None and record.holds_vision:
-        raise ValueError(
-            f"`{pixels[0]}` came with `past_key_values` that hold a video or image already. Vision tokens attend to "
-            "each other in both directions, so the cached ones would not be the same. Leave out what the cache has "
-            "seen; for anything new, pass the whole conversation with all its videos and images again, without "
-            "`past_key_values`."
-        )
 
 
 def last_positions(tokens: Tokens, sequence: KeptSequence) -> torch.Tensor:

@@ -11,11 +11,11 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
-from .cache_stts import CacheRecord, earliest, first_column
-from .checks_stts import RANKING_ARGUMENTS, check_exclusive, check_names, check_settings, holds_packed_rows
+from .cache_stts import UNKNOWN, CacheRecord
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
-from .sequence_stts import KeptSequence, Tokens
+from .sequence_stts import KeptSequence, Tokens, holds_packed_rows
+from .settings_stts import RANKING_ARGUMENTS, check_names, check_settings
 
 
 class WholePromptStreamer(BaseStreamer):
@@ -77,10 +77,10 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         prompt. Raises `ValueError` where cache and prompt do not belong together.
         """
         native: Any = super()
-        placed = name_arguments(args)
-        kwargs = placed | check_names(kwargs, placed)
+        check_names(kwargs)
+        kwargs = name_arguments(args, kwargs)
         named = {**vars(self.generation_config), **vars(generation_config or self.generation_config)}
-        check_names(dict.fromkeys(named.keys() - vars(GenerationConfig()).keys()))  # a config takes any name
+        check_names(named.keys() - vars(GenerationConfig()).keys())  # a config takes any name
 
         def setting(name: str) -> Any:
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
@@ -97,15 +97,14 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         record = CacheRecord.usable(cache)
         self.model.check_new_vision(cache, passed)
         cached = None if record is None or record.whole else record
-        if cached is None and not self.model.needs_pruning(passed) and not pads_right(record, kwargs):
+        if cached is None and not self.model.needs_pruning(passed) and not (record is not None and pads_right(kwargs)):
             return self.generate_natively(record, kwargs, generation_config)
         whole_ids = check_options(self.model, cache, cached, kwargs, setting)
         prompt, call = read_prompt(self.model, kwargs, cached, setting)
         pruned = self.model.prune(replace(call, pruning_ratio=ratio, **given))
-        kwargs |= native_inputs(self.model, pruned, whole_ids)
+        kwargs |= native_inputs(self.model, pruned, whole_ids, setting)
         length = kwargs["input_ids"].shape[1]
         shorten_limits(kwargs, setting, prompt.shape[1] - length)
-        keep_vision_together(self.model, pruned, kwargs, setting("prefill_chunk_size"))
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = WholePromptStreamer(kwargs["streamer"], prompt.cpu())
         with CacheRecord.set_aside(cache, pruned.record):
@@ -124,35 +123,33 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
     ) -> GenerateOutput | torch.LongTensor:
         """Native `generate` on the caller's prompt. record: of the caller's cache."""
         native: Any = super()
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache = kwargs.get("past_key_values")
         kept_indices = check_native_prompt(kwargs, self.model.num_axes)
         with CacheRecord.set_aside(cache):
             output = native.generate(None, generation_config, **kwargs)
         cache = cache_of(output, cache)
         if cache is not None:
-            first = None if record is None else record.first_vision
-            names = (*self.model.video_inputs, *self.model.image_inputs)
-            if ids is not None and not kwargs.keys().isdisjoint(names):
-                first = earliest(first, first_column(torch.stack(self.model.find_placeholders(ids, names)).any(0)))
             rows = output if isinstance(output, torch.Tensor) else output.sequences
-            fields = {"skips_hidden": True, "first_vision": first}
-            after = CacheRecord.of_columns(int(cache.get_seq_length()), len(rows), rows.device, **fields)
+            past, columns = rows[:, :0] if record is None else record.token_ids, int(cache.get_seq_length())
+            missing = max(columns + 1 - rows.shape[1], 0)  # the last token is in no column
+            past = torch.nn.functional.pad(past, (0, missing - past.shape[1]), value=UNKNOWN)
+            ids = torch.cat([past.repeat_interleave(len(rows) // len(past), 0), rows], dim=-1)[:, :columns]
+            after = CacheRecord.of_columns(ids, skips_hidden=True)
             CacheRecord.attach(cache, after)
         return with_what_was_kept(output, kept_indices)
 
 
-def pads_right(record: CacheRecord | None, kwargs: dict[str, Any]) -> bool:
-    """Whether a turn behind cached videos or images is padded on the right, where native `generate` would go on."""
-    mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-    if ids is None or mask is None or record is None or not record.holds_vision:
-        return False
-    return not bool(mask[:, -1].all())
+def pads_right(kwargs: dict[str, Any]) -> bool:
+    """Whether a row of a prompt ends in padding, where the answer would begin."""
+    mask = kwargs.get("attention_mask")
+    return mask is not None and not bool(mask[:, -1].all())
 
 
-def name_arguments(args: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments of `generate` behind `inputs` and `generation_config`, by their names."""
-    found = inspect.signature(GenerationMixin.generate).bind_partial(None, None, None, *args).arguments
-    return dict(list(found.items())[3:])
+def name_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` behind `inputs` and `generation_config`, by their names, each of which is given once."""
+    found = inspect.signature(GenerationMixin.generate).bind_partial(None, None, None, *args, **kwargs).arguments
+    others = found.pop("kwargs", {})
+    return dict(list(found.items())[3:]) | others
 
 
 def cache_of(output: Any, cache: Cache | None) -> Cache | None:
@@ -217,15 +214,13 @@ def read_prompt(
     the cache has not seen, with the whole mask. Raises `ValueError` for what no row of one text can be.
     """
     whole = Tokens(kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None))
-    (_, length), ids, cache = whole.shape, whole.input_ids, kwargs.get("past_key_values")
+    ids, cache, (_, length) = whole.ids, kwargs.get("past_key_values"), whole.shape
     limit = setting("max_length")
     if limit is not None and setting("max_new_tokens") is None and limit <= length:
         raise ValueError(
             f"`max_length` is {limit}, but the prompt alone has {length} tokens, dropped ones included. "
             "Raise it, or pass `max_new_tokens`."
         )
-    if ids is None or whole.inputs_embeds is not None:
-        raise ValueError("`inputs_embeds` came with videos, or a cache of them; pass `input_ids` alone.")
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = infer_mask(ids, setting("pad_token_id"), setting("eos_token_id"))
     mask, positions, types = (kwargs.get(name) for name in ("attention_mask", "position_ids", "mm_token_type_ids"))
@@ -239,9 +234,8 @@ def read_prompt(
         types = torch.nn.functional.pad(types, (0, length - types.shape[-1]))
     new = Tokens(ids[:, start:], None, mask, None if positions is None else positions[..., start - length :], types)
     vision = model.take_vision_inputs(kwargs)
-    check_exclusive(kwargs, not vision.keys().isdisjoint(model.pixels))
-    pads_left = mask is not None and not bool(mask[:, -1].all())  # the answer follows the last column
-    return ids, Call(new, vision, cache, pads_left=pads_left)
+    model.check_exclusive(kwargs, vision)
+    return ids, Call(new, vision, cache, pads_left=pads_right(kwargs))
 
 
 def infer_mask(
@@ -290,7 +284,9 @@ def count_seen(
     return seen
 
 
-def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool) -> dict[str, Any]:
+def native_inputs(
+    model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool, setting: Callable[[str], Any]
+) -> dict[str, Any]:
     """
     What native `generate` gets in place of the caller's prompt: compact, with explicit mask and positions. whole_ids:
     with the ids of cached columns before them, which processors of logits look at.
@@ -309,16 +305,7 @@ def native_inputs(model: PruningBackbone, pruned: PrunedInputs, whole_ids: bool)
         "attention_mask": tokens.attention_mask,
         "position_ids": torch.nn.functional.pad(tokens.position_ids, (columns, 0)),
         "mm_token_type_ids": torch.nn.functional.pad(types, (columns, 0)),
-    } | model.merge_rows(pruned)
-
-
-def keep_vision_together(
-    model: PruningBackbone, pruned: PrunedInputs, kwargs: dict[str, Any], chunk_size: int | None
-) -> None:
-    """Raises `prefill_chunk_size` where vision tokens attend in both directions: no chunk may end between them."""
-    types = pruned.tokens.mm_token_type_ids
-    if chunk_size is not None and types is not None and not model.vision_is_causal:
-        kwargs["prefill_chunk_size"] = max(chunk_size, *types.any(0).nonzero()[-1:, 0].add(1).tolist(), 1)
+    } | model.merge_rows(pruned, setting)
 
 
 def resolve_setting(name: str, kwargs: dict[str, Any], *generation_configs: GenerationConfig | None) -> Any:

@@ -20,15 +20,15 @@ from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2ModelOutputWithPast,
     Molmo2TextModel,
 )
-from transformers.utils import can_return_tuple
 
-from .checks_stts import check_tensors
+from .cache_stts import UNKNOWN_VISION, CacheRecord
 from .configuration_stts import STTSConfig
 from .outputs_stts import PruningHead
-from .plan_stts import VideoFeatures
+from .plan_stts import VideoFeatures, check_tensors
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
 from .vision_tokens_stts import (
+    MASKED_TEXT_ATTENTION,
     add_features,
     check_text_attention,
     features_of_rows,
@@ -86,7 +86,15 @@ class STTSModel(PruningBackbone, Molmo2Model):
             check_text_attention(self.config.text_config)
         if self.image_inputs[0] in call.vision:
             check_tensors(call.vision, *self.image_inputs)
-        tokens = call.tokens
+        tokens, implementation = call.tokens, self.config.text_config._attn_implementation
+        if call.packed_rows and not call.vision and implementation not in MASKED_TEXT_ATTENTION:
+            if tokens.shape[0] > 1 or tokens.attention_mask is not None:
+                raise ValueError(
+                    "`position_ids` start over, as for several samples in a row, but with `attn_implementation` "
+                    f"{implementation!r} they are told apart only in a batch of one row and without `attention_mask`. "
+                    "Pass it like that, or use 'sdpa' or 'flex_attention' for the text model."
+                )
+            call.packed_rows = False  # flash attention goes by the positions itself
         if tokens.attention_mask is None and call.packed_rows is False and call.cache is None and self.is_native(call):
             # Native code would take gaps in the positions, or those of padding, for packed samples.
             tokens.attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)
@@ -142,9 +150,14 @@ class STTSModel(PruningBackbone, Molmo2Model):
         shared = {name: value for name, value in vision.items() if name in VideoFeatures.__dataclass_fields__}
         return VideoFeatures(**shared, pooler_output=features.split(plan.num_kept))
 
+    def count_image_tokens(self, vision: dict[str, Any]) -> list[int]:
+        """Those of the small view and of the crops."""
+        *_, grids = check_tensors(vision, *self.image_inputs)
+        return (grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]).tolist()
+
     def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
         """All images of a call; per image (image tokens, text hidden size)."""
-        return self.get_image_features(*check_tensors(vision, *self.image_inputs))
+        return self.get_image_features(*(vision[name] for name in self.image_inputs))
 
     def merge(self, call: Call, pruned: PrunedInputs) -> dict[str, Any]:
         """Features are added onto the embeddings of their placeholders."""
@@ -152,15 +165,32 @@ class STTSModel(PruningBackbone, Molmo2Model):
         mask = make_mask(self.config.text_config, pruned, embeds, call.cache)
         return tokens.arguments | {"input_ids": None, "inputs_embeds": embeds, "attention_mask": mask}
 
-    def merge_rows(self, pruned: PrunedInputs) -> dict[str, Any]:
+    def merge_rows(self, pruned: PrunedInputs, setting: Callable[[str], Any]) -> dict[str, Any]:
         """Images' and videos' features as one modality, since they share a placeholder."""
-        if not pruned.features:
-            return {}
-        return {"mm_encoder_outputs": {"video": BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))}}
+        merged: dict[str, Any] = {}
+        if pruned.features:
+            features = BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))
+            merged["mm_encoder_outputs"] = {"video": features}
+        chunk_size, types = setting("prefill_chunk_size"), pruned.tokens.mm_token_type_ids
+        if chunk_size is not None and types is not None:  # no chunk may end between tokens that attend both ways
+            merged["prefill_chunk_size"] = max(chunk_size, *types.any(0).nonzero()[-1:, 0].add(1).tolist(), 1)
+        return merged
 
     def embed_pruned(self, pruned: PrunedInputs) -> torch.Tensor:
         """Embeddings (B, L', text hidden size) of what is left, with features added onto their placeholders."""
         return add_features(self.get_input_embeddings()(pruned.tokens.input_ids), pruned.features)
+
+    def check_new_vision(self, cache: Cache | None, arguments: Collection[str]) -> None:
+        record, pixels = CacheRecord.of(cache), [name for name in self.pixels if name in arguments]
+        if not pixels or record is None:
+            return
+        if bool(((record.token_ids == self.config.image_patch_id) | (record.token_ids == UNKNOWN_VISION)).any()):
+            raise ValueError(
+                f"`{pixels[0]}` came with `past_key_values` that hold a video or image already. Vision tokens attend "
+                "to each other in both directions, so the cached ones would not be the same. Leave out what the cache "
+                "has seen; for anything new, pass the whole conversation with all its videos and images again, without "
+                "`past_key_values`."
+            )
 
     def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
         """Raises `ValueError` where decoding would silently treat vision tokens as causal."""
@@ -173,21 +203,6 @@ class STTSModel(PruningBackbone, Molmo2Model):
                 f"{'A static cache' if static else '`prefill_chunk_size`'} with video tokens needs transformers 5.23 "
                 "or later: before, Molmo2's vision tokens would silently attend causally. Upgrade, or leave it out."
             )
-
-    @can_return_tuple
-    def get_video_features(
-        self,
-        pixel_values_videos: torch.Tensor,
-        video_token_pooling: torch.Tensor | None = None,
-        video_grids: torch.Tensor | None = None,
-        *,
-        pruning_ratio: float | Sequence[float] | None = None,
-        with_temporal_loss: bool = False,
-        **kwargs: Any,
-    ) -> tuple | VideoFeatures:
-        """Features of the kept blocks of each video; arguments as in `plan_videos`."""
-        vision = dict(zip(self.video_inputs, (pixel_values_videos, video_token_pooling, video_grids), strict=True))
-        return self.encode_call(vision, pruning_ratio, with_temporal_loss, **kwargs)
 
 
 class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names fewer arguments than Molmo2 does

@@ -7,18 +7,16 @@ from the prompt, the caller or the record of a cache, so calls may alternate, an
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_stts import CacheRecord
-from .checks_stts import check_finite, check_grids, check_runs, check_tensors
-from .plan_stts import PruningPlan, VideoFeatures
+from .plan_stts import PruningPlan, VideoFeatures, check_finite, check_grids, check_tensors
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .sequence_stts import Tokens
 
@@ -123,9 +121,11 @@ class MropeBackbone(PruningBackbone):
         """Scores the blocks of all frames, drops what the plan says and merges the rest into tokens."""
         return self.visual(pixel_values.to(self.visual.dtype), pruning=plan, **kwargs)
 
+    def count_image_tokens(self, vision: dict[str, Any]) -> list[int]:
+        return [math.prod(grid) for grid in self.read_grids(vision, self.image_inputs)]
+
     def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
         """All images of a call, as the native model does."""
-        self.read_grids(vision, self.image_inputs)
         pixels, grids = (vision[name] for name in self.image_inputs)
         native: Any = self
         return native.get_image_features(pixels, grids.to(pixels.device), return_dict=True)
@@ -138,7 +138,7 @@ class MropeBackbone(PruningBackbone):
         positions = self.packed_position_ids(tokens, call.cache)
         return tokens.arguments | encoded | {"position_ids": positions, "attention_mask": None, "use_cache": False}
 
-    def merge_rows(self, pruned: PrunedInputs) -> dict[str, Any]:
+    def merge_rows(self, pruned: PrunedInputs, setting: Callable[[str], Any]) -> dict[str, Any]:
         return self.encoder_outputs(pruned, by_row=True)
 
     def encoder_outputs(self, pruned: PrunedInputs, by_row: bool) -> dict[str, Any]:
@@ -158,49 +158,46 @@ class MropeBackbone(PruningBackbone):
         return {"mm_encoder_outputs": outputs} if outputs else {}
 
     def position_tokens(
-        self,
-        tokens: Tokens,
-        cached: CacheRecord,
-        whole_mask: torch.Tensor | None,
-        vision: dict[str, Any],
-        placeholders: tuple[torch.Tensor, torch.Tensor],
+        self, tokens: Tokens, cached: CacheRecord, vision: dict[str, Any], found: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         """
         Native positions (3, B, L) of the whole prompt, counted anew in each sample of a row. Positions of the caller
         that have three axes are taken as they are; others (B, L) say where samples, and over a cache what follows it,
-        begin. Without images and videos, (B, L). Raises `ValueError` where `mm_token_type_ids` are missing or not those
-        of the placeholders, and for positions (B, L) that do not count tokens.
+        begin. Without images and videos, (B, L). Raises `ValueError` where placeholders do not fit the grids or
+        `mm_token_type_ids`, and for positions (B, L) that do not count tokens.
         """
-        given, types = tokens.position_ids, tokens.mm_token_type_ids
+        given = tokens.position_ids
         if not vision or (given is not None and given.dim() == 3):
-            return super().position_tokens(tokens, cached, whole_mask, vision, placeholders)
-        if types is None:
-            raise ValueError(
-                "`mm_token_type_ids` is None, but positions beside images and videos need it; pass all that the "
-                "processor returns, or `position_ids` (3, batch, length)."
-            )
+            return super().position_tokens(tokens, cached, vision, found)
         # Native code reads them one by one, so they come to the host together.
-        expected = types_of(placeholders)
+        types = VIDEO * found[0].long() + IMAGE * found[1].long()
         optional = [(tokens.padding_mask, 1), (tokens.sample_ids, 0), (given, 0)]
-        columns = [torch.full_like(expected, other) if some is None else some.long() for some, other in optional]
-        expected, types, shown, samples, counts = torch.stack([expected, types.long(), *columns]).cpu().unbind()
-        if not torch.equal(types, expected):
+        columns = [torch.full_like(types, other) if some is None else some.long() for some, other in optional]
+        given_types = types if tokens.mm_token_type_ids is None else tokens.mm_token_type_ids.long()
+        types, given_types, shown, samples, counts = torch.stack([types, given_types, *columns]).cpu().unbind()
+        if not torch.equal(types, given_types):
             raise ValueError(
                 f"`mm_token_type_ids` must be {VIDEO} for placeholders of videos whose pixels are there, {IMAGE} for "
-                f"those of images and 0 elsewhere, but {int((types != expected).sum())} tokens differ; pass all that "
-                "the processor returns."
+                f"those of images and 0 elsewhere, but {int((types != given_types).sum())} tokens differ; pass all "
+                "that the processor returns."
             )
         rows, masks = samples_as_rows(samples, shown.bool())
         runs = [types[row, mask].unique_consecutive(return_counts=True) for row, mask in zip(rows, masks, strict=True)]
         for kind, names in ((VIDEO, self.video_inputs), (IMAGE, self.image_inputs)):
-            if names[-1] in vision:
-                found = [length for kinds, lengths in runs for length in lengths[kinds == kind].tolist()]
-                per_frame = self.run_per_frame and kind == VIDEO
-                check_runs(names[-1], vision[names[-1]], found, self.visual.spatial_merge_unit, per_frame)
+            in_text = torch.cat([lengths[kinds == kind] for kinds, lengths in runs])
+            grids = vision.get(names[-1], types.new_zeros(0, 3))
+            per_grid = grids[:, 0] if self.run_per_frame and kind == VIDEO else torch.ones_like(grids[:, 0])
+            by_grids = (grids.prod(-1) // self.visual.spatial_merge_unit // per_grid).repeat_interleave(per_grid)
+            if not torch.equal(in_text, by_grids):
+                raise ValueError(
+                    f"`{names[-1]}` makes runs of {by_grids.tolist()} placeholder tokens, but in the text they have "
+                    f"{in_text.tolist()}. Text and {names[-1].partition('_')[0]}s must come from the same call of this "
+                    "model's processor."
+                )
         rope: Any = self
-        grids = {name: value for name, value in vision.items() if not name.startswith("pixel_values")}
-        native, _ = rope.get_rope_index(expected[rows], types[rows], attention_mask=masks.long(), **grids)
-        positions = native.new_zeros(self.num_axes, *expected.shape)
+        others = {name: value for name, value in vision.items() if not name.startswith("pixel_values")}
+        native, _ = rope.get_rope_index(types[rows], types[rows], attention_mask=masks.long(), **others)
+        positions = native.new_zeros(self.num_axes, *types.shape)
         for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
             counted, start = counts[row, mask], 0
             if given is not None:
@@ -211,22 +208,8 @@ class MropeBackbone(PruningBackbone):
                     )
                 start = int(counted[0]) if cached.seen else 0
             positions[:, row, mask] = native[:, index, mask] + start
-        positions = positions.to(placeholders[0].device)
+        positions = positions.to(tokens.device)
         return positions if given is not None and cached.seen else positions + cached.next_position
-
-    @can_return_tuple
-    def get_video_features(
-        self,
-        pixel_values_videos: torch.Tensor,
-        video_grid_thw: torch.Tensor | None = None,
-        *,
-        pruning_ratio: float | Sequence[float] | None = None,
-        with_temporal_loss: bool = False,
-        **kwargs: Any,
-    ) -> tuple | VideoFeatures:
-        """Features of the kept blocks of each video; arguments as in `plan_videos`."""
-        vision = {self.video_inputs[0]: pixel_values_videos, self.video_inputs[-1]: video_grid_thw}
-        return self.encode_call(vision, pruning_ratio, with_temporal_loss, **kwargs)
 
     def packed_position_ids(self, left: Tokens, past_key_values: Cache | None) -> torch.Tensor:
         """
@@ -247,11 +230,6 @@ class MropeBackbone(PruningBackbone):
         starts = (numbers.diff(dim=-1, prepend=numbers[:, :1] - 1) != 0) | (numbers < 0)
         order = place - torch.where(starts, place, 0).cummax(-1).values
         return torch.cat([order[None], positions.expand(self.num_axes, -1, -1)])
-
-
-def types_of(placeholders: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """`mm_token_type_ids` (B, L) of placeholders of videos and of images, (B, L) each."""
-    return VIDEO * placeholders[0].long() + IMAGE * placeholders[1].long()
 
 
 def samples_as_rows(sample_ids: torch.Tensor, shown: torch.Tensor) -> tuple[list[int], torch.Tensor]:

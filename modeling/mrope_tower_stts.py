@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.vision_utils import get_vision_position_ids
 
-from .layout_stts import AttentionSpans
+from .attention_stts import AttentionSpans
 from .plan_stts import PruningPlan, VideoFeatures
 from .tower_stts import PruningTower, SpanLayer, reorder
 

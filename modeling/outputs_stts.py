@@ -12,28 +12,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils import can_return_tuple
 
-from .checks_stts import CALL_ARGUMENTS
 from .generation_stts import STTSGeneration
 from .pruning_stts import PruningOutput
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, shorten_targets, token_order
+from .settings_stts import CALL_ARGUMENTS
 
 
 @dataclass
-class TaskOutput(ModelOutput):
-    """
-    Goes between `PruningOutput` and a native output class with a loss.
-
-    Attributes:
-        task_loss: cross entropy of the next token.
-    """
-
-    task_loss: torch.Tensor | None = None
-
-
-@dataclass
-class PruningCausalLMOutputWithPast(PruningOutput, TaskOutput, CausalLMOutputWithPast):
+class PruningCausalLMOutputWithPast(PruningOutput, CausalLMOutputWithPast):
     """
     Logits and the rest on the sequence that is left.
 
@@ -96,7 +84,7 @@ class PruningHead(STTSGeneration):
             logits_to_keep: counts in the sequence that is left.
             pruning_ratio: `k` in [0, 1] in place of the config's, for this call.
             pruned_length: the length `L'` that every row gets, shorter ones by filler where the batch is padded, so
-                that all steps of a training have one shape; for calls without a cache.
+                that all steps of a training have one shape.
             packed_rows: whether rows hold several samples; None looks where `position_ids` start over, which forces a
                 host-device sync.
             kwargs: of the native forward.
@@ -104,8 +92,8 @@ class PruningHead(STTSGeneration):
         Raises:
             ValueError: inputs do not fit.
         """
-        order = token_order(kwargs.get("position_ids"), self.model.num_axes)
-        tokens = Tokens(kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), order)
+        names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+        tokens = Tokens(**{name: kwargs.get(name) for name in names})
         targets = {
             name: check_shape(name, target, *tokens.shape)
             for name, target in (("labels", labels), ("shift_labels", shift_labels))
@@ -117,41 +105,29 @@ class PruningHead(STTSGeneration):
         kept_indices = outputs.kept_indices
         if kept_indices is None and kwargs.get("past_key_values") is None:
             kept_indices = KeptSequence.whole(*tokens.shape, tokens.device).kept_indices
-        found = {
-            "logits": self.lm_head(outputs.last_hidden_state[:, columns]),
-            "kept_indices": None if kept_indices is None else kept_indices[:, columns],
-        }
+        logits = self.lm_head(outputs.last_hidden_state[:, columns])
+        found = {"logits": logits, "kept_indices": None if kept_indices is None else kept_indices[:, columns]}
         if targets:
-            unread = self.named_arguments.union(
-                self.model.video_inputs, self.model.image_inputs, self.model.unread_inputs
-            )
+            inner = self.model
+            unread = {*self.named_arguments, *inner.video_inputs, *inner.image_inputs, *inner.unread_inputs}
             options = {name: value for name, value in kwargs.items() if name not in unread}
-            found |= self.compute_losses(
-                found["logits"], outputs, tokens, targets, kwargs.get("packed_rows"), **options
-            )
-        names = PruningCausalLMOutputWithPast.__dataclass_fields__
-        return PruningCausalLMOutputWithPast(**{name: found.get(name, outputs.get(name)) for name in names})
+            samples = self.find_samples(tokens, kwargs.get("packed_rows"))
+            shortened = {"labels": None} | shorten_targets(targets, outputs.kept_indices, samples) | options
+            vocab_size = self.config.text_config.vocab_size
+            loss = found["task_loss"] = self.loss_function(logits=logits, vocab_size=vocab_size, **shortened)
+            if outputs.temporal_loss is not None:
+                loss = loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(loss.device)
+            found["loss"] = loss
+        fields = PruningCausalLMOutputWithPast.__dataclass_fields__
+        return PruningCausalLMOutputWithPast(**{name: found.get(name, outputs.get(name)) for name in fields})
 
-    def compute_losses(
-        self,
-        logits: torch.Tensor,
-        outputs: Any,
-        tokens: Tokens,
-        targets: dict[str, torch.Tensor],
-        packed_rows: bool | None = None,
-        **kwargs: Any,
-    ) -> dict[str, torch.Tensor]:
-        """`task_loss` and `loss`. targets: `labels` and `shift_labels` (B, L). kwargs: of the native loss."""
-        sample_ids, positions = None, tokens.position_ids
-        if positions is not None and positions.dim() == 2 and packed_rows is not False:
-            mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -tokens.shape[1] :]
-            sample_ids = find_samples(positions.expand(tokens.shape), mask)
-        options = {"labels": None} | shorten_targets(targets, outputs.kept_indices, sample_ids) | kwargs
-        vocab_size = self.config.text_config.vocab_size
-        loss = task_loss = self.loss_function(logits=logits, vocab_size=vocab_size, **options)
-        if outputs.temporal_loss is not None:
-            loss = task_loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(task_loss.device)
-        return {"loss": loss, "task_loss": task_loss}
+    def find_samples(self, tokens: Tokens, packed_rows: bool | None) -> torch.Tensor | None:
+        """The sample (B, L) of each token by the caller's positions; None where a row holds one sample."""
+        order = token_order(tokens.position_ids, self.model.num_axes)
+        if order is None or order.dim() != 2 or packed_rows is False:
+            return None
+        mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -tokens.shape[1] :]
+        return find_samples(order.expand(tokens.shape), mask)
 
 
 def keep_weight_names(native: type[PreTrainedModel], ours: type[PreTrainedModel]) -> None:

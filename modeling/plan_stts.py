@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .scoring_stts import num_kept_blocks, split_videos
-from .sequence_stts import KeptSequence, gather_columns
+from .sequence_stts import KeptSequence, check_tensor, gather_columns
 
 
 @dataclass
@@ -103,11 +104,12 @@ class RowPlan:
     """
     Which videos lie in which row, and how many tokens a row has, on the host before the tower runs.
 
-    rows: None where it was not read. num_tokens: tokens of each row that are no padding, or None likewise.
+    rows: None where it was not read. image_tokens: of each row, likewise. num_tokens: of each row without padding.
     drops_padding: whether rows lose their padding and get new padding. padded_right: bool, or on the device.
     """
 
     rows: list[list[int]] | None
+    image_tokens: list[int] | None = None
     num_tokens: list[int] | None = None
     drops_padding: bool = False
     padded_right: torch.Tensor | bool = False
@@ -115,93 +117,128 @@ class RowPlan:
     @classmethod
     def read(
         cls,
-        of_videos: torch.Tensor,
+        found: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
-        num_blocks: list[int],
+        expected: tuple[list[int], list[int]],
         gets_length: bool,
         pads_left: bool = False,
     ) -> "RowPlan":
         """
-        of_videos: (B, L) placeholders. mask: (B, L) or None. num_blocks: of each video. gets_length: whether rows get
-        one; then nothing forces a host-device sync, and off the CPU an error becomes an assertion on the device.
-        pads_left: whether padding moves to the left; otherwise one row without a length keeps its padding.
+        found: placeholders of videos and images, (B, L) each. mask: (B, L) or None. expected: tokens of each video and
+        image. gets_length: whether rows get one; then nothing forces a host-device sync, and off the CPU an error
+        becomes an assertion on the device. pads_left: whether padding moves to the left; otherwise one row without a
+        length keeps its padding.
         """
-        batch_size = of_videos.shape[0]
+        batch_size, placeholders = found[0].shape[0], found[0] | found[1]
         padded_right = False if mask is None or pads_left else ~mask[:, -1].bool().all()
         drops_padding = mask is not None and (gets_length or pads_left or batch_size > 1)
-        hidden = None if mask is None else of_videos & ~mask.bool()
-        if of_videos.device.type != "cpu" and gets_length:
-            torch._assert_async(of_videos.sum() == sum(num_blocks))
-            if hidden is not None:
-                torch._assert_async(~hidden.any())
-            rows = [list(range(len(num_blocks)))] if batch_size == 1 else None
-            return cls(rows, None, drops_padding, padded_right)
-        counts = [of_videos.sum(-1)]
-        if mask is not None and hidden is not None:
-            counts += [mask.bool().sum(-1), hidden.sum(-1)]
-        read = torch.stack(counts).tolist()
-        rows = assign_videos_to_rows(read[0], num_blocks)
-        if mask is None:
-            return cls(rows)
-        if sum(read[2]):
+        shown = torch.ones_like(placeholders) if mask is None else mask.bool()
+        hidden = placeholders & ~shown
+        if placeholders.device.type != "cpu" and gets_length:
+            for kind, counts in zip(found, expected, strict=True):
+                torch._assert_async(kind.sum() == sum(counts))
+            torch._assert_async(~hidden.any())
+            rows = [list(range(len(expected[0])))] if batch_size == 1 else None
+            return cls(rows, drops_padding=drops_padding, padded_right=padded_right)
+        videos, images, lengths, masked = torch.stack([x.sum(-1) for x in (*found, shown, hidden)]).tolist()
+        rows = assign_to_rows("video", videos, expected[0])
+        assign_to_rows("image", images, expected[1])
+        if sum(masked):
             raise ValueError(
-                f"`attention_mask` hides {sum(read[2])} video placeholder tokens, but may hide only padding. Take the "
-                "videos themselves out of the call."
+                f"`attention_mask` hides {sum(masked)} placeholder tokens of videos or images, but may hide only "
+                "padding. Take the videos and images themselves out of the call."
             )
-        return cls(rows, read[1] if drops_padding else None, drops_padding, padded_right)
+        return cls(rows, images, lengths if drops_padding else None, drops_padding, padded_right)
 
     def gather(
         self, keeps: torch.Tensor, mask: torch.Tensor | None, num_dropped: list[int], pruned_length: int | None
     ) -> KeptSequence:
-        """What is left of rows, all of one length, of the tokens that `keeps` (B, L) says."""
+        """
+        What is left of rows, of the tokens that `keeps` (B, L) says: `pruned_length` columns, or those of the longest
+        row. num_dropped: tokens that each video loses. Raises `ValueError` for a row that is longer.
+        """
         if self.drops_padding and mask is not None:
             keeps = keeps & mask.bool()
-        return gather_columns(keeps, self.new_length(num_dropped, keeps, pruned_length), self.padded_right)
-
-    def new_length(self, num_dropped: list[int], kept_tokens: torch.Tensor, pruned_length: int | None) -> int:
-        """
-        `L'`: `pruned_length`, or the longest row of kept_tokens (B, L). num_dropped: tokens that each video loses.
-        Raises `ValueError` for a row that is longer than `pruned_length`.
-        """
         if self.rows is None or (self.drops_padding and self.num_tokens is None):
             assert pruned_length is not None  # otherwise `read` reads
-            torch._assert_async((kept_tokens.sum(-1) <= pruned_length).all())
-            return pruned_length
-        before = self.num_tokens or [kept_tokens.shape[1]] * len(self.rows)
+            torch._assert_async((keeps.sum(-1) <= pruned_length).all())
+            return gather_columns(keeps, pruned_length, self.padded_right)
+        before = self.num_tokens or [keeps.shape[1]] * len(self.rows)
         lengths = [n - sum(num_dropped[v] for v in videos) for n, videos in zip(before, self.rows, strict=True)]
         longest = max(lengths)
-        if pruned_length is None:
-            return max(longest, 1)
-        if longest > pruned_length:
+        if pruned_length is not None and longest > pruned_length:
             raise ValueError(
                 f"`pruned_length` is {pruned_length}, but row {lengths.index(longest)} has {longest} tokens left "
                 "after dropping. Make it longer, shorten the row, or raise `pruning_ratio`."
             )
-        return pruned_length
+        return gather_columns(keeps, pruned_length or max(longest, 1), self.padded_right)
 
 
-def assign_videos_to_rows(placeholders_per_row: list[int], tokens_per_video: list[int]) -> list[list[int]]:
+def assign_to_rows(kind: str, placeholders_per_row: list[int], tokens: list[int]) -> list[list[int]]:
     """
-    Which videos belong to which row, in order. Raises `ValueError` where a row's placeholders are not those of whole
-    videos, or some are left over.
+    Which videos or images belong to which row, in order, by the tokens of each. Raises `ValueError` where a row's
+    placeholders are not those of whole ones, or some are left over.
     """
-    rows, video = [], 0
+    name = "pixel_values_videos" if kind == "video" else "pixel_values"
+    rows, index = [], 0
     for row, count in enumerate(placeholders_per_row):
-        first, taken = video, 0
-        while video < len(tokens_per_video) and taken < count:
-            taken += tokens_per_video[video]
-            video += 1
+        first, taken = index, 0
+        while index < len(tokens) and taken < count:
+            taken += tokens[index]
+            index += 1
         if taken != count:
             raise ValueError(
-                f"Row {row} of the batch has {count} video placeholder tokens, but the next videos in "
-                f"`pixel_values_videos` have {tokens_per_video[first : video or None]} tokens by their grids. Text "
-                "and videos must come from the same call of the processor, and the text must not be truncated."
+                f"Row {row} of the batch has {count} {kind} placeholder tokens, but the next {kind}s in `{name}` have "
+                f"{tokens[first : index or None]} tokens by their grids. Text and {kind}s must come from the same call "
+                "of the processor, and the text must not be truncated."
             )
-        rows.append(list(range(first, video)))
-    if video != len(tokens_per_video):
+        rows.append(list(range(first, index)))
+    if index != len(tokens):
         raise ValueError(
-            f"`pixel_values_videos` holds {len(tokens_per_video)} videos, but the video placeholder tokens of the "
-            f"batch are those of {video}. Text and videos must come from the same call of the processor; leave out "
-            "videos that `past_key_values` has already seen."
+            f"`{name}` holds {len(tokens)} {kind}s, but the {kind} placeholder tokens of the batch are those of "
+            f"{index}. Text and {kind}s must come from the same call of the processor; leave out {kind}s that "
+            "`past_key_values` has already seen."
         )
     return rows
+
+
+def check_tensors(vision: dict[str, Any], *names: str) -> tuple[torch.Tensor, ...]:
+    """
+    The arguments of these names, of which the first is there; raises `ValueError` where another is None, `TypeError`
+    where one is no tensor.
+    """
+    for name in names:
+        value = vision.get(name)
+        if value is None:
+            raise ValueError(
+                f"`{names[0]}` needs `{name}`, but it is None; pass all that this model's processor returns."
+            )
+        check_tensor(name, value)
+    return tuple(vision[name] for name in names)
+
+
+def check_grids(name: str, grids: torch.Tensor) -> list[tuple[int, int, int]]:
+    """
+    The grid `(T, rows, cols)` of each video or image, on the host; raises `ValueError` or `TypeError` where `grids`
+    (V, 3) are none.
+    """
+    kind = name.partition("_")[0]
+    if grids.dim() != 2 or grids.shape[1] != 3:
+        raise ValueError(f"`{name}` has shape {tuple(grids.shape)}, but must be ({kind}s, 3): frames, rows, columns.")
+    if grids.is_floating_point():
+        raise TypeError(
+            f"`{name}` is {grids.dtype}, but must count frames, rows and columns in whole numbers; pass what the "
+            "processor returns."
+        )
+    read = [(int(frames), int(rows), int(cols)) for frames, rows, cols in grids.tolist()]
+    if not read or min(min(grid) for grid in read) < 1:
+        raise ValueError(f"`{name}` is {read}, but every {kind} needs at least one frame, row and column.")
+    return read
+
+
+def check_finite(pixel_values_videos: torch.Tensor) -> None:
+    """Raises `ValueError` for NaN or infinite pixels in CPU memory; elsewhere looking would force a sync."""
+    if pixel_values_videos.device.type != "cpu" or pixel_values_videos.sum(dtype=torch.float32).isfinite():
+        return  # one pass and nothing to store; only a sum that is not finite, or overflows, is worth a closer look
+    if not pixel_values_videos.isfinite().all():
+        raise ValueError("`pixel_values_videos` holds NaN or infinite values; check how the frames were decoded.")

@@ -14,10 +14,18 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput, can_return_tuple
 
-from .cache_stts import CacheRecord, check_new_vision, earliest, first_column, last_positions
-from .checks_stts import RANKING_ARGUMENTS, check_exclusive, check_names, check_settings, holds_packed_rows
+from .cache_stts import UNKNOWN, UNKNOWN_VISION, CacheRecord, last_positions
 from .plan_stts import PruningPlan, RowPlan, TowerCache, VideoFeatures
-from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, keep_tokens, token_order
+from .sequence_stts import (
+    KeptSequence,
+    Tokens,
+    check_shape,
+    find_samples,
+    holds_packed_rows,
+    keep_tokens,
+    token_order,
+)
+from .settings_stts import RANKING_ARGUMENTS, check_names, check_settings
 
 
 @dataclass
@@ -51,8 +59,8 @@ class PrunedInputs:
 
     tokens: (B, L'); their mask covers cached columns too, (B, columns + L'). kept_indices: (B, L') in the caller's
     sequence. record: of a cache that this call fills. video, images: what the hooks returned. features: pairs of a
-    placeholder mask (B, L') and the features that go there in order, the videos' first. features_per_row: how many of
-    the videos' features go to each row, if known.
+    placeholder mask (B, L') and the features that go there in order, the videos' first. per_row: of each pair, how many
+    features go to each row, if known.
     """
 
     tokens: Tokens
@@ -61,16 +69,14 @@ class PrunedInputs:
     video: VideoFeatures | None = None
     images: BaseModelOutputWithPooling | None = None
     features: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    features_per_row: list[int] | None = None
+    per_row: list[list[int]] = field(default_factory=list)
 
     def by_row(self, index: int, features: torch.Tensor) -> list[torch.Tensor]:
         """
         `features` (tokens, ...) of the placeholders of pair `index`, one entry per row, so that beams and samples
-        repeat whole rows. Forces a host-device sync where the numbers are not known.
+        repeat whole rows.
         """
-        if self.video is not None and index == 0 and self.features_per_row is not None:
-            return list(features.split(self.features_per_row))
-        return list(features.split(self.features[index][0].sum(-1).tolist()))
+        return list(features.split(self.per_row[index]))
 
     @property
     def report(self) -> dict[str, Any]:
@@ -86,6 +92,7 @@ class PruningOutput(ModelOutput):
     Goes before a native output class.
 
     Attributes:
+        task_loss: cross entropy of the next token, from a model with a head and with labels.
         temporal_loss: unweighted; None without videos, for untrained selectors, and outside training without labels.
         token_scores: per video (T, n), what blocks were ranked by.
         keep_mask: per video (T, n), which blocks were kept.
@@ -93,6 +100,7 @@ class PruningOutput(ModelOutput):
         image_hidden_states: (kept blocks, text hidden size) features of the videos, or of images alone.
     """
 
+    task_loss: torch.Tensor | None = None
     temporal_loss: torch.Tensor | None = None
     token_scores: tuple[torch.Tensor, ...] | None = None
     keep_mask: tuple[torch.Tensor, ...] | None = None
@@ -160,7 +168,7 @@ class PruningBackbone(PreTrainedModel):
                 record = self.record_native(call, bool(vision or kwargs.get("mm_encoder_outputs")))
             arguments = tokens.arguments | vision
         else:
-            check_exclusive(kwargs, self.refuses_encoder_outputs(call))
+            self.check_exclusive(kwargs, vision)
             pruned = self.prune(call)
             record, arguments = pruned.record, self.merge(call, pruned)
         with CacheRecord.set_aside(past_key_values, record):
@@ -174,12 +182,10 @@ class PruningBackbone(PreTrainedModel):
         """The door: checks a call's arguments, of which `kwargs` are the native ones, and finds packed rows."""
         check_names(kwargs)
         check_settings(call.pruning_ratio, call.pruned_length)
-        call.tokens.check_one_source()
         CacheRecord.usable(call.cache)
         self.check_new_vision(call.cache, call.vision)
         if call.packed_rows is None and (self.num_axes or self.video_inputs[0] not in call.vision):
-            text_config, has_vision = self.config.text_config, bool(call.vision)
-            call.packed_rows = holds_packed_rows(call.tokens, call.cache, self.num_axes, text_config, has_vision)
+            call.packed_rows = holds_packed_rows(call.tokens, call.cache, self.num_axes)
 
     def is_native(self, call: Call) -> bool:
         """Whether nothing is to be dropped, laid out or continued: then the native model does all."""
@@ -195,28 +201,22 @@ class PruningBackbone(PreTrainedModel):
         record, (batch_size, length) = CacheRecord.resume(call.cache, tokens), tokens.shape
         if record.skips_hidden and tokens.position_ids is None and tokens.padding_mask is not None:
             tokens.position_ids = (tokens.padding_mask.long().cumsum(-1) - 1)[:, -length:].clamp_min(0)
-        new = None
-        if has_vision:
-            names, ids = (*self.video_inputs, *self.image_inputs), tokens.input_ids
-            flags = torch.ones(1, 1, device=tokens.device)
-            flags = flags if ids is None else torch.stack(self.find_placeholders(ids, names)).any(0)
-            new = record.columns + first_column(flags)
-        fields = {"skips_hidden": record.skips_hidden, "first_vision": earliest(record.first_vision, new)}
-        return CacheRecord.of_columns(record.columns + length, batch_size, tokens.device, **fields)
+        other = UNKNOWN_VISION if has_vision else UNKNOWN
+        ids = torch.full((batch_size, length), other, device=tokens.device)
+        return record.continued(ids if tokens.input_ids is None else tokens.input_ids)
 
-    def check_new_vision(self, cache: Cache | None, arguments: Collection[str]) -> None:
-        """Raises `ValueError` for pixels among the names of `arguments` where cached vision tokens would see them."""
-        if not self.vision_is_causal:
-            check_new_vision(cache, [name for name in self.pixels if name in arguments])
-
-    def refuses_encoder_outputs(self, call: Call) -> bool:
-        """Whether `mm_encoder_outputs`, features that the caller encoded, do not fit what becomes of a call."""
-        return bool(
-            call.packed_rows
-            or call.changes_length
-            or not self.vision_is_causal
-            or not call.vision.keys().isdisjoint(self.pixels)
-        )
+    def check_exclusive(self, kwargs: dict[str, Any], vision: Collection[str]) -> None:
+        """Raises `ValueError` for arguments that describe what is no more once tokens are dropped or laid out anew."""
+        if kwargs.get("mm_encoder_outputs") and not (self.vision_is_causal and set(self.pixels).isdisjoint(vision)):
+            raise ValueError(
+                "`mm_encoder_outputs` came with pixels, `pruned_length`, packed rows, or `past_key_values` of a call "
+                "that dropped video tokens. Pass the pixels instead of it."
+            )
+        if "cu_seq_lens_q" in kwargs:
+            raise ValueError(
+                "`cu_seq_lens_q` describes the sequence before video tokens are dropped. Leave out the flash-attention "
+                "arguments; packed samples are told apart by `position_ids` that start over."
+            )
 
     @property
     def pixels(self) -> tuple[str, str]:
@@ -241,57 +241,67 @@ class PruningBackbone(PreTrainedModel):
     # Checks the video inputs of a call and says what stays of each video:
     plan_videos: Callable[..., PruningPlan]
     encode_videos: Callable[..., VideoFeatures]
+    # Checks the image inputs of a call and counts the tokens of each image, on the host:
+    count_image_tokens: Callable[[dict[str, Any]], list[int]]
     # All images of a call, as the native model encodes them; its `pooler_output` is per image:
     encode_images: Callable[[dict[str, Any]], BaseModelOutputWithPooling]
     # Arguments of the native forward for what is left:
     merge: Callable[[Call, PrunedInputs], dict[str, Any]]
-    # `mm_encoder_outputs` for native `generate`: one entry per row, in the order of its placeholders:
-    merge_rows: Callable[[PrunedInputs], dict[str, Any]]
+    # Arguments of native `generate`: `mm_encoder_outputs`, one entry per row, in the order of its placeholders. Beside
+    # what is left, it takes what says a setting of the call.
+    merge_rows: Callable[[PrunedInputs, Callable[[str], Any]], dict[str, Any]]
 
     def needs_pruning(self, arguments: Collection[str]) -> bool:
         """Whether a call with these arguments goes through `prune`; else native code does all."""
         return self.video_inputs[0] in arguments
 
+    def check_new_vision(self, cache: Cache | None, arguments: Collection[str]) -> None:
+        """Raises `ValueError` for pixels among the names of `arguments` where cached vision tokens would see them."""
+
     def check_generation(self, cache: Cache | None, setting: Callable[[str], Any]) -> None:
         """Raises `ValueError` where `generate` would decode otherwise than `forward` does. setting: of `generate`."""
 
     def position_tokens(
-        self,
-        tokens: Tokens,
-        cached: CacheRecord,
-        whole_mask: torch.Tensor | None,
-        vision: dict[str, Any],
-        placeholders: tuple[torch.Tensor, torch.Tensor],
+        self, tokens: Tokens, cached: CacheRecord, vision: dict[str, Any], found: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         """
         Positions (B, L) or (axes, B, L) of the whole prompt, before anything is dropped; `tokens` has those that the
-        caller gave. whole_mask: (B, seen + L) or None.
+        caller gave. found: placeholders of videos and images, (B, L) each.
         """
-        if tokens.position_ids is not None:
-            return tokens.position_ids
-        return cached.positions_of_new(tokens.shape[1], whole_mask)
+        return cached.positions_of_new(tokens) if tokens.position_ids is None else tokens.position_ids
 
     # The pass.
 
-    def encode_call(
+    @can_return_tuple
+    def get_video_features(
         self,
-        vision: dict[str, Any],
+        pixel_values_videos: torch.Tensor,
+        *args: Any,
         pruning_ratio: float | Sequence[float] | None = None,
         with_temporal_loss: bool = False,
         **kwargs: Any,
-    ) -> VideoFeatures:
-        """What `get_video_features` returns: features of the kept blocks of each video of a call."""
+    ) -> tuple | VideoFeatures:
+        """Features of the kept blocks of each video. args: of `video_inputs`, in their order, or by their names."""
+        if len(args) >= len(self.video_inputs):
+            raise TypeError(f"`get_video_features` takes {self.video_inputs} alone by their place.")
+        vision = dict(zip(self.video_inputs, (pixel_values_videos, *args), strict=False))
+        vision |= {name: kwargs.pop(name) for name in self.video_inputs if name in kwargs}
         check_names(kwargs)
         check_settings(pruning_ratio)
-        given = {name: kwargs.pop(name, None) for name in RANKING_ARGUMENTS}
-        plan = self.make_plan(Call(Tokens(), vision, None, pruning_ratio, None, None, with_temporal_loss, **given))
-        return self.encode_videos(vision[self.video_inputs[0]], plan, **kwargs)
+        ranking = {name: kwargs.pop(name, None) for name in RANKING_ARGUMENTS}
+        plan = self.make_plan(vision, pruning_ratio, with_temporal_loss, **ranking)
+        return self.encode_videos(pixel_values_videos, plan, **kwargs)
 
-    def make_plan(self, call: Call) -> PruningPlan:
-        """`plan_videos` of a call, with what the caller says of scores. A scorer of answers has no temporal loss."""
-        learns_change = call.with_temporal_loss and self.config.scorer_target == "change"
-        plan = self.plan_videos(call.vision, call.pruning_ratio, learns_change)
-        plan.block_scores, plan.tower_cache = call.block_scores, call.tower_cache
+    def make_plan(
+        self,
+        vision: dict[str, Any],
+        pruning_ratio: float | Sequence[float] | None,
+        with_temporal_loss: bool,
+        **ranking: Any,
+    ) -> PruningPlan:
+        """`plan_videos`, with what the caller says of scores. A scorer of answers has no temporal loss."""
+        learns_change = with_temporal_loss and self.config.scorer_target == "change"
+        plan = replace(self.plan_videos(vision, pruning_ratio, learns_change), **ranking)
         plan.check_scores()
         return plan
 
@@ -301,22 +311,20 @@ class PruningBackbone(PreTrainedModel):
         dropped, but rows may get another length. Raises `ValueError` where text, videos, images and cache do not fit.
         """
         vision = call.vision
-        cached, past_mask, whole_mask, tokens = self.resume(call)
+        cached, past_mask, tokens = self.resume(call)
         plan = None
         if self.video_inputs[0] in vision:
-            plan = self.make_plan(call)
+            ranking = {name: getattr(call, name) for name in RANKING_ARGUMENTS}
+            plan = self.make_plan(vision, call.pruning_ratio, call.with_temporal_loss, **ranking)
         num_blocks, num_kept, num_dropped = ([], [], []) if plan is None else plan.counts
-        drops, may_sync = any(num_dropped) or call.changes_length, call.pruned_length is None
-        assert tokens.input_ids is not None  # `resume` checks it
-        found, rows = self.find_placeholders(tokens.input_ids, vision), RowPlan(None)
-        if plan is not None or drops:
-            rows = RowPlan.read(found[0], tokens.padding_mask, num_blocks, not may_sync, call.pads_left)
-        images = None
-        if self.image_inputs[0] in vision:
-            mask = tokens.padding_mask if rows.drops_padding else None
-            images = self.read_images(call, found[1] if mask is None else found[1] & mask.bool())
+        expected = (num_blocks, self.count_image_tokens(vision) if self.image_inputs[0] in vision else [])
+        drops, gets_length = any(num_dropped) or call.changes_length, call.pruned_length is not None
+        found, rows = self.find_placeholders(tokens.ids, vision), RowPlan(None)
+        if drops or any(expected):
+            rows = RowPlan.read(found, tokens.padding_mask, expected, gets_length, call.pads_left)
+        images = self.encode_images(vision) if expected[1] else None
         # Before the videos' tower runs, so that a copy to the host does not wait for it.
-        tokens.position_ids = self.position_tokens(tokens, cached, whole_mask, vision, found)
+        tokens.position_ids = self.position_tokens(tokens, cached, vision, found)
         video = None if plan is None else self.encode_videos(vision[self.video_inputs[0]], plan)
 
         keeps = torch.ones_like(found[0])
@@ -329,110 +337,63 @@ class PruningBackbone(PreTrainedModel):
         closes_gaps = self.config.pruned_position_ids == "compact"
         filler_id = getattr(self.config, "pad_token_id", None) or 0
         left = gather_tokens(tokens, sequence, ~keeps if closes_gaps else None, past_mask, filler_id)
-        pruned = PrunedInputs(left, sequence.kept_indices, cached, video, images)
+        record = self.record_pruned(cached, tokens, sequence, left, drops)
+        pruned = PrunedInputs(left, sequence.kept_indices, record, video, images)
         if video is not None:
             pruned.features.append((sequence.take(found[0], False), torch.cat(video.pooler_output)))
-            if rows.rows is not None:
-                pruned.features_per_row = [sum(num_kept[v] for v in videos) for videos in rows.rows]
+            pruned.per_row.append([sum(num_kept[v] for v in videos) for videos in rows.rows or ()])
         if images is not None:
             pruned.features.append((sequence.take(found[1], False), torch.cat(list(images.pooler_output or ()))))
-        pruned.record = self.record_pruned(cached, tokens, sequence, pruned, drops)
+            pruned.per_row.append(rows.image_tokens or [])
         return pruned
 
     def record_pruned(
-        self, cached: CacheRecord, tokens: Tokens, sequence: KeptSequence, pruned: PrunedInputs, drops: bool
+        self, cached: CacheRecord, tokens: Tokens, sequence: KeptSequence, left: Tokens, drops: bool
     ) -> CacheRecord:
         """The record of a cache after this call. drops: whether columns are not the new tokens."""
-        left, positions = pruned.tokens, tokens.position_ids
+        positions = tokens.position_ids
         assert positions is not None  # `prune` sets it
         assert left.position_ids is not None  # `gather_tokens` makes both
         assert left.padding_mask is not None
-        batch_size, new = sequence.kept_indices.shape
-        first = cached.first_vision
-        if pruned.features:
-            found = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
-            first = earliest(first, cached.columns + first_column(found))
         # Behind a cache, hidden tokens take no position (`positions_of_new`), where native code counts columns.
         counts_columns = cached.skips_hidden or not cached.seen or tokens.padding_mask is None
         if cached.whole and not drops and positions.dim() == 2 and counts_columns:
-            fields = {"skips_hidden": cached.skips_hidden, "first_vision": first}
-            return CacheRecord.of_columns(cached.columns + new, batch_size, tokens.device, **fields)
+            return cached.continued(left.given)
         after = left.position_ids if self.config.pruned_position_ids == "compact" else last_positions(tokens, sequence)
-        after = after.masked_fill(left.padding_mask[:, -new:] == 0, -1)
-        record = cached.grown(sequence.kept_indices, after, sequence.length, left.input_ids)
-        record.first_vision = first
-        return record
+        after = after.masked_fill(left.padding_mask[:, cached.columns :] == 0, -1)
+        return cached.grown(sequence.kept_indices, after, sequence.length, left.input_ids)
 
-    def read_images(self, call: Call, placeholders: torch.Tensor) -> BaseModelOutputWithPooling:
-        """A call's images, encoded. Raises `ValueError` where their tokens are not as many as `placeholders` (B, L)."""
-        count = placeholders.sum()
-        on_host = count.device.type == "cpu" or call.pruned_length is None
-        num_placeholders = int(count) if on_host else None  # read before the tower runs, to wait for nothing
-        images = self.encode_images(call.vision)
-        num_features = sum(map(len, images.pooler_output or ()))
-        if num_placeholders is None:
-            torch._assert_async(count == num_features)
-        elif num_placeholders != num_features:
-            raise ValueError(
-                f"`pixel_values` make {num_features} image tokens by their grids, but the text has {num_placeholders} "
-                "image placeholders. Text and images must come from the same call."
-            )
-        return images
-
-    def resume(self, call: Call) -> tuple[CacheRecord, torch.Tensor, torch.Tensor | None, Tokens]:
+    def resume(self, call: Call) -> tuple[CacheRecord, torch.Tensor, Tokens]:
         """
-        What the cache holds, the mask of its columns (B, columns), the caller's whole mask (B, seen + L) or None, and
-        the new tokens' arguments (B, L).
+        What the cache holds, the mask of its columns (B, columns), and the arguments of the tokens behind it (B, L).
+        Raises `ValueError` for arguments of other shapes.
         """
-        tokens = call.tokens
-        if tokens.inputs_embeds is not None:
-            raise ValueError(
-                "`inputs_embeds` came with videos, packed rows, `pruned_length` or a cache of such a call, where ids "
-                "say what each token is. Pass `input_ids` instead."
-            )
-        cached = CacheRecord.resume(call.cache, tokens)
-        if call.pruned_length is not None and cached.seen:
-            raise ValueError(
-                f"`pruned_length` is {call.pruned_length}, but `past_key_values` holds {cached.seen} tokens already. "
-                "It is for calls without a cache, such as training; leave it out."
-            )
-        order = token_order(tokens.position_ids, self.num_axes)
-        past_mask, whole_mask, tokens = slice_uncached(tokens, cached, self.num_axes)
+        tokens, (batch_size, length) = call.tokens, call.tokens.shape
+        cached, order = CacheRecord.resume(call.cache, tokens), token_order(tokens.position_ids, self.num_axes)
+        seen = KeptSequence(cached.kept_indices, cached.seen)
+        past_mask, mask = seen.take_mask(None), tokens.padding_mask
+        if tokens.attention_mask is not None:
+            if mask is None or mask.shape[-1] != cached.seen + length:
+                found = "of another kind" if mask is None else f"{tuple(mask.shape)}"
+                raise ValueError(
+                    f"`attention_mask` is {found}, but must be a padding mask ({batch_size}, {cached.seen + length}): "
+                    f"{length} new tokens after {cached.seen} cached ones, dropped tokens included; or None."
+                )
+            past_mask, mask = seen.take_mask(mask[:, : cached.seen]), mask[:, cached.seen :]
+        types, positions = tokens.mm_token_type_ids, tokens.position_ids
+        if types is not None:
+            if types.shape[-1] == cached.seen + length:
+                types = types[:, cached.seen :]
+            types = check_shape("mm_token_type_ids", types, batch_size, length)
+        if positions is not None:
+            if self.num_axes and positions.dim() == 3 and len(positions) == 1 + self.num_axes:
+                positions = positions[1:]  # behind what counts the tokens
+            positions = check_shape("position_ids", positions, batch_size, length, self.num_axes)
+        samples = None
         if order is not None and cached.seen == 0 and call.packed_rows is not False:
-            tokens.sample_ids = find_samples(check_shape("position_ids", order, *tokens.shape), tokens.padding_mask)
-        return cached.hide(past_mask), past_mask, whole_mask, tokens
-
-
-def slice_uncached(
-    tokens: Tokens, cached: CacheRecord, num_axes: int
-) -> tuple[torch.Tensor, torch.Tensor | None, Tokens]:
-    """
-    Cuts a call's arguments where the cache ends: the mask of the cached columns (B, columns), the caller's whole
-    padding mask (B, seen + L) or None, and the new tokens' arguments (B, L). Raises `ValueError` for other shapes.
-    """
-    batch_size, length = tokens.shape
-    seen = KeptSequence(cached.kept_indices, cached.seen)
-    past_mask, mask = seen.take_mask(None), tokens.padding_mask
-    if tokens.attention_mask is not None:
-        if mask is None or mask.shape[-1] != cached.seen + length:
-            found = "of another kind" if mask is None else f"{tuple(mask.shape)}"
-            raise ValueError(
-                f"`attention_mask` is {found}, but must be a padding mask ({batch_size}, {cached.seen + length}): "
-                f"{length} new tokens after {cached.seen} cached ones, dropped tokens included; or None."
-            )
-        past_mask = seen.take_mask(mask[:, : cached.seen])
-    types, positions = tokens.mm_token_type_ids, tokens.position_ids
-    if types is not None:
-        if types.shape[-1] == cached.seen + length:
-            types = types[:, cached.seen :]
-        types = check_shape("mm_token_type_ids", types, batch_size, length)
-    if positions is not None:
-        if num_axes and positions.dim() == 3 and len(positions) == 1 + num_axes:
-            positions = positions[1:]  # behind what counts the tokens
-        axes = int(positions.dim() == 3 and len(positions) == num_axes)
-        positions = check_shape("position_ids", positions, batch_size, length, axes, num_axes)
-    new_mask = None if mask is None else mask[:, cached.seen :]
-    return past_mask, mask, replace(tokens, attention_mask=new_mask, mm_token_type_ids=types, position_ids=positions)
+            samples = find_samples(check_shape("position_ids", order, batch_size, length), mask)
+        new = Tokens(tokens.ids, None, mask, positions, types, samples)
+        return cached.hide(past_mask), past_mask, new
 
 
 def gather_tokens(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 IGNORED_LABEL = -100
 
@@ -29,38 +30,47 @@ class Tokens:
     mm_token_type_ids: torch.Tensor | None = None
     sample_ids: torch.Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(B, L)`; raises `ValueError` where neither ids nor embeddings say it."""
-        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
-        if tokens is None:
-            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`; both are None.")
+    def __post_init__(self) -> None:
+        """Raises `ValueError` or `TypeError` where neither ids nor embeddings are there, both are, or not tensors."""
+        if (self.input_ids is None) == (self.inputs_embeds is None):
+            both = "None" if self.input_ids is None else "given"
+            raise ValueError(f"Pass exactly one of `input_ids` and `inputs_embeds`; both are {both}.")
+        for name, value in self.arguments.items():
+            if not (name == "attention_mask" and isinstance(value, dict)):
+                check_tensor(name, value)
         name, dims = ("input_ids", 2) if self.input_ids is not None else ("inputs_embeds", 3)
-        for given in (name, "attention_mask", "position_ids", "mm_token_type_ids"):
-            value = getattr(self, given)
-            is_by_layer = given == "attention_mask" and isinstance(value, dict)
-            if value is not None and not isinstance(value, torch.Tensor) and not is_by_layer:
-                raise TypeError(
-                    f"`{given}` is a {type(value).__name__}, but must be a torch.Tensor; call the processor with "
-                    "return_tensors='pt'."
-                )
+        tokens = getattr(self, name)
         if tokens.dim() != dims or tokens.shape[1] == 0:
             raise ValueError(
                 f"`{name}` has shape {tuple(tokens.shape)}, but must have {dims} dimensions, (batch, length"
                 f"{', hidden size' if dims == 3 else ''}), and at least one token."
             )
-        return tokens.shape[0], tokens.shape[1]
 
-    def check_one_source(self) -> None:
-        """Raises `ValueError` for ids beside embeddings."""
-        if self.input_ids is not None and self.inputs_embeds is not None:
-            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`; both are given.")
+    @property
+    def given(self) -> torch.Tensor:
+        """The ids or the embeddings."""
+        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
+        assert tokens is not None  # one of them is there
+        return tokens
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """(B, L); raises `ValueError` where only embeddings are there."""
+        if self.input_ids is None:
+            raise ValueError(
+                "`inputs_embeds` came with videos, packed rows, `pruned_length` or a cache of such a call, where ids "
+                "say what each token is. Pass `input_ids` instead."
+            )
+        return self.input_ids
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(B, L)`."""
+        return self.given.shape[0], self.given.shape[1]
 
     @property
     def device(self) -> torch.device:
-        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
-        assert tokens is not None  # `shape` comes first
-        return tokens.device
+        return self.given.device
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -75,22 +85,27 @@ class Tokens:
         return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 
-def check_shape(
-    name: str, value: torch.Tensor, batch_size: int, length: int, axes: int = 0, num_axes: int = 0
-) -> torch.Tensor:
-    """
-    Returns a value per token as (B, L), behind `axes` more dimensions, given like that or as (1, L); raises
-    `ValueError` for other shapes. num_axes: of the model's positions, for the message.
-    """
-    if tuple(value.shape[axes:]) not in ((batch_size, length), (1, length)):
-        shapes: list[tuple[int, ...]] = [(batch_size, length)]
-        if num_axes:
-            shapes += [(num_axes, batch_size, length), (1 + num_axes, batch_size, length)]
-        raise ValueError(
-            f"`{name}` has shape {tuple(value.shape)}, but must be {' or '.join(map(str, shapes))}: one entry for "
-            "every token of the sequence, also for those that will be dropped."
+def check_tensor(name: str, value: Any) -> None:
+    """Raises `TypeError` for what is neither a tensor nor None."""
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"`{name}` is a {type(value).__name__}, but must be a torch.Tensor; call the processor with "
+            "return_tensors='pt'."
         )
-    return value.expand(*value.shape[:axes], batch_size, length)
+
+
+def check_shape(name: str, value: torch.Tensor, batch_size: int, length: int, num_axes: int = 0) -> torch.Tensor:
+    """
+    Returns a value per token as (B, L), given like that or as (1, L), or with `num_axes` of them in front; raises
+    `ValueError` for other shapes.
+    """
+    axes = (num_axes,) if num_axes and value.dim() == 3 else ()
+    if tuple(value.shape) not in ((*axes, batch_size, length), (*axes, 1, length)):
+        raise ValueError(
+            f"`{name}` has shape {tuple(value.shape)}, but must be {(*axes, batch_size, length)}: one entry for every "
+            "token of the sequence, also for those that will be dropped."
+        )
+    return value.expand(*axes, batch_size, length)
 
 
 @dataclass
@@ -166,9 +181,25 @@ def token_order(position_ids: torch.Tensor | None, num_axes: int) -> torch.Tenso
     Of positions, what counts the tokens of a sample: (B, L) as they are, or the first of (1 + axes, B, L); None where
     they have axes alone.
     """
-    if not num_axes or not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3:
-        return position_ids  # `Tokens.shape` refuses what is no tensor
+    if not num_axes or position_ids is None or position_ids.dim() != 3:
+        return position_ids
     return position_ids[0] if len(position_ids) == 1 + num_axes else None
+
+
+def holds_packed_rows(tokens: Tokens, cache: Cache | None, num_axes: int) -> bool:
+    """
+    Whether rows hold several samples, which a native model may let see each other's images. It looks only where
+    `position_ids` are given, since that forces a host-device sync.
+    """
+    batch_size, length = tokens.shape
+    positions, mask = token_order(tokens.position_ids, num_axes), tokens.padding_mask
+    if positions is None or positions.dim() != 2 or positions.shape[1] != length or length == 1:
+        return False  # a step of decoding too; a static cache's length lies on the device
+    if tokens.attention_mask is not None and (mask is None or mask.shape[1] != length):
+        return False
+    if cache is not None and cache.get_seq_length() > 0:
+        return False
+    return bool((find_samples(positions.expand(batch_size, length), mask).amax(-1) > 1).any())
 
 
 def keep_tokens(video_placeholders: torch.Tensor, keep_mask: torch.Tensor) -> torch.Tensor:

@@ -6,17 +6,18 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
 require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision`.")
 
+import difflib
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from huggingface_hub.dataclasses import validated_field
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
-from transformers.utils import logging
+from transformers.utils import TransformersKwargs, logging
 
 from .scoring_stts import SELECTORS
 
@@ -28,6 +29,9 @@ SCORE_RESCALINGS = get_args(ScoreRescaling)
 PACKINGS = get_args(Packing)
 POSITION_RULES = get_args(PositionRule)
 SCORER_TARGETS = get_args(ScorerTarget)
+RANKING_ARGUMENTS = ("block_scores", "tower_cache")  # of a caller who ranks the blocks
+CALL_ARGUMENTS = ("pruning_ratio", "pruned_length", "packed_rows", *RANKING_ARGUMENTS)
+NATIVE_ARGUMENTS = {*TransformersKwargs.__annotations__, "use_cache", "return_dict", "mm_encoder_outputs"}
 
 
 def check_pruning_ratio(value: object) -> float:
@@ -158,6 +162,37 @@ class TrainingSettings:
 
 PRUNING_FIELDS = tuple(field.name for field in fields(PruningSettings))
 TRAINING_FIELDS = tuple(field.name for field in fields(TrainingSettings))
+
+
+def check_settings(pruning_ratio: Any, pruned_length: Any = None) -> None:
+    """
+    Raises `ValueError` for a ratio, or one of several, outside [0, 1] and a length that is no positive int. None is
+    left out.
+    """
+    for ratio in pruning_ratio if isinstance(pruning_ratio, list | tuple) else [pruning_ratio]:
+        if ratio is not None:
+            check_pruning_ratio(ratio)
+    if pruned_length is None:
+        return
+    if isinstance(pruned_length, bool) or not isinstance(pruned_length, int) or pruned_length < 1:
+        raise ValueError(
+            f"`pruned_length` is {pruned_length!r}, but must be a positive int: tokens of a row after dropping."
+        )
+
+
+def check_names(names: Collection[str]) -> None:
+    """
+    Raises `ValueError` for the name of an argument that is a field of our configs, or nearly an argument of ours, which
+    native code would skip.
+    """
+    for name in {*names} - NATIVE_ARGUMENTS - {*CALL_ARGUMENTS}:
+        if name in (*PRUNING_FIELDS, *TRAINING_FIELDS):
+            raise ValueError(
+                f"`{name}` is a field of the config and no argument of a call: set it there, or in `from_pretrained`."
+            )
+        near = difflib.get_close_matches(name, (*CALL_ARGUMENTS, *PRUNING_FIELDS, *TRAINING_FIELDS), 1, 0.8)
+        if near:
+            raise ValueError(f"`{name}` is no argument of a call; did you mean `{near[0]}`?")
 
 
 def with_settings(vision_config: Mapping[str, Any] | PreTrainedConfig | None, given: Mapping[str, Any]) -> Any:

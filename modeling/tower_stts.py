@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from .attention_stts import packed_attention
-from .layout_stts import AttentionSpans, block_slots
+from .attention_stts import AttentionSpans, block_slots, packed_attention
 from .plan_stts import PruningPlan
 from .scoring_stts import FIRST_LOGIT, SELECTORS, TokenScorer, score_bias, select_blocks, temporal_loss
 
@@ -119,6 +118,10 @@ class PruningTower(PreTrainedModel):
         bias = bias[:, None].expand(blocks.shape[:2]).flatten()
         return found, kept_blocks, bias if padding_bias is None else bias + padding_bias
 
+    def add_context(self, slots: torch.Tensor, spans: AttentionSpans, valid: torch.Tensor | None) -> torch.Tensor:
+        """The slots (P,) that stay in the ViT, for those of kept blocks (P,): the same, or more as context."""
+        return slots
+
     def sees_window(self, layer: int) -> bool:
         """Whether a layer attends within windows, the second kind of spans."""
         return False
@@ -162,9 +165,7 @@ class PruningTower(PreTrainedModel):
             cache.states, cache.blocks = {**states, layer: hidden_states}, blocks
         found, kept_blocks, key_bias = self.rank_blocks(blocks, pruning, valid, window_to_raster, padding_bias)
         kept = block_slots(kept_blocks if raster_to_window is None else raster_to_window[kept_blocks], size)
-        left = kept if raster_to_window is None else kept.sort().values
-        if self.config.refill_single_frame_bins:
-            left = spans[0].refill(kept, valid)
+        left = self.add_context(kept if raster_to_window is None else kept.sort().values, spans[0], valid)
         if len(left) == 0:  # k = 1
             states.update(dict.fromkeys(range(layer + 1, len(layers)), hidden_states[:0]))
         else:

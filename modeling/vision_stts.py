@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
@@ -16,10 +17,9 @@ from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2VisionModel,
 )
 
-from .checks_stts import check_finite, check_grids, check_tensors
+from .attention_stts import AttentionSpans
 from .configuration_stts import STTSVisionConfig
-from .layout_stts import AttentionSpans
-from .plan_stts import PruningPlan, VideoFeatures
+from .plan_stts import PruningPlan, VideoFeatures, check_finite, check_grids, check_tensors
 from .tower_stts import PruningTower, SpanLayer
 
 # Per call of the connector: kernels put the batch into a dimension of CUDA's grid, which has this limit.
@@ -97,6 +97,25 @@ def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) 
     return grids
 
 
+def first_fit_descending(lengths: list[int], capacity: int) -> list[list[int]]:
+    """
+    Paper Algorithm 1: frames, longest first, each into the first bin with room for it. Returns the frames of each bin;
+    those without patches are in none. No frame may be longer than the `capacity`.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for frame in sorted(range(len(lengths)), key=lambda frame: -lengths[frame]):
+        if lengths[frame] == 0:
+            break
+        fitting = next((number for number, free in enumerate(room) if free >= lengths[frame]), len(bins))
+        if fitting == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[fitting].append(frame)
+        room[fitting] -= lengths[frame]
+    return bins
+
+
 class STTSVisionEncoderLayer(SpanLayer, Molmo2VisionEncoderLayer):
     """Native layer, and beside it attention within the frames of videos."""
 
@@ -126,6 +145,21 @@ class STTSVisionModel(PruningTower, Molmo2VisionModel):
         self.layers = nn.ModuleList([STTSVisionEncoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.add_scorer(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim)
         self.post_init()
+
+    def add_context(self, slots: torch.Tensor, spans: AttentionSpans, valid: torch.Tensor | None) -> torch.Tensor:
+        """
+        With `refill_single_frame_bins` also all slots of each frame that is alone in its bin, as in the released code.
+        valid: (G, S) bool or None, False for padding, which takes no room in a bin. Forces a host-device sync.
+        """
+        if not self.config.refill_single_frame_bins:
+            return slots
+        bounds = spans.cu_seqlens_k.long()
+        kept = torch.zeros(int(bounds[-1]), dtype=torch.bool, device=slots.device).index_fill(0, slots, True)
+        usable = torch.ones_like(kept) if valid is None else valid.flatten()
+        whole, left = F.pad(torch.stack([usable, usable & kept]).cumsum(1), (1, 0))[:, bounds].diff().tolist()
+        alone = torch.zeros(len(left), dtype=torch.bool)
+        alone[[span for span, *others in first_fit_descending(left, max(whole)) if not others]] = True
+        return (kept | alone.to(slots.device).repeat_interleave(bounds.diff())).nonzero().squeeze(-1)
 
     def forward(self, pixel_values: torch.Tensor, pruning: STTSVisionPlan | None = None, **kwargs: Any) -> Any:
         """

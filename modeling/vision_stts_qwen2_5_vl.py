@@ -15,8 +15,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     apply_rotary_pos_emb_vision,
 )
 
+from .attention_stts import AttentionSpans
 from .configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig
-from .layout_stts import AttentionSpans
 from .mrope_tower_stts import FlatTower, RotarySpanLayer
 
 

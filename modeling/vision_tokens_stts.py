@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import and_masks, create_causal_mask
 
-from .checks_stts import MASKED_TEXT_ATTENTION
 from .pruning_stts import PrunedInputs
+
+MASKED_TEXT_ATTENTION = ("eager", "sdpa", "flex_attention")
 
 
 def placeholders_of_videos(

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stts_hf.modeling.attention_stts import packed_attention
+from stts_hf.modeling.attention_stts import AttentionSpans, packed_attention
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
-from stts_hf.modeling.layout_stts import AttentionSpans
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSModel
 from stts_hf.modeling.vision_stts import STTSVisionEncoderLayer, STTSVisionModel, STTSVisionOutput, STTSVisionPlan
 

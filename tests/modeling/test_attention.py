@@ -14,13 +14,14 @@ from transformers import modeling_flash_attention_utils
 
 from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import (
+    AttentionSpans,
     choose_backend,
     fold_bias_into_keys,
+    frame_bounds,
     frame_by_frame,
     has_flash,
     packed_attention,
 )
-from stts_hf.modeling.layout_stts import AttentionSpans, frame_bounds
 
 HEADS, HEAD_DIM = 2, 8
 SCALING = HEAD_DIM**-0.5

@@ -12,7 +12,7 @@ from stts_hf.checkpoints.original import (
     convert_original_config,
     load_original_config,
 )
-from stts_hf.modeling import layout_stts
+from stts_hf.modeling import vision_stts
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import (
     STTSForConditionalGeneration,
@@ -142,7 +142,7 @@ def test_pooled_features_are_the_authors(fixture, model, layout, expected):
 
 def test_bins_and_refilled_patches_are_as_many_as_the_authors(fixture, model, monkeypatch):
     bins, left = [], []
-    first_fit_descending, drop = layout_stts.first_fit_descending, layout_stts.AttentionSpans.drop
+    first_fit_descending, drop = vision_stts.first_fit_descending, vision_stts.AttentionSpans.drop
 
     def record_bins(lengths, capacity):
         bins.append(first_fit_descending(lengths, capacity))
@@ -152,8 +152,8 @@ def test_bins_and_refilled_patches_are_as_many_as_the_authors(fixture, model, mo
         left.append(len(slots))
         return drop(spans, slots)
 
-    monkeypatch.setattr(layout_stts, "first_fit_descending", record_bins)
-    monkeypatch.setattr(layout_stts.AttentionSpans, "drop", record_left)
+    monkeypatch.setattr(vision_stts, "first_fit_descending", record_bins)
+    monkeypatch.setattr(vision_stts.AttentionSpans, "drop", record_left)
     encode(model, fixture, "refill")
     kept = int(fixture.expected["keep_mask"].sum()) * fixture.pooling_size[0] * fixture.pooling_size[1]
     assert [len(found) for found in bins] == [fixture.expected["num_bins"].item()]

@@ -160,12 +160,14 @@ def test_what_is_no_length_is_refused(model, value):
 
 
 @torch.no_grad()
-def test_beside_a_cache_that_holds_tokens_it_is_refused(model):
+def test_behind_a_cache_that_holds_tokens(model):
     inputs = build_inputs([ROWS[0]])
-    cache = model(**inputs, use_cache=True).past_key_values
     step = {"input_ids": torch.tensor([[5]]), "mm_token_type_ids": torch.zeros(1, 1, dtype=torch.long)}
-    with pytest.raises(ValueError, match="`pruned_length` is 9, but `past_key_values` holds"):
-        model(**step, past_key_values=cache, pruned_length=9)
+    logits = []
+    for length in (None, 9):
+        cache = model(**inputs, use_cache=True).past_key_values
+        logits.append(model(**step, past_key_values=cache, pruned_length=length).logits[:, -1])
+    torch.testing.assert_close(*logits, **CLOSE)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stts_hf.modeling.checks_stts import check_finite
+from stts_hf.modeling.plan_stts import check_finite
 from tests.modeling.reference import Inputs
 from tests.tiny import PATCH, Image, Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 
@@ -52,7 +52,7 @@ def test_placeholders_without_the_video(call):
 def test_a_mask_that_hides_placeholders(call):
     inputs = build_inputs(ROWS)
     inputs["attention_mask"][-1, (inputs["input_ids"][-1] == PATCH).nonzero()[0]] = 0
-    with pytest.raises(ValueError, match=r"`attention_mask` hides 1 video placeholder tokens, but may hide only pad"):
+    with pytest.raises(ValueError, match=r"`attention_mask` hides 1 placeholder tokens of videos or images, but"):
         call(**inputs)
 
 
@@ -77,7 +77,7 @@ def test_image_placeholders_that_do_not_match_beside_a_video(call):
     inputs = build_inputs([[2, Image(), Video(2), 4]])
     place = (inputs["input_ids"][0] == PATCH).nonzero()[0]
     inputs["input_ids"][0, place] = 7
-    with pytest.raises(ValueError, match=r"`pixel_values` make 70 image tokens .* has 69 image placeholders"):
+    with pytest.raises(ValueError, match=r"Row 0 .* 69 image placeholder tokens, .* `pixel_values` have \[70\] tokens"):
         call(**inputs)
 
 

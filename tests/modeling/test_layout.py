@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from stts_hf.modeling.layout_stts import first_fit_descending
+from stts_hf.modeling.vision_stts import first_fit_descending
 from tests.naive import naive_first_fit_descending
 
 

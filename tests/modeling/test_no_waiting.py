@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stts_hf.modeling import attention_stts
-from stts_hf.modeling.attention_stts import padded_frames
-from stts_hf.modeling.layout_stts import AttentionSpans
+from stts_hf.modeling.attention_stts import AttentionSpans, padded_frames
 from stts_hf.modeling.pruning_stts import Call
 from stts_hf.modeling.sequence_stts import Tokens
 from tests.backbones import Clip, Inputs, Rows

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stts_hf.modeling.attention_stts import padded_frames
-from stts_hf.modeling.layout_stts import AttentionSpans
+from stts_hf.modeling.attention_stts import AttentionSpans, padded_frames
 from tests.modeling.test_attention import (
     FLOAT32_TOLERANCE,
     HEADS,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.vision_utils import get_vision_window_index
 
-from stts_hf.modeling.layout_stts import AttentionSpans
+from stts_hf.modeling.attention_stts import AttentionSpans
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.test_qwen3_vl_vision import FFD, encode, encode_naively, flat, found, videos
 from tests.modeling.towers import assert_features_close, largest_difference, weighted

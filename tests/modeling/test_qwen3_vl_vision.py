@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from stts_hf.modeling.layout_stts import AttentionSpans
+from stts_hf.modeling.attention_stts import AttentionSpans
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.modeling.towers import assert_features_close, largest_difference, weighted
 from tests.naive import naive_temporal_loss

@@ -12,11 +12,9 @@ from tests.conftest import REPOSITORY
 MODELING = REPOSITORY / "modeling"
 CORE = [
     "scoring",
-    "layout",
     "attention",
     "sequence",
     "settings",
-    "checks",
     "plan",
     "cache",
     "pruning",

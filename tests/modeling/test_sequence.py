@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from stts_hf.modeling.cache_stts import CacheRecord
-from stts_hf.modeling.plan_stts import assign_videos_to_rows
+from stts_hf.modeling.plan_stts import assign_to_rows
 from stts_hf.modeling.sequence_stts import (
     KeptSequence,
     Tokens,
@@ -188,7 +188,7 @@ def test_a_placeholder_that_nothing_opened_is_no_videos():
     ids=str,
 )
 def test_videos_go_to_the_rows_that_hold_their_placeholders(per_row, videos, rows):
-    assert assign_videos_to_rows(per_row, videos) == rows
+    assert assign_to_rows("video", per_row, videos) == rows
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_videos_go_to_the_rows_that_hold_their_placeholders(per_row, videos, row
 )
 def test_placeholders_that_are_not_whole_videos_are_refused(per_row, videos, message):
     with pytest.raises(ValueError, match=message):
-        assign_videos_to_rows(per_row, videos)
+        assign_to_rows("video", per_row, videos)
 
 
 def cached() -> DynamicCache:
@@ -227,7 +227,7 @@ def test_tokens_after_the_end_of_a_row_take_no_position():
     mask = torch.ones(2, 14, dtype=torch.int64)
     mask[1, 9:12] = 0  # the second row ended after one token; the last of these is new
     hidden = answered.hide(KeptSequence(answered.kept_indices, 11).take_mask(mask[:, :11]))
-    positions = hidden.positions_of_new(3, mask)
+    positions = hidden.positions_of_new(Tokens(torch.ones_like(mask[:, 11:]), None, mask[:, 11:]))
     assert positions[0].tolist() == [11, 12, 13]
     assert positions[1, 1:].tolist() == [5, 6]
 

@@ -8,7 +8,7 @@ from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Model
 
 from stts_hf.modeling import vision_stts
-from stts_hf.modeling.layout_stts import AttentionSpans
+from stts_hf.modeling.attention_stts import AttentionSpans
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from tests.modeling.towers import (
     FFD,

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from stts_hf.model_parts import SCORER, find_backbone, module_of
-from stts_hf.modeling.outputs_stts import TaskOutput
 from stts_hf.modeling.pruning_stts import PruningOutput
 
 
 @dataclass
-class ScoringOutput(PruningOutput, TaskOutput):
+class ScoringOutput(PruningOutput):
     """Outputs of a call that runs no language model."""
 
 

@@ -41,7 +41,7 @@ FATAL: list[tuple[str, Damage, str]] = [
     ("configuration", remove("config.json"), "missing"),
     ("configuration", edit("config.json", lambda config: config.update(model_type="molmo2")), "'molmo2' model"),
     ("code", edit("config.json", lambda config: config["auto_map"].pop("AutoModel")), "None for AutoModel"),
-    ("code", remove("layout_stts.py"), "layout_stts.py is missing"),
+    ("code", remove("tower_stts.py"), "tower_stts.py is missing"),
     (
         "code",
         edit("config.json", lambda config: config["auto_map"].update(AutoConfig="user/name--configuration.Config")),

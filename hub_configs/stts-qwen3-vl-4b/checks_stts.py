@@ -1,1 +1,0 @@
-../../modeling/checks_stts.py

@@ -1,1 +1,0 @@
-../../modeling/layout_stts.py
