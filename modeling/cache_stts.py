@@ -172,14 +172,11 @@ class CacheRecord(DynamicLayer):
         self, kept_indices: torch.Tensor, positions: torch.Tensor, num_seen: int, token_ids: torch.Tensor | None = None
     ) -> "CacheRecord":
         """This record with more columns, (B, new) each, whose places count in `num_seen` new tokens of the caller."""
-        ids = torch.full_like(kept_indices, UNKNOWN) if token_ids is None else token_ids.to(kept_indices.device)
         places = torch.where(kept_indices < 0, kept_indices, kept_indices + self.seen)
-        return CacheRecord(
-            torch.cat([self.kept_indices, places], dim=-1),
-            torch.cat([self.positions, positions], dim=-1),
-            self.seen + num_seen,
-            torch.cat([self.token_ids, ids], dim=-1),
-        )
+        record = CacheRecord(places, positions, self.seen + num_seen, token_ids)
+        record.keys = torch.cat([self.keys, record.keys], dim=-2)
+        record.values = torch.cat([self.values, record.values], dim=-2)
+        return record
 
     def continued(self, token_ids: torch.Tensor) -> "CacheRecord":
         """This record, which is whole, after tokens (B, new) that all stay."""

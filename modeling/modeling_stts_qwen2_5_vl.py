@@ -6,6 +6,7 @@ of the whole prompt. Those in time follow the clock, by the seconds that `second
 tubelets, so a video's may be ahead of those of the text that comes after it.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transformers import GenerationMixin
@@ -40,7 +41,10 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
     run_per_frame = False
 
     def plan_videos(
-        self, vision: dict[str, Any], pruning_ratio: float | None = None, with_temporal_loss: bool = False
+        self,
+        vision: dict[str, Any],
+        pruning_ratio: float | Sequence[float] | None = None,
+        with_temporal_loss: bool = False,
     ) -> PruningPlan:
         """As in `MropeBackbone`; second_per_grid_ts: (V,), or absent for a second each, as in the native model."""
         plan = super().plan_videos(vision, pruning_ratio, with_temporal_loss)
