@@ -74,7 +74,7 @@ def start_scorer(
         collator,
         max_steps=steps,
         per_device_train_batch_size=batch_size,
-        temporal_loss_only=True,
+        scorer_only=True,
         freeze=[part for part in PARTS if part != SCORER],
         learning_rates={SCORER: RATE},
         warmup_steps=0.1,

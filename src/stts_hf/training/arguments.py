@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +15,16 @@ from transformers import TrainingArguments
 
 from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, parts_of
 from stts_hf.selectors import SELECTORS
+from stts_hf.training.answer_loss import ANSWER_LOSSES
+from stts_hf.training.worth import AnswersTarget
 from stts_hf.wording import did_you_mean
 
 ADAPTER = "adapter"  # LoRA and DoRA weights, in any part
 
 # Paper section 4.1.
 PAPER_LEARNING_RATES = {LANGUAGE_MODEL: 1e-5, VISION_TOWER: 5e-6, CONNECTOR: 5e-6, SCORER: 1e-4}
+
+DEPLOYED_RATIOS = (0.5, 0.95)  # of masks, where no `pruning_ratio_range` is given
 
 REFUSED = {
     "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
@@ -46,11 +51,14 @@ class STTSTrainingArguments(TrainingArguments):
         learning_rates: rate by part; defaults to the paper's (1e-5 language model, 5e-6 vision tower and connector,
             1e-4 scorer). `adapter` is the rate of LoRA weights, by default that of the part they adapt.
         freeze: parts that are not trained.
-        distillation_weight: above 0, trains the scorer alone. The divergence from the unpruned model, times this,
-            replaces the task loss (`training/distillation.py`).
-        distillation_temperature: temperature of both distributions.
-        temporal_loss_only: trains the scorer alone, by the temporal loss alone. Nothing after ViT layer `l` runs
-            (`training/scorer_alone.py`).
+        scorer_only: trains the scorer alone, by the model's `scorer_target`: the temporal loss, for which nothing after
+            ViT layer `l` runs, or what blocks are worth to the answers (`training/worth.py`).
+        pruning_ratio_range: lowest and highest share dropped. Whole training draws a ratio for each video; the masks of
+            `scorer_target="answers"` take theirs from it too, by default from 0.5 to 0.95.
+        num_masks: keep masks of a row in a round, with `scorer_target="answers"`; whole training draws them in every
+            step.
+        mask_rounds: how often `scorer_only` draws the masks of a row, from the second time on by the scorer itself.
+        answer_loss: "divergence" from the unpruned model's answers, or the labels' "cross_entropy".
         log_frame_positions: number of frame positions whose kept share TensorBoard shows; 0 for none.
 
     Raises:
@@ -64,9 +72,15 @@ class STTSTrainingArguments(TrainingArguments):
         None, f"Peak learning rate of each part ({', '.join(PARTS)}) and of the LoRA weights ({ADAPTER})."
     )
     freeze: list[str] | None = setting(None, f"Parts not to train: {', '.join(PARTS)}.")
-    distillation_weight: float = setting(0.0, "Weight of the divergence from the unpruned model, for the scorer alone.")
-    temporal_loss_only: bool = setting(False, "Train the scorer alone, by the temporal loss alone: a fast start.")
-    distillation_temperature: float = setting(1.0, "Temperature of both distributions, with `distillation_weight`.")
+    scorer_only: bool = setting(False, "Train the scorer alone, by `scorer_target`; all other parts are frozen.")
+    pruning_ratio_range: list[float] | None = setting(
+        None, "Lowest and highest share of a video's blocks to drop: each video draws its ratio in training."
+    )
+    num_masks: int = setting(12, "Keep masks of a row in a round, with `scorer_target: answers`.")
+    mask_rounds: int = setting(
+        2, "How often masks of a row are drawn, with `scorer_only` and `scorer_target: answers`."
+    )
+    answer_loss: str = setting("divergence", "What a mask costs, with `scorer_target: answers`.", ANSWER_LOSSES)
     log_frame_positions: int = setting(64, "Number of frame positions whose kept share TensorBoard shows; 0 for none.")
     hub_strategy: Any = setting("end", "When to push; before the end `Trainer` pushes the whole output folder.")
     remove_unused_columns: bool = setting(False, "Whether to drop columns that the model's forward does not name.")
@@ -84,24 +98,27 @@ class STTSTrainingArguments(TrainingArguments):
         check_parts("freeze", self.freeze, PARTS)
         if self.log_frame_positions < 0:
             raise ValueError(f"`log_frame_positions` must be 0 or more, not {self.log_frame_positions}.")
-        if not 0 <= self.distillation_weight < math.inf:
-            raise ValueError(f"`distillation_weight` must be a number >= 0, not {self.distillation_weight}.")
-        if not 0 < self.distillation_temperature < math.inf:
-            raise ValueError(f"`distillation_temperature` must be a number > 0, not {self.distillation_temperature}.")
-        if self.temporal_loss_only and self.distillation_weight:
+        for name, least in (("num_masks", 4), ("mask_rounds", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, not {getattr(self, name)}.")
+        if self.answer_loss not in ANSWER_LOSSES:
+            raise ValueError(f"`answer_loss` must be one of {', '.join(ANSWER_LOSSES)}, not {self.answer_loss!r}.")
+        bounds = self.pruning_ratio_range
+        if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] < 1):
             raise ValueError(
-                f"`temporal_loss_only` is true, but `distillation_weight` is {self.distillation_weight:g}: there is no "
-                "output to match, because no language model runs. Remove one of the two."
+                f"`pruning_ratio_range` must be the lowest and the highest ratio, such as [0.1, 0.95], not {bounds!r}."
             )
         for name, reason in REFUSED.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be left out: {reason}.")
 
-    @property
-    def scorer_alone(self) -> str:
-        """The setting that trains the scorer alone, for messages; "" if none does."""
-        matches = "`distillation_weight` is above 0" if self.distillation_weight else ""
-        return "`temporal_loss_only` is true" if self.temporal_loss_only else matches
+    def answers_target(self) -> AnswersTarget:
+        """The scorer's loss by answers, with these settings."""
+        low, high = self.pruning_ratio_range or DEPLOYED_RATIOS
+        rounds, folder = self.mask_rounds if self.scorer_only else 0, Path(str(self.output_dir))
+        return AnswersTarget(
+            self.num_masks, (low, high), self.answer_loss, rounds, folder, self.seed, self.process_index
+        )
 
     def _complete(self, given: Any) -> dict[str, float]:
         """The given rates, checked, and the paper's for all other parts."""
@@ -148,7 +165,7 @@ def trained_parts(model: nn.Module) -> set[str]:
 def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
     """Turns off gradients of frozen parts. Raises `ValueError` for what does not fit the model."""
     keys = parts_of(model)
-    frozen = {*(arguments.freeze or ()), *({*PARTS} - {SCORER} if arguments.scorer_alone else ())}
+    frozen = {*(arguments.freeze or ()), *({*PARTS} - {SCORER} if arguments.scorer_only else ())}
     for name, parameter in model.named_parameters():
         if keys[name] in frozen:
             if parameter.requires_grad and (is_adapter(name) or "modules_to_save" in name.split(".")):
@@ -162,17 +179,25 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
         raise ValueError(f"Nothing is left to train: `freeze` is {sorted(frozen)}, and no other part has a gradient.")
     if ADAPTER in (arguments.learning_rates or {}) and not any(map(is_adapter, trained)):
         raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
-    if arguments.scorer_alone:
-        vision, weight = model.config.vision_config, model.config.temporal_loss_weight
+    config, vision = model.config, model.config.vision_config
+    learns_answers = config.scorer_target == "answers"
+    if learns_answers and not SELECTORS[vision.selector].is_learned:
+        raise ValueError(f"`scorer_target` is 'answers', but `selector` is {vision.selector!r}. Use 'scorer'.")
+    if learns_answers and not arguments.scorer_only and config.worth_unit is None:
+        raise ValueError(
+            "`scorer_target` is 'answers', but the scorer was never fitted to them. Train it with `scorer_only` first."
+        )
+    if arguments.scorer_only:
         learns = {  # whether the scorer learns with this setting's value
             "selector": SELECTORS[vision.selector].is_learned,
-            "temporal_loss_weight": weight or not arguments.temporal_loss_only,
-            "pruning_ratio": 0 < vision.pruning_ratio < 1 or not arguments.distillation_weight,
+            "temporal_loss_weight": config.temporal_loss_weight or learns_answers,
         }
         for name, good in learns.items():
             if not good:
-                value = getattr(vision, name, weight)
-                raise ValueError(f"{arguments.scorer_alone}, but `{name}` is {value!r}: the scorer learns nothing.")
+                raise ValueError(
+                    f"`scorer_only` is true, but `{name}` is {getattr(vision, name, config.temporal_loss_weight)!r}, "
+                    "with which the scorer learns nothing. Change one of the two."
+                )
 
 
 def split_groups(

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from stts_hf.checkpoints.push import explain
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Processor
 from stts_hf.data.loading import load_rows
-from stts_hf.data.preparing import LENGTH, prepare_rows
+from stts_hf.data.preparing import LENGTH, prepare_rows, with_column
 from stts_hf.data.rows import ANSWER, read_row
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import SCORER
@@ -53,6 +54,11 @@ class TrainingSetup:
     @property
     def arguments(self) -> STTSTrainingArguments:
         return self.config.training
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether rows without an answer get the unpruned model's."""
+        return self.arguments.scorer_only and self.model_config.scorer_target == "answers"
 
     @property
     def tables(self) -> dict[str, datasets.Dataset]:
@@ -115,10 +121,20 @@ def load_data(config: TrainConfig, name: str) -> datasets.Dataset:
     sources, split = getattr(data, f"{name}_data"), getattr(data, f"{name}_split")
     with config.blame(f"{name}_data", "cannot be loaded"):
         rows = load_rows(sources, split=split, media_root=data.media_root, revision=data.data_revision)
-        if not config.training.scorer_alone:
+        if not config.training.scorer_only:
             return rows
-        room = 0 if config.training.temporal_loss_only else data.max_answer_tokens  # the temporal loss needs no answer
-        return mark_unanswered(rows, data.default_question, room)
+        learns_answers = config.model.scorer_target == "answers"
+        marked = mark_unanswered(rows, data.default_question, data.max_answer_tokens if learns_answers else 0)
+        return with_ids(marked) if learns_answers else marked
+
+
+def with_ids(rows: datasets.Dataset) -> datasets.Dataset:
+    """The rows, each with another `id`, since masks are kept by row. Raises `ValueError` where two are the same."""
+    given = rows["id"] if "id" in rows.column_names else [None] * len(rows)
+    ids = [f"row {index}" if name is None else str(name) for index, name in enumerate(given)]
+    if twice := next((name for name, number in Counter(ids).items() if number > 1), None):
+        raise ValueError(f"two rows have the `id` {twice!r}. Give each row another")
+    return with_column(rows, "id", ids, "string")
 
 
 def prepare_data(run: TrainingSetup, progress: bool = True) -> TrainingSetup:
@@ -150,7 +166,12 @@ def prepare_data(run: TrainingSetup, progress: bool = True) -> TrainingSetup:
 
 def check_data(run: TrainingSetup) -> None:
     """Raises `ConfigError` if the training rows lack the lengths to sort by, or anything for the scorer to learn."""
-    arguments, rows, setting = run.arguments, run.rows["train"], run.arguments.scorer_alone
+    arguments, rows, data = run.arguments, run.rows["train"], run.config.data
+    setting = "`scorer_only` is true" if arguments.scorer_only else ""
+    fixed = next((name for name in ("pack_to", "pad_to", "max_length") if getattr(data, name) is not None), None)
+    if fixed and (run.needs_answers or arguments.pruning_ratio_range):
+        why = "`scorer_target` is 'answers'" if run.needs_answers else "`pruning_ratio_range` draws ratios"
+        raise run.config.error(fixed, f"counts tokens at one ratio, but {why}. Leave it out.")
     column = arguments.length_column_name
     by_length = arguments.train_sampling_strategy in ("group_by_length", "batch_rebalance")
     if by_length and column not in getattr(rows, "column_names", ()):
@@ -159,8 +180,8 @@ def check_data(run: TrainingSetup) -> None:
     if setting and not any(read_row(row).videos for row in run.tables["train"]):
         raise run.config.error("train_data", f"holds no row with a video, so there is nothing to learn. {setting}.")
     shown = frames.get_frames(run.processor.video_processor)["num_frames"]
-    if arguments.temporal_loss_only and shown <= getattr(run.processor.video_processor, "temporal_patch_size", 1):
-        problem = f"is {shown}, but the temporal loss compares a frame with the previous one"
+    if arguments.scorer_only and shown <= getattr(run.processor.video_processor, "temporal_patch_size", 1):
+        problem = f"is {shown}, but the first frame always stays"
         raise run.config.error("num_frames", f"{problem}, so there is nothing to learn. {setting}.")
 
 
@@ -243,7 +264,7 @@ def answer_unlabelled(run: TrainingSetup, model: PreTrainedModel) -> TrainingSet
     """The run with the model's own answers, kept in the output folder, to rows that have none. Raises `RowError`."""
     config, arguments = run.config, run.arguments
     tables = run.tables
-    if not arguments.distillation_weight or not any(ANSWER in table.column_names for table in tables.values()):
+    if not run.needs_answers or not any(ANSWER in table.column_names for table in tables.values()):
         return run
     folder = Path(config.model.model_name_or_path)
     checkpoint = fingerprint(folder) if folder.is_dir() else f"{folder} {config.model.model_revision}"

@@ -109,7 +109,7 @@ class DataArguments:
     num_frames: int | None = setting(None, "Maximum number of frames of a video; by default the checkpoint's.")
     max_fps: float | None = setting(None, "Maximum number of frames per second; by default the checkpoint's.")
     check_headers: bool = setting(True, "Whether to open every video and image before the first step.")
-    # With `distillation_weight`, the unpruned model answers rows that have no answer.
+    # With `scorer_only` and `scorer_target: answers`, the unpruned model answers rows that have no answer.
     default_question: str = setting("Describe this video.", "Question about clips that come without one.")
     max_answer_tokens: int = setting(128, "Maximum length of an answer that the model writes itself, in tokens.")
 
@@ -181,7 +181,8 @@ REFUSED = {
 _KEPT_ON_RESUME = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last", "seed", "data_seed"),
     *("train_sampling_strategy", "length_column_name", "average_tokens_across_devices", "bf16", "fp16", "freeze"),
-    *("max_grad_norm", "neftune_noise_alpha", "distillation_weight", "distillation_temperature", "temporal_loss_only"),
+    *("max_grad_norm", "neftune_noise_alpha", "scorer_only", "pruning_ratio_range", "num_masks"),
+    *("mask_rounds", "answer_loss"),
     *(item.name for kind in (ModelArguments, DataArguments) for item in dataclasses.fields(kind)),
 } - {"allow_urls", "attn_implementation", "check_headers", "eval_data", "eval_split", "media_root", "merge_adapter"}
 _OPTIMIZER = ("adam_", "learning_rate", "lr_scheduler_", "optim", "warmup_", "weight_decay")  # beginnings of names

@@ -1,8 +1,9 @@
 """The losses over an optimizer step, and the statistics that a run logs.
 
 A mean of micro-batch means would give a label more weight the fewer labels share its micro-batch. So each loss is a sum
-over the step, its micro-batches and processes, divided by a count over the step: label tokens for the task loss and the
-divergence, blocks in frames `t >= 1` for the temporal loss. Counts and sums stay on the device until a log reads them.
+over the step, its micro-batches and processes, divided by a count over the step: label tokens for the task loss, blocks
+in frames `t >= 1` for the temporal loss, rows with videos for the scorer's loss by answers. Counts and sums stay on the
+device until a log reads them.
 """
 
 import time
@@ -18,8 +19,8 @@ from stts_hf.modeling.outputs_stts import PruningOutput
 from stts_hf.modeling.pruning_stts import PruningBackbone
 from stts_hf.modeling.sequence_stts import find_samples, token_order
 
-LOSSES = ("task_loss", "temporal_loss", "distillation_loss")
-SUMS = (*LOSSES, "labels", "blocks", "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
+LOSSES = ("task_loss", "temporal_loss", "worth_loss")
+SUMS = (*LOSSES, "labels", "blocks", "rows", "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
 
 
 def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tensor:
@@ -40,16 +41,18 @@ def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tenso
 
 def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool = True) -> torch.Tensor:
     """
-    Denominators of a batch's losses, (2,) float32: predicted label tokens, and blocks in frames `t >= 1`. backbone: the
-    model without a head. with_labels: False counts 0 labels, for a run that does not learn them. Raises `ValueError`
-    without labels otherwise.
+    Denominators of a batch's losses, (3,) float32: predicted label tokens, blocks in frames `t >= 1`, and rows, if the
+    batch has videos. backbone: the model without a head. with_labels: False counts 0 labels, for a run that does not
+    learn them. Raises `ValueError` without labels otherwise.
     """
     labels = predicted_labels(batch, backbone.num_axes).sum() if with_labels else torch.tensor(0)
     grids, blocks = batch.get(backbone.video_inputs[-1]), torch.zeros_like(labels)
     if grids is not None:
         side = getattr(backbone.config.vision_config, "spatial_merge_size", 1)  # of those that count patches
         blocks = ((grids[:, 0] - 1) * (grids[:, 1] // side) * (grids[:, 2] // side)).sum()
-    return torch.stack([labels.to(blocks.device), blocks]).float()
+    ids = batch.get("input_ids")
+    rows = torch.full_like(blocks, 0 if ids is None or grids is None else len(ids))
+    return torch.stack([labels.to(blocks.device), blocks, rows]).float()
 
 
 class PruningMetrics:

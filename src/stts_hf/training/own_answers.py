@@ -40,7 +40,7 @@ def mark_unanswered(rows: datasets.Dataset, question: str, max_new_tokens: int) 
     Marks rows of `load_rows` that have no answer, so that `prepare_rows` accepts them and leaves room for one.
 
     question: for rows that have none. max_new_tokens: maximum length of an answer; 0 if none will be written, because
-    `temporal_loss_only` learns none. Raises `ValueError` for an empty question.
+    the temporal loss needs none. Raises `ValueError` for an empty question.
     """
     if not question.strip():
         raise ValueError("question is empty. Give the words to ask about clips that come without any.")

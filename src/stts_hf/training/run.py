@@ -23,7 +23,7 @@ from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import PARTS
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
-from stts_hf.training.arguments import ADAPTER, rate_keys
+from stts_hf.training.arguments import ADAPTER, DEPLOYED_RATIOS, rate_keys
 from stts_hf.training.build import (
     TrainingSetup,
     adapt,
@@ -114,11 +114,17 @@ def describe_training(run: TrainingSetup, model: PreTrainedModel) -> dict[str, s
         "pruning": f"{percent(vision.pruning_ratio)} after layer {vision.pruning_layer}, {vision.selector}, "
         f"{vision.packing}; temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
-    if arguments.distillation_weight:
-        weight, temperature = arguments.distillation_weight, arguments.distillation_temperature
-        lines["matching"] = f"the unpruned model's outputs x {weight:g}, temperature {temperature:g}"
-    if arguments.temporal_loss_only:
+    low, high = (percent(ratio) for ratio in arguments.pruning_ratio_range or DEPLOYED_RATIOS)
+    if run.model_config.scorer_target == "answers":
+        often = f"{arguments.mask_rounds} times" if arguments.scorer_only else "in every step"
+        lines["target"] = (
+            f"what blocks are worth to the answers, from {arguments.num_masks} masks a row, drawn {often}, that "
+            f"drop {low} to {high}; loss: {arguments.answer_loss}"
+        )
+    elif arguments.scorer_only:
         lines["loss"] = f"the temporal loss alone; nothing after layer {vision.pruning_layer} of the ViT runs"
+    if arguments.pruning_ratio_range and not arguments.scorer_only:
+        lines["ratios"] = f"each video drops {low} to {high}"
     rates: Any = arguments.learning_rates
     for part, (total, trained) in count_parameters(model, rates).items():
         share = "" if trained in (0, total) else f"{trained:,} of them "
@@ -145,7 +151,7 @@ def describe_training(run: TrainingSetup, model: PreTrainedModel) -> dict[str, s
 def _describe_rows(run: TrainingSetup, name: str) -> str:
     rows, table = run.rows[name], run.tables[name]
     marked = sum(mark is not None for mark in table[ANSWER]) if ANSWER in table.column_names else 0
-    how = "without an answer" if run.arguments.temporal_loss_only else "answered by the unpruned model"
+    how = "answered by the unpruned model" if run.needs_answers else "without an answer"
     answered = f", {marked} of them {how}" if marked else ""
     return f"{rows if isinstance(rows, PackedDataset) else f'{len(rows)} samples'}{answered}"
 

@@ -1,8 +1,8 @@
 """
-The temporal loss by itself (paper 3.4).
+The scorer by itself, on a frozen model.
 
-That loss compares a block's score with the ViT's states after layer `l`. If nothing else is learned, the ViT's later
-layers, the connector and the language model do not run, and no gradient passes through the earlier layers.
+Scores need the ViT's states after layer `l` alone. If nothing else is learned, its later layers, the connector and the
+language model do not run with gradients, and no gradient passes through the earlier layers.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,10 @@ class ScoringOutput(PruningOutput):
 
 
 def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
-    """Returns `temporal_loss` and `token_scores` of a batch's videos; without any, a loss of 0, as DDP requires."""
+    """
+    Returns `temporal_loss` (None with `scorer_target="answers"`) and `token_scores` of a batch's videos; `task_loss` is
+    0. Without videos the loss is 0 and depends on the whole scorer, as DDP requires.
+    """
     _, backbone = find_backbone(model)
     pixels = batch.get(backbone.video_inputs[0])
     if pixels is None:
@@ -32,5 +35,5 @@ def score_videos(model: nn.Module, batch: Mapping[str, Any]) -> ScoringOutput:
     videos = {name: batch[name] for name in backbone.video_inputs if batch.get(name) is not None}
     # At `k = 1` nothing is encoded past the scorer.
     found = backbone.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True)
-    loss = found.temporal_loss
-    return ScoringOutput(task_loss=torch.zeros_like(loss), temporal_loss=loss, token_scores=found.token_scores)
+    nothing = found.token_scores[0].new_zeros(())
+    return ScoringOutput(task_loss=nothing, temporal_loss=found.temporal_loss, token_scores=found.token_scores)

@@ -1,7 +1,9 @@
 """`transformers.Trainer` with a learning rate by part, losses normalised over the step, and logs of the pruning."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from stts_hf.data.encoding import align_labels
 from stts_hf.model_parts import VISION_TOWER, find_backbone
 from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, split_groups, trained_parts
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
-from stts_hf.training.distillation import divergence
 from stts_hf.training.distributed import (
     check_batches_agree,
     name_after_own_code,
@@ -28,6 +29,7 @@ from stts_hf.training.distributed import (
 from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe
 from stts_hf.training.scorer_alone import ScoringOutput, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
+from stts_hf.training.worth import AnswersTarget, draw_ratios, measure_unit, worth_loss
 
 logger = logging.get_logger(__name__)
 
@@ -68,10 +70,10 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             raise TypeError(f"`args` must be an STTSTrainingArguments, not a {type(args).__name__}.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("`compute_loss_func` must be None: the model computes its losses itself.")
-        if args.temporal_loss_only and kwargs.get("compute_metrics") is not None:
+        if args.scorer_only and kwargs.get("compute_metrics") is not None:
             raise ValueError(
-                "`temporal_loss_only` is true, so no language model runs and there are no predictions for "
-                "`compute_metrics`. Leave it out; `eval_loss` is the temporal loss."
+                "`scorer_only` is true, so there are no predictions for `compute_metrics`. Leave it out; `eval_loss` "
+                "is the scorer's."
             )
         self.eval_collator = eval_collator
         self.termination = Termination()
@@ -89,8 +91,9 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         self.statistics = PruningMetrics(self.args.device)
         self.loss_history = LossHistory(self.accelerator)
         self._eval_statistics: PruningMetrics | None = None
-        self._step_counts: torch.Tensor | None = None  # (2,) of `count`, over the step
+        self._step_counts: torch.Tensor | None = None  # (3,) of `count`, over the step
         self._parts_of_loss: dict[str, torch.Tensor] = {}
+        self._keys: list[str] = []  # of the rows of the batch
 
     def _prepare_model(self, model: Any) -> None:
         model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -99,12 +102,18 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 f"`model` is a {type(model).__name__} of type {model_type!r}; it must be an STTS model. `stts-hf "
                 "convert` makes one of a stock checkpoint."
             )
-        if self.args.scorer_alone and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        learns_answers = model.config.scorer_target == "answers"
+        if (self.args.scorer_only or learns_answers) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            setting = "`scorer_only` is true" if self.args.scorer_only else "`scorer_target` is 'answers'"
             raise ValueError(
-                f"{self.args.scorer_alone}, but FSDP or DeepSpeed would shard the model, of which all but the scorer "
-                "is frozen. Use DDP: examples/accelerate/ddp.yaml."
+                f"{setting}, but FSDP or DeepSpeed would shard the model, which the scorer's loss runs by itself. Use "
+                "DDP: examples/accelerate/ddp.yaml."
             )
         prepare_parts(model, self.args)
+        self.answers: AnswersTarget | None = None
+        if learns_answers:
+            self.answers = self.args.answers_target()
+            self.answers.open(model)
         checkpointing = self.args.gradient_checkpointing_kwargs
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             # It computes no gradients if no input requires one, as with LoRA and with frozen parts. transformers makes
@@ -161,19 +170,26 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         self.statistics.resume()
         batches = list(itertools.islice(epoch_iterator, num_batches))
         check_batches_agree(self, batches, device)
-        counts = sum((self._count(batch).to(device) for batch in batches), torch.zeros(2, device=device))
+        counts = sum((self._count(batch).to(device) for batch in batches), torch.zeros(3, device=device))
         if self.args.world_size > 1:
             stop = torch.tensor([float(self.termination.requested)], device=device)
             everywhere: Any = self.accelerator.reduce(torch.cat([counts, stop]), reduction="sum")
-            self.termination.agree(everywhere[2])
-            counts = everywhere[:2] if self.args.average_tokens_across_devices else counts
+            self.termination.agree(everywhere[3])
+            counts = everywhere[:3] if self.args.average_tokens_across_devices else counts
         self._step_counts = counts.clamp_min(1)
         self.statistics.steps += 1
         return batches, self._step_counts[0]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Trainer`. Forces no host-device sync: logs, saves and the end of the run check the losses."""
+        """
+        As in `Trainer`. Forces no host-device sync: logs, saves and the end of the run check the losses. With
+        `scorer_target="answers"`, measuring answer losses does.
+        """
         ids, skipped = (inputs.pop(key, None) for key in NON_MODEL_KEYS)
+        if self.answers is not None:
+            self._keys = row_keys(inputs, ids)
+        if self.args.pruning_ratio_range is not None and inputs.get(self._backbone.video_inputs[-1]) is not None:
+            inputs["pruning_ratio"] = self._draw_ratios(inputs)
         self.statistics.add("skipped_rows", len(skipped or ()))
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.loss_history.add(self.state.global_step + 1, self._parts_of_loss, ids)
@@ -184,23 +200,19 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
     ) -> Any:
         """The batch's share of the step's loss; outside training, the loss of the batch alone."""
         training = model.training and self._eval_statistics is None
-        counts, alone = self._count(inputs), self.args.temporal_loss_only
+        counts, alone = self._count(inputs), self.args.scorer_only
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
         outputs: Any = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
         task = outputs.task_loss.float()  # a sum that is divided by `step[0]` already
-        temporal = distillation = torch.zeros_like(task)
+        temporal = torch.zeros_like(task)
         if outputs.temporal_loss is not None:
             temporal = (outputs.temporal_loss * (counts[1] / step[1]).to(outputs.temporal_loss.device)).to(task.device)
-        # Text and images alone are never pruned, so there is nothing to match.
-        if self.args.distillation_weight and inputs.get(self._backbone.video_inputs[0]) is not None:
-            with self.accelerator.autocast():
-                total = divergence(self.model, inputs, outputs, self.args.distillation_temperature)
-            distillation = total / step[0].to(task.device)
+        worth = (self._learn_worth(inputs, outputs, training) / step[2]).to(task.device)
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
-        losses = dict(zip(LOSSES, (task, temporal, distillation), strict=True))
+        losses = dict(zip(LOSSES, (task, temporal, worth), strict=True))
         loss = scale * self._total(losses)
         if training and not loss.requires_grad:  # only the scorer is trained, and the batch is text
             loss = loss + 0 * next(p for p in model.parameters() if p.requires_grad).sum()
@@ -208,17 +220,47 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         statistics = self.statistics if training else self._eval_statistics
         if statistics is not None:
             with torch.no_grad():
-                labels, blocks = counts
+                labels, blocks, rows = counts
                 statistics.observe(outputs, inputs)
                 statistics.add("labels", labels)
                 statistics.add("blocks", blocks)
-                for name, value in losses.items():
-                    number = blocks if name == "temporal_loss" else labels
+                statistics.add("rows", rows)
+                for name, number in zip(LOSSES, counts, strict=True):
+                    value = losses[name]
                     statistics.add(name, value * (scale if training else number))
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        return count(batch, self._backbone, with_labels=not self.args.temporal_loss_only)
+        return count(batch, self._backbone, with_labels=not self.args.scorer_only)
+
+    def _draw_ratios(self, inputs: Mapping[str, Any]) -> list[float]:
+        """A ratio for each video of a batch. Raises `ValueError` for rows of a fixed length."""
+        if inputs.get("pruned_length") is not None:
+            raise ValueError(
+                "`pruning_ratio_range` draws a ratio for each video, but the collator's `pad_to` makes rows of one "
+                "length. Leave one of the two out."
+            )
+        grids, (low, high) = inputs[self._backbone.video_inputs[-1]], self.args.pruning_ratio_range or (0.0, 0.0)
+        return draw_ratios((low, high), [random.random() for _ in range(len(grids))])
+
+    def _learn_worth(self, inputs: Mapping[str, Any], outputs: Any, training: bool) -> torch.Tensor:
+        """
+        Sum over the rows of the scorer's loss by answers; outside training, of the answer loss of what it drops. 0 for
+        another target, and without videos.
+        """
+        nothing = torch.zeros((), device=self.args.device)
+        if self.answers is None or inputs.get(self._backbone.video_inputs[0]) is None:
+            return nothing
+        batch = {name: value for name, value in inputs.items() if name not in ("pruning_ratio", *NON_MODEL_KEYS)}
+        with self.accelerator.autocast():
+            if not training:
+                return self.answers.deployed(self.model, batch)
+            done = self.state.global_step / max(self.state.max_steps, 1)
+            masks = self.answers.masks(self.model, batch, self._keys, done)
+        if self.model.config.worth_unit is None:
+            unit: Any = self.accelerator.reduce(torch.tensor(measure_unit(masks), device=self.args.device), "mean")
+            self.model.config.worth_unit = self.answers.keep_unit(unit.item())
+        return worth_loss(outputs.token_scores, masks, self.model.config.worth_unit)
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> ScoringOutput:
         """`score_videos` in place of the model's `forward`: DDP reduces only gradients of calls through it."""
@@ -242,17 +284,16 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     @property
     def _logged_losses(self) -> tuple[str, ...]:
-        if self.args.temporal_loss_only:
-            return ("temporal_loss",)
-        return LOSSES if self.args.distillation_weight else LOSSES[:2]
+        if self.args.scorer_only:
+            return ("temporal_loss",) if self.answers is None else ("worth_loss",)
+        return LOSSES[:2] if self.answers is None else LOSSES
 
     def _total(self, losses: Mapping[str, Any]) -> Any:
-        """The loss that is trained on; the divergence replaces the task loss."""
-        weight = self.args.distillation_weight
-        total = self.model.config.temporal_loss_weight * losses["temporal_loss"]
-        if self.args.temporal_loss_only:
-            return total
-        return total + (weight * losses["distillation_loss"] if weight else losses["task_loss"])
+        """The loss that is trained on."""
+        of_scorer = self.model.config.temporal_loss_weight * losses.get("temporal_loss", 0) + losses.get(
+            "worth_loss", 0
+        )
+        return of_scorer if self.args.scorer_only else of_scorer + losses["task_loss"]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the statistics of the steps since the last log in logs of the training loss."""
@@ -282,11 +323,11 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         inputs = {key: value for key, value in inputs.items() if key not in NON_MODEL_KEYS}
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            if inputs.get("labels") is None and not self.args.temporal_loss_only:
+            if inputs.get("labels") is None and not self.args.scorer_only:
                 loss, outputs = None, model(**inputs)
             else:
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        if prediction_loss_only or self.args.temporal_loss_only:
+        if prediction_loss_only or self.args.scorer_only:
             return loss, None, None
         labels = inputs.get("labels")
         return loss, outputs.logits, None if labels is None else align_labels(outputs.kept_indices, labels)
@@ -302,8 +343,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             self._eval_statistics = None
         sums, _ = statistics.read(self.accelerator)
         if sums["labels"] or sums["blocks"]:
-            found = {name: sums[name] / max(sums["labels"], 1) for name in self._logged_losses}
-            found["temporal_loss"] = sums["temporal_loss"] / max(sums["blocks"], 1)
+            counts = dict(zip(LOSSES, ("labels", "blocks", "rows"), strict=True))
+            found = {name: sums[name] / max(sums[counts[name]], 1) for name in self._logged_losses}
             found |= {"loss": self._total(found)} | describe(sums)
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         if sums["skipped_rows"]:
@@ -341,3 +382,19 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 f"The weights after step {self.state.global_step} are not finite, but the losses are: a gradient was "
                 "not. They are not saved. Resume from the last checkpoint."
             )
+
+
+def row_keys(inputs: Mapping[str, Any], ids: Sequence[str] | None) -> list[str]:
+    """
+    A key for each row (B, L): the id and a checksum of its tokens, which hold its frames' times. Raises `ValueError`
+    where the collator gives no ids, or other than one for each row.
+    """
+    rows = inputs["input_ids"]
+    if ids is None or len(ids) != len(rows):
+        raise ValueError(
+            f"`scorer_target` is 'answers', which keeps masks by row, but a batch of {len(rows)} rows has "
+            f"{'no' if ids is None else len(ids)} `sample_ids`. Use a collator with `return_ids=True`, and no packing."
+        )
+    mask = inputs.get("attention_mask")
+    shown = [row if mask is None else row[mask[index].bool()] for index, row in enumerate(rows)]
+    return [f"{name}:{zlib.crc32(row.cpu().numpy().tobytes()):08x}" for name, row in zip(ids, shown, strict=True)]

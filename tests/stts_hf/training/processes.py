@@ -44,7 +44,7 @@ MIXED: list[list[Part]] = [
     [20],
     [4, Image(), 3],
 ]
-LOSSES = ("loss", "task_loss", "temporal_loss", "distillation_loss")
+LOSSES = ("loss", "task_loss", "temporal_loss", "worth_loss")
 PARTS = ("language_model", "vision_tower", "connector", "scorer")
 OPTIONS: dict[str, Any] = {
     "learning_rates": dict.fromkeys(PARTS, 1e-3),
@@ -53,6 +53,9 @@ OPTIONS: dict[str, Any] = {
     "adam_epsilon": 1e-6,
     "train_sampling_strategy": "sequential",
 }
+
+
+ANSWERS = {"scorer_target": "answers", "worth_unit": 0.1}
 
 
 def small_model() -> Any:
@@ -149,7 +152,8 @@ def lora(folder: Path) -> dict[str, Any]:
 
 def scorer_only(folder: Path) -> dict[str, Any]:
     """And rows that wait for an answer, of which each process writes its share."""
-    run = make(folder, max_steps=4, freeze=list(PARTS[:3]), distillation_weight=1.0)
+    model = tiny_model(tiny_config(pruning_ratio=0.5, model_overrides=ANSWERS))
+    run = make(folder, model=model, max_steps=4, freeze=list(PARTS[:3]), scorer_only=True, num_masks=4, mask_rounds=1)
     run.train()
     folder.mkdir(exist_ok=True)
     write_clip(folder / f"clip-{os.environ.get('RANK', '0')}.mp4", 10, fps=5)
@@ -163,7 +167,7 @@ def scorer_only(folder: Path) -> dict[str, Any]:
 
 def scorer_start(folder: Path) -> dict[str, Any]:
     """Where one process has a video in its batch and the other has none."""
-    options: dict[str, Any] = {"freeze": list(PARTS[:3]), "temporal_loss_only": True, "data_collator": Plain()}
+    options: dict[str, Any] = {"freeze": list(PARTS[:3]), "scorer_only": True, "data_collator": Plain()}
     run = make(folder, max_steps=4, **options)
     run.train()
     run.save_model(str(folder / "model"))
@@ -237,7 +241,7 @@ def refused(folder: Path) -> dict[str, Any]:
         return "nothing was raised"
 
     plain = {"data_collator": Plain(), "max_steps": 1, "ddp_find_unused_parameters": False}
-    matching = {"freeze": list(PARTS[:3]), "distillation_weight": 1.0}
+    matching = {"freeze": list(PARTS[:3]), "scorer_only": True}
     return {
         "sharded_teacher": message(lambda: make(folder, **matching)),
         "no_video": message(lambda: make(folder, **plain).train()),

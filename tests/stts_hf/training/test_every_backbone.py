@@ -90,9 +90,11 @@ def test_a_new_scorer_alone_learns_from_an_unpruned_stock_model(checkpoint, data
     native = family_of_checkpoint(checkpoint).config.native.model_type
     config["model_type"], config["vision_config"]["model_type"] = native, f"{native}_vision"
     (stock / "config.json").write_text(json.dumps(config))
-    more = "freeze: [language_model, vision_tower, connector]\ndistillation_weight: 1.0\n"
+    more = (
+        "freeze: [language_model, vision_tower, connector]\nscorer_only: true\nscorer_target: answers\nnum_masks: 4\n"
+    )
     output = run(tmp_path, data, stock, more)
     assert load(output).config.model_type == load(checkpoint).config.model_type
     assert moved(checkpoint, output, parts_of(load(output))) == {"scorer"}
     log = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    assert log[0]["distillation_loss"] > 0
+    assert log[0]["worth_loss"] > 0

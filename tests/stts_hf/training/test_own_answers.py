@@ -1,4 +1,4 @@
-"""Clips without answers, which the unpruned model writes itself: `stts-hf train` with `distillation_weight`."""
+"""Clips without answers, which the unpruned model writes itself: `stts-hf train` with `scorer_only`."""
 
 import itertools
 import json
@@ -20,7 +20,9 @@ from tests.checkpoints import TINY, load_talkative, load_tiny, weights_of
 from tests.training_files import row, train, write_config, write_data, write_rows
 
 MORE = """\
-distillation_weight: 1.0
+scorer_only: true
+scorer_target: answers
+num_masks: 4
 freeze: [language_model, vision_tower, connector]
 max_answer_tokens: 6
 report_to: none
@@ -132,17 +134,17 @@ def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
 
 
 def test_from_clips_alone_to_a_checkpoint_and_on(data, undecided, tmp_path, capsys):
-    """bfloat16 weights, packed rows, the scorer in float32; killed after a step, and resumed."""
-    more = MORE + "dtype: bfloat16\nbf16: true\npack_to: 700\nsave_steps: 1\n"
+    """bfloat16 weights, the scorer in float32; killed after a step, and resumed."""
+    more = MORE + "dtype: bfloat16\nbf16: true\nsave_steps: 1\n"
     whole = write_config(tmp_path, data, tmp_path / "whole", model=undecided, more=more)
     assert train(whole, "--dry-run") == 0
     assert "2 of them answered by the unpruned model" in capsys.readouterr().out
     assert not (tmp_path / "whole").exists()
     assert train(whole, "--max_steps=2") == 0
     text = capsys.readouterr().out
-    assert "matching: " in text
+    assert "what blocks are worth to the answers" in text
     log = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["log_history"]
-    assert [entry["distillation_loss"] > 0 for entry in log if "loss" in entry] == [True, True]
+    assert [entry["worth_loss"] > 0 for entry in log if "loss" in entry] == [True, True]
     part = write_config(tmp_path / "again", data, tmp_path / "part", model=undecided, more=more)
     assert train(part) == 0
     assert train(part, "--max_steps=2", "--resume") == 0

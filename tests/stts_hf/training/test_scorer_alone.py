@@ -14,7 +14,7 @@ from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, collate, lo
 from tests.tiny import Video, tiny_config, tiny_model
 
 FROZEN = [part for part in PARTS if part != SCORER]
-ALONE: dict[str, Any] = {"temporal_loss_only": True, "freeze": FROZEN}
+ALONE: dict[str, Any] = {"scorer_only": True, "freeze": FROZEN}
 VIDEOS = Rows([[3, Video(2), 2], [3, Video(5), 30], [2, Video(3), 7]])
 
 
@@ -108,9 +108,8 @@ def test_it_falls_and_nothing_else_changes(tmp_path):
     [
         ({"selector": "cosine"}, {}, "`selector` is 'cosine'"),
         ({"model_overrides": {"temporal_loss_weight": 0.0}}, {}, "`temporal_loss_weight` is 0"),
-        ({}, {"distillation_weight": 1.0}, "`temporal_loss_only` is true, but `distillation_weight` is 1:"),
     ],
-    ids=["cosine", "no_weight", "distillation"],
+    ids=["cosine", "no_weight"],
 )
 def test_what_does_not_go_with_it(tmp_path, config, options, message):
     with pytest.raises(ValueError, match=message):

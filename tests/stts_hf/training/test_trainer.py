@@ -61,7 +61,7 @@ class Reads(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("setting", [{}, {"temporal_loss_only": True}, {"distillation_weight": 1.0}], ids=str)
+@pytest.mark.parametrize("setting", [{}, {"scorer_only": True}, {"pruning_ratio_range": [0.1, 0.9]}], ids=str)
 def test_a_micro_batch_is_not_read_back(tmp_path, monkeypatch, setting):
     """Reads of values on the CPU stand in for host-device syncs."""
     options: dict[str, Any] = setting
