@@ -15,7 +15,7 @@ from .cache_stts import UNKNOWN, CacheRecord
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .sequence_stts import KeptSequence, Tokens, holds_packed_rows
-from .settings_stts import RANKING_ARGUMENTS, check_names, check_settings
+from .settings_stts import PRUNING_FIELDS, RANKING_ARGUMENTS, TRAINING_FIELDS, check_names, check_settings
 
 
 class WholePromptStreamer(BaseStreamer):
@@ -79,8 +79,7 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         native: Any = super()
         check_names(kwargs)
         kwargs = name_arguments(args, kwargs)
-        named = {**vars(self.generation_config), **vars(generation_config or self.generation_config)}
-        check_names(named.keys() - vars(GenerationConfig()).keys())  # a config takes any name
+        check_generation_configs(self.generation_config, generation_config)
 
         def setting(name: str) -> Any:
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
@@ -150,6 +149,15 @@ def name_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
     found = inspect.signature(GenerationMixin.generate).bind_partial(None, None, None, *args, **kwargs).arguments
     others = found.pop("kwargs", {})
     return dict(list(found.items())[3:]) | others
+
+
+def check_generation_configs(own: GenerationConfig, given: GenerationConfig | None) -> None:
+    """
+    Raises `ValueError` for near misses of our arguments in configs, which take any name. A model's own may hold fields
+    of our configs: `from_pretrained` puts the settings of its call there too.
+    """
+    names = vars(own).keys() - {*PRUNING_FIELDS, *TRAINING_FIELDS} if given is None else vars(given).keys() - vars(own)
+    check_names(names - vars(GenerationConfig()).keys())
 
 
 def cache_of(output: Any, cache: Cache | None) -> Cache | None:

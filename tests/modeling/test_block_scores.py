@@ -66,6 +66,7 @@ def test_calls_that_share_a_cache_equal_calls_without_one(backbone, any_model, m
         assert ran == list(range(first, len(layers)))
         assert torch.equal(found.kept_indices, expected.kept_indices)
         assert torch.equal(found.logits, expected.logits)
+    assert cache.blocks is not None
     assert cache.blocks.shape[0] == len(scores)
 
 

@@ -54,7 +54,8 @@ class MaskStore:
     """
 
     def __init__(self, folder: Path, identity: str, process: int = 0) -> None:
-        self.folder, self.identity, self.unit = folder, identity, None
+        self.folder, self.identity = folder, identity
+        self.unit: float | None = None
         self.masks: dict[str, list[Masks]] = {}  # by round
         folder.mkdir(parents=True, exist_ok=True)
         self.reload()
