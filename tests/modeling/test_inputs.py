@@ -248,3 +248,12 @@ def test_embeddings_beside_a_video(call, model):
     inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     with pytest.raises(ValueError, match=r"`inputs_embeds` .* `input_ids`"):
         call(**inputs)
+
+
+def test_an_image_behind_an_image_of_embeddings(model):
+    """Nothing says which columns of embeddings are an image's, so all may be."""
+    inputs = image_inputs()
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    cache = model(**{**inputs, "input_ids": None}, inputs_embeds=embeds, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="`pixel_values` came with `past_key_values` that hold a video or image"):
+        model(**inputs, past_key_values=cache)
