@@ -133,7 +133,9 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
         rows.append(row | {"id": name, "media_root": str(row.get("media_root") or Path(root).absolute())})
         for column in ("id", "media_root"):
             if re.search("[\ud800-\udfff]", rows[-1][column]):  # Arrow's texts are UTF-8
-                raise ValueError(f"{path}:{number}: {column} {rows[-1][column]!r} holds a lone surrogate.")
+                raise ValueError(
+                    f"{path}:{number}: {column} {rows[-1][column]!r} holds a lone surrogate. Write whole characters."
+                )
     if not rows:
         raise ValueError(f"{str(path)!r} holds no rows.")
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -92,7 +92,9 @@ def check_video(path: str | Path, limits: Limits) -> None:
     with VideoFile(str(path)) as file:
         if file.duration > limits.seconds:
             lasts = math.ceil(10 * file.duration) / 10  # rounded up, so that it is above the limit
-            raise ValueError(f"The video lasts {lasts:,.1f} s, but at most {limits.seconds:,.1f} s are taken here.")
+            raise ValueError(
+                f"The video lasts {lasts:,.1f} s, but at most {limits.seconds:,.1f} s are taken here. Cut it."
+            )
         height, width = measure(file, [0])
     if height * width > limits.pixels:
         raise ValueError(

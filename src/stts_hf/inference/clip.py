@@ -216,14 +216,16 @@ class Clip:
             )
         options = generate_options(options)
         if (beams := num_beams(self.model, options)) > 1:
-            raise ValueError(f"num_beams is {beams}, but beams cannot reuse a clip. Pass 1, or call `answer`.")
+            raise ValueError(f"num_beams is {beams}, but a clip takes 1. Pass num_beams=1, or call `answer`.")
         if any(not isinstance(turn, Answer) for turn in after):
             raise TypeError(f"after must hold answers of this clip, Answer, got {after!r:.80}.")
         asked = []
         for question in questions:
             request = ask_about(self.processor, self.seen.video, question, after)
             if request.head != self._head:
-                raise ValueError("chat_template puts what changes before the video. Call `answer`.")
+                raise ValueError(
+                    "chat_template puts something before the video that changes with the conversation. Call `answer`."
+                )
             asked.append((0, dataclasses.replace(self.seen, question=question), request.tail))
         with self._use_cache() as heads:
             options |= {"started": time.perf_counter(), "keep": True}

@@ -79,7 +79,7 @@ class ModelArguments:
         None, "Names of modules, or one pattern; by default all linear layers of the text model."
     )
     lora_modules_to_save: list[str] | None = setting(None, "Modules trained in full; by default the scorer.")
-    merge_adapter: bool = setting(False, "Whether to save the merged checkpoint too, in `merged` there.")
+    merge_adapter: bool = setting(False, "Whether to save the merged model too, in OUTPUT_DIR/merged.")
 
     def __post_init__(self) -> None:
         if self.lora_modules_to_save is None:

@@ -112,6 +112,11 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         prepare_parts(model, self.args)
         self.answers: AnswersTarget | None = None
         if learns_answers:
+            if model.config.worth_unit is None and self.args.world_size > 1:
+                raise ValueError(
+                    "`worth_unit` is None, but each of several processes would measure another. Set it, such as "
+                    "`worth_unit: 0.01`, or take the one that a short run of one process saves in its config."
+                )
             self.answers = self.args.answers_target()
             self.answers.open(model)
         checkpointing = self.args.gradient_checkpointing_kwargs
@@ -258,8 +263,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             done = self.state.global_step / max(self.state.max_steps, 1)
             masks = self.answers.masks(self.model, batch, self._keys, done)
         if self.model.config.worth_unit is None:
-            unit: Any = self.accelerator.reduce(torch.tensor(measure_unit(masks), device=self.args.device), "mean")
-            self.model.config.worth_unit = self.answers.keep_unit(unit.item())
+            self.model.config.worth_unit = self.answers.keep_unit(measure_unit(masks))
         return worth_loss(outputs.token_scores, masks, self.model.config.worth_unit)
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> ScoringOutput:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stts_hf.model_parts import SCORER, find_backbone, parts_of
-from stts_hf.modeling.plan_stts import assign_videos_to_rows
+from stts_hf.modeling.plan_stts import assign_to_rows
 from stts_hf.modeling.scoring_stts import block_worth, num_kept_blocks, temporal_similarity
 from stts_hf.training.answer_loss import AnswerLoss
 from stts_hf.training.masks import Masks, MaskStore
@@ -72,7 +72,7 @@ def measure(
     shapes = [(scores.shape[0], scores.shape[1]) for scores in loss.whole.token_scores]  # (T, n)
     sizes = [frames * number for frames, number in shapes]
     placeholders = loss.backbone.find_placeholders(batch["input_ids"], batch.keys())[0]
-    rows = assign_videos_to_rows(placeholders.sum(-1).tolist(), sizes)
+    rows = assign_to_rows("video", placeholders.sum(-1).tolist(), sizes)
     if on_policy:
         values = torch.logit(torch.cat([scores.flatten() for scores in loss.whole.token_scores]), eps=1e-6)
     else:
