@@ -6,8 +6,6 @@ their number. A video of `T` frames with `rows x cols = n` blocks each is descri
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -79,29 +77,6 @@ class TokenScorer(nn.Module):
         hidden = F.silu(self.input_layer(pairs))
         hidden = F.silu(self.hidden_layer(hidden))
         return self.score_layer(hidden).squeeze(-1).float().sigmoid()
-
-
-@dataclass(frozen=True)
-class Selector:
-    """
-    rank: takes the tower, blocks (G, S, D) with zeros in padding slots, their grids, and `valid` (G, S) bool or None;
-    returns scores (G,), higher for blocks to keep. is_learned: whether the scores come from the tower's `scorer`; then
-    they bias layer `l + 1` and have a temporal loss.
-    """
-
-    rank: Callable[..., torch.Tensor]
-    is_learned: bool = False
-
-
-SELECTORS = {
-    "scorer": Selector(lambda tower, blocks, grids, valid: tower.scorer(blocks, grids, valid), is_learned=True),
-    "cosine": Selector(lambda tower, blocks, grids, valid: 1 - temporal_similarity(blocks.detach(), grids)),
-    "random": Selector(
-        lambda tower, blocks, grids, valid: random_ranking(
-            grids, blocks.device, None if tower.training else tower.config.selector_seed
-        )
-    ),
-}
 
 
 def previous_frame(blocks: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import TransformersKwargs, logging
 
-from .scoring_stts import SELECTORS
+from .selectors_stts import SELECTORS
 
 ScoreRescaling = Literal["row", "frame", "none"]
 Packing = Literal["varlen", "first_fit_descending"]

@@ -14,7 +14,8 @@ from transformers import initialization as init
 
 from .attention_stts import AttentionSpans, block_slots, packed_attention
 from .plan_stts import PruningPlan
-from .scoring_stts import FIRST_LOGIT, SELECTORS, TokenScorer, score_bias, select_blocks, temporal_loss
+from .scoring_stts import FIRST_LOGIT, TokenScorer, score_bias, select_blocks, temporal_loss
+from .selectors_stts import SELECTORS
 
 # Attention bias of padding slots: their weight is 0 in float32, and float16 holds it after scaling.
 PADDING_BIAS = -1000.0

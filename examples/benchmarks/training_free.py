@@ -12,13 +12,13 @@ from stts_hf.benchmark.geometries import lay_out
 from stts_hf.benchmark.measure import measure
 from stts_hf.benchmark.models import Models, build_models
 from stts_hf.benchmark.presets import PRESETS, Workload
-from stts_hf.selectors import UNTRAINED
+from stts_hf.selectors import SELECTORS
 
 from .evs import prune_after_tower
 from .moving_clips import correlate, draw_clips, share_kept
 
 EVS = "evs"
-METHODS = (*UNTRAINED, EVS)
+METHODS = (*SELECTORS.of_kind(False), EVS)
 CLIPS, CLIP_FRAMES, CLIP_BLOCKS = 8, 16, 12
 PROMPT = PRESETS["qwen-small"].workloads[0]
 

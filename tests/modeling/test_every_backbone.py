@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from stts_hf.selectors import SELECTORS
 from tests.backbones import BACKBONES, Clip, Inputs, Picture, Rows, prompt, with_compact
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.naive import naive_budget
@@ -194,7 +195,7 @@ def test_gaps_in_positions_are_not_taken_for_packed_samples(backbone, any_model,
         torch.testing.assert_close(outputs.logits[0], expected, **CLOSE)
 
 
-@pytest.mark.parametrize("selector", ["scorer", "cosine", "random"])
+@pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
 def test_every_selector_keeps_the_budget_and_frame_0(backbone, selector, packing):
     model, inputs = backbone.model(selector=selector, packing=packing), backbone.batch(ROWS, "left")

@@ -7,8 +7,6 @@ import sys
 import pytest
 
 import stts_hf
-from stts_hf.modeling import scoring_stts
-from stts_hf.selectors import SELECTORS
 
 # The standard library alone: no process here imports PyTorch.
 NAMES = """
@@ -31,11 +29,6 @@ def test_nothing_else_is_offered_and_nothing_is_imported_before_its_use():
     assert imported == ""
     assert names == "versions"
     assert dir(stts_hf) == sorted([*stts_hf.__all__, "__version__"])
-
-
-def test_the_table_of_selectors_has_those_of_the_checkpoints_code():
-    code = {name: selector.is_learned for name, selector in scoring_stts.SELECTORS.items()}
-    assert {name: selector.is_learned for name, selector in SELECTORS.items()} == code
 
 
 def test_another_name_is_an_error_of_python():

@@ -10,7 +10,7 @@ from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import add_model_options, check_writable, natural
 from stts_hf.cli.progress import note, print_lines, stage
 from stts_hf.cli.run import FRAME_SIDE, check_video, generate, open_video
-from stts_hf.selectors import LEARNED, SELECTORS, UNTRAINED
+from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
 
 if TYPE_CHECKING:
@@ -57,14 +57,16 @@ def execute(arguments: argparse.Namespace) -> int:
     check_writable("--output", arguments.output.parent)
     need_extras("Figures need one more", "visualize")
     # A stock checkpoint is refused if a learned selector is asked for, and loaded for the others.
-    arguments.selector = next((name for name in arguments.selectors or () if name in LEARNED), UNTRAINED[0])
+    learned, untrained = SELECTORS.of_kind(True), SELECTORS.of_kind(False)
+    arguments.selector = next((name for name in arguments.selectors or () if name in learned), untrained[0])
     predictor, prepared = open_video(arguments, arguments.video)
     from stts_hf.checkpoints.atomic_folder import atomic_folder
 
     model, begun = predictor.model, prepared.begun
     selectors = usable_selectors(arguments.selectors, model, arguments.checkpoint)
-    untrained = selectors == UNTRAINED and not arguments.selectors
-    notes = ["The checkpoint has no trained scorer: only selectors without training are shown."] if untrained else []
+    notes = []
+    if selectors == untrained and not arguments.selectors:
+        notes = ["The checkpoint has no trained scorer: only selectors without training are shown."]
     answers = {}
     for name in selectors:
         model.config.vision_config.selector = name
@@ -93,16 +95,16 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
     """Returns the selectors to show, each once. Raises `CommandError` if a learned one is asked for and untrained."""
     from stts_hf.model_parts import is_scorer_trained
 
-    is_trained = is_scorer_trained(model)
+    is_trained, untrained = is_scorer_trained(model), SELECTORS.of_kind(False)
     without = f"checkpoint {checkpoint} has no trained scorer"
     if asked is not None:
-        learned = [name for name in asked if name in LEARNED]
+        learned = [name for name in asked if SELECTORS[name].is_learned]
         if learned and not is_trained:
             raise CommandError(f"--selectors {learned[0]}: {without}; leave it out, or train it first (stts-hf train)")
         return list(dict.fromkeys(asked))
     if not is_trained:
-        note(f"The {without}: showing {' and '.join(UNTRAINED)} only")
-    return list(SELECTORS) if is_trained else UNTRAINED
+        note(f"The {without}: showing {' and '.join(untrained)} only")
+    return list(SELECTORS) if is_trained else untrained
 
 
 def write_files(

@@ -15,7 +15,7 @@ import gradio as gr
 
 from stts_hf.inference.assistant import VideoAssistant
 from stts_hf.model_parts import is_scorer_trained
-from stts_hf.selectors import SELECTORS, UNTRAINED
+from stts_hf.selectors import SELECTORS
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .app import OF_SAMPLE, Answer, Page
@@ -105,7 +105,7 @@ def own_folder() -> Path:
 def selectors(assistant: VideoAssistant) -> list[str]:
     """Available selectors, the model's own first; an untrained scorer is left out."""
     own = assistant.model.config.vision_config.selector
-    return list(dict.fromkeys([own, *(SELECTORS if is_scorer_trained(assistant.model) else UNTRAINED)]))
+    return list(dict.fromkeys([own, *(SELECTORS if is_scorer_trained(assistant.model) else SELECTORS.of_kind(False))]))
 
 
 def with_selector(assistant: VideoAssistant, selector: str) -> VideoAssistant:

@@ -8,11 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from stts_hf.selectors import SELECTORS
+from stts_hf.selectors import OTHER, SELECTORS
 
 from .dimming import Array, as_array, check_outputs, dim_dropped_blocks
 
-OTHER = "#4a6fa5"
 SCORES = "viridis"
 COLUMNS = 8
 
