@@ -86,11 +86,15 @@ class STTSConfig(PruningConfig, Molmo2Config):
     }
 
     def validate_vision_config(self) -> None:
-        """Raises `ValueError` also for a scorer that no layer of the connector would train."""
+        """Raises `ValueError` also for a connector that reads no layer, and a scorer that none of them would train."""
         super().validate_vision_config()
+        num_layers, layers = self.vision_config.num_hidden_layers, self.adapter_config.vision_feature_layer
+        if not layers:
+            raise ValueError(
+                f"`vision_feature_layer` of `adapter_config` is {layers}, but must name at least one layer of the ViT."
+            )
         if not SELECTORS[self.vision_config.selector].is_learned:
             return
-        num_layers, layers = self.vision_config.num_hidden_layers, self.adapter_config.vision_feature_layer or ()
         last = max((layer % num_layers for layer in layers if -num_layers <= layer < num_layers), default=num_layers)
         if self.vision_config.pruning_layer >= last:
             raise ValueError(

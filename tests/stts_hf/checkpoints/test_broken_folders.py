@@ -170,6 +170,7 @@ WAYS |= {
         ("config", ("vision_config", "pruning_ratio"), "much", ""),
         ("config", ("vision_config", "image_size"), 3, "config.json"),
         ("config", ("adapter_config",), "x", ""),
+        ("config", ("adapter_config", "vision_feature_layer"), [], ""),
         ("config", ("model_type",), ["stts"], "model"),
         ("processor_config", ("video_processor",), 3, ""),
         ("processor_config", ("image_processor",), [1], ""),
