@@ -46,7 +46,12 @@ class AttentionSpans:
     @classmethod
     def of_lengths(cls, lengths: list[int], device: torch.device) -> "AttentionSpans":
         """Spans of so many patches each, which are queries and keys."""
-        bounds = frame_bounds(lengths, device)
+        runs, start = [torch.zeros(1, dtype=torch.int64, device=device)], 0
+        for length, same in itertools.groupby(lengths):  # made on the device: a copy would force a sync
+            number = len(list(same))
+            runs.append(start + length * torch.arange(1, number + 1, device=device))
+            start += length * number
+        bounds = torch.cat(runs).to(torch.int32)
         return cls(bounds, bounds, max(lengths))
 
     def drop(self, slots: torch.Tensor) -> tuple["AttentionSpans", "AttentionSpans"]:
@@ -54,21 +59,6 @@ class AttentionSpans:
         ends = torch.searchsorted(slots, self.cu_seqlens_k.long()).to(torch.int32)
         dropping = AttentionSpans(ends, self.cu_seqlens_k, self.max_seqlen, slots)
         return dropping, AttentionSpans(ends, ends, self.max_seqlen)
-
-
-def block_slots(blocks: torch.Tensor, size: int) -> torch.Tensor:
-    """The slots (K * S,) of blocks (K,) of `S = size` slots each."""
-    return (size * blocks[:, None] + torch.arange(size, device=blocks.device)).flatten()
-
-
-def frame_bounds(frame_lengths: list[int], device: torch.device) -> torch.Tensor:
-    """(F + 1,) int32, where frames of so many patches each start and end among the patches of all frames."""
-    runs, start = [torch.zeros(1, dtype=torch.int64, device=device)], 0
-    for length, frames in itertools.groupby(frame_lengths):  # made on the device: a copy would force a sync
-        num_frames = len(list(frames))
-        runs.append(start + length * torch.arange(1, num_frames + 1, device=device))
-        start += length * num_frames
-    return torch.cat(runs).to(torch.int32)
 
 
 def packed_attention(

@@ -92,15 +92,15 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name != "input_ids"}
         if inputs is not None and kwargs.setdefault("input_ids", inputs) is not inputs:
             raise ValueError("`inputs` and `input_ids` are both given; pass the prompt once.")
-        cache, passed = kwargs.get("past_key_values"), [name for name, value in kwargs.items() if value is not None]
+        cache, vision = kwargs.get("past_key_values"), self.model.take_vision_inputs(kwargs)
         record = CacheRecord.usable(cache)
-        self.model.check_new_vision(cache, passed)
+        self.model.check_new_vision(cache, vision)
         cached = None if record is None or record.whole else record
-        if cached is None and not self.model.needs_pruning(passed) and not (record is not None and pads_right(kwargs)):
-            return self.generate_natively(record, kwargs, generation_config)
+        if cached is None and not self.model.needs_pruning(vision) and not (record is not None and pads_right(kwargs)):
+            return self.generate_natively(record, kwargs | vision, generation_config)
         whole_ids = check_options(self.model, cache, cached, kwargs, setting)
         prompt, call = read_prompt(self.model, kwargs, cached, setting)
-        pruned = self.model.prune(replace(call, pruning_ratio=ratio, **given))
+        pruned = self.model.prune(replace(call, vision=vision, pruning_ratio=ratio, **given))
         kwargs |= native_inputs(self.model, pruned, whole_ids, setting)
         length = kwargs["input_ids"].shape[1]
         shorten_limits(kwargs, setting, prompt.shape[1] - length)
@@ -241,9 +241,8 @@ def read_prompt(
     if types is not None and types.shape[-1] < length:  # an earlier turn's: what came since is text
         types = torch.nn.functional.pad(types, (0, length - types.shape[-1]))
     new = Tokens(ids[:, start:], None, mask, None if positions is None else positions[..., start - length :], types)
-    vision = model.take_vision_inputs(kwargs)
-    model.check_exclusive(kwargs, vision)
-    return ids, Call(new, vision, cache, pads_left=pads_right(kwargs))
+    model.check_exclusive(kwargs)
+    return ids, Call(new, cache=cache, pads_left=pads_right(kwargs))
 
 
 def infer_mask(

@@ -26,11 +26,13 @@ from .configuration_stts import STTSConfig
 from .outputs_stts import PruningHead
 from .plan_stts import VideoFeatures, check_tensors
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
+from .sequence_stts import Tokens
 from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
 from .vision_tokens_stts import (
     MASKED_TEXT_ATTENTION,
     add_features,
     check_text_attention,
+    close_gaps,
     features_of_rows,
     make_mask,
     pad_types,
@@ -140,6 +142,12 @@ class STTSModel(PruningBackbone, Molmo2Model):
             self.config.detach_temporal_target,
             [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
         )
+
+    def renumber_tokens(self, tokens: Tokens, keeps: torch.Tensor) -> torch.Tensor | None:
+        """Positions (B, L) by `pruned_position_ids`."""
+        if tokens.position_ids is None or self.config.pruned_position_ids == "original":
+            return tokens.position_ids
+        return close_gaps(tokens.position_ids, ~keeps, tokens.sample_ids)
 
     def encode_videos(self, pixel_values: torch.Tensor, plan: STTSVisionPlan, **kwargs: Any) -> VideoFeatures:
         """Scores the blocks of all frames (F, N, pixels), drops what the plan says and pools the rest."""

@@ -53,11 +53,11 @@ class MropeBackbone(PruningBackbone):
         return self.native.forward(self, **arguments)
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """As in `PruningBackbone`, grids on the host. Beside `mm_encoder_outputs` they alone say the positions."""
+        """As in `PruningBackbone`, grids on the host, which native code would read beside `mm_encoder_outputs`."""
         names = self.video_inputs[1:] + self.image_inputs[1:]
-        grids = {name: kwargs.get(name) for name in names} if kwargs.get("mm_encoder_outputs") else {}
-        vision = {name: value for name, value in grids.items() if value is not None}
-        vision |= super().take_vision_inputs(kwargs)
+        if any(kwargs.get(name) is not None for name in names):
+            self.check_exclusive(kwargs)
+        vision = super().take_vision_inputs(kwargs)
         for name in names:
             if isinstance(vision.get(name), torch.Tensor):
                 vision[name] = vision[name].cpu()
@@ -65,9 +65,7 @@ class MropeBackbone(PruningBackbone):
 
     def needs_pruning(self, arguments: Collection[str]) -> bool:
         """Images too: native code would not remember the positions of what it leaves in a cache."""
-        if "inputs_embeds" in arguments and not any(name in arguments for name in self.pixels):
-            return "mm_encoder_outputs" in arguments  # grids without pixels say nothing
-        return any(name in arguments for name in (*self.video_inputs, *self.image_inputs, "mm_encoder_outputs"))
+        return any(name in arguments for name in self.pixels)
 
     def find_placeholders(self, input_ids: torch.Tensor, vision: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Placeholders of videos and of images, (B, L) each."""

@@ -22,7 +22,6 @@ from .sequence_stts import (
     check_shape,
     find_samples,
     holds_packed_rows,
-    keep_tokens,
     token_order,
 )
 from .settings_stts import RANKING_ARGUMENTS, check_names, check_settings
@@ -168,7 +167,7 @@ class PruningBackbone(PreTrainedModel):
                 record = self.record_native(call, bool(vision or kwargs.get("mm_encoder_outputs")))
             arguments = tokens.arguments | vision
         else:
-            self.check_exclusive(kwargs, vision)
+            self.check_exclusive(kwargs)
             pruned = self.prune(call)
             record, arguments = pruned.record, self.merge(call, pruned)
         with CacheRecord.set_aside(past_key_values, record):
@@ -205,12 +204,12 @@ class PruningBackbone(PreTrainedModel):
         ids = torch.full((batch_size, length), other, device=tokens.device)
         return record.continued(ids if tokens.input_ids is None else tokens.input_ids)
 
-    def check_exclusive(self, kwargs: dict[str, Any], vision: Collection[str]) -> None:
+    def check_exclusive(self, kwargs: dict[str, Any]) -> None:
         """Raises `ValueError` for arguments that describe what is no more once tokens are dropped or laid out anew."""
-        if kwargs.get("mm_encoder_outputs") and not (self.vision_is_causal and set(self.pixels).isdisjoint(vision)):
+        if kwargs.get("mm_encoder_outputs"):
             raise ValueError(
-                "`mm_encoder_outputs` came with pixels, `pruned_length`, packed rows, or `past_key_values` of a call "
-                "that dropped video tokens. Pass the pixels instead of it."
+                "`mm_encoder_outputs` came with pixels or grids, `pruned_length`, packed rows, or `past_key_values` of "
+                "a call that dropped video tokens. Pass the pixels instead of it."
             )
         if "cu_seq_lens_q" in kwargs:
             raise ValueError(
@@ -269,6 +268,10 @@ class PruningBackbone(PreTrainedModel):
         caller gave. found: placeholders of videos and images, (B, L) each.
         """
         return cached.positions_of_new(tokens) if tokens.position_ids is None else tokens.position_ids
+
+    def renumber_tokens(self, tokens: Tokens, keeps: torch.Tensor) -> torch.Tensor | None:
+        """Positions of the whole prompt, now that it is known which tokens (B, L) stay."""
+        return tokens.position_ids
 
     # The pass.
 
@@ -330,13 +333,13 @@ class PruningBackbone(PreTrainedModel):
         keeps = torch.ones_like(found[0])
         if video is not None and any(num_dropped):
             keep_mask = torch.cat([mask.flatten() for mask in video.keep_mask])
-            keeps = keep_tokens(found[0], keep_mask.to(keeps.device))
+            keeps = keeps.masked_scatter(found[0], keep_mask.to(keeps.device))
+        tokens.position_ids = self.renumber_tokens(tokens, keeps)
         sequence = KeptSequence.whole(*tokens.shape, tokens.device)
         if drops:
             sequence = rows.gather(keeps, tokens.padding_mask, num_dropped, call.pruned_length)
-        closes_gaps = self.config.pruned_position_ids == "compact"
         filler_id = getattr(self.config, "pad_token_id", None) or 0
-        left = gather_tokens(tokens, sequence, ~keeps if closes_gaps else None, past_mask, filler_id)
+        left = gather_tokens(tokens, sequence, past_mask, filler_id)
         record = self.record_pruned(cached, tokens, sequence, left, drops)
         pruned = PrunedInputs(left, sequence.kept_indices, record, video, images)
         if video is not None:
@@ -353,14 +356,12 @@ class PruningBackbone(PreTrainedModel):
         """The record of a cache after this call. drops: whether columns are not the new tokens."""
         positions = tokens.position_ids
         assert positions is not None  # `prune` sets it
-        assert left.position_ids is not None  # `gather_tokens` makes both
-        assert left.padding_mask is not None
+        assert left.padding_mask is not None  # `gather_tokens` makes it
         # Behind a cache, hidden tokens take no position (`positions_of_new`), where native code counts columns.
         counts_columns = cached.skips_hidden or not cached.seen or tokens.padding_mask is None
         if cached.whole and not drops and positions.dim() == 2 and counts_columns:
             return cached.continued(left.given)
-        after = left.position_ids if self.config.pruned_position_ids == "compact" else last_positions(tokens, sequence)
-        after = after.masked_fill(left.padding_mask[:, cached.columns :] == 0, -1)
+        after = last_positions(tokens, sequence).masked_fill(left.padding_mask[:, cached.columns :] == 0, -1)
         return cached.grown(sequence.kept_indices, after, sequence.length, left.input_ids)
 
     def resume(self, call: Call) -> tuple[CacheRecord, torch.Tensor, Tokens]:
@@ -396,12 +397,10 @@ class PruningBackbone(PreTrainedModel):
         return cached.hide(past_mask), past_mask, new
 
 
-def gather_tokens(
-    tokens: Tokens, sequence: KeptSequence, dropped: torch.Tensor | None, past_mask: torch.Tensor, filler_id: int
-) -> Tokens:
+def gather_tokens(tokens: Tokens, sequence: KeptSequence, past_mask: torch.Tensor, filler_id: int) -> Tokens:
     """
     The new tokens' arguments on the sequence that is left, (B, L'); its mask covers cached columns too, (B, columns +
-    L'). dropped: (B, L) tokens that positions close up on, or None.
+    L').
     """
 
     def take(tensor: torch.Tensor | None, filler: float) -> torch.Tensor | None:
@@ -411,7 +410,7 @@ def gather_tokens(
     return Tokens(
         input_ids=take(tokens.input_ids, filler_id),
         attention_mask=torch.cat([past_mask, sequence.take_mask(tokens.padding_mask)], dim=-1),
-        position_ids=sequence.take_position_ids(tokens.position_ids, dropped, tokens.sample_ids),
+        position_ids=sequence.take_position_ids(tokens.position_ids),
         mm_token_type_ids=take(tokens.mm_token_type_ids, 0),
         sample_ids=take(tokens.sample_ids, 0),
     )

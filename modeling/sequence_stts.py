@@ -143,22 +143,10 @@ class KeptSequence:
             return (~self.is_filler).long()
         return self.take(attention_mask.long(), 0)
 
-    def take_position_ids(
-        self, position_ids: torch.Tensor, dropped: torch.Tensor | None = None, sample_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """
-        Positions (B, L) or (1, L) of what is left, (B, L'): as they were, or, with `dropped` (B, L) bool, less the
-        number of dropped tokens before each in its sample (`sample_ids` (B, L), or one sample a row). Filler gets 0.
-        Those of several axes, (axes, B, L), stay as they were.
-        """
+    def take_position_ids(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Positions (B, L), or of several axes (axes, B, L), of what is left. Filler gets 0."""
         if position_ids.dim() == 3:
             return torch.stack([self.take(axis, 0) for axis in position_ids])
-        if dropped is not None:
-            before = dropped.long().cumsum(-1) - dropped.long()  # dropped tokens ahead of each
-            if sample_ids is not None:
-                starts = sample_ids.diff(dim=-1, prepend=sample_ids[:, :1] - 1) != 0
-                before = before - torch.where(starts, before, 0).cummax(-1).values
-            position_ids = position_ids - before
         return self.take(position_ids, 0)
 
 
@@ -202,15 +190,6 @@ def holds_packed_rows(tokens: Tokens, cache: Cache | None, num_axes: int) -> boo
     return bool((find_samples(positions.expand(batch_size, length), mask).amax(-1) > 1).any())
 
 
-def keep_tokens(video_placeholders: torch.Tensor, keep_mask: torch.Tensor) -> torch.Tensor:
-    """
-    All tokens (B, L) but the placeholders of dropped blocks.
-
-    video_placeholders: (B, L) bool, in row-major order those of blocks `keep_mask` (G,).
-    """
-    return torch.ones_like(video_placeholders).masked_scatter(video_placeholders, keep_mask)
-
-
 def gather_columns(kept_tokens: torch.Tensor, new_length: int, fill_right: bool | torch.Tensor = False) -> KeptSequence:
     """
     The kept tokens (B, L) of each row moved together to `new_length` columns, in order.
@@ -240,29 +219,22 @@ def align_labels(kept_indices: torch.Tensor, labels: torch.Tensor, ignore_index:
     return labels.gather(-1, kept_indices.clamp_min(0)).masked_fill(kept_indices < 0, ignore_index)
 
 
-def take_labels(labels: torch.Tensor, kept_indices: torch.Tensor) -> torch.Tensor:
-    """
-    Labels (B, L) of the caller's sequence for the columns that are left, (B, L'). Filler is ignored (-100), and so is
-    a row's first token where filler precedes it, since nothing predicts it.
-    """
-    after_filler = nn.functional.pad(kept_indices[:, :-1] < 0, (1, 0))
-    return align_labels(kept_indices, labels).masked_fill(after_filler, IGNORED_LABEL)
-
-
 def shorten_targets(
     targets: dict[str, torch.Tensor], kept_indices: torch.Tensor | None, sample_ids: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """
-    `labels` and `shift_labels` (B, L) for the columns that are left (B, L'), where some were dropped. A label of a
-    later sample's first token (`sample_ids` (B, L)) is ignored, since it is not the next of the sample before it.
+    `labels` and `shift_labels` (B, L) for the columns that are left (B, L'), where some were dropped. Of `labels`, what
+    no token predicts is ignored: that of a later sample's first token (`sample_ids` (B, L)), and of a row's first token
+    behind filler.
     """
     shortened = {}
     for name, target in targets.items():
         if name == "labels" and sample_ids is not None:
             target = target.masked_fill(sample_ids.diff(dim=-1, prepend=sample_ids[:, :1]) != 0, IGNORED_LABEL)
-        if kept_indices is not None and name == "labels":
-            target = take_labels(target, kept_indices)
-        elif kept_indices is not None:  # they lie with the token before, which keeps what it had to predict
+        if kept_indices is not None:
             target = align_labels(kept_indices, target)
+            if name == "labels":
+                after_filler = nn.functional.pad(kept_indices[:, :-1] < 0, (1, 0))
+                target = target.masked_fill(after_filler, IGNORED_LABEL)
         shortened[name] = target
     return shortened

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from .attention_stts import AttentionSpans, block_slots, packed_attention
+from .attention_stts import AttentionSpans, packed_attention
 from .plan_stts import PruningPlan
 from .scoring_stts import FIRST_LOGIT, TokenScorer, score_bias, select_blocks, temporal_loss
 from .selectors_stts import SELECTORS
@@ -161,11 +161,13 @@ class PruningTower(PreTrainedModel):
         states.update({} if cache is None else cache.states)
         for index in range(layer + 1):
             hidden_states = states[layer] if cache is not None and cache.states else run(index)
-        blocks = gather_blocks(hidden_states, size, raster_to_window, valid)
+        blocks = reorder(hidden_states.unflatten(0, (-1, size)), raster_to_window)
+        blocks = blocks if valid is None else blocks * valid[..., None].to(blocks.dtype)
         if cache is not None:
             cache.states, cache.blocks = {**states, layer: hidden_states}, blocks
         found, kept_blocks, key_bias = self.rank_blocks(blocks, pruning, valid, window_to_raster, padding_bias)
-        kept = block_slots(kept_blocks if raster_to_window is None else raster_to_window[kept_blocks], size)
+        places = kept_blocks if raster_to_window is None else raster_to_window[kept_blocks]
+        kept = (size * places[:, None] + torch.arange(size, device=places.device)).flatten()
         left = self.add_context(kept if raster_to_window is None else kept.sort().values, spans[0], valid)
         if len(left) == 0:  # k = 1
             states.update(dict.fromkeys(range(layer + 1, len(layers)), hidden_states[:0]))
@@ -182,14 +184,6 @@ class PruningTower(PreTrainedModel):
         features = {i: states[i][kept] if i <= layer else reorder(states[i], among) for i in wanted}
         found["last_hidden_state"] = features[len(layers) - 1]
         return found, kept_blocks, tuple(states.values()) if keeps_states else (), [features[tap] for tap in taps]
-
-
-def gather_blocks(
-    states: torch.Tensor, size: int, raster_to_window: torch.Tensor | None, valid: torch.Tensor | None
-) -> torch.Tensor:
-    """Patches (G * S, D) of the sequence as blocks (G, S, D) in the caller's order, zeros where `valid` is False."""
-    blocks = reorder(states.unflatten(0, (-1, size)), raster_to_window)
-    return blocks if valid is None else blocks * valid[..., None].to(blocks.dtype)
 
 
 def reorder(blocks: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -26,6 +26,18 @@ def placeholders_of_videos(
     return placeholders & frame_starts.gather(-1, last_start)
 
 
+def close_gaps(position_ids: torch.Tensor, dropped: torch.Tensor, sample_ids: torch.Tensor | None) -> torch.Tensor:
+    """
+    Positions (B, L) less the number of dropped tokens (B, L) up to each in its sample (`sample_ids` (B, L), or one
+    sample a row).
+    """
+    gone = dropped.long().cumsum(-1)
+    if sample_ids is not None:
+        starts = sample_ids.diff(dim=-1, prepend=sample_ids[:, :1] - 1) != 0
+        gone = gone - torch.where(starts, gone - dropped.long(), 0).cummax(-1).values
+    return position_ids - gone
+
+
 def features_of_rows(pruned: PrunedInputs) -> Any:
     """One entry per row, in the order of its placeholders: beams and samples then repeat whole rows."""
     some = pruned.features[0][1]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stts_hf.modeling.sequence_stts import align_labels, find_samples, gather_columns, keep_tokens, take_labels
+from stts_hf.modeling.sequence_stts import align_labels, find_samples, gather_columns, shorten_targets
 
 
 def table(rows: int, columns: int) -> st.SearchStrategy[list[list[bool]]]:
@@ -27,24 +27,14 @@ def test_kept_tokens_move_together(kept: list[list[bool]], extra: int, right: bo
         assert found == (places + filler if right else filler + places)
 
 
-@given(placeholders=tables, data=st.data())
-def test_only_dropped_blocks_go(placeholders: list[list[bool]], data: Any):
-    number = sum(map(sum, placeholders))
-    keep = data.draw(st.lists(st.booleans(), min_size=number, max_size=number))
-    found = keep_tokens(torch.tensor(placeholders), torch.tensor(keep, dtype=torch.bool))
-    blocks = iter(keep)
-    assert found.tolist() == [[next(blocks) if is_video else True for is_video in row] for row in placeholders]
-
-
 @given(kept=tables, right=st.booleans())
 def test_labels_follow_their_tokens(kept: list[list[bool]], right: bool):
     length = max(max(map(sum, kept)), 1)
     indices = gather_columns(torch.tensor(kept), length, fill_right=right).kept_indices
     labels = torch.arange(len(kept) * len(kept[0])).view(len(kept), -1)
+    shortened = shorten_targets({"labels": labels}, indices, None)["labels"]
     for row, (places, aligned, taken) in enumerate(
-        zip(
-            indices.tolist(), align_labels(indices, labels).tolist(), take_labels(labels, indices).tolist(), strict=True
-        )
+        zip(indices.tolist(), align_labels(indices, labels).tolist(), shortened.tolist(), strict=True)
     ):
         expected = [-100 if place < 0 else int(labels[row, place]) for place in places]
         assert aligned == expected

@@ -17,7 +17,6 @@ from stts_hf.modeling.attention_stts import (
     AttentionSpans,
     choose_backend,
     fold_bias_into_keys,
-    frame_bounds,
     frame_by_frame,
     has_flash,
     packed_attention,
@@ -62,7 +61,7 @@ def attend(inputs: dict[str, Any], lengths: tuple[Sequence[int], Sequence[int]],
 
 
 def spans_of(lengths: tuple[Sequence[int], Sequence[int]], device: Any = "cpu", slack: int = 0) -> AttentionSpans:
-    queries, keys = (frame_bounds(list(side), device) for side in lengths)
+    queries, keys = (AttentionSpans.of_lengths(list(side), device).cu_seqlens_k for side in lengths)
     return AttentionSpans(queries, keys, max(*lengths[0], *lengths[1]) + slack)
 
 

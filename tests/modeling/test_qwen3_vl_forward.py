@@ -32,26 +32,6 @@ def test_positions_of_the_caller_are_followed(model, form):
         assert (logits(jump) - expected).abs().max() > 1e-2
 
 
-def test_features_made_beforehand_are_gone_on_with(model):
-    """`mm_encoder_outputs` and grids in place of pixels, as transformers takes them: positions go by the grids."""
-    inputs = batch(samples([[3, Video(4, 3, 3), 9]]))
-    grids = {"video_grid_thw": inputs["video_grid_thw"]}
-    per_token = {name: inputs[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    pixels = inputs["pixel_values_videos"]
-    with torch.no_grad():
-        encoded = model.model.get_video_features(pixels, **grids, pruning_ratio=0.0)
-        whole = model(**per_token, **grids, pixel_values_videos=pixels, pruning_ratio=0.0)
-        given: Any = {"mm_encoder_outputs": {"video": encoded}} | grids
-        first = {name: value[:, :-6] for name, value in per_token.items()}
-        cache = model(**first, **given).past_key_values
-        model.model.rope_deltas = torch.full((2, 1), 40)  # as native code might leave them
-        steps = model(input_ids=per_token["input_ids"][:, -6:], past_key_values=cache).logits
-    torch.testing.assert_close(steps, whole.logits[:, -6:], **CLOSE)
-    settings: Any = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "do_sample": False, "num_beams": 2}
-    expected = model.generate(**per_token, **grids, pixel_values_videos=pixels, pruning_ratio=0.0, **settings)
-    assert torch.equal(model.generate(**per_token, **given, **settings), expected)
-
-
 def test_generate_follows_positions_of_the_caller(model):
     inputs = text_of(batch(samples([[2, Image(), 2, Video(3), 4, Video(2, 1, 3), 2], [2, Video(2), 3]])))
     grids = (inputs["image_grid_thw"], inputs["video_grid_thw"], inputs["attention_mask"])

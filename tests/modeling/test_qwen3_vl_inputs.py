@@ -98,6 +98,10 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda inputs: inputs | {"mm_encoder_outputs": {"video": torch.zeros(1)}},
         "`mm_encoder_outputs` came with pixels",
     ),
+    "features-beside-grids": (
+        lambda inputs: {n: v for n, v in inputs.items() if "pixel" not in n} | {"mm_encoder_outputs": {"video": 0}},
+        "`mm_encoder_outputs` came with .*grids.* Pass the pixels instead",
+    ),
     "fewer-patches-than-grids": (
         change("pixel_values_videos", lambda pixels: pixels[:-1]),
         r"`pixel_values_videos` has shape \(95, 96\), but `video_grid_thw` .* make it \(96, 96\)",

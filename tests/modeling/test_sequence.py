@@ -11,9 +11,8 @@ from stts_hf.modeling.sequence_stts import (
     Tokens,
     find_samples,
     gather_columns,
-    keep_tokens,
 )
-from stts_hf.modeling.vision_tokens_stts import placeholders_of_videos
+from stts_hf.modeling.vision_tokens_stts import close_gaps, placeholders_of_videos
 
 # Two rows of 8 tokens; the first loses 3, the second 5.
 KEPT_TOKENS = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [1, 0, 0, 1, 0, 0, 0, 1]]).bool()
@@ -43,15 +42,6 @@ def test_random_rows_equal_nonzero(fill_right):
     assert kept.kept_indices.shape == (20, new_length)
     for row, places in zip(kept_tokens, kept.kept_indices, strict=True):
         assert torch.equal(places[places >= 0], row.nonzero()[:, 0])
-
-
-def test_keep_tokens_leaves_out_placeholders_of_dropped_blocks_only():
-    placeholders = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 1, 0]]).bool()
-    keep_mask = torch.tensor([1, 0, 1, 0, 1]).bool()
-    assert keep_tokens(placeholders, keep_mask).tolist() == [
-        [True, True, False, True, True],
-        [False, True, True, True, True],
-    ]
 
 
 @pytest.mark.parametrize("trailing", [(), (2,), (2, 3)], ids=str)
@@ -91,7 +81,7 @@ def test_original_positions_are_kept():
 
 def test_compact_positions_close_the_gaps():
     positions = torch.arange(8)[None] + 10
-    assert sequence().take_position_ids(positions, ~KEPT_TOKENS).tolist() == [
+    assert sequence().take_position_ids(close_gaps(positions, ~KEPT_TOKENS, None)).tolist() == [
         [10, 11, 12, 13, 14],
         [0, 0, 10, 11, 12],
     ]
@@ -99,7 +89,7 @@ def test_compact_positions_close_the_gaps():
 
 def test_compact_positions_keep_the_jumps_of_the_caller():
     positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 24]).expand(2, -1)
-    assert sequence(True).take_position_ids(positions, ~KEPT_TOKENS).tolist() == [
+    assert sequence(True).take_position_ids(close_gaps(positions, ~KEPT_TOKENS, None)).tolist() == [
         [0, 1, 19, 20, 21],
         [0, 18, 19, 0, 0],
     ]
@@ -108,7 +98,7 @@ def test_compact_positions_keep_the_jumps_of_the_caller():
 def test_compact_positions_start_over_with_each_sample():
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3, 4]])
     samples = find_samples(positions)
-    assert sequence(True).take_position_ids(positions, ~KEPT_TOKENS, samples).tolist() == [
+    assert sequence(True).take_position_ids(close_gaps(positions, ~KEPT_TOKENS, samples)).tolist() == [
         [0, 1, 2, 0, 1],
         [0, 0, 1, 0, 0],
     ]
@@ -128,7 +118,8 @@ def test_compact_positions_of_random_samples_count_what_is_left():
             for place in range(start, start + length)
             if kept_tokens[0, place]
         ]
-        assert kept.take_position_ids(positions, ~kept_tokens, find_samples(positions))[0].tolist() == expected
+        closed = close_gaps(positions, ~kept_tokens, find_samples(positions))
+        assert kept.take_position_ids(closed)[0].tolist() == expected
 
 
 @pytest.mark.parametrize(
