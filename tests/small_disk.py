@@ -2,9 +2,7 @@
 
 import contextlib
 import resource
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -16,17 +14,3 @@ def small_disk(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@contextlib.contextmanager
-def mounted_disk(place: Path, size: int) -> Iterator[None]:
-    """A disk of `size` bytes at the new folder `place`, where this user may mount one; else a folder like others."""
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    try:
-        yield
-    finally:
-        if mounted:
-            # A process that was killed just now may still hold on to it.
-            subprocess.run(["umount", "--lazy", str(place)], check=True)
