@@ -123,7 +123,7 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         """Native `generate` on the caller's prompt. record: of the caller's cache."""
         native: Any = super()
         cache = kwargs.get("past_key_values")
-        kept_indices = check_native_prompt(kwargs, self.model.num_axes)
+        kept_indices = check_one_sample(kwargs, self.model.num_axes)
         with CacheRecord.set_aside(cache):
             output = native.generate(None, generation_config, **kwargs)
         cache = cache_of(output, cache)
@@ -174,18 +174,6 @@ def with_what_was_kept(output: Any, kept_indices: torch.Tensor | None, video: Vi
     return output
 
 
-def check_native_prompt(kwargs: dict[str, Any], num_axes: int) -> torch.Tensor | None:
-    """
-    Places (B, L) of the prompt's tokens, where there is a prompt, in a call that native `generate` does alone. Raises
-    `ValueError` for packed rows.
-    """
-    prompt = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    if prompt is None:
-        return None
-    check_one_sample(prompt[..., 0] if prompt.dim() == 3 else prompt, kwargs, num_axes)
-    return KeptSequence.whole(prompt.shape[0], prompt.shape[1], prompt.device).kept_indices
-
-
 def check_options(
     model: PruningBackbone,
     cache: Cache | None,
@@ -218,10 +206,10 @@ def read_prompt(
     model: PruningBackbone, kwargs: dict[str, Any], cached: CacheRecord | None, setting: Callable[[str], Any]
 ) -> tuple[torch.Tensor, Call]:
     """
-    Takes the prompt out of `generate`'s arguments: the ids of the whole of it (B, L), and the call for the part that
-    the cache has not seen, with the whole mask. Raises `ValueError` for what no row of one text can be.
+    The prompt in `generate`'s arguments: the ids of the whole of it (B, L), and the call for the part that the cache
+    has not seen, with the whole mask. Raises `ValueError` for what no row of one text can be.
     """
-    whole = Tokens(kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None))
+    whole = Tokens(kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     ids, cache, (_, length) = whole.ids, kwargs.get("past_key_values"), whole.shape
     limit = setting("max_length")
     if limit is not None and setting("max_new_tokens") is None and limit <= length:
@@ -234,7 +222,7 @@ def read_prompt(
     mask, positions, types = (kwargs.get(name) for name in ("attention_mask", "position_ids", "mm_token_type_ids"))
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"`attention_mask` has {mask.dim()} dimensions, but `generate` needs the 2D padding mask.")
-    check_one_sample(ids, kwargs, model.num_axes)
+    check_one_sample(kwargs, model.num_axes)
     if positions is None and mask is not None and cached is None:
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
     start = count_seen(ids, mask, cached, cache)
@@ -255,16 +243,23 @@ def infer_mask(
     return (prompt != pad_token_id).long()
 
 
-def check_one_sample(prompt: torch.Tensor, kwargs: dict[str, Any], num_axes: int) -> None:
-    """Raises `ValueError` for rows (B, L) whose positions start over: `generate` cannot continue a packed row."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None and mask.shape != prompt.shape:
+def check_one_sample(kwargs: dict[str, Any], num_axes: int) -> torch.Tensor | None:
+    """
+    Places (B, L) of the prompt's tokens, where there is a prompt. Raises `ValueError` for rows whose positions start
+    over: `generate` cannot continue a packed row.
+    """
+    prompt = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    if prompt is None:
+        return None
+    ids, mask = prompt[..., 0] if prompt.dim() == 3 else prompt, kwargs.get("attention_mask")
+    if mask is not None and mask.shape != ids.shape:
         mask = None
-    if holds_packed_rows(Tokens(prompt, None, mask, kwargs.get("position_ids")), None, num_axes):
+    if holds_packed_rows(Tokens(ids, None, mask, kwargs.get("position_ids")), None, num_axes):
         raise ValueError(
             "`position_ids` start over, as for several samples in a row, but `generate` continues one text per row. "
             "Pass the samples as rows of their own, or leave out `position_ids`."
         )
+    return KeptSequence.whole(ids.shape[0], ids.shape[1], ids.device).kept_indices
 
 
 def count_seen(

@@ -80,9 +80,8 @@ class FlatTower(PruningTower):
         """
         return (get_vision_position_ids(self.one_frame_each(grids), self.spatial_merge_size),)
 
-    def embed_places(self, *places: torch.Tensor) -> torch.Tensor | None:
-        """Learned positions (N of all, D) of what `place_patches` returned, or None."""
-        return None
+    # Hook, where `place_patches` returns arguments for it: learned positions (N of all, D).
+    embed_places: Callable[..., torch.Tensor]
 
     def cut_windows(
         self, grids: list[tuple[int, int, int]], device: torch.device
@@ -112,9 +111,9 @@ class FlatTower(PruningTower):
 
         places, *tables = (states.to(pixel_values.device) for states in self.place_patches(grids))
         hidden_states = self.patch_embed.proj(pixel_values) if drops else self.patch_embed(pixel_values)
-        learned, rotary = self.embed_places(*tables), self.rotary_pos_emb(hidden_states, places)
-        if learned is not None:
-            hidden_states = hidden_states + repeat(learned.to(hidden_states.dtype))
+        rotary = self.rotary_pos_emb(hidden_states, places)
+        if tables:
+            hidden_states = hidden_states + repeat(self.embed_places(*tables).to(hidden_states.dtype))
         return hidden_states, tuple(repeat(part) for part in rotary)
 
     def forward(

@@ -31,8 +31,10 @@ from .settings_stts import RANKING_ARGUMENTS, check_names, check_settings
 class Call:
     """
     A call's arguments. vision: those of its videos and images. cache: of an earlier call, which this one continues.
-    pruned_length: the length `L'` that every row gets. packed_rows: None where nobody has looked. block_scores,
-    tower_cache: as in `PruningPlan`. pads_left: whether padding moves to the left.
+    pruning_ratio: in place of the config's, one number or one for each video. pruned_length: the length `L'` that every
+    row gets. packed_rows: whether rows hold several samples; None where nobody has looked. block_scores: (G,) rank the
+    blocks. tower_cache: if empty, lets later calls with the same videos skip layers `0..l`. pads_left: whether padding
+    moves to the left.
     """
 
     tokens: Tokens
@@ -148,13 +150,9 @@ class PruningBackbone(PreTrainedModel):
         **kwargs: Any,
     ) -> Any:
         """
-        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone.
-        `pruning_ratio` replaces the config's for this call, one number or one for each video; `pruned_length` is the
-        length `L'` that every row gets; `packed_rows` says whether rows hold several samples (None: where
-        `position_ids` start over); `block_scores` (G,) rank the blocks in place of the selector's, without a bias;
-        `tower_cache`, an empty `TowerCache`, lets later calls with the same videos skip layers `0..l`;
-        `past_key_values` from an earlier call that dropped tokens continues it, in the caller's positions;
-        `records_cache=False` leaves its record to the caller.
+        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone; `Call`
+        says what our arguments are. `past_key_values` from an earlier call that dropped tokens continues it, in the
+        caller's positions; `records_cache=False` leaves its record to the caller.
         """
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         vision = self.take_vision_inputs(kwargs)

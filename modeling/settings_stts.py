@@ -12,7 +12,7 @@ import numbers
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import validated_field
 from transformers import PreTrainedConfig
@@ -25,10 +25,6 @@ ScoreRescaling = Literal["row", "frame", "none"]
 Packing = Literal["varlen", "first_fit_descending"]
 PositionRule = Literal["original", "compact"]
 ScorerTarget = Literal["change", "answers"]
-SCORE_RESCALINGS = get_args(ScoreRescaling)
-PACKINGS = get_args(Packing)
-POSITION_RULES = get_args(PositionRule)
-SCORER_TARGETS = get_args(ScorerTarget)
 RANKING_ARGUMENTS = ("block_scores", "tower_cache")  # of a caller who ranks the blocks
 CALL_ARGUMENTS = ("pruning_ratio", "pruned_length", "packed_rows", *RANKING_ARGUMENTS)
 NATIVE_ARGUMENTS = {*TransformersKwargs.__annotations__, "use_cache", "return_dict", "mm_encoder_outputs"}
@@ -211,18 +207,7 @@ def check_vision_config(value: object, model_type: str | None = None) -> None:
         raise ValueError(f"`vision_config` has `model_type` {kind!r}, but must be {wanted}.")
 
 
-if TYPE_CHECKING:
-
-    class ModelConfig(PreTrainedConfig):
-        """The native class that the mixin below precedes."""
-
-        vision_config: Any = None
-
-else:
-    ModelConfig = object
-
-
-class PruningConfig(TrainingSettings, ModelConfig):
+class PruningConfig(TrainingSettings, PreTrainedConfig):
     """
     Mixin that goes before a native model config, under `@strict`: takes settings of the vision config as arguments,
     loads stock checkpoints, and saves an entry for every auto class.
@@ -247,6 +232,9 @@ class PruningConfig(TrainingSettings, ModelConfig):
         "keep_mask",
         "kept_indices",
     ]
+
+    if TYPE_CHECKING:  # the native config's
+        vision_config: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "native" in vars(cls):  # a backbone's, and not a subclass of one

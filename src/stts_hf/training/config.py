@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import reason_of
-from stts_hf.modeling.settings_stts import PACKINGS, POSITION_RULES, SCORE_RESCALINGS, SCORER_TARGETS
+from stts_hf.modeling.settings_stts import Packing, PositionRule, ScoreRescaling, ScorerTarget
 from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments, setting
 from stts_hf.versions import __version__
@@ -58,17 +58,19 @@ class ModelArguments:
     pruning_layer: int | None = setting(None, "Last ViT layer that sees every patch.")
     selector: str | None = setting(None, "Ranking of the blocks.", tuple(SELECTORS))
     selector_seed: int | None = setting(None, "Seed of the random selector.")
-    score_rescaling: str | None = setting(None, "Rescaling of scores for the attention bias.", SCORE_RESCALINGS)
+    score_rescaling: str | None = setting(None, "Rescaling of scores for the attention bias.", get_args(ScoreRescaling))
     score_bias: bool | None = setting(None, "Whether scores bias the attention of the layer after `pruning_layer`.")
-    packing: str | None = setting(None, "Layout of the kept patches in the ViT.", PACKINGS)
+    packing: str | None = setting(None, "Layout of the kept patches in the ViT.", get_args(Packing))
     refill_single_frame_bins: bool | None = setting(None, "Detail of the released code; first_fit_descending only.")
     temporal_loss_weight: float | None = setting(None, "Weight of the temporal loss beside the task loss.")
     detach_temporal_target: bool | None = setting(None, "Whether the targets of the temporal loss are detached.")
     scorer_target: str | None = setting(
-        None, "What the scorer learns: change between frames, or what blocks are worth to the answers.", SCORER_TARGETS
+        None,
+        "What the scorer learns: change between frames, or what blocks are worth to the answers.",
+        get_args(ScorerTarget),
     )
     worth_unit: float | None = setting(None, "Nats that raise a score's logit by 1; by default measured on the rows.")
-    pruned_position_ids: str | None = setting(None, "RoPE positions of tokens that are kept.", POSITION_RULES)
+    pruned_position_ids: str | None = setting(None, "RoPE positions of tokens that are kept.", get_args(PositionRule))
     use_peft: bool = setting(False, "Whether to train a LoRA or DoRA adapter.")
     use_dora: bool = setting(False, "Whether the adapter is DoRA, which trains a magnitude beside the matrices.")
     use_rslora: bool = setting(False, "Whether adapters are scaled by alpha / sqrt(r).")
