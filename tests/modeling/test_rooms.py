@@ -11,6 +11,7 @@ from tests.conftest import REPOSITORY
 
 MODELING = REPOSITORY / "modeling"
 CORE = [
+    "selectors",
     "scoring",
     "attention",
     "sequence",
