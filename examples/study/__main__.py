@@ -12,7 +12,8 @@ from stts_hf.cli.options import count, share
 from stts_hf.errors import is_disk_full
 
 from .distraction import KINDS, Look
-from .methods import PARTS
+from .methods import METHODS
+from .study import SPLITS
 
 
 def pair(text: str) -> tuple[str, Any]:
@@ -26,6 +27,12 @@ def pair(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def named_path(text: str) -> tuple[str, Path]:
+    """`NAME=FOLDER`."""
+    name, value = pair(text)
+    return name, Path(str(value))
+
+
 def rate(text: str) -> tuple[str, float]:
     """`PART=RATE`."""
     name, value = pair(text)
@@ -37,11 +44,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "steps": {"type": count, "metavar": "N", "help": "training steps of a run (default: 200)"},
     "batch_size": {"type": count, "metavar": "B", "help": "clips with their conversations in a step (default: 16)"},
     "warmup_steps": {"type": int, "metavar": "N", "help": "warm-up steps before the cosine schedule (default: 10)"},
+    "ratio_range": {
+        "nargs": 2,
+        "type": share,
+        "metavar": ("LOW", "HIGH"),
+        "help": "between which each video draws its pruning ratio in training (default: 0.1 0.95)",
+    },
+    "scorer_rate": {
+        "type": float,
+        "metavar": "RATE",
+        "help": "peak while a new scorer is alone (default: 2e-3)",
+    },
     "scorer_steps": {
         "type": int,
         "metavar": "N",
-        "help": "steps in which a new scorer learns the temporal loss alone, before the others (default: 0)",
+        "help": "of them by the temporal loss (default: 0)",
     },
+    "answers_steps": {"type": count, "metavar": "N", "help": "of them by answers (default: 2000)"},
+    "num_masks": {"type": count, "metavar": "N", "help": "keep masks of a clip in a round (default: 12)"},
+    "mask_rounds": {"type": count, "metavar": "N", "help": "rounds of keep masks (default: 2)"},
+    "split": {"choices": SPLITS, "help": "whose clips are asked about (default: test)"},
     "without_options": {
         "action": "store_true",
         "default": None,
@@ -49,10 +71,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "learning_rates": {"nargs": "+", "type": rate, "metavar": "PART=RATE", "help": "peak rates (default: the paper's)"},
     "model_settings": {"nargs": "+", "type": pair, "metavar": "NAME=VALUE", "help": "such as temporal_loss_weight=0.5"},
-    "seeds": {"nargs": "+", "type": int, "metavar": "SEED", "help": "(default: 0 1 2)"},
+    "seeds": {"nargs": "+", "type": int, "metavar": "SEED", "help": "(default: 0 1 2 3 4)"},
     "ratios": {"nargs": "+", "type": share, "metavar": "K", "help": "pruning ratios (default: 0.5 0.7 0.8 0.9)"},
-    "layers": {"nargs": "+", "type": int, "metavar": "L", "help": "pruning layers (default: 0 1 2 3)"},
-    "layer_ratios": {"nargs": "+", "type": share, "metavar": "K", "help": "ratios of the layers (default: 0.5)"},
+    "layers": {"nargs": "+", "type": int, "metavar": "L", "help": "further pruning layers of STTS (default: none)"},
 }
 
 
@@ -78,7 +99,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("folder", type=Path, metavar="FOLDER", help="of the study: begun there, or gone on with")
     command.add_argument("--dataset", type=Path, metavar="DATA", required=True, help="made by make-dataset")
     command.add_argument("--base", type=Path, metavar="CHECKPOINT", required=True, help="unpruned model to start from")
-    command.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
+    tests: dict[str, Any] = {"type": named_path, "metavar": "NAME=DATA", "help": "data sets that are asked about too"}
+    command.add_argument("--tests", nargs="+", default=[], **tests)
+    names = [method.name for method in METHODS.values() if method.has_runs]
+    command.add_argument("--only", nargs="+", choices=names, metavar="METHOD", help=f"some of {', '.join(names)}")
     command.add_argument("--workers", type=count, default=1, metavar="N", help="processes at a time (default: 1)")
     command.add_argument("--keep-checkpoints", action="store_true", help="keep trained models in FOLDER/checkpoints")
     command.add_argument("--plan", action="store_true", help="print the runs and which are done, and stop")
@@ -108,17 +132,20 @@ def make(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does what is not done yet of the parts asked for, and writes the report. Returns 1 where runs failed."""
+    """Does what is not done yet of the runs asked for, and writes the report. Returns 1 where runs failed."""
     from .report import check_output, write_report
     from .runs import do_runs, runs_to_do
-    from .study import open_study, plan
+    from .study import expected_hours, open_study, plan, read_records
 
     check_output(arguments.folder)
     given = settings_of(arguments)
-    study = open_study(arguments.folder, arguments.dataset, arguments.base, given, write=not arguments.plan)
-    runs = plan(study.settings, arguments.only or PARTS)
+    places, tests = (arguments.folder, arguments.dataset, arguments.base), dict(arguments.tests)
+    study = open_study(*places, given, tests=tests, write=not arguments.plan)
+    runs = plan(study.settings, arguments.only or ())
     left = runs_to_do(study, runs)
     note(f"{len(runs)} runs, {len(runs) - len(left)} of them done, in {arguments.folder}")
+    hours, source = expected_hours(read_records(study.folder, study.settings), left, arguments.workers)
+    note(f"The other {len(left)} take about {hours:.1f} hours with --workers {arguments.workers} (from {source})")
     if arguments.plan:
         print("\n".join(f"{'to do' if one in left else 'done':<7}{one.name}" for one in runs))
         return 0

@@ -2,7 +2,6 @@
 
 import json
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from stts_hf.modeling.processing_stts import STTSProcessor
 from .make_dataset import levels, read_about
 
 TRAIN, TRAIN_QUESTIONS, TEST = "train_conversations.jsonl", "train.jsonl", "test.jsonl"
-MOTION, THINGS = "motion/test.npz", "things/test.npz"
 ENCODED, CONVERSATIONS = "encoded", "conversations.pt"
 
 
@@ -31,15 +29,18 @@ class StudyError(ValueError):
     """What the user can mend, in a sentence."""
 
 
-def check_dataset(dataset: Path) -> dict[str, Any]:
-    """What `dataset.json` says. Raises `StudyError` for a folder that is no data set of this version, or not whole."""
+def check_dataset(dataset: Path, questions: str = TEST) -> dict[str, Any]:
+    """
+    What `dataset.json` says. questions: the file of those that are asked. Raises `StudyError` for a folder that is no
+    data set of this version, or not whole.
+    """
     try:
         about = read_about(dataset)
         _check_rows(dataset, TRAIN, about["splits"]["train"]["clips"])
         _check_rows(dataset, TRAIN_QUESTIONS, about["splits"]["train"]["questions"])
-        _check_rows(dataset, TEST, about["splits"]["test"]["questions"])
-        load_motion(dataset)
-        load_things(dataset)
+        _check_rows(dataset, questions, about["splits"][Path(questions).stem]["questions"])
+        load_masks(dataset, "motion", questions)
+        load_masks(dataset, "things", questions)
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise StudyError(f"--dataset {dataset} cannot be used ({error}): make it again with make-dataset") from error
     return about
@@ -97,15 +98,12 @@ def load_processor(base: Path) -> STTSProcessor:
     return STTSProcessor.from_pretrained(base, trust_remote_code=False)
 
 
-def load_motion(dataset: Path) -> dict[str, np.ndarray]:
-    """Of each test clip which patches move in the frames that `make-dataset` counts with, (T, rows, columns) bool."""
-    with np.load(dataset / MOTION) as masks:
-        return dict(masks)
-
-
-def load_things(dataset: Path) -> dict[str, np.ndarray]:
-    """Of each test clip how much of these patches a thing covers, (things, T, rows, columns) in percent."""
-    with np.load(dataset / THINGS) as masks:
+def load_masks(dataset: Path, kind: str, questions: str = TEST) -> dict[str, np.ndarray]:
+    """
+    Masks of each clip that is asked about, in the frames that `make-dataset` counts with. kind: "motion", which patches
+    move, (T, rows, columns) bool; "things", how much of them a thing covers, (things, T, rows, columns) in percent.
+    """
+    with np.load(dataset / kind / f"{Path(questions).stem}.npz") as masks:
         return dict(masks)
 
 
@@ -115,16 +113,14 @@ def read_questions(dataset: Path, without_options: bool = False, name: str = TES
     return ask_openly(rows) if without_options else rows
 
 
-def describe_questions(dataset: Path, description: Mapping[str, Any], without_options: bool) -> dict[str, Any]:
-    """What a report needs of the data set, so that it can be made without: ids and kinds of the questions, levels."""
-    rows = read_questions(dataset, without_options)
-    if without_options:  # the data set's levels are of questions as it asks them
-        description = {**description, **levels({TRAIN: read_questions(dataset, True, TRAIN_QUESTIONS), TEST: rows})}
+def describe_questions(dataset: Path, without_options: bool, name: str = TEST) -> dict[str, Any]:
+    """What a report needs of a data set, so that it is made without: ids and kinds of questions, levels of chance."""
+    about, rows = read_about(dataset), read_questions(dataset, without_options, name)
+    if without_options or name != TEST:  # the data set's levels are of test questions as it asks them
+        about |= levels({TRAIN: read_questions(dataset, without_options, TRAIN_QUESTIONS), name: rows})
     return {
-        "questions": [{name: row[name] for name in ("id", "clip", "type", "group")} for row in rows],
-        "splits": description.get("splits"),
-        "look": description.get("look"),
-        **{name: description.get(name) for name in ("chance", "text_only")},
+        "questions": [{key: row[key] for key in ("id", "clip", "type", "group")} for row in rows],
+        **{key: about.get(key) for key in ("splits", "look", "chance", "text_only")},
     }
 
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,13 +41,21 @@ def fit(
 
 
 def train(
-    model: Any, rows: Dataset, collator: Any, callbacks: Sequence[TrainerCallback] = (), **arguments: Any
+    model: Any,
+    rows: Dataset,
+    collator: Any,
+    callbacks: Sequence[TrainerCallback] = (),
+    folder: Path | None = None,
+    **arguments: Any,
 ) -> STTSTrainer:
-    """Trains with `STTSTrainer`, which saves nothing; returns it. arguments: of `STTSTrainingArguments`."""
+    """
+    Trains with `STTSTrainer`, which saves no model; returns it. folder: of measured masks, a temporary one by default.
+    arguments: of `STTSTrainingArguments`.
+    """
     arguments["logging_steps"] = max(1, arguments["max_steps"] // 10)
     with tempfile.TemporaryDirectory() as output:
         settings = STTSTrainingArguments(
-            output_dir=output,
+            output_dir=str(folder or output),
             lr_scheduler_type="cosine",
             save_strategy="no",
             report_to="none",
@@ -61,27 +70,36 @@ def train(
 
 
 def start_scorer(
-    model: Any, rows: Dataset, collator: Any, steps: int, batch_size: int, seed: int, workers: int = 0
+    model: Any,
+    rows: Dataset,
+    collator: Any,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    rate: float = RATE,
+    folder: Path | None = None,
+    **arguments: Any,
 ) -> None:
     """
-    Trains the scorer alone by the temporal loss; nothing but the scorer changes. rows, collator: of the trainer.
-    workers: processes that make batches.
+    Trains the scorer alone, by the temporal loss or by answers, as the model's `scorer_target` says; nothing but the
+    scorer and `worth_unit` changes. rows, collator: of the trainer. rate: its peak. folder, arguments: of `train`.
     """
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
     train(
         model,
         rows,
         collator,
+        folder=folder,
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         scorer_only=True,
         freeze=[part for part in PARTS if part != SCORER],
-        learning_rates={SCORER: RATE},
+        learning_rates={SCORER: rate},
         warmup_steps=0.1,
         adam_beta2=0.98,
         weight_decay=0.01,
         seed=seed,
-        dataloader_num_workers=workers,
+        **arguments,
     )
     model.config.__dict__.pop("use_cache", None)  # which `Trainer` puts there
     for parameter in learnt:

@@ -1,8 +1,8 @@
 """The methods that the study compares, each a model that trains with `STTSTrainer` and answers with `generate`.
 
 All but ToMe are settings of the shipped model, so they share its code and its budget: what differs is which blocks
-stay. A method that is "inference only" is never trained with anything missing: it prunes a model that was trained
-without (`METHODS["none"]`).
+stay. A method that is not trained prunes the frozen base. A selector that `modeling/selectors_stts.py` registers is two
+methods, without another line here.
 """
 
 import os
@@ -14,11 +14,14 @@ import torch
 
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.settings_stts import check_pruning_ratio
+from stts_hf.selectors import SELECTORS
 
 from .token_merging import MergingForConditionalGeneration
 
 UNPRUNED = "none"
-PARTS = ("methods", "ratios", "layers", "scaling", "images", "motion")  # of a study, in the order of its runs
+FROZEN = "scorer-answers"  # its runs are the frozen base, with a scorer fitted to answers
+TOLD_TOO = "stts-answers"  # whose trained weights are told what matters, as the frozen base is
+ON_FROZEN = "(frozen base)"
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,28 @@ class Method:
     One method, registered by its entry in `METHODS` alone.
 
     name: key in `METHODS`. label: in tables. settings: of the model's configuration; they win over the caller's. parts:
-    the parts of a study that it takes part in. trained: False for one that prunes the model trained without pruning.
-    paper: points above no pruning at 50 % in the paper, the mean of its averages over short and over long benchmarks
-    ("Scorer Pruning vs. Heuristic Pruning", "Comparison with ViT-Only Pruning Baselines"). merges: whether it is ToMe.
-    told: what its ranking is told of the true masks: what matters to a "question", or to all questions about a "clip".
+    what of a study beside its accuracies it takes part in: pruning "layers", test-time "scaling", "images", scores
+    against "motion". trained: False for one that prunes the frozen base. merges: whether it is ToMe. told: what its
+    ranking is told of the true masks: what matters to a "question", or to all questions about a "clip".
     """
 
     name: str
     label: str
     settings: Mapping[str, Any]
-    parts: tuple[str, ...] = ("methods",)
+    parts: tuple[str, ...] = ()
     trained: bool = True
-    paper: float | None = None
     merges: bool = False
     told: str = ""
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether it has runs; the others are asked of the weights of `FROZEN`'s."""
+        return self.trained or self.name == FROZEN
+
+    @property
+    def ignores_seeds(self) -> bool:
+        """Whether every seed gives the same answers, so that it is asked with the first alone."""
+        return not self.trained and self.settings["selector"] == "cosine"
 
     def ratio(self, ratio: float) -> float:
         """The pruning ratio at which it runs where others run at `ratio`."""
@@ -50,29 +61,39 @@ class Method:
 # Without a scorer there is no temporal loss, which could reach the rest of the model where its target is not detached.
 NO_SCORER = {"selector": "cosine"}
 SCORER, RANDOM = {"selector": "scorer"}, {"selector": "random"}
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method(UNPRUNED, "No pruning", NO_SCORER | {"pruning_ratio": 0.0}, ("methods", "scaling", "images"), paper=0.0),
-        Method("random-inference", "Random (inference only)", RANDOM, trained=False),
-        Method("random", "Random", RANDOM, ("methods", "ratios", "scaling", "motion"), paper=-1.6),
-        Method("cosine-inference", "Heuristic (inference only)", NO_SCORER, trained=False, paper=-3.9),
-        Method("cosine", "Heuristic", NO_SCORER, ("methods", "ratios", "motion"), paper=-1.0),
-        Method("stts", "STTS", SCORER, PARTS, paper=-0.7),
-        Method(
-            "stts-no-temporal",
-            "STTS without temporal loss",
-            SCORER | {"temporal_loss_weight": 0.0},
-            ("methods", "ratios", "motion"),
-            paper=-3.0,
-        ),
-        Method("tome-inference", "ToMe (inference only)", NO_SCORER, trained=False, paper=-3.8, merges=True),
-        Method("tome", "ToMe", NO_SCORER, ("methods", "ratios"), paper=-1.9, merges=True),
-        Method("told", "Told what a question is about (inference only)", NO_SCORER, trained=False, told="question"),
-        Method("told-clip", "Told what a clip is asked (inference only)", NO_SCORER, trained=False, told="clip"),
-        Method("text-only", "Text only", NO_SCORER | {"pruning_ratio": 1.0}, paper=-18.4),
-    )
-}
+ANSWERS = SCORER | {"scorer_target": "answers", "score_bias": False}
+ALL = ("scaling", "images", "motion")
+KNOWN = (
+    Method(UNPRUNED, "No pruning", NO_SCORER | {"pruning_ratio": 0.0}, ("scaling", "images")),
+    Method(TOLD_TOO, "STTS by answers", ANSWERS, ("layers", *ALL)),
+    Method("stts", "STTS", SCORER, ("layers", *ALL)),
+    Method("stts-no-temporal", "STTS without temporal loss", SCORER | {"temporal_loss_weight": 0.0}, ("motion",)),
+    Method("cosine", "Heuristic", NO_SCORER, ("motion",)),
+    Method("random", "Random", RANDOM, ("scaling", "motion")),
+    Method("tome", "ToMe", NO_SCORER, merges=True),
+    Method("text-only", "Text only", NO_SCORER | {"pruning_ratio": 1.0}),
+    Method("none-inference", f"No pruning {ON_FROZEN}", NO_SCORER | {"pruning_ratio": 0.0}, trained=False),
+    Method(FROZEN, f"Scorer by answers {ON_FROZEN}", ANSWERS, ("motion",), trained=False),
+    Method("cosine-inference", f"Heuristic {ON_FROZEN}", NO_SCORER, trained=False),
+    Method("random-inference", f"Random {ON_FROZEN}", RANDOM, trained=False),
+    Method("tome-inference", f"ToMe {ON_FROZEN}", NO_SCORER, trained=False, merges=True),
+    Method("told", f"Told what a question is about {ON_FROZEN}", NO_SCORER, trained=False, told="question"),
+    Method("told-clip", f"Told what a clip is asked {ON_FROZEN}", NO_SCORER, trained=False, told="clip"),
+)
+
+
+def all_methods() -> dict[str, Method]:
+    """`KNOWN`, and those of other selectors, trained and on the frozen base, by their names."""
+    methods = {method.name: method for method in KNOWN}
+    known = {method.settings["selector"] for method in KNOWN}
+    for name in (name for name in SELECTORS if name not in known):
+        label, settings = SELECTORS[name].label, {"selector": name}
+        methods[name] = Method(name, label, settings, ("motion",))
+        methods[f"{name}-inference"] = Method(f"{name}-inference", f"{label} {ON_FROZEN}", settings, trained=False)
+    return methods
+
+
+METHODS = all_methods()
 
 
 def methods_of(part: str) -> list[Method]:

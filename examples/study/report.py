@@ -1,14 +1,14 @@
-"""A study's page: the paper's tables in the numbers found, two plots, and which of the paper's claims they bear out.
+"""A study's page: tables, a plot, and which of the claims that the study is to test the figures bear out.
 
 It is made from the records alone, however many there are: what is missing is named, and its cells stay empty.
 """
 
 import json
-import operator
+import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -17,14 +17,22 @@ from stts_hf.evaluation.statistics import RESAMPLES, Interval, interval, number,
 from stts_hf.wording import percent
 
 from .data import StudyError
-from .methods import METHODS, UNPRUNED, methods_of
+from .methods import FROZEN, METHODS, ON_FROZEN, TOLD_TOO, UNPRUNED, methods_of
 from .results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
-from .study import ALL_RECORDS, MAIN_RATIO, QUESTIONS, SETTINGS, command_of, plan, read_records, read_settings
+from .study import (
+    ALL_RECORDS,
+    MAIN_RATIO,
+    QUESTIONS,
+    SCALING_RATIO,
+    SETTINGS,
+    command_of,
+    plan,
+    read_records,
+    read_settings,
+)
 
 TITLE = "# Study: which video tokens can go"
-PAGE, DEGRADATION_PLOT, LAYERS_PLOT = "README.md", "degradation.png", "layers.png"
-COLUMNS = (*VIDEO_GROUPS, AVERAGE)
-TEXT_ONLY = "text-only"
+PAGE, PLOT = "README.md", "accuracy.png"
 LEVELS = {"always the commonest answer": "text_only", "chance": "chance"}  # of `dataset.json`
 
 
@@ -47,9 +55,8 @@ def write_report(folder: Path, output: Path) -> None:
         raise StudyError(f"{folder} holds no run that is done, so there is nothing to report")
     if (output / SETTINGS).exists() and output.resolve() != folder.resolve():
         _check_other(output, results)
-    for name, draw in ((DEGRADATION_PLOT, draw_degradation), (LAYERS_PLOT, draw_layers)):
-        with atomic_file(output / name) as new:
-            draw(results).savefig(new, dpi=110, format="png", bbox_inches="tight")
+    with atomic_file(output / PLOT) as new:
+        draw_accuracy(results).savefig(new, dpi=110, format="png", bbox_inches="tight")
     with atomic_file(output / PAGE) as new:
         new.write_text(page(results), encoding="utf-8")
     if output.resolve() == folder.resolve():
@@ -73,21 +80,17 @@ def _check_other(output: Path, results: Results) -> None:
 
 def page(results: Results) -> str:
     """The whole page, as Markdown."""
-    parts = [
-        TITLE,
-        *header(results),
-        f"## Methods at {percent(MAIN_RATIO)}",
-        methods_table(results),
-        "## What the paper claims",
-        claims_table(results),
-        f"## By type of question, at {percent(MAIN_RATIO)}",
-        types_table(results),
-        "## More and more dropped",
-        *(f"{column.capitalize()}:\n\n{degradation_table(results, column)}" for column in reversed(COLUMNS)),
-        f"![degradation]({DEGRADATION_PLOT})",
+    parts = [TITLE, *header(results), "## Accuracy", f"![accuracy]({PLOT})"]
+    for look in results.settings.looks:
+        parts += [f"### {title_of(results, look)}", accuracy_table(results, look)]
+    parts += ["## Differences", claims_table(results)]
+    for look in results.settings.looks:
+        parts += [f"## By type of question at {percent(MAIN_RATIO)}, {look}", types_table(results, look)]
+    parts += [
+        "## Cost",
+        cost_table(results),
         "## Pruning layer",
         layers_table(results),
-        f"![layers]({LAYERS_PLOT})",
         "## Test-time scaling",
         scaling_table(results),
         "## Images",
@@ -98,6 +101,12 @@ def page(results: Results) -> str:
         notes(),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def title_of(results: Results, look: str) -> str:
+    """A set of clips by its name and what it looks like."""
+    found = results.about[look].get("look") or {}
+    return look + "".join(f", {name} {found[name]}" for name in ("style", "strength", "photographs") if name in found)
 
 
 def header(results: Results) -> Iterator[str]:
@@ -116,16 +125,16 @@ def header(results: Results) -> Iterator[str]:
     if settings.model_settings:
         changes = ", ".join(f"`{name}` {value}" for name, value in settings.model_settings.items())
         yield f"The model's settings but for the method's own: {changes}."
-    splits = ", ".join(f"{name} {size['clips']}" for name, size in about["splits"].items())
-    look = about.get("look")
-    look = f"; {look['style']} style, distraction {look['strength']:g}: {', '.join(look['kinds'])}" if look else ""
+    sizes = {name: len(about[name]["questions"]) for name in settings.looks}
+    asked = ", ".join(f"{number} {settings.split} questions of {look}" for look, number in sizes.items())
     yield (
         f"{len(done)} runs, seeds {', '.join(map(str, settings.seeds))}. Each starts from the base checkpoint "
         f"{settings.base} and trains {settings.steps} steps of {settings.batch_size} clips with their conversations "
-        f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}), a new scorer before that "
-        f"{settings.scorer_steps} steps by the temporal loss alone, unless it has none. Data set {settings.dataset} "
-        f"(clips and pictures: {splits}{look}): {len(results.types)} test questions about {len(set(results.clips))} of "
-        f"them{', all asked without options' if settings.without_options else ''}."
+        f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}). Each clip draws its share to "
+        f"drop, from {percent(settings.ratio_range[0])} to {percent(settings.ratio_range[1])}. A new scorer first "
+        f"learns alone, at a rate of {settings.scorer_rate:g}: {settings.scorer_steps} steps by the temporal loss, or "
+        f"{settings.answers_steps} by answers ({settings.mask_rounds} x {settings.num_masks} keep masks a clip). "
+        f"Asked: {asked}{', without options' if settings.without_options else ''}. Training data {settings.dataset}."
     )
     machines = (record["machine"] for record in done)
     places = sorted({f"{it['cpu']}, {it['threads']} threads a run, {it['device']}" for it in machines})
@@ -134,187 +143,181 @@ def header(results: Results) -> Iterator[str]:
     yield f"{hours:.1f} hours of runs. {'; '.join(places)}. {'; '.join(sorted(versions))}."
 
 
-def methods_table(results: Results) -> str:
-    unpruned, random = results.find(UNPRUNED), results.find("random")
-    rows = []
+def rows_of_methods(results: Results) -> Iterator[tuple[str, str, str | None]]:
+    """Label, method, and whose weights, of each row of the tables that all methods are in."""
     for name, method in METHODS.items():
-        answers = results.find(name)
-        rows.append(
-            [
-                method.label,
-                *(interval(results.accuracy(answers, column)) for column in COLUMNS),
-                over(results, answers, unpruned),
-                over(results, answers, random),
-                "" if method.paper is None else f"{method.paper:+.1f}",
-                number(mean_tokens(answers), 0),
-                number(results.step_seconds(name) if method.trained else None, 2),
-                str(len(answers)),
-            ]
-        )
+        yield method.label, name, None
+    for method in METHODS.values():
+        if method.told:
+            yield method.label.replace(ON_FROZEN, f"({METHODS[TOLD_TOO].label})"), method.name, TOLD_TOO
+
+
+def accuracy_table(results: Results, look: str) -> str:
+    ratios, rows = sorted(results.settings.ratios), []
+    for label, name, weights in rows_of_methods(results):
+        found = [results.find(name, ratio, weights=weights) for ratio in ratios]
+        cells = [cell(results.accuracy(answers, AVERAGE, look)) for answers in found]
+        rows.append([label, *cells, str(max(map(len, found)))])
     for label, name in LEVELS.items():
-        rows.append([label, *(number(results.level(name, column)) for column in COLUMNS), *[""] * 6])
-    heads = ["over no pruning", "over random", "in the paper, over no pruning", "LLM tokens", "s a step", "seeds"]
-    return table(["", *COLUMNS, *heads], rows)
+        rows.append([label, *[number(results.level(name, AVERAGE, look))] * len(ratios), ""])
+    return table([f"average of {', '.join(VIDEO_GROUPS)}", *map(percent, ratios), "seeds"], rows)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a sum of accuracies (factors and what was answered) is at least `mean`, with intervals above `low`."""
+
+    text: str
+    terms: list[tuple[int, Answers]]
+    mean: float
+    low: float = -math.inf
+
+    def verdict(self, seeds: Interval, clips: Interval) -> str:
+        """Whether all of the claim holds, or part of it does not; "" with one seed, which has no interval."""
+        if math.isnan(seeds.low):
+            return ""
+        if seeds.mean < self.mean or min(seeds.high, clips.high) <= self.low:
+            return "**no**"
+        return "yes" if min(seeds.low, clips.low) > self.low else "undecided"
+
+    @property
+    def about(self) -> str:
+        named = [("at least", self.mean), ("interval above", self.low)]
+        return ", ".join(f"{text} {number:g}" for text, number in named if math.isfinite(number))
+
+
+def claims(results: Results, look: str) -> Iterator[Claim]:
+    """What the study is to test on a set of clips: with distraction, more than on calm clips or in the other style."""
+    find, found, nothing = results.find, results.about[look].get("look") or {}, -math.inf
+    hard = found.get("strength", 0) > 0 and found.get("style") == "plain"
+    frozen = {0.5: nothing, 0.7: nothing, 0.8: 10 if hard else nothing, 0.9: 18 if hard else 8}
+    trained = {0.5: -0.7, 0.7: nothing, 0.8: 8 if hard else nothing, 0.9: 15 if hard else 8}
+    pairs = (
+        ("scorer by answers - heuristic, frozen base", FROZEN, "cosine-inference", frozen),
+        ("STTS by answers - heuristic", TOLD_TOO, "cosine", trained),
+        ("STTS - heuristic", "stts", "cosine", dict.fromkeys(trained, nothing)),
+    )
+    for text, first, second, least in pairs:
+        for ratio, mean in least.items():
+            low = 0.0 if mean > 0 else -2.0
+            yield Claim(f"{text}, at {percent(ratio)}", [(1, find(first, ratio)), (-1, find(second, ratio))], mean, low)
+    for text, name, other in (("scorer", FROZEN, "none-inference"), ("STTS", TOLD_TOO, UNPRUNED)):
+        yield Claim(f"{text} by answers at 90% - no pruning", [(1, find(name, 0.9)), (-1, find(other))], -4.0)
+    told = find("told", weights=TOLD_TOO)
+    yield Claim(f"STTS by answers - told, at {percent(MAIN_RATIO)}", [(1, find(TOLD_TOO)), (-1, told)], -2.0)
 
 
 def claims_table(results: Results) -> str:
-    """What the paper claims, in the numbers of the study's issue."""
-    find = results.find
-    stts, random, unpruned, highest = find("stts"), find("random"), find(UNPRUNED), max(results.settings.ratios)
-    beside = results.difference
-    losing = [(1, find("stts", highest)), (-1, stts), (-1, find("random", highest)), (1, random)]
-    scaled = find("stts", scaling=MAIN_RATIO)
-    claims = [
-        ("STTS - no pruning: -0.7 or more", beside(stts, unpruned, AVERAGE), "or more", -0.7),
-        ("STTS - random: above 0", beside(stts, random, AVERAGE), "above", 0.0),
-        ("STTS - heuristic, long: 0 or more", beside(stts, find("cosine"), "long"), "or more", 0.0),
-        ("STTS - STTS without temporal loss: above 0", beside(stts, find("stts-no-temporal"), AVERAGE), "above", 0.0),
-        ("STTS - ToMe: above 0", beside(stts, find("tome"), AVERAGE), "above", 0.0),
-        ("STTS with test-time scaling - no pruning, long: above 0", beside(scaled, unpruned, "long"), "above", 0.0),
-        ("STTS with test-time scaling - without, long: above 0", beside(scaled, stts, "long"), "above", 0.0),
-    ]
-    if highest > MAIN_RATIO:
-        text = f"from {percent(MAIN_RATIO)} to {percent(highest)}, STTS - random: above 0"
-        claims.append((text, results.combine(losing, AVERAGE), "above", 0.0))
-    rows = [
-        [text, interval(found, signed=True), verdict(found, relation, least)] for text, found, relation, least in claims
-    ]
-    rule = '"Yes" asks that all of the interval is as claimed, "no" that none of it is; all else is undecided.'
-    return f"{table(['points', 'found', 'holds'], rows)}\n\n{rule}"
+    """What the study is to show, on each set of clips."""
+    rows = []
+    for look in results.settings.looks:
+        for claim in claims(results, look):
+            seeds, clips = (of(claim.terms, AVERAGE, look) for of in (results.combine, results.over_clips))
+            if seeds is not None and clips is not None:
+                cells = (cell(found, signed=True) for found in (seeds, clips))
+                rows.append([claim.text, look, *cells, claim.about, claim.verdict(seeds, clips)])
+    return table(["points of the average", "clips", "over seeds", "over clips", "to be", "holds"], rows)
 
 
-def verdict(found: Interval | None, relation: str, least: float) -> str:
-    """Whether an interval is "above" `least`, or that "or more"."""
-    if found is None:
-        return ""
-    holds = {"above": operator.gt, "or more": operator.ge}[relation]
-    return "yes" if holds(found.low, least) else "undecided" if holds(found.high, least) else "**no**"
-
-
-def types_table(results: Results) -> str:
-    types = list(dict.fromkeys(results.types.tolist()))
-    rows = [
-        [method.label, *(number(results.accuracy_of_type(results.find(name), kind)) for kind in types)]
-        for name, method in METHODS.items()
-    ]
+def types_table(results: Results, look: str) -> str:
+    types = list(dict.fromkeys(results.types[results.looks == look].tolist()))
+    rows = []
+    for label, name, weights in rows_of_methods(results):
+        answers = results.find(name, weights=weights)
+        rows.append([label, *(number(results.accuracy_of_type(answers, kind, look)) for kind in types)])
     for label, name in LEVELS.items():
-        shares = results.about.get(name) or {}
+        shares = results.about[look].get(name) or {}
         rows.append([label, *(number(100 * shares[kind] if kind in shares else None) for kind in types)])
     return table(["", *types], rows)
 
 
-def degradation_table(results: Results, column: str) -> str:
-    ratios = sorted(results.settings.ratios)
-    untrained = (name for name, method in METHODS.items() if not method.trained)
+def cost_table(results: Results) -> str:
     rows = []
-    degrading = (method.name for method in methods_of("ratios"))
-    for name in (UNPRUNED, *degrading, *untrained, TEXT_ONLY):
-        accuracies = (results.accuracy(results.find(name, ratio), column) for ratio in ratios)
-        rows.append([METHODS[name].label, *map(interval, accuracies)])
-    return table(["", *map(percent, ratios)], rows)
+    for name, method in METHODS.items():
+        if method.has_runs:
+            seconds = (results.seconds(kind, name) for kind in ("seconds_per_step", "scorer_seconds"))
+            tokens = mean_tokens(results.find(name))
+            rows.append([method.label, *(number(one, 2) for one in seconds), number(tokens, 0)])
+    return table(["", "s a step", "s for the scorer alone", f"LLM tokens at {percent(MAIN_RATIO)}"], rows)
 
 
 def layers_table(results: Results) -> str:
-    settings, rows = results.settings, []
-    for ratio in settings.layer_ratios:
-        for layer in settings.layers:
-            answers = results.find("stts", ratio, layer)
-            accuracies = (interval(results.accuracy(answers, column)) for column in COLUMNS)
-            seconds = number(results.step_seconds("stts", ratio, layer), 2)
-            compared = over(results, answers, results.find("stts", ratio))
-            rows.append([f"STTS at {percent(ratio)}, l = {layer}", *accuracies, compared, seconds])
-    return table(["", *COLUMNS, f"over l = {settings.base_layer}", "s a step"], rows)
+    rows = []
+    for method in methods_of("layers"):
+        for layer in (results.settings.base_layer, *results.settings.layers):
+            answers = (results.find(method.name, ratio, layer) for ratio in results.settings.ratios)
+            found = (cell(results.accuracy(one)) for one in answers)
+            rows.append([f"{method.label}, l = {layer}", *found])
+    return table(["", *map(percent, results.settings.ratios)], rows)
 
 
 def scaling_table(results: Results) -> str:
-    unpruned, rows = results.find(UNPRUNED), []
+    rows = []
     for name in (method.name for method in methods_of("scaling")):
-        for scaling in (0.0, MAIN_RATIO):
-            answers = results.find(name, scaling=scaling)
+        for scaling in (0.0, SCALING_RATIO):
+            answers = results.find(name, SCALING_RATIO, scaling=scaling)
             scaled = ", as many frames" if name == UNPRUNED else " with test-time scaling"
             label = METHODS[name].label + (scaled if scaling else "")
-            compared = over(results, answers, unpruned, "long")
             tokens = (number(mean_tokens(answers, "long", kind), 0) for kind in ("video_tokens", "llm_tokens"))
-            rows.append([label, interval(results.accuracy(answers, "long")), compared, *tokens])
-    return table(["", "long", "over no pruning", "video tokens", "LLM tokens"], rows)
+            rows.append([label, cell(results.accuracy(answers, "long")), *tokens])
+    return table([f"at {percent(SCALING_RATIO)}", "long", "video tokens", "LLM tokens"], rows)
 
 
 def images_table(results: Results) -> str:
     unpruned, rows = results.find(UNPRUNED), []
     for name in (method.name for method in methods_of("images")):
         answers = results.find(name)
-        accuracy = interval(results.accuracy(answers, "image"))
-        rows.append([METHODS[name].label, accuracy, over(results, answers, unpruned, "image")])
+        over = "" if name == UNPRUNED else cell(results.difference(answers, unpruned, "image"), signed=True)
+        rows.append([METHODS[name].label, cell(results.accuracy(answers, "image")), over])
     return table(["trained with", "image", "over no pruning"], rows)
 
 
 def motion_table(results: Results) -> str:
-    rows = [[method.label, interval(results.motion(method.name), digits=3)] for method in methods_of("motion")]
+    rows = [[method.label, cell(results.motion(method.name), digits=3)] for method in methods_of("motion")]
     return table(["", "Spearman's correlation"], rows)
+
+
+def cell(found: Interval | None, signed: bool = False, digits: int = 1) -> str:
+    """A mean with its interval; alone where it has none, as with one seed, or where no seed makes a difference."""
+    if found is not None and not found.high > found.low:
+        return f"{found.mean:{'+' if signed else ''}.{digits}f}"
+    return interval(found, signed=signed, digits=digits)
 
 
 def notes() -> str:
     return f"""\
 - **Accuracy** is the share of right answers in percent, the mean over the seeds that were run. The average weighs the
   groups {", ".join(VIDEO_GROUPS)} alike.
-- **Intervals** hold the middle 95 % of {RESAMPLES} resamples. Each draws clips with replacement, all questions of a
-  clip together, and, crossed with that, seeds with replacement. A difference is taken question by question and seed by
-  seed before it is resampled, so what both methods share cancels. With few seeds the spread among them comes out too
-  small: where seeds differ more than clips do, the interval of 3 goes from the lowest to the highest, and so holds the
-  truth in only 3 of 4 studies. Many intervals stand here; each is for itself, none is corrected for that.
-- **A seed** decides over the order of the training rows, a new scorer, and blocks drawn at random. The base checkpoint
-  is shared by all runs, as in the paper, so its luck is in no interval.
-- **Inference only** methods prune the model that was trained without pruning.
-- **LLM tokens** are those of a prompt about a video that reach the language model, the mean over the questions; with
-  more frames there are more timestamps among them. **Video tokens** are those of them that show frames.
-- **In the paper**: the mean of its averages over short and over long benchmarks, less that of its model without
-  pruning. Long ones weigh a half there, and a third here.
-- **Seconds a step** are the median over a run's steps, and over the seeds, on a machine that may do other work.
+- **Intervals over seeds** are Student's t at 95 %, of one figure for each seed. A difference is taken seed by seed. All
+  seeds are asked about the same clips, so **intervals over clips** are given beside differences: the middle 95 % of
+  {RESAMPLES} resamples of clips with all their questions, of the mean over seeds. "Yes" asks that the mean and all of
+  both intervals are as claimed, "no" that the mean or all of one interval is not; all else is undecided. No interval is
+  corrected for their number.
+- **A seed** decides over the order of the training rows, the ratio that each video draws in training, a new scorer, and
+  blocks drawn at random. All methods draw the same ratios. The base is shared by all runs, as in the paper.
+- Methods on the **frozen base** prune it as it is. Where no seed makes a difference, there is no interval.
+- **LLM tokens** are those of a prompt about a video that reach the language model, the mean over the questions.
+- **Seconds** are the median over the seeds, on a machine that may do other work; those of the scorer alone hold the
+  measuring of its keep masks.
 - **Scores against what moves**: for each clip Spearman's correlation of its blocks' scores with the share of their
-  patches that truly move, over all frames but the first, and 0 where all scores are equal; the mean over clips and
-  seeds, with clips and seeds resampled.
+  patches that truly move, over all frames but the first, and 0 where all scores are equal.
 """
 
 
-def over(results: Results, answers: Answers, others: Answers, column: str = AVERAGE) -> str:
-    """By how many points `answers` are above `others`; empty beside themselves."""
-    return "" if answers is others else interval(results.difference(answers, others, column), signed=True)
-
-
-def draw_degradation(results: Results) -> Figure:
-    """Average accuracy against the share dropped, a line with its interval for each method."""
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.subplots()
-    for name, style in ((UNPRUNED, "--"), (TEXT_ONLY, ":")):
-        level = results.accuracy(results.find(name), AVERAGE)
-        if level is not None:
-            axes.axhline(level.mean, color="black", linewidth=1, linestyle=style, label=METHODS[name].label)
-    for method in methods_of("ratios"):
-        ratios = sorted(results.settings.ratios)
-        found = {100 * ratio: results.accuracy(results.find(method.name, ratio), AVERAGE) for ratio in ratios}
-        _draw_line(axes, found, method.label)
-    axes.set(xlabel="video tokens dropped, %", ylabel="average accuracy, %")
+def draw_accuracy(results: Results) -> Figure:
+    """Average accuracy against the share dropped: a plot for each set of clips, a line for each method."""
+    looks, ratios = results.settings.looks, sorted(results.settings.ratios)
+    figure = Figure(figsize=(6 * len(looks), 4.5))
+    for axes, look in zip(figure.subplots(1, len(looks), squeeze=False)[0], looks, strict=True):
+        for name, method in METHODS.items():
+            found = {100 * ratio: results.accuracy(results.find(name, ratio), AVERAGE, look) for ratio in ratios}
+            points = {place: one for place, one in found.items() if one is not None}
+            halves = [0.0 if math.isnan(one.low) else one.mean - one.low for one in points.values()]
+            if points:
+                style = "o-" if method.trained else "s--"
+                means = [one.mean for one in points.values()]
+                axes.errorbar(list(points), means, yerr=halves, fmt=style, capsize=3, label=method.label)
+        axes.set(xlabel="video tokens dropped, %", ylabel="average accuracy, %", title=look)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(0.92, 0.5), fontsize=7)
     return figure
-
-
-def draw_layers(results: Results) -> Figure:
-    """Average accuracy of STTS against the pruning layer."""
-    figure = Figure(figsize=(5, 3.5))
-    axes = figure.subplots()
-    for ratio in results.settings.layer_ratios:
-        layers = sorted(results.settings.layers)
-        found = {float(layer): results.accuracy(results.find("stts", ratio, layer), AVERAGE) for layer in layers}
-        _draw_line(axes, found, f"STTS at {percent(ratio)}")
-    axes.set(xlabel="pruning layer l", ylabel="average accuracy, %")
-    axes.set_xticks(sorted(results.settings.layers))
-    return figure
-
-
-def _draw_line(axes: Any, points: dict[float, Interval | None], label: str) -> None:
-    there = {place: found for place, found in points.items() if found is not None}
-    if there:
-        means = [found.mean for found in there.values()]
-        below = [max(found.mean - found.low, 0) for found in there.values()]
-        above = [max(found.high - found.mean, 0) for found in there.values()]
-        axes.errorbar(list(there), means, yerr=[below, above], marker="o", capsize=3, label=label)
-        axes.legend(fontsize=8)

@@ -31,6 +31,7 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.errors import is_disk_full
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.model_parts import SCORER, VISION_TOWER, module_of
+from stts_hf.selectors import SELECTORS
 from stts_hf.training.build import renew_scorer
 
 from ..benchmarks.moving_clips import correlate
@@ -39,15 +40,26 @@ from .data import (
     EncodedRows,
     StudyError,
     encode_conversations,
-    load_motion,
+    load_masks,
     load_processor,
-    load_things,
     read_questions,
     write_json,
 )
-from .methods import METHODS, load_method
+from .methods import FROZEN, METHODS, load_method
 from .motion import share_of_blocks
-from .study import FORMAT, RECORDS, Evaluation, Run, Study, evaluations, is_done, is_scored, read_records
+from .study import (
+    FORMAT,
+    MAIN,
+    MAIN_RATIO,
+    RECORDS,
+    Evaluation,
+    Run,
+    Study,
+    evaluations,
+    is_done,
+    is_scored,
+    read_records,
+)
 from .told import tell, together
 
 CHECKPOINTS, SCORERS = "checkpoints", "scorers"
@@ -113,10 +125,18 @@ class Desk:
     def __init__(self, study: Study) -> None:
         self.study = study
         self.rows = EncodedRows(study.folder)
-        questions = read_questions(study.dataset, study.settings.without_options)
-        self.questions = [{**row, "media_root": str(study.dataset)} for row in questions]
+        self.questions = [
+            row | {"id": f"{look}:{row['id']}", "clip": f"{look}:{row['clip']}", "look": look, "media_root": str(path)}
+            for look, path in study.looks.items()
+            for row in read_questions(path, study.settings.without_options, study.questions_file)
+        ]
         self.processor = load_processor(study.base)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def masks(self, kind: str) -> dict[str, np.ndarray]:
+        """`load_masks` of all clips that are asked about."""
+        found = {look: load_masks(path, kind, self.study.questions_file) for look, path in self.study.looks.items()}
+        return {f"{look}:{clip}": mask for look, masks in found.items() for clip, mask in masks.items()}
 
 
 def do_run(study: Study, run: Run, keep_checkpoint: bool = False) -> str:
@@ -148,50 +168,73 @@ class _StepClock(TrainerCallback):
 
 def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
     """
-    Trains the run's model, saves it into `checkpoint`, and returns seconds a step and the losses. The seed decides over
-    the order of the rows, a new scorer, and blocks that are drawn.
+    Trains the run's model, saves it into `checkpoint`, and returns seconds a step, the losses, and the seconds in which
+    its scorer learned alone. The seed decides over the order of the rows, the drawn ratios, a new scorer, and blocks
+    that are drawn. Of the frozen base only the scorer is trained.
     """
-    settings = desk.study.settings
-    options = {k: v for k, v in settings.model_settings.items() if k not in METHODS[run.method].settings}
-    model: Any = load_method(
-        run.method, desk.study.base, run.pruning_ratio, run.pruning_layer, seed=run.seed, **options
-    )
+    settings, method = desk.study.settings, METHODS[run.method]
+    options = {name: value for name, value in settings.model_settings.items() if name not in method.settings}
+    ratio = method.ratio(max(settings.ratios))
+    model: Any = load_method(run.method, desk.study.base, ratio, run.pruning_layer, seed=run.seed, **options)
     collator = STTSDataCollator(desk.processor, model_config=model.config, return_ids=True)
-    if model.config.vision_config.selector == "scorer":
+    clock, losses, scorer_seconds = _StepClock(), [], None
+    if SELECTORS[model.config.vision_config.selector].is_learned:
         renew_scorer(model, run.seed)
-        if settings.scorer_steps and model.config.temporal_loss_weight:
-            load_started_scorer(model.to(desk.device), run, desk, collator)
-    clock = _StepClock()
-    trainer = fitting.train(
-        model,
-        desk.rows,
-        collator,
-        [clock],
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rates=dict(settings.learning_rates),
-        warmup_steps=settings.warmup_steps,
-        seed=run.seed,
-    )
+        if model.config.scorer_target == "answers" or (settings.scorer_steps and model.config.temporal_loss_weight):
+            scorer_seconds = load_started_scorer(model.to(desk.device), run, desk, collator)
+    if run.method != FROZEN:
+        draws: dict[str, Any] = {"pruning_ratio_range": list(settings.ratio_range)}
+        trainer = fitting.train(
+            model,
+            desk.rows,
+            collator,
+            [clock],
+            max_steps=settings.steps,
+            per_device_train_batch_size=settings.batch_size,
+            learning_rates=dict(settings.learning_rates),
+            warmup_steps=settings.warmup_steps,
+            num_masks=settings.num_masks,
+            seed=run.seed,
+            **({} if "pruning_ratio" in method.settings else draws),
+        )
+        names = ("step", "task_loss", "temporal_loss", "worth_loss")
+        logs = [entry for entry in trainer.state.log_history if "task_loss" in entry]
+        losses = [{name: round(entry[name], 5) for name in names if name in entry} for entry in logs]
     with atomic_folder(checkpoint, overwrite=True) as new:
         model.save_pretrained(new)
         desk.processor.save_pretrained(new)
-    logs = [entry for entry in trainer.state.log_history if "task_loss" in entry]
+    steps = np.diff(clock.ends).tolist()
     return {
-        "seconds_per_step": statistics.median(np.diff(clock.ends).tolist()) if settings.steps > 1 else None,
-        "losses": [[entry["step"], round(entry["task_loss"], 4), round(entry["temporal_loss"], 5)] for entry in logs],
+        "seconds_per_step": statistics.median(steps) if steps else None,
+        "losses": losses,
+        "scorer_seconds": scorer_seconds,
     }
 
 
-def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataCollator) -> None:
-    """Loads the scorer that runs of this layer and seed begin with, at any ratio; trains it where it is missing."""
-    path = desk.study.folder / SCORERS / f"layer{run.pruning_layer}-seed{run.seed}.pt"
-    settings, scorer = desk.study.settings, module_of(model, SCORER)
-    if not path.exists():
-        fitting.start_scorer(model, desk.rows, collator, settings.scorer_steps, settings.batch_size, run.seed)
-        with atomic_file(path) as new:
-            torch.save(scorer.state_dict(), new)
-    scorer.load_state_dict(torch.load(path, weights_only=True, map_location=desk.device))
+def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataCollator) -> float:
+    """
+    Loads the scorer that runs of this layer, seed and target begin with; trains it where it is missing. Returns the
+    seconds that this took. What was measured is kept beside it, so that a run that was killed does not measure again.
+    """
+    settings, scorer, target = desk.study.settings, module_of(model, SCORER), model.config.scorer_target
+    path = desk.study.folder / SCORERS / f"{target}-layer{run.pruning_layer}-seed{run.seed}.pt"
+    path.parent.mkdir(exist_ok=True)
+    with filelock.FileLock(f"{path}.lock"):  # another process may be at it
+        if not path.exists():
+            started, steps = time.perf_counter(), settings.scorer_steps
+            options: dict[str, Any] = {}
+            if target == "answers":
+                steps, folder = settings.answers_steps, path.with_suffix("")
+                options = {"num_masks": settings.num_masks, "mask_rounds": settings.mask_rounds, "folder": folder}
+            size, rate = settings.batch_size, settings.scorer_rate
+            fitting.start_scorer(model, desk.rows, collator, steps, size, run.seed, rate, **options)
+            found = {"state": scorer.state_dict(), "worth_unit": model.config.worth_unit}
+            with atomic_file(path) as new:
+                torch.save(found | {"seconds": round(time.perf_counter() - started, 1)}, new)
+        found = torch.load(path, weights_only=True, map_location=desk.device)
+    scorer.load_state_dict(found["state"])
+    model.config.worth_unit = found["worth_unit"]
+    return float(found["seconds"])
 
 
 def load(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> Any:
@@ -216,11 +259,11 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
     model = load(run, asked, desk, checkpoint)
     questions, processing = desk.questions, None
     if asked.scaling:
-        questions = [row for row in questions if row["group"] == "long"]
+        questions = [row for row in questions if row["group"] == "long" and row["look"] == MAIN]
         processing = {"test_time_scaling": True, "pruning_ratio": asked.scaling}
     started = time.perf_counter()
     found: dict[Any, dict[str, Any]] = {}
-    for some in _told(model, asked, questions, desk.study.dataset):
+    for some in _told(model, asked, questions, desk):
         answers = evaluate(model, desk.processor, some, batch_size=QUESTIONS_AT_ONCE, processing=processing)
         found |= {answer["id"]: answer for answer in answers}
     if errors := [answer["error"] for answer in found.values() if answer["error"]]:
@@ -232,8 +275,9 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
         "llm_tokens": {},
         "video_tokens": {},
     }
-    for group in dict.fromkeys(row["group"] for row in questions):
-        of_group = [one for one in found.values() if one["group"] == group]
+    main = [row for row in questions if row["look"] == MAIN]
+    for group in dict.fromkeys(row["group"] for row in main):
+        of_group = [found[row["id"]] for row in main if row["group"] == group]
         kept = statistics.mean(one["video_tokens_kept"] for one in of_group)
         left_out = statistics.mean(one["video_tokens"] for one in of_group) - kept
         result["llm_tokens"][group] = round(statistics.mean(one["prompt_tokens"] for one in of_group) - left_out, 2)
@@ -241,15 +285,13 @@ def ask(run: Run, asked: Evaluation, desk: Desk, checkpoint: Path) -> dict[str, 
     return result
 
 
-def _told(
-    model: Any, asked: Evaluation, questions: list[dict[str, Any]], dataset: Path
-) -> Iterator[list[dict[str, Any]]]:
+def _told(model: Any, asked: Evaluation, questions: list[dict[str, Any]], desk: Desk) -> Iterator[list[dict[str, Any]]]:
     """All questions at once; for a method that is told what matters, those that share it, after it was told."""
     told = METHODS[asked.method].told
     pictures = [row for row in questions if not told or not row.get("videos")]
     if pictures:
         yield pictures
-    covers = load_things(dataset) if told else {}
+    covers = desk.masks("things") if told else {}
     for things, some in together([row for row in questions if told and row.get("videos")], told == "clip"):
         masks = covers[some[0]["clip"]]
         grid = (masks.shape[1], *model.config.vision_config.block_grid)
@@ -264,12 +306,13 @@ def correlate_with_motion(run: Run, desk: Desk, checkpoint: Path) -> dict[str, f
     move, over the frames `t >= 1`; 0 where all scores are the same. Left out are clips in which all blocks move alike,
     and those whose motion is of other frames than the model sees: the same clips for every method.
     """
-    model = load(run, Evaluation(run.method, run.pruning_ratio), desk, checkpoint)
-    motion = load_motion(desk.study.dataset)
-    videos = {row["clip"]: row["videos"][0] for row in desk.questions if row.get("videos")}
+    model = load(run, Evaluation(run.method, MAIN_RATIO), desk, checkpoint)
+    motion = desk.masks("motion")
+    videos = {row["clip"]: row for row in desk.questions if row["look"] == MAIN and row.get("videos")}
     correlations = {}
     for clip in sorted(videos.keys() & motion.keys()):
-        inputs = desk.processor.video_processor([str(desk.study.dataset / videos[clip])], return_tensors="pt")
+        path = Path(videos[clip]["media_root"], videos[clip]["videos"][0])
+        inputs = desk.processor.video_processor([str(path)], return_tensors="pt")
         scores = model.model.get_video_features(**inputs.to(desk.device)).token_scores[0].cpu()  # (T, n)
         moving = share_of_blocks(motion[clip], tuple(inputs["video_grids"][0].tolist()))
         if moving is not None and np.ptp(moving[1:]):

@@ -4,7 +4,8 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
 
 from .data import StudyError, check_dataset, describe_questions, fingerprint_dataset, read_object, write_json
-from .methods import METHODS, PARTS, UNPRUNED, methods_of
+from .methods import FROZEN, METHODS, TOLD_TOO, UNPRUNED, methods_of
 
-FORMAT = 3  # of a study's folder and records; 3: data sets of format 2, and no marks for what could not be asked
+FORMAT = 4  # of a study's folder and records; 4: one training serves all ratios
 SETTINGS, QUESTIONS, RECORDS, ALL_RECORDS = "study.json", "questions.json", "records", "records.jsonl"
-MAIN_RATIO = 0.5  # the paper's, of every table that is not about ratios
-FIRST = (UNPRUNED, "stts", "random", "cosine")  # of several methods, so that half a study tells the more
+MAIN = "main"  # name of the test clips of `--dataset`
+MAIN_RATIO = 0.8  # of every table that is not about ratios
+SCALING_RATIO = 0.5  # whose saved tokens pay for more frames: the base has seen twice as many, and not more
+FIRST = (UNPRUNED, TOLD_TOO, "cosine", FROZEN, "random", "stts")  # of several runs, so that half a study tells the more
 # Fields of the model's configuration that runs may share; a method's own settings come before them.
 MODEL_SETTINGS = ("temporal_loss_weight", "detach_temporal_target", "score_rescaling", "pruned_position_ids", "packing")
-GROWING = ("seeds", "ratios", "layers", "layer_ratios")  # settings that may get more values later
+GROWING = ("seeds", "ratios", "layers")  # settings that may get more values later
+TUPLES = (*GROWING, "ratio_range")
+SPLITS = ("test", "validation")
+ASSUMED_SECONDS = 1800  # of a run, before one is done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,27 +37,35 @@ class Settings:
     Settings of a study, fixed for as long as its folder, but for `GROWING`.
 
     dataset, base: fingerprints of the data set and of the base checkpoint. base_layer: pruning layer `l` of the base
-    and of all runs that are not about layers. steps, batch_size: of training; a row is a clip with its conversation.
-    scorer_steps: steps in which a new scorer learns the temporal loss alone, before all parameters train; skipped by
-    methods without that loss. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`.
-    without_options: ask multiple-choice questions without showing the options. model_settings: fields of the model's
-    configuration, such as `temporal_loss_weight`.
+    and of all runs that are not about layers. tests: fingerprints of further data sets whose test clips are asked about
+    too, by name. split: whose clips are asked about, "validation" while settings are chosen. steps, batch_size: of
+    training; a row is a clip with its conversation. ratio_range: between which each video draws its pruning ratio in
+    training. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`. scorer_rate: peak while a
+    new scorer learns alone, before all else: `scorer_steps` by the temporal loss, or `answers_steps` by `num_masks`
+    keep masks of a clip in each of `mask_rounds`. without_options: ask multiple-choice questions without showing the
+    options. model_settings: fields of the model's configuration, such as `temporal_loss_weight`. layers: further ones.
     """
 
     dataset: str
     base: str
     base_layer: int
+    tests: dict[str, str] = dataclasses.field(default_factory=dict)
+    split: str = SPLITS[0]
     steps: int = 200
     batch_size: int = 16
     warmup_steps: int = 10
+    ratio_range: tuple[float, ...] = (0.1, 0.95)
+    scorer_rate: float = 2e-3
     scorer_steps: int = 0
+    answers_steps: int = 2000
+    num_masks: int = 12
+    mask_rounds: int = 2
     without_options: bool = False
     learning_rates: dict[str, float] = dataclasses.field(default_factory=lambda: dict(PAPER_LEARNING_RATES))
     model_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     ratios: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
-    layers: tuple[int, ...] = (0, 1, 2, 3)
-    layer_ratios: tuple[float, ...] = (MAIN_RATIO,)
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.warmup_steps >= self.steps:
@@ -61,6 +75,13 @@ class Settings:
                 raise StudyError(f"{_option(name)} names {unknown[0]!r}, but may name {', '.join(known)}")
         if MAIN_RATIO not in self.ratios:
             raise StudyError(f"--ratios must hold {MAIN_RATIO}, at which the methods are compared")
+        if MAIN in self.tests:
+            raise StudyError(f"--tests names {MAIN!r}, which is the test clips of --dataset: take another name")
+
+    @property
+    def looks(self) -> tuple[str, ...]:
+        """Names of the sets of clips that are asked about."""
+        return MAIN, *self.tests
 
     @property
     def fingerprint(self) -> str:
@@ -71,16 +92,15 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training: a method (a key of `METHODS`), the ratio `k` of dropped blocks, the pruning layer `l`, a seed."""
+    """One training: a method (a key of `METHODS`), the pruning layer `l`, a seed."""
 
     method: str
-    pruning_ratio: float
     pruning_layer: int
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.method}-{100 * self.pruning_ratio:g}-layer{self.pruning_layer}-seed{self.seed}"
+        return f"{self.method}-layer{self.pruning_layer}-seed{self.seed}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,76 +117,105 @@ class Evaluation:
         return f"{self.method}-{100 * self.pruning_ratio:g}{scaled}"
 
 
-def plan(settings: Settings, parts: Sequence[str] = PARTS) -> list[Run]:
-    """All runs of these parts: of the first seed first, and of each seed the parts in the order of `PARTS`."""
-    chosen = [part for part in PARTS if part in parts]
-    runs = (run for seed in settings.seeds for part in chosen for run in _runs(settings, part, seed))
-    return list(dict.fromkeys(runs))
-
-
-def _runs(settings: Settings, part: str, seed: int) -> Iterator[Run]:
-    methods = [method for method in methods_of(part) if method.trained]
+def plan(settings: Settings, only: Sequence[str] = ()) -> list[Run]:
+    """All runs, or those of the methods in `only`: of the first seed first, and of each seed `FIRST` first."""
+    methods = [method for method in METHODS.values() if method.has_runs and (not only or method.name in only)]
     methods.sort(key=lambda method: FIRST.index(method.name) if method.name in FIRST else len(FIRST))
-    ratios = {"ratios": sorted(settings.ratios), "layers": settings.layer_ratios}.get(part, [MAIN_RATIO])
-    layers = settings.layers if part == "layers" else [settings.base_layer]
-    for ratio, layer, method in itertools.product(ratios, layers, methods):
-        yield Run(method.name, method.ratio(ratio), layer, seed)
+    runs = []
+    for seed in settings.seeds:
+        runs += [Run(method.name, settings.base_layer, seed) for method in methods]
+        varied = [method for method in methods if method in methods_of("layers")]
+        runs += [Run(method.name, layer, seed) for layer, method in itertools.product(settings.layers, varied)]
+    return list(dict.fromkeys(runs))
 
 
 def evaluations(run: Run, settings: Settings) -> list[Evaluation]:
     """How the run's weights are asked, by its own method first."""
-    asked = [Evaluation(run.method, run.pruning_ratio)]
-    if run.method == UNPRUNED:
-        untrained = [name for name, method in METHODS.items() if not method.trained]
-        asked += [Evaluation(name, ratio) for name in untrained for ratio in settings.ratios]
-    if _is_main(run, settings, "scaling"):
-        asked.append(Evaluation(run.method, run.pruning_ratio, scaling=MAIN_RATIO))
-    return asked
+    method = METHODS[run.method]
+    asked = [Evaluation(method.name, method.ratio(ratio)) for ratio in settings.ratios]
+    if run.method == FROZEN:
+        others = [other for other in METHODS.values() if not other.has_runs]
+        others = [other for other in others if run.seed == settings.seeds[0] or not other.ignores_seeds]
+        asked += [Evaluation(other.name, other.ratio(ratio)) for other in others for ratio in settings.ratios]
+    if run.method == TOLD_TOO and run.pruning_layer == settings.base_layer:
+        asked += [Evaluation(other.name, MAIN_RATIO) for other in METHODS.values() if other.told]
+    if _takes_part(run, settings, "scaling"):
+        asked.append(Evaluation(method.name, method.ratio(SCALING_RATIO), scaling=SCALING_RATIO))
+    return list(dict.fromkeys(asked))
 
 
 def is_scored(run: Run, settings: Settings) -> bool:
     """Whether the run's scores are compared with what moves."""
-    return _is_main(run, settings, "motion")
+    return _takes_part(run, settings, "motion")
 
 
-def _is_main(run: Run, settings: Settings, part: str) -> bool:
-    method = METHODS[run.method]
-    main = (method.ratio(MAIN_RATIO), settings.base_layer)
-    return part in method.parts and (run.pruning_ratio, run.pruning_layer) == main
+def _takes_part(run: Run, settings: Settings, part: str) -> bool:
+    return part in METHODS[run.method].parts and run.pruning_layer == settings.base_layer
 
 
 def is_done(record: Mapping[str, Any] | None, run: Run, settings: Settings) -> bool:
     """Whether a run's record holds all that is asked of it: with ratios that came later, it does not."""
-    if record is None:
-        return False
-    asked = record["evaluations"].keys() >= {one.name for one in evaluations(run, settings)}
-    return asked and ("motion" in record or not is_scored(run, settings))
+    return record is not None and record["evaluations"].keys() >= {one.name for one in evaluations(run, settings)}
+
+
+def expected_hours(records: Mapping[str, Mapping[str, Any]], left: Sequence[Run], workers: int) -> tuple[float, str]:
+    """Hours that the runs in `left` take, `workers` at a time, and from what that is reckoned."""
+    seconds: dict[str, list[float]] = {}
+    for record in records.values():
+        seconds.setdefault(record["run"]["method"], []).append(record["seconds"])
+    every = [one for some in seconds.values() for one in some]
+    source = f"the seconds of {len(every)} runs that are done" if every else f"{ASSUMED_SECONDS} s a run, not measured"
+    total = sum(statistics.median(seconds.get(run.method) or every or [ASSUMED_SECONDS]) for run in left)
+    return total / workers / 3600, source
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study's folder with the data set and the base checkpoint that it was begun with."""
+    """A study's folder with the data set and the base checkpoint that it was begun with, and further test clips."""
 
     folder: Path
     settings: Settings
     dataset: Path
     base: Path
+    tests: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+
+    @property
+    def looks(self) -> dict[str, Path]:
+        """Data sets whose clips are asked about, by name."""
+        return {MAIN: self.dataset, **self.tests}
+
+    @property
+    def questions_file(self) -> str:
+        return f"{self.settings.split}.jsonl"
 
 
-def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any], *, write: bool = True) -> Study:
+def open_study(
+    folder: Path,
+    dataset: Path,
+    base: Path,
+    given: Mapping[str, Any],
+    *,
+    tests: Mapping[str, Path] | None = None,
+    write: bool = True,
+) -> Study:
     """
     The study in `folder`, begun there if need be. given: fields of `Settings`; the others are as before, or defaults.
-    write: False leaves the folder as it is. Values of `GROWING` are added to those there are.
+    tests: further data sets whose test clips are asked about, by name. write: False leaves the folder as it is. Values
+    of `GROWING` are added to those there are.
 
     Raises `StudyError` for a data set or checkpoint that cannot be used, for one that is not the study's, and for a
     setting that differs from the study's.
     """
-    description = check_dataset(dataset)
+    tests = dict(tests or {})
+    before = read_settings(folder) if (folder / SETTINGS).exists() else None
+    split = given.get("split", before.split if before else SPLITS[0])
+    for path in (dataset, *tests.values()):
+        check_dataset(path, f"{split}.jsonl")
     given = dict(given) | {"dataset": fingerprint_dataset(dataset), "base": fingerprint_base(base)}
+    given["tests"] = {name: fingerprint_dataset(path) for name, path in tests.items()}
     config = STTSConfig.from_pretrained(base)
     given["base_layer"] = config.vision_config.pruning_layer
-    if (folder / SETTINGS).exists():
-        before = read_settings(folder)
+    if before:
         for name in GROWING:
             given[name] = tuple(dict.fromkeys((*getattr(before, name), *given.get(name, ()))))
         for name, value in given.items():
@@ -183,12 +232,16 @@ def open_study(folder: Path, dataset: Path, base: Path, given: Mapping[str, Any]
     last = max(layer % count for layer in config.adapter_config.vision_feature_layer or [-1]) - 1
     if wrong := [layer for layer in settings.layers if not 0 <= layer <= last]:
         raise StudyError(f"--layers holds {wrong[0]}, but the base can prune after layers 0 to {last}")
-    questions = describe_questions(dataset, description, settings.without_options)
+    study = Study(folder, settings, dataset, base, tests)
+    looks = {
+        name: describe_questions(path, settings.without_options, study.questions_file)
+        for name, path in study.looks.items()
+    }
     read_records(folder, settings)  # what cannot be read is refused before anything is written
     if write:
-        write_json(folder / QUESTIONS, questions)
+        write_json(folder / QUESTIONS, looks)
         write_json(folder / SETTINGS, {"format": FORMAT, **dataclasses.asdict(settings)})
-    return Study(folder, settings, dataset, base)
+    return study
 
 
 def _option(name: str) -> str:
@@ -202,7 +255,7 @@ def read_settings(folder: Path) -> Settings:
         raise StudyError(f"{folder / SETTINGS} is of format {number}, not {FORMAT}: begin a study in another folder")
     if odd := sorted(content.keys() ^ {field.name for field in dataclasses.fields(Settings)}):
         raise StudyError(f"{folder / SETTINGS} lacks settings or has unknown ones ({', '.join(odd)}): restore the file")
-    return Settings(**content | {name: tuple(content[name]) for name in GROWING})
+    return Settings(**content | {name: tuple(content[name]) for name in TUPLES})
 
 
 def command_of(settings: Settings) -> str:

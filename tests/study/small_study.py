@@ -4,18 +4,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+from examples.study.distraction import Look
 from examples.study.make_dataset import make_dataset
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
 from tests.checkpoints import TINY
 from tests.tiny import randomise
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "steps": 2,
     "batch_size": 2,
     "warmup_steps": 0,
     "scorer_steps": 2,
+    "answers_steps": 2,
+    "num_masks": 4,
+    "mask_rounds": 1,
     "seeds": (0, 1),
-    "ratios": (0.5,),
+    "ratios": (0.8,),
 }
 
 
@@ -47,9 +51,9 @@ def add_code(base: Path, ran: Path) -> None:
     (base / "foreign.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Foreign: ...\n")
 
 
-def write_dataset(folder: Path, seed: int = 0) -> Path:
+def write_dataset(folder: Path, seed: int = 0, strength: float = 1.0) -> Path:
     """Of all kinds of clips, a few."""
-    for _ in make_dataset(folder, {"train": 4, "test": 3}, seed):
+    for _ in make_dataset(folder, {"train": 4, "test": 3, "validation": 3}, seed, Look(strength)):
         pass
     return folder
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples.study.data import StudyError, check_dataset, describe_questions, read_questions
+from examples.study.make_dataset import read_about
 from examples.study.pretraining import make_tiny
 from examples.study.runs import do_runs
 from examples.study.study import open_study, plan
@@ -43,9 +44,8 @@ def test_questions_can_be_asked_without_their_options(whole):
     asked, openly = (read_questions(whole, without_options) for without_options in (False, True))
     assert any("options" in row for row in asked)
     assert openly == [{name: value for name, value in row.items() if name != "options"} for row in asked]
-    about = {"splits": {}, "chance": {"direction": 0.25}, "text_only": {"direction": 0.3}}
-    assert describe_questions(whole, about, False)["chance"] == {"direction": 0.25}
-    found = describe_questions(whole, about, True)
+    assert describe_questions(whole, False)["chance"] == read_about(whole)["chance"]
+    found = describe_questions(whole, True)
     expected = {"direction": 0.25, "end": 0.1111, "order": 0.5, "long-order": 0.5, "long-mark": 0.1667, "count": 0.25}
     asked_kinds = expected.keys() & found["chance"].keys()
     assert len(asked_kinds) >= 3

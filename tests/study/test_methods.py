@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from examples.study.methods import METHODS, load_method
+from examples.study.methods import FROZEN, METHODS, all_methods, load_method
+from examples.study.study import Run, Settings, evaluations, plan
+from stts_hf.modeling.selectors_stts import SELECTORS, Selector, by_change
 from tests.stts_hf.training.runs import Rows, trainer
 from tests.tiny import Part, Video, build_inputs, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(20), 5], [2, Video(1), 3, Video(6), 2]]
-NOT_OF_THE_RATIO = ("none", "text-only")
+NOT_OF_THE_RATIO = ("none", "none-inference", "text-only")
+TRAINED = [name for name, method in METHODS.items() if method.trained]
 OF_THE_RATIO = [name for name in METHODS if name not in NOT_OF_THE_RATIO]
 
 
@@ -26,12 +29,14 @@ def answer(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].trained or n in NOT_OF_THE_RATIO])
-def test_a_method_trains_and_answers(checkpoint, tmp_path, name):
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_method_trains_with_drawn_ratios_and_answers(checkpoint, tmp_path, name):
     model = load_method(name, checkpoint, 0.5)
+    model.config.worth_unit = 1e-3  # as after `scorer_only`
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    draws: dict[str, Any] = {} if name in NOT_OF_THE_RATIO else {"pruning_ratio_range": [0.1, 0.95], "num_masks": 4}
     run = trainer(
-        tmp_path, model=model, data=Rows(ROWS), max_steps=1, per_device_train_batch_size=2, learning_rate=1e-3
+        tmp_path, model=model, data=Rows(ROWS), max_steps=1, per_device_train_batch_size=2, learning_rate=1e-3, **draws
     )
     run.train()
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
@@ -86,3 +91,13 @@ def test_a_scorer_that_a_checkpoint_lacks_is_drawn_by_the_seed(checkpoint, tmp_p
     name = "model.vision_tower.scorer.hidden_layer.weight"
     assert torch.equal(drawn[0][name], drawn[1][name])
     assert not torch.equal(drawn[0][name], drawn[2][name])
+
+
+def test_a_selector_that_is_registered_is_two_methods_with_runs(monkeypatch):
+    monkeypatch.setitem(SELECTORS, "last", Selector(by_change))
+    found = all_methods()
+    assert found.keys() - METHODS.keys() == {"last", "last-inference"}
+    monkeypatch.setattr("examples.study.study.METHODS", found)
+    settings = Settings(dataset="d", base="b", base_layer=3, seeds=(0,))
+    assert [run.name for run in plan(settings, ["last"])] == ["last-layer3-seed0"]
+    assert {one.method for one in evaluations(Run(FROZEN, 3, 0), settings)} >= {"last-inference", "cosine-inference"}

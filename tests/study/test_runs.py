@@ -20,19 +20,21 @@ from examples.study.data import (
     EncodedRows,
     StudyError,
     encode_conversations,
-    load_motion,
+    load_masks,
     load_processor,
     read_questions,
 )
 from examples.study.report import write_report
 from examples.study.runs import do_run, do_runs, runs_to_do
 from examples.study.study import Evaluation, Run, open_study, plan, read_records, read_settings
-from stts_hf import STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
+from stts_hf import STTSConfig, STTSDataCollator, STTSForConditionalGeneration, STTSProcessor, load_rows
+from stts_hf.training import trainer
 from tests.conftest import REPOSITORY
 from tests.study.small_study import SETTINGS, study_command, write_base, write_dataset
 
 pytestmark = pytest.mark.slow
-RUNS = ["none-0-layer2-seed0", "none-0-layer2-seed1", "stts-50-layer2-seed0", "stts-50-layer2-seed1"]
+ONLY = ["none", "stts"]
+RUNS = [f"{name}-layer2-seed{seed}" for name in ONLY for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def begin(folder: Path, parts: tuple[Path, Path], **settings: Any):
 def done(parts, tmp_path_factory) -> Path:
     """A study of two methods and two seeds that ran to its end, in this process."""
     study = begin(tmp_path_factory.mktemp("study"), parts)
-    for run in plan(study.settings, ["images"]):
+    for run in plan(study.settings, ONLY):
         do_run(study, run)
     write_report(study.folder, study.folder)
     return study.folder
@@ -72,44 +74,75 @@ def outcomes(folder: Path) -> dict[str, tuple]:
 
 def test_every_run_has_a_record_with_a_mark_for_every_question(done):
     found = records(done)
-    questions = json.loads((done / "questions.json").read_text())["questions"]
+    questions = json.loads((done / "questions.json").read_text())["main"]["questions"]
     assert sorted(found) == RUNS
     asked = found[RUNS[2]]["evaluations"]
-    assert list(asked) == ["stts-50", "stts-50-frames-for-50"]
-    assert len(asked["stts-50"]["marks"]) == len(questions)
-    assert set(asked["stts-50"]["marks"]) <= {"0", "1"}
+    assert list(asked) == ["stts-80", "stts-50-frames-for-50"]
+    assert len(asked["stts-80"]["marks"]) == len(questions)
+    assert set(asked["stts-80"]["marks"]) <= {"0", "1"}
     of_long_clips = [question["group"] == "long" for question in questions]
     assert [mark != "-" for mark in asked["stts-50-frames-for-50"]["marks"]] == of_long_clips
     assert all(of_long_clips.count(value) for value in (True, False))
     assert {path.name for path in done.iterdir()} == {
         *("study.json", "questions.json", "records", "encoded", "scorers"),
-        *("README.md", "degradation.png", "layers.png"),
+        *("README.md", "accuracy.png"),
     }
 
 
 def test_a_run_gives_the_same_in_another_study(done, parts, tmp_path):
     study = begin(tmp_path, parts)
-    [run] = [run for run in plan(study.settings, ["images"]) if run.name == RUNS[2]]
+    [run] = [run for run in plan(study.settings, ONLY) if run.name == RUNS[2]]
     do_run(study, run, keep_checkpoint=True)
     assert outcomes(tmp_path) == {run.name: outcomes(done)[run.name]}
-    model = STTSForConditionalGeneration.from_pretrained(tmp_path / "checkpoints" / run.name)
-    assert model.config.vision_config.pruning_ratio == 0.5
+    assert STTSForConditionalGeneration.from_pretrained(tmp_path / "checkpoints" / run.name)
 
 
 def test_a_copy_of_the_report_goes_on_as_the_study(done, parts, tmp_path, capsys):
     """On another machine, which has neither the study's folder nor any weights but the base checkpoint."""
     assert main(["report", str(done), "--output", str(tmp_path)]) == 0
     assert not (tmp_path / "records").exists()
-    assert main(study_command(tmp_path, *parts, "--only", "images", "--plan", "--seeds", "2")) == 0
-    new = ["none-0-layer2-seed2", "stts-50-layer2-seed2"]
+    assert main(study_command(tmp_path, *parts, "--only", *ONLY, "--plan", "--seeds", "2")) == 0
+    new = [f"{name}-layer2-seed2" for name in ONLY]
     found = sorted(capsys.readouterr().out.splitlines())
     assert found == [*(f"done   {name}" for name in RUNS), *(f"to do  {name}" for name in new)]
     assert outcomes(tmp_path) == outcomes(done)
 
 
-def test_ratios_that_come_later_are_asked_of_the_unpruned_model(done, parts):
+def test_ratios_that_come_later_are_asked_in_runs_that_prune(done, parts):
     study = open_study(done, parts[0], parts[1], {"ratios": (0.7,)}, write=False)
-    assert [run.name for run in runs_to_do(study, plan(study.settings, ["images"]))] == RUNS[:2]
+    assert sorted(run.name for run in runs_to_do(study, plan(study.settings, ONLY))) == RUNS[2:]
+
+
+def test_what_was_measured_for_a_scorer_is_not_measured_again(parts, tmp_path):
+    study, run = begin(tmp_path, parts), Run("stts-answers", 2, 0)
+    do_run(study, run, keep_checkpoint=True)
+    config = STTSConfig.from_pretrained(tmp_path / "checkpoints" / run.name)
+    assert (config.scorer_target, config.vision_config.score_bias) == ("answers", False)
+    assert config.worth_unit
+    (tmp_path / "scorers" / "answers-layer2-seed0.pt").unlink()  # as after a kill
+    before = (tmp_path / "scorers" / "answers-layer2-seed0" / "_masks_0.jsonl").read_bytes()
+    learnt = outcomes(tmp_path)
+    do_run(study, run)
+    assert (tmp_path / "scorers" / "answers-layer2-seed0" / "_masks_0.jsonl").read_bytes() == before
+    assert outcomes(tmp_path) == learnt
+
+
+def test_all_methods_draw_the_same_ratios(parts, tmp_path, monkeypatch):
+    study, drawn = begin(tmp_path, parts), []
+    real = trainer.draw_ratios
+
+    def draw(*arguments):
+        drawn.append(real(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(trainer, "draw_ratios", draw)
+    found = []
+    for name in ("cosine", "stts", "stts-answers", "tome"):
+        drawn.clear()
+        runs.train(Run(name, 2, 0), runs.Desk(study), tmp_path / name)
+        found.append(tuple(map(tuple, drawn)))
+    assert len(set(found)) == 1
+    assert found[0]
 
 
 def test_a_report_of_another_study_is_not_overwritten(done, tmp_path, capsys):
@@ -152,9 +185,9 @@ def test_a_question_that_cannot_be_asked_is_no_wrong_answer(parts, tmp_path):
     (tmp_path / row["videos"][0]).parent.mkdir()
     (tmp_path / row["videos"][0]).write_bytes(b"no video")
     desk: Any = SimpleNamespace(device=torch.device("cpu"), processor=STTSProcessor.from_pretrained(base))
-    desk.questions = [row | {"media_root": str(tmp_path)}]
+    desk.questions = [row | {"media_root": str(tmp_path), "look": "main"}]
     with pytest.raises(StudyError, match=rf"1 questions could not be asked: .*{row['videos'][0]}"):
-        runs.ask(Run("none", 0.0, 2, 0), Evaluation("none", 0.0), desk, base)
+        runs.ask(Run("none", 2, 0), Evaluation("none", 0.0), desk, base)
 
 
 @torch.no_grad()
@@ -162,9 +195,10 @@ def test_a_question_that_cannot_be_asked_is_no_wrong_answer(parts, tmp_path):
 def test_scores_are_compared_with_what_moves(parts, monkeypatch, scores):
     """Scores that are the motion itself correlate with it by 1, equal ones by 0; other clips than 16 frames are out."""
     dataset, base = parts
-    masks = load_motion(dataset)
-    desk: Any = SimpleNamespace(study=SimpleNamespace(dataset=dataset), device=torch.device("cpu"))
-    desk.questions = [row for row in read_questions(dataset) if row.get("videos")]
+    masks = load_masks(dataset, "motion")
+    kept = {clip: mask[:8] for clip, mask in masks.items()} if scores == "other frames" else masks
+    desk: Any = SimpleNamespace(device=torch.device("cpu"), masks=lambda _: kept)
+    desk.questions = [row | {"media_root": str(dataset), "look": "main"} for row in read_questions(dataset)]
     desk.processor = STTSProcessor.from_pretrained(base)
     shares = iter([masks[clip].reshape(16, 4, 3, 4, 3).mean((2, 4)).reshape(16, 16) for clip in sorted(masks)])
 
@@ -172,11 +206,9 @@ def test_scores_are_compared_with_what_moves(parts, monkeypatch, scores):
         motion = torch.from_numpy(next(shares))
         return SimpleNamespace(token_scores=[motion if scores == "moving" else torch.full_like(motion, 0.3)])
 
-    if scores == "other frames":
-        monkeypatch.setattr(runs, "load_motion", lambda _: {clip: mask[:8] for clip, mask in masks.items()})
     model: Any = SimpleNamespace(model=SimpleNamespace(get_video_features=features))
     monkeypatch.setattr(runs, "load", lambda *arguments: model)
-    found = runs.correlate_with_motion(Run("stts", 0.5, 2, 0), desk, base)
+    found = runs.correlate_with_motion(Run("stts", 2, 0), desk, base)
     expected = {"moving": 1.0, "constant": 0.0}.get(scores)
     assert found == ({} if expected is None else dict.fromkeys(sorted(masks), expected))
 
@@ -192,7 +224,6 @@ def test_an_encoded_conversation_is_what_the_collator_would_decode(parts, tmp_pa
         assert torch.equal(values, decoded[name]), name
 
 
-@pytest.mark.slow
 def workers_of(process: subprocess.Popen) -> set[int]:
     """The processes of its pool that do runs."""
     found = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
@@ -201,7 +232,7 @@ def workers_of(process: subprocess.Popen) -> set[int]:
 
 def test_kills_and_failures_lose_nothing(done, parts, tmp_path):
     """The command is killed, then one of its two processes, then a run fails; the fourth start ends the study."""
-    command = [sys.executable, "-m", "examples.study", *study_command(tmp_path, *parts, "--only", "images")]
+    command = [sys.executable, "-m", "examples.study", *study_command(tmp_path, *parts, "--only", *ONLY)]
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"}
 
     def start(*options: str) -> subprocess.Popen:
@@ -228,7 +259,7 @@ def test_kills_and_failures_lose_nothing(done, parts, tmp_path):
     os.kill(later.pop(), signal.SIGKILL)
     assert process.wait(timeout=600) == 2
     (tmp_path / "scorers").mkdir(exist_ok=True)
-    scorer = tmp_path / "scorers" / "layer2-seed1.pt"
+    scorer = tmp_path / "scorers" / "change-layer2-seed1.pt"
     scorer.write_bytes(b"none")
     (tmp_path / "records" / f"{RUNS[3]}.json").unlink(missing_ok=True)
     process = start()
