@@ -26,7 +26,8 @@ class PruningCausalLMOutputWithPast(PruningOutput, CausalLMOutputWithPast):
     Logits and the rest on the sequence that is left.
 
     Attributes:
-        loss: `task_loss + temporal_loss_weight * temporal_loss`.
+        loss: `task_loss + temporal_loss_weight * temporal_loss`. With `num_items_in_batch`, this call's share of a
+            step's loss: `task_loss` is a sum over that number, and each row's temporal loss counts by its label tokens.
     """
 
 
@@ -42,6 +43,7 @@ class PruningHead(STTSGeneration):
     config: Any
     lm_head: nn.Linear
     named_arguments: ClassVar[frozenset[str]]  # of `forward`; the others are the loss's
+    accepts_loss_kwargs = True  # `Trainer` passes `num_items_in_batch`, which native Molmo2 and Qwen would not use
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -116,7 +118,8 @@ class PruningHead(STTSGeneration):
             vocab_size = self.config.text_config.vocab_size
             loss = found["task_loss"] = self.loss_function(logits=logits, vocab_size=vocab_size, **shortened)
             if outputs.temporal_loss is not None:
-                loss = loss + self.config.temporal_loss_weight * outputs.temporal_loss.to(loss.device)
+                temporal_loss = share_of_step(outputs, targets, kwargs.get("num_items_in_batch"))
+                loss = loss + self.config.temporal_loss_weight * temporal_loss.to(loss.device)
             found["loss"] = loss
         fields = PruningCausalLMOutputWithPast.__dataclass_fields__
         return PruningCausalLMOutputWithPast(**{name: found.get(name, outputs.get(name)) for name in fields})
@@ -128,6 +131,20 @@ class PruningHead(STTSGeneration):
             return None
         mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -tokens.shape[1] :]
         return find_samples(order.expand(tokens.shape), mask)
+
+
+def share_of_step(outputs: Any, targets: dict[str, torch.Tensor], num_items: torch.Tensor | int | None) -> torch.Tensor:
+    """
+    The temporal loss, or with a step's number of label tokens what this call adds to the step's: each row's loss by
+    the row's share of them, so that it does not matter how the step's rows are spread over calls. Where rows are
+    unknown (`RowPlan`), the loss over all videos of the call by the call's share.
+    """
+    if num_items is None:
+        return outputs.temporal_loss
+    labels = targets["shift_labels"] if "shift_labels" in targets else targets["labels"][:, 1:]
+    losses = outputs.temporal_loss if outputs.row_losses is None else outputs.row_losses
+    share = (labels != -100).sum(-1).to(losses.device) / torch.as_tensor(num_items, device=losses.device)  # (B,)
+    return (losses * share).sum()
 
 
 def keep_weight_names(native: type[PreTrainedModel], ours: type[PreTrainedModel]) -> None:

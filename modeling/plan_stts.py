@@ -15,10 +15,10 @@ from .sequence_stts import KeptSequence, check_tensor, gather_columns
 class VideoFeatures(BaseModelOutputWithPooling):
     """
     pooler_output: per video (K, text hidden size), features of the kept blocks. token_scores: per video (T, n) float32.
-    keep_mask: per video (T, n) bool. temporal_loss: scalar or None. last_hidden_state: (P, D), the survivors after
-    the last layer that ran. hidden_states: if asked for, the embeddings and each layer's output, (F, N, D) up to the
-    pruning layer, then (P, D). deepstack_features: per tap of the tower, per video (K, text hidden size), for text
-    models that take them.
+    keep_mask: per video (T, n) bool. temporal_loss: scalar or None, the mean of temporal_errors, per video ((T - 1) *
+    n,). last_hidden_state: (P, D), the survivors after the last layer that ran. hidden_states: if asked for, the
+    embeddings and each layer's output, (F, N, D) up to the pruning layer, then (P, D). deepstack_features: per tap of
+    the tower, per video (K, text hidden size), for text models that take them.
     """
 
     # `ModelOutput` wants a default; these three are always there.
@@ -26,6 +26,7 @@ class VideoFeatures(BaseModelOutputWithPooling):
     token_scores: tuple[torch.Tensor, ...] = None  # type: ignore[assignment]
     keep_mask: tuple[torch.Tensor, ...] = None  # type: ignore[assignment]
     temporal_loss: torch.Tensor | None = None
+    temporal_errors: list[torch.Tensor] | None = None
     deepstack_features: list[tuple[torch.Tensor, ...]] | None = None
 
 

@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from .cache_stts import UNKNOWN, UNKNOWN_VISION, CacheRecord, last_positions
 from .plan_stts import PruningPlan, RowPlan, TowerCache, VideoFeatures
+from .scoring_stts import mean_error
 from .sequence_stts import (
     KeptSequence,
     Tokens,
@@ -61,7 +62,7 @@ class PrunedInputs:
     tokens: (B, L'); their mask covers cached columns too, (B, columns + L'). kept_indices: (B, L') in the caller's
     sequence. record: of a cache that this call fills. video, images: what the hooks returned. features: pairs of a
     placeholder mask (B, L') and the features that go there in order, the videos' first. per_row: of each pair, how many
-    features go to each row, if known.
+    features go to each row, if known. row_losses: (B,) temporal loss of each row, if known.
     """
 
     tokens: Tokens
@@ -71,6 +72,7 @@ class PrunedInputs:
     images: BaseModelOutputWithPooling | None = None
     features: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     per_row: list[list[int]] = field(default_factory=list)
+    row_losses: torch.Tensor | None = None
 
     def by_row(self, index: int, features: torch.Tensor) -> list[torch.Tensor]:
         """
@@ -84,7 +86,7 @@ class PrunedInputs:
         """The fields of outputs that native models do not fill."""
         video = {name: getattr(self.video, name, None) for name in ("temporal_loss", "token_scores", "keep_mask")}
         first = self.features[0][1] if self.features else None
-        return {"kept_indices": self.kept_indices, "image_hidden_states": first} | video
+        return {"kept_indices": self.kept_indices, "row_losses": self.row_losses, "image_hidden_states": first} | video
 
 
 @dataclass
@@ -111,7 +113,9 @@ class PruningOutput(ModelOutput):
 
 @dataclass
 class PruningModelOutputWithPast(PruningOutput, BaseModelOutputWithPast):
-    """Of a model without a head."""
+    """Of a model without a head. row_losses: (B,) temporal loss over the videos of each row, None if unknown."""
+
+    row_losses: torch.Tensor | None = None
 
 
 class PruningBackbone(PreTrainedModel):
@@ -343,6 +347,11 @@ class PruningBackbone(PreTrainedModel):
         if video is not None:
             pruned.features.append((sequence.take(found[0], False), torch.cat(video.pooler_output)))
             pruned.per_row.append([sum(num_kept[v] for v in videos) for videos in rows.rows or ()])
+            if video.temporal_errors is not None and rows.rows is not None:
+                errors, none = video.temporal_errors, video.temporal_errors[0][:0]
+                pruned.row_losses = torch.stack(
+                    [mean_error([none, *(errors[v] for v in videos)]) for videos in rows.rows]
+                )
         if images is not None:
             pruned.features.append((sequence.take(found[1], False), torch.cat(list(images.pooler_output or ()))))
             pruned.per_row.append(rows.image_tokens or [])

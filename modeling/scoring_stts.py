@@ -6,6 +6,7 @@ their number. A video of `T` frames with `rows x cols = n` blocks each is descri
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -142,20 +143,21 @@ def temporal_similarity(patches: torch.Tensor, grids: list[tuple[int, int, int]]
     return torch.cat(similarities)
 
 
-def temporal_loss(
+def temporal_errors(
     scores: torch.Tensor, patches: torch.Tensor, grids: list[tuple[int, int, int]], detach_target: bool = True
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     """
-    Mean squared error between scores (G,) and `1 - similarity` (paper 3.4), over frames `t >= 1`, blocks and videos.
-
-    `detach_target` keeps the gradient out of patches (G, S, D). Returns a float32 scalar, 0 where no video has a
-    second frame.
+    Squared errors between scores (G,) and `1 - similarity` (paper 3.4) in frames `t >= 1`, per video ((T - 1) * n,),
+    float32. Their mean is the temporal loss. `detach_target` keeps the gradient out of patches (G, S, D).
     """
     target = 1 - temporal_similarity(patches.detach() if detach_target else patches, grids)
     errors = (scores.float() - target).square()
-    later = [video[rows * cols :] for video, (_, rows, cols) in zip(split_videos(errors, grids), grids, strict=True)]
-    count = sum(video.numel() for video in later)
-    return torch.cat(later).sum() / max(count, 1)
+    return [video[rows * cols :] for video, (_, rows, cols) in zip(split_videos(errors, grids), grids, strict=True)]
+
+
+def mean_error(errors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Mean over the blocks of one video or more, 0 where no video has a second frame."""
+    return torch.cat(list(errors)).sum() / max(sum(video.numel() for video in errors), 1)
 
 
 def block_worth(scores: torch.Tensor, unit: float) -> torch.Tensor:

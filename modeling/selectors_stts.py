@@ -6,15 +6,13 @@ Names are read without PyTorch, by commands, so a function imports what it compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Selector:
+class Selector(NamedTuple):
     """
     rank: takes the tower, blocks (G, S, D) with zeros in padding slots, their grids, and `valid` (G, S) bool or None;
     returns scores (G,), higher for blocks to keep. The first line of its docstring describes it to users. is_learned:

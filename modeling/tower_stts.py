@@ -14,7 +14,7 @@ from transformers import initialization as init
 
 from .attention_stts import AttentionSpans, packed_attention
 from .plan_stts import PruningPlan
-from .scoring_stts import FIRST_LOGIT, TokenScorer, score_bias, select_blocks, temporal_loss
+from .scoring_stts import FIRST_LOGIT, TokenScorer, mean_error, score_bias, select_blocks, temporal_errors
 from .selectors_stts import SELECTORS
 
 # Attention bias of padding slots: their weight is 0 in float32, and float16 holds it after scaling.
@@ -111,7 +111,8 @@ class PruningTower(PreTrainedModel):
         keep_mask, kept_blocks = select_blocks(scores, pruning.grids, pruning.num_kept)
         found: dict[str, Any] = {"token_scores": pruning.per_video(scores), "keep_mask": pruning.per_video(keep_mask)}
         if pruning.with_temporal_loss and is_learned:
-            found["temporal_loss"] = temporal_loss(scores, blocks, pruning.grids, pruning.detach_temporal_target)
+            errors = temporal_errors(scores, blocks, pruning.grids, pruning.detach_temporal_target)
+            found |= {"temporal_loss": mean_error(errors), "temporal_errors": errors}
         loses = [dropped > 0 for dropped in pruning.counts[2]]
         if not is_learned or not self.config.score_bias or not any(loses):
             return found, kept_blocks, padding_bias

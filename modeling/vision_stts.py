@@ -75,9 +75,11 @@ def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) 
         )
     num_frames = sum(frames for frames, _, _ in grids)
     if num_frames != pixel_values_videos.shape[0]:
-        raise ValueError(
-            f"`video_grids` counts {num_frames} frames, but `pixel_values_videos` holds {pixel_values_videos.shape[0]}."
+        found = pixel_values_videos.shape[0]
+        advice = (
+            " `pipeline(batch_size=...)` keeps one frame of each video: leave it at 1." if found == len(grids) else ""
         )
+        raise ValueError(f"`video_grids` counts {num_frames} frames, but `pixel_values_videos` holds {found}.{advice}")
     num_blocks = sum(frames * rows * cols for frames, rows, cols in grids)
     window = vision_config.pooling_size[0] * vision_config.pooling_size[1]
     if tuple(video_token_pooling.shape) != (num_blocks, window):

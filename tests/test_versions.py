@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import stts_hf
+from stts_hf.cli.errors import CommandError, need_extras
 from stts_hf.versions import check_versions
 from tests.conftest import REPOSITORY
 
@@ -97,6 +98,32 @@ def test_a_need_with_extras_is_looked_for_by_its_name(monkeypatch, declared, lea
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: [f'pytest[dev]>={least}; extra == "some"'])
     with pytest.raises(ImportError, match=r"^pytest>=999 is required") if fails else contextlib.nullcontext():
         check_versions("some")
+
+
+@pytest.mark.parametrize(("package", "command"), [("accelerate", "accelerate"), ("trl", "'stts-hf[trl]'")])
+def test_a_class_that_lacks_a_package_says_what_to_install(monkeypatch, package, command):
+    """In a checkout that is not installed, where nothing says which versions are needed."""
+    monkeypatch.setattr("stts_hf.versions.check_versions", lambda extra="": None)
+    for name in [name for name in sys.modules if name.startswith(("stts_hf.training", package))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    name = {"accelerate": "STTSTrainer", "trl": "STTSSFTTrainer"}[package]
+    with pytest.raises(ImportError, match=rf"^stts_hf.{name} needs {package}, .*: pip install {re.escape(command)}.$"):
+        getattr(stts_hf, name)
+
+
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, declared):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(
+        ImportError, match=r"^transformers\S+ is required by stts-hf, but is not installed: pip install '"
+    ):
+        check_versions()
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ['datasets>=5.0; extra == "train"'])
+    with pytest.raises(CommandError, match=r"^datasets>=5.0 is required by stts-hf\[train\], but is not installed. "):
+        need_extras("Reading rows needs more packages", "train")
 
 
 def test_a_checkout_that_is_not_installed_imports(monkeypatch):

@@ -88,6 +88,8 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
+_EXTRAS = {"datasets": "train", "peft": "train", "pyarrow": "train", "trl": "trl"}
+
 __all__ = list(_MODULES)
 
 
@@ -102,7 +104,17 @@ def __getattr__(name: str) -> object:
     _importlib.import_module(f"{__name__}.versions").check_versions()
     if _MODULES[name].startswith("modeling."):
         _importlib.import_module(f"{__name__}.auto_classes").register_auto_classes()
-    return getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        return getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        missing: _typing.Any = error
+        while missing.name is None and isinstance(missing.__cause__, ModuleNotFoundError):  # within transformers
+            missing = missing.__cause__
+        package = (missing.name or __name__).partition(".")[0]
+        if package == __name__:
+            raise
+        needed = f"'stts-hf[{_EXTRAS[package]}]'" if package in _EXTRAS else package
+        raise ImportError(f"stts_hf.{name} needs {package}, which is not installed: pip install {needed}.") from error
 
 
 def __dir__() -> list[str]:

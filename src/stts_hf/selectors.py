@@ -1,7 +1,7 @@
 """Selectors as users choose and see them, without PyTorch: all that `modeling/selectors_stts.py` registers."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stts_hf.modeling.selectors_stts import SELECTORS as REGISTERED
 
@@ -14,8 +14,7 @@ LOOKS = {
 OTHER = "#4a6fa5"
 
 
-@dataclass(frozen=True)
-class Selector:
+class Selector(NamedTuple):
     """label: beside a choice. about: one line for readers. colour: of pictures. is_learned: needs a trained scorer."""
 
     label: str

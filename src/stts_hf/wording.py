@@ -1,6 +1,5 @@
 """Words that several rooms use: shares as percentages, and what a misspelt name may have meant."""
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -11,5 +10,7 @@ def percent(share: float) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """`Did you mean 'x'?` with the nearest of the known names, or `otherwise` where none is near."""
+    import difflib  # commands that are right do not need it
+
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else otherwise

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from stts_hf.cli import doctor
 from stts_hf.cli import main as command_line
 from stts_hf.errors import is_disk_full, is_forbidden, is_out_of_memory
 from stts_hf.inference.predictor import describe_error
@@ -133,8 +133,8 @@ def run_failing(monkeypatch):
         def fail(arguments):
             raise error
 
-        monkeypatch.setitem(command_line.COMMANDS, "doctor", SimpleNamespace(execute=fail, add_arguments=id, HELP=""))
-        return command_line.main(["doctor"])
+        monkeypatch.setattr(doctor, "execute", fail)
+        return command_line.main(["doctor", "folder"])
 
     return run
 

@@ -1,5 +1,6 @@
 """Loading a checkpoint by this package's code. Code that lies in the checkpoint never runs."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,51 @@ if TYPE_CHECKING:  # imports models
 _OF_DOWNLOADS = {"token", "cache_dir", "local_files_only"}  # among the options of `from_pretrained`
 
 
-def check_checkpoint(checkpoint: str) -> str:
-    """Returns a checkpoint's folder or Hub name. Raises `ValueError` for a path without folder or weights."""
+def check_checkpoint(checkpoint: str, revision: str | None = None) -> str:
+    """
+    Returns a checkpoint's folder or Hub name. Raises `ValueError` for a path without folder, configuration or weights,
+    and for a name that the Hub, which is asked once, does not have.
+    """
     path = Path(checkpoint).expanduser()
     if path.is_dir():
+        check_has_config(path)
         if not any(path.glob("*.safetensors")):
             raise ValueError(f"checkpoint {checkpoint} holds no weights: copy its *.safetensors there, or pass another")
         return str(path)
     if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1 or path.exists():
         raise ValueError(f"checkpoint {checkpoint} is not a folder: pass a checkpoint's folder or user/name")
+    check_on_hub(checkpoint, revision)
     return checkpoint
+
+
+def check_has_config(folder: Path) -> None:
+    """Raises `ValueError` for a folder that is no checkpoint, whatever else lies in it."""
+    if not os.path.lexists(folder / "config.json"):
+        raise ValueError(
+            f"checkpoint {folder} has no config.json, so it is none: name a checkpoint's folder, or make one with "
+            "stts-hf convert"
+        )
+
+
+def check_on_hub(name: str, revision: str | None) -> None:
+    """Asks the Hub once for a repository that is not in the cache. Raises `ValueError` where there is none."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.utils import httpx
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+        return
+    except (HFValidationError, RepositoryNotFoundError):
+        reason = "the Hub has no such repository"
+    except OfflineModeIsEnabled:
+        reason = "it is not in the cache, and the Hub is not asked (HF_HUB_OFFLINE)"
+    except httpx.TransportError as error:
+        reason = f"the Hub cannot be reached ({' '.join(str(error).split())})"
+    except Exception:  # of a file, a revision or rights: who loads it says so
+        return
+    raise ValueError(f"checkpoint {name} is not a folder, and {reason}: pass a checkpoint's folder or user/name")
 
 
 def choose_device(name: str) -> Any:
@@ -32,6 +68,8 @@ def choose_device(name: str) -> Any:
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {name} cannot be used here: PyTorch finds no CUDA GPU; use cpu or auto")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -141,6 +179,7 @@ def _model_type_of(checkpoint: str | Path, revision: str | None) -> object:
 
     with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
         if (folder := Path(checkpoint).expanduser()).is_dir():  # else it is one of the Hub
+            check_has_config(folder)
             check_folder(folder)
         return model_type_of(checkpoint, revision)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any
 
-from stts_hf.checkpoints.files import fingerprint
 from stts_hf.cli.errors import refused
 from stts_hf.cli.options import add_model_options, count, natural, positive, processing
 from stts_hf.cli.progress import note, progress_bar
@@ -49,6 +48,8 @@ def workers_of(arguments: argparse.Namespace) -> int:
 
 def settings_of(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
     """Settings of the model that change its answers; batches and devices change them by rounding only."""
+    from stts_hf.checkpoints.files import fingerprint
+
     folder = Path(arguments.checkpoint)
     local = folder.is_dir() and arguments.output
     commit = getattr(config, "_commit_hash", None)  # of the Hub

@@ -5,11 +5,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.checkpoints.loading import check_checkpoint
 from stts_hf.cli.errors import CommandError, refused
 from stts_hf.cli.options import check_scaling, processing
 from stts_hf.cli.progress import import_libraries, note, stage
-from stts_hf.data.isolated import start_early
 
 if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
@@ -19,13 +17,18 @@ OF_PREDICTOR = {
     *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
 }
 TINY = Path("hub_configs") / "stts-tiny"
+SMALL = 50_000_000  # parameters
 
 
-def find_checkpoint(checkpoint: str | None) -> str:
+def find_checkpoint(checkpoint: str | None, revision: str | None = None) -> str:
     """Returns the given checkpoint, or the tiny one if the command runs from a source checkout."""
     if checkpoint is not None:
+        from stts_hf.checkpoints.loading import check_checkpoint
+
+        if not os.path.exists(os.path.expanduser(checkpoint)):
+            note(f"There is no folder {checkpoint} here")
         with refused("--"):
-            return check_checkpoint(checkpoint)
+            return check_checkpoint(checkpoint, revision)
     for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
         if (root / TINY / "config.json").is_file():
             folder = root / TINY
@@ -36,8 +39,10 @@ def find_checkpoint(checkpoint: str | None) -> str:
 
 def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor":
     """Returns the checkpoint, weights unread; sets what it decides in `arguments`. options: of `Predictor`, first."""
-    arguments.checkpoint = find_checkpoint(arguments.checkpoint)
+    arguments.checkpoint = find_checkpoint(arguments.checkpoint, arguments.revision)
     if options.get("num_workers"):
+        from stts_hf.data.isolated import start_early
+
         start_early("stts_hf.inference.requests")  # decoding processes import PyTorch while this one does
     import_libraries()
     from stts_hf.inference.predictor import Predictor
@@ -58,4 +63,16 @@ def predictor_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def load_weights(arguments: argparse.Namespace, predictor: "Predictor") -> Any:
     """Returns the model."""
     with refused("--"), stage(f"Loading {arguments.checkpoint}"):
-        return predictor.model
+        model = predictor.model
+    use_one_thread(model)
+    return model
+
+
+def use_one_thread(model: Any) -> None:
+    """One thread for a small model on a CPU, where threads wait longer than they compute if anything else runs."""
+    import torch
+
+    is_set = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    if model.device.type == "cpu" and model.num_parameters() < SMALL and torch.get_num_threads() > 1 and not is_set:
+        torch.set_num_threads(1)
+        note("The model is small: one CPU thread computes; OMP_NUM_THREADS sets another number")

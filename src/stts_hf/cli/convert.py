@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 from stts_hf.cli.errors import refused
-from stts_hf.cli.options import check_writable
+from stts_hf.cli.options import check_writable, share
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import percent
-
-HELP = "make an STTS checkpoint from a stock Molmo2 or Qwen-VL model, or from an original STTS training checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout of kept patches (default: the source's; an original training checkpoint has "
         "first_fit_descending with refill)",
     )
-    parser.add_argument("--pruning-ratio", type=float, metavar="K", help="share of video tokens to drop, 0 to 1")
+    parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
     parser.add_argument("--selector", choices=SELECTORS, help="selection method")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype (default: the source's)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")

@@ -11,7 +11,6 @@ from stts_hf.cli.errors import need_extras, refused
 from stts_hf.cli.options import add_model_options, count, positive, processing
 from stts_hf.cli.progress import note
 
-HELP = "serve a web page for asking about videos that shows what the model looked at"
 ABOUT_TINY = "stts-tiny knows a few shapes, colours and letters in made-up clips, and nothing else."
 # Of `Limits`: type, default, metavar and help.
 LIMITS: dict[str, tuple[Callable[[str], float], int, str, str]] = {

@@ -1,10 +1,9 @@
 """`stts-hf doctor FOLDER`: reports the problems of a checkpoint folder, with remedies."""
 
 import argparse
+import os
 
-from stts_hf.cli.errors import refused
-
-HELP = "check a checkpoint folder and report each problem with its remedy"
+from stts_hf.cli.errors import CommandError, refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Prints the result of every check. Returns 1 if there is a problem, else 0."""
+    if not os.path.isdir(os.path.expanduser(arguments.folder)):
+        raise CommandError(f"FOLDER {arguments.folder} is not a folder: name that of a checkpoint")
     from stts_hf.checkpoints.doctor import examine
 
     with refused():

@@ -2,10 +2,8 @@
 
 import contextlib
 import errno
-import importlib.util
 from collections.abc import Iterator
 
-from stts_hf.errors import is_disk_full, is_forbidden, is_out_of_memory
 from stts_hf.versions import check_versions
 
 
@@ -21,6 +19,8 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 def shortage(error: BaseException, less_memory: str | None) -> str | None:
     """Describes a lack of resources and its remedy; None for other errors. less_memory: settings that need less."""
+    from stts_hf.errors import is_disk_full, is_forbidden, is_out_of_memory
+
     what = one_line(error, 200)
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return f"a path cannot be used ({what}): name another"
@@ -36,6 +36,8 @@ def shortage(error: BaseException, less_memory: str | None) -> str | None:
 
 def need_extras(what: str, *extras: str, module: str | None = None) -> None:
     """Raises `CommandError` if packages of the extras, or `module`, are missing; `what` comes before the remedy."""
+    import importlib.util
+
     try:
         for extra in extras:
             check_versions(extra)

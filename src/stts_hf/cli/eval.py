@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stts_hf.checkpoints.files import digest_files
 from stts_hf.cli.answer_options import (
     add_answer_options,
     answer_left,
@@ -21,7 +20,6 @@ from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import check_output
 
-HELP = "score a checkpoint on the questions of a JSONL file, by question type"
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
 
 
@@ -56,6 +54,7 @@ def execute(arguments: argparse.Namespace) -> int:
         check_output(arguments.output, [arguments.rows], (".jsonl",))
     need_extras("Reading rows needs more packages", "train")
     predictor = open_checkpoint(arguments, num_workers=workers_of(arguments))
+    from stts_hf.checkpoints.files import digest_files
     from stts_hf.evaluation.evaluate import COLUMNS, ask_openly, evaluate
     from stts_hf.evaluation.scoring import summarize
 

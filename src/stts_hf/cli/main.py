@@ -1,24 +1,27 @@
 """Entry point of `stts-hf`."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from stts_hf.cli import bench, convert, demo, doctor, eval, predict, push, run, train, visualize
 from stts_hf.cli.errors import CommandError, shortage
 from stts_hf.versions import __version__, check_versions
+from stts_hf.wording import did_you_mean
 
+# Each in the module of its name, which is imported when it is asked for.
 COMMANDS = {
-    "run": run,
-    "predict": predict,
-    "visualize": visualize,
-    "demo": demo,
-    "convert": convert,
-    "doctor": doctor,
-    "push": push,
-    "bench": bench,
-    "train": train,
-    "eval": eval,
+    "run": "answer a question about a video and draw the dropped tokens",
+    "predict": "answer prompts about many videos; a stopped run continues where it ended",
+    "visualize": "compare what selection methods keep of a video: contact sheets, dimmed videos, a web page",
+    "demo": "serve a web page for asking about videos that shows what the model looked at",
+    "convert": "make an STTS checkpoint of a stock Molmo2 or Qwen-VL model, or of an original STTS training checkpoint",
+    "doctor": "check a checkpoint folder and report each problem with its remedy",
+    "push": "push a checkpoint folder to the Hugging Face Hub, in one commit",
+    "bench": "measure speed, FLOPs and memory beside the stock model",
+    "train": "fine-tune from a YAML file; on several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG",
+    "eval": "score a checkpoint on the questions of a JSONL file, by question type",
 }
 # Remedies for a lack of memory.
 _SMALLER = "fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"
@@ -33,16 +36,38 @@ LESS_MEMORY = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all sub-commands."""
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """Says what a misspelt command, option or value may have meant."""
+
+    def parse_args(self, *arguments: Any) -> argparse.Namespace:  # type: ignore[override]  # one signature of two
+        found, unknown = self.parse_known_args(*arguments)
+        if unknown:
+            chosen: Any = next(action for action in self._actions if action.dest == "command")
+            command = chosen.choices[found.command]
+            options = [option for action in command._actions for option in action.option_strings]  # noqa: SLF001
+            advice = did_you_mean(unknown[0].partition("=")[0], options)
+            command.error(" ".join(["unrecognized arguments:", *unknown]) + (advice and f". {advice}"))
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            advice = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, error.message + (advice and f". {advice}")) from None
+
+
+def build_parser(*names: str) -> argparse.ArgumentParser:
+    """Returns the parser, with the arguments of these sub-commands (default: of all)."""
+    parser = Parser(
         prog="stts-hf", description="Video language models that drop redundant video tokens inside the ViT (STTS)."
     )
     parser.add_argument("--version", action="version", version=f"stts-hf {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add_arguments(command)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, words in COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words)
+        if name in (names or COMMANDS):
+            importlib.import_module(f"stts_hf.cli.{name}").add_arguments(command)
     return parser
 
 
@@ -53,14 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory (one line on stderr); 130 if interrupted; 143 if SIGTERM ended `train`, which has then saved. Any other
     exception is a bug and keeps its traceback.
     """
-    arguments = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser(next((word for word in words if word in COMMANDS), "none"))
+    arguments = parser.parse_args(words)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         check_versions()
     except ImportError as error:
         print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     try:
-        status = COMMANDS[arguments.command].execute(arguments)
+        status = importlib.import_module(f"stts_hf.cli.{arguments.command}").execute(arguments)
     except CommandError as error:
         print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
         return 2

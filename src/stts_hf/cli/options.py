@@ -25,8 +25,30 @@ def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], needs: s
 
 count = _number(int, lambda value: value >= 1, "at least 1")
 natural = _number(int, lambda value: value >= 0, "at least 0")
-share = _number(float, lambda value: 0 <= value <= 1, "a share from 0 (drop nothing) to 1 (drop all)")
+_share = _number(float, lambda value: 0 <= value <= 1, "a share from 0 (drop nothing) to 1 (drop all), as 0.5 or 50%")
 positive = _number(float, lambda value: 0 < value < math.inf, "above 0")
+
+
+def share(text: str) -> float:
+    """A share as people write it: 0.5, 0,5 or 50%."""
+    number = text.strip().replace(",", ".")
+    try:
+        return _share(str(float(number[:-1]) / 100) if number.endswith("%") else number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is {text!r}, but must be a share such as 0.5 or 50%") from None
+
+
+# As in `modeling/video_reading_stts.py`, which imports PyTorch.
+FORMATS = (
+    "mov,matroska,avi,mpegts,mpeg,mpegvideo,m4v,h261,h263,h264,hevc,vvc,av1,obu,ivf,flv,live_flv,asf,ogg,rm,nut,mxf,"
+    "gxf,wtv,dv,dhav,nsv,nuv,pva,ty,vc1,vc1test,dirac,dnxhd,cavsvideo,avs2,avs3,mjpeg,mjpeg_2000,smjpeg,yuv4mpegpipe,"
+    "bink,smk,roq,flic,swf,cine,gif,apng,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,jpegxl_pipe,j2k_pipe"
+)
+
+
+def is_url(source: str) -> bool:
+    """As in `modeling/video_reading_stts.py`."""
+    return source.lower().startswith(("http://", "https://"))
 
 
 def add_model_options(

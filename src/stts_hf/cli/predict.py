@@ -20,13 +20,12 @@ from stts_hf.cli.answer_options import (
 )
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint, predictor_options
 from stts_hf.cli.errors import CommandError, need_extras, one_line, refused
-from stts_hf.cli.options import check_output, count, natural, positive
+from stts_hf.cli.options import check_output, count, is_url, natural, positive
 from stts_hf.cli.progress import print_lines, stage
 
 if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
 
-HELP = "answer prompts about many videos; a stopped run continues where it ended"
 PARQUET = ".parquet"
 NUMBERS = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "frames", "damaged_frames", "seconds")
 # Columns of a record with their types; a record with an error may hold None.
@@ -110,6 +109,8 @@ def execute(arguments: argparse.Namespace) -> int:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises `CommandError` for what is wrong before anything slow happens."""
     given = [name for name in _RAY_OPTIONS if getattr(arguments, name) is not None]
+    if not arguments.allow_urls and (urls := list(filter(is_url, arguments.inputs))):
+        raise CommandError(f"INPUT {urls[0]} is a URL; allow its download with --allow-urls")
     if arguments.engine == "local" and given:
         raise CommandError(f"--{given[0]} needs --engine ray")
     if arguments.engine == "ray":

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, progress on stderr. Bars are shown on a terminal only, not in logs."""
+"""What commands print: results on stdout, progress on stderr, as a bar on a terminal and as lines in a log."""
 
 import contextlib
 import sys
@@ -31,12 +31,38 @@ def stage(name: str) -> Iterator[None]:
         note(f"  done in {seconds:.1f} s")
 
 
-def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm":
+def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm | ProgressLines":
     """A bar that disappears when it is closed. done: items of an earlier run, which do not count for the rate."""
+    if not sys.stderr.isatty():
+        return ProgressLines(total, unit, done)
     from tqdm import tqdm
 
-    # `disable=None` shows no bar if stderr is not a terminal.
-    return tqdm(total=total, initial=done, unit=unit, leave=False, file=sys.stderr, disable=None)
+    return tqdm(total=total, initial=done, unit=unit, leave=False, file=sys.stderr)
+
+
+class ProgressLines(contextlib.AbstractContextManager):
+    """In place of a bar, for a log: a line after 10 seconds, and then one every 60, with rate and time left."""
+
+    FIRST, EVERY = 10.0, 60.0
+
+    def __init__(self, total: int, unit: str, done: int = 0):
+        self.total, self.unit, self.done, self.before = total, unit, done, done
+        self.started = time.perf_counter()
+        self.next = self.started + self.FIRST
+
+    def update(self, number: int = 1) -> None:
+        self.done += number
+        if (now := time.perf_counter()) < self.next or self.done >= self.total:
+            return
+        import datetime
+
+        self.next = now + self.EVERY
+        seconds = (now - self.started) / max(self.done - self.before, 1)  # of each
+        left = datetime.timedelta(seconds=round(seconds * (self.total - self.done)))
+        note(f"  {self.done} of {self.total} {self.unit}s, {1 / seconds:.3g} per second, {left} left")
+
+    def __exit__(self, *exception: object) -> None:
+        pass
 
 
 def import_libraries() -> None:
@@ -59,7 +85,7 @@ def keep_bars_out_of_logs() -> None:
 class TokenBar:
     """A streamer for `generate` that counts an answer's tokens on a bar."""
 
-    def __init__(self, bar: "tqdm"):
+    def __init__(self, bar: "tqdm | ProgressLines"):
         self.bar = bar
 
     def put(self, value: Any) -> None:

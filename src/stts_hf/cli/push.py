@@ -1,11 +1,10 @@
 """`stts-hf push FOLDER user/name`: pushes a checkpoint to the Hugging Face Hub."""
 
 import argparse
+import os
 import sys
 
-from stts_hf.cli.errors import refused
-
-HELP = "push a checkpoint folder to the Hugging Face Hub, in one commit"
+from stts_hf.cli.errors import CommandError, refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` if folder, token, permissions, repository or network do not allow it."""
+    if not os.path.isdir(os.path.expanduser(arguments.folder)):
+        raise CommandError(f"FOLDER {arguments.folder} is not a folder: name that of a checkpoint")
     from tqdm import tqdm
 
     from stts_hf.checkpoints.push import PushRefused, files_to_push, push_checkpoint

@@ -1,15 +1,13 @@
 """`stts-hf run VIDEO "question"`: answers a question about a video and draws the dropped blocks."""
 
 import argparse
-import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli import predict
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import add_model_options, check_output, processing
+from stts_hf.cli.options import FORMATS, add_model_options, check_output, is_url, processing
 from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
 from stts_hf.wording import percent
 
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
     from stts_hf.inference.requests import Answer, Prepared
 
-HELP = "answer a question about a video and draw the dropped tokens"
 PICTURE = Path("contact_sheet.png")
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 FRAME_SIDE = 480  # pixels of a frame in pictures
@@ -45,6 +42,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status; raises `CommandError` for a user error."""
     check_arguments(arguments)
     if len(arguments.videos) > 1:
+        from stts_hf.cli import predict
+
         return predict.execute(as_prediction(arguments))
     predictor, prepared = open_video(arguments, arguments.videos[0])
     path = arguments.output or PICTURE
@@ -65,15 +64,17 @@ def execute(arguments: argparse.Namespace) -> int:
 def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", "Prepared"]:
     """Decodes the video, then loads the weights, which may take minutes; raises `CommandError` for what is refused."""
     predictor = open_checkpoint(arguments)
+    from dataclasses import replace
+
     from stts_hf.inference.requests import ask_about, prepare, processing_options
-    from stts_hf.video.sources import download, download_limits, is_url
+    from stts_hf.video.sources import download, download_limits
 
     processor = predictor.processor
     with refused("", ValueError, OSError):
         request = ask_about(processor, video, arguments.question)
         if is_url(video):
             with stage(f"Downloading {video}"):
-                request = dataclasses.replace(request, videos=(download(video, *download_limits(processor)),))
+                request = replace(request, videos=(download(video, *download_limits(processor)),))
         with stage(f"Decoding {video}"):
             options = processing_options(processor, processing(arguments), arguments.pruning_ratio)
             prepared = prepare(processor, options, request)
@@ -130,6 +131,8 @@ def draw(answer: "Answer", path: Path) -> None:
 
 def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
     """Returns the arguments of `stts-hf predict` for the same question about several videos."""
+    from stts_hf.cli import predict
+
     parser = argparse.ArgumentParser()
     predict.add_arguments(parser)
     defaults = vars(parser.parse_args([f"--prompt={arguments.question}", "--", *arguments.videos]))
@@ -149,12 +152,26 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def check_video(video: str, allow_urls: bool) -> None:
-    """Raises `CommandError` for a path that is not a file, and for a URL without permission to download."""
+    """
+    Raises `CommandError` for a path that is no video, and for a URL without permission to download. Imports no PyTorch.
+    """
     if os.path.isfile(video):
-        return
-    from stts_hf.video.sources import is_url
-
-    if not is_url(video):
+        check_format(video)
+    elif not is_url(video):
         raise CommandError(f"VIDEO {video} is not a file; pass the path of a video file")
-    if not allow_urls:
+    elif not allow_urls:
         raise CommandError(f"VIDEO {video} is a URL; allow its download with --allow-urls")
+
+
+def check_format(video: str) -> None:
+    """Raises `CommandError` for a file of none of the formats that are read. As the reader opens it, but no further."""
+    import av
+
+    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    try:
+        with open(video, "rb") as file, av.open(file, container_options=options, metadata_errors="replace"):
+            pass
+    except av.error.InvalidDataError:
+        raise CommandError(f"VIDEO {video} is not a video of a known format; pass a file that a player opens") from None
+    except (av.error.FFmpegError, OSError):
+        pass  # the reader says what it is

@@ -1,13 +1,13 @@
 """`stts-hf train config.yaml`: fine-tunes from a configuration file; also under `accelerate launch`."""
 
 import argparse
+import os
 import signal
 import sys
 
+from stts_hf.cli.checkpoint_options import use_one_thread
 from stts_hf.cli.errors import CommandError, need_extras
 from stts_hf.cli.progress import keep_bars_out_of_logs
-
-HELP = "fine-tune from a YAML file; on several GPUs: accelerate launch -m stts_hf.cli.main train CONFIG"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +54,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.config is None:
         took = f" (--resume took {arguments.resume!r})" if isinstance(arguments.resume, str) else ""
         raise CommandError(f"CONFIG is missing{took}: stts-hf train CONFIG --resume; see examples/configs")
+    if not os.path.exists(arguments.config):
+        raise CommandError(f"CONFIG {arguments.config} cannot be read: there is no such file; see examples/configs")
     need_extras("Training needs more packages", "train")
     from accelerate import PartialState
 
@@ -68,7 +70,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print(dry_run(config))
             return 0
-        trainer = train(config, arguments.resume)
+        trainer = train(config, arguments.resume, started=use_one_thread)
     except TrainingTerminated as error:
         print(error, file=sys.stderr)
         PartialState().destroy_process_group()  # gloo's threads may abort a process that ends after another

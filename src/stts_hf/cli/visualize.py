@@ -16,7 +16,6 @@ from stts_hf.wording import percent
 if TYPE_CHECKING:
     from stts_hf.inference.requests import Answer
 
-HELP = "compare what selection methods keep of a video: contact sheets, dimmed videos, a web page"
 QUESTION = "What happens in this video?"
 PAGE = "report.html"
 DPI = 160

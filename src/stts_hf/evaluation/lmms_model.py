@@ -81,7 +81,7 @@ class STTS(lmms):
         several = self._world_size > 1
         self.device = self.accelerator.device if several else choose_device(device or "auto")
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        pretrained = check_checkpoint(pretrained)
+        pretrained = check_checkpoint(pretrained, revision)
         config, self.processor = load_config_and_processor(pretrained, revision=revision, selector=selector)
         self.pruning_ratio = resolve_ratio(config, pruning_ratio)
         self.model = load_model(pretrained, config, self.device, revision=revision, dtype=dtype, **options)

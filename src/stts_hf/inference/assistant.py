@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -9,10 +10,12 @@ import torch
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.encoding import Processor
 from stts_hf.modeling.settings_stts import check_pruning_ratio
+from stts_hf.wording import percent
 
 from .clip import AnswerStream, Clip
 from .engine import answer_videos
 from .generate import generate_options
+from .inputs import ENDINGS
 from .requests import Answer
 
 
@@ -48,7 +51,7 @@ def load(
     """
     if not isinstance(checkpoint, str | os.PathLike):
         raise TypeError(f"checkpoint must be a folder or the name of a Hub repository, got {checkpoint!r:.80}.")
-    found = check_checkpoint(os.fspath(checkpoint))
+    found = check_checkpoint(os.fspath(checkpoint), revision)
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype is {dtype!r}, but must be 'auto', 'float32', 'bfloat16' or another of PyTorch's.")
     placed = options.get("device_map") is not None
@@ -60,6 +63,13 @@ def load(
         config.vision_config.pruning_ratio = check_pruning_ratio(pruning_ratio)
     model = load_model(found, config, target, revision=revision, dtype=dtype or "auto", **options)
     return VideoAssistant(model, processor)
+
+
+def check_one_video(video: Any) -> None:
+    """Raises `TypeError` for a list of videos, which is no list of pictures."""
+    paths = [str(one) for one in video if isinstance(one, str | os.PathLike)] if isinstance(video, list | tuple) else ()
+    if any(path.lower().endswith(ENDINGS) and not path.lower().endswith(".gif") for path in paths):
+        raise TypeError(f"video is a list of {len(video)} videos. Ask about several with `answer_batch`.")
 
 
 class VideoAssistant:
@@ -85,6 +95,15 @@ class VideoAssistant:
     def __init__(self, model: Any, processor: Processor):
         self.model, self.processor = model, processor
 
+    def __repr__(self) -> str:
+        vision, name = self.model.config.vision_config, Path(self.model.config.name_or_path).name
+        dropped = f"{percent(vision.pruning_ratio)} dropped by {vision.selector}"
+        return f"VideoAssistant({name or type(self.model).__name__} on {self.model.device}, {dropped})"
+
+    def __getattr__(self, name: str) -> Any:
+        also = f": {name} is a method of a clip, assistant.watch(video).{name}(...)" if hasattr(Clip, name) else ""
+        raise AttributeError(f"'VideoAssistant' object has no attribute {name!r}{also}", name=name, obj=self)
+
     @property
     def pruning_ratio(self) -> float:
         """Default fraction `k` of video tokens to drop; can be set."""
@@ -104,6 +123,7 @@ class VideoAssistant:
         **options: Any,
     ) -> Answer:
         """Answers one question about a video. To ask several, `watch` it."""
+        check_one_video(video)
         given: dict[str, Any] = {"pruning_ratio": pruning_ratio, "processing": processing, **options}
         return self.answer_batch([video], [question], **given)[0]
 
@@ -141,7 +161,15 @@ class VideoAssistant:
         return AnswerStream(self.processor, self.answer, video, question, **options)
 
     def watch(
-        self, video: Any, *, pruning_ratio: float | None = None, processing: Mapping[str, Any] | None = None
+        self,
+        video: Any,
+        *,
+        pruning_ratio: float | None = None,
+        processing: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Clip:
-        """Reads a video for as many questions as wanted."""
+        """Reads a video for as many questions as wanted, which take the `options`."""
+        check_one_video(video)
+        for name in generate_options(options).keys() & options.keys():
+            raise TypeError(f"{name} is {options[name]!r}, but `watch` generates nothing. Pass it to `ask`.")
         return Clip(self.model, self.processor, video, pruning_ratio=pruning_ratio, processing=processing)

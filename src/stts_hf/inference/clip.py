@@ -158,6 +158,11 @@ class Clip:
         self.timestamps, self.grid = seen.timestamps, seen.grid
         self.keep_mask, self.token_scores = seen.keep_mask, seen.token_scores
 
+    def __repr__(self) -> str:
+        video = self.seen.video if isinstance(self.seen.video, str) else type(self.seen.video).__name__
+        kept = f"{self.seen.video_tokens_kept} of {self.seen.video_tokens} tokens kept"
+        return f"Clip({video}, {self.seen.num_frames} frames, {kept}{'' if self.num_bytes else ', released'})"
+
     @property
     def num_bytes(self) -> int:
         """Memory that the clip holds on the model's device; 0 when it is released."""

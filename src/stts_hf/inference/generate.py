@@ -42,6 +42,8 @@ def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
         advice = did_you_mean(name, known | {"pruning_ratio", "processing"}, "Leave it out.")
         if name in OF_VIDEOS:
             advice = f"It is an option of videos: pass processing={{{name!r}: {given[name]!r}}} with the video."
+        if name == "selector":
+            advice = "It is the model's: pass it to `stts_hf.load`."
         raise ValueError(f"{name} is {given[name]!r}, but `generate` has no such option. {advice}")
     for name in _LENGTHS:
         if (length := given.get(name)) is not None and (isinstance(length, bool) or not isinstance(length, int)):

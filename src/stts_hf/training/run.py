@@ -3,7 +3,7 @@
 import glob
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,21 @@ def dry_run(config: TrainConfig) -> str:
     return describe_run(run, model)
 
 
-def train(config: TrainConfig, resume: bool | str = False) -> STTSTrainer:
+def train(
+    config: TrainConfig, resume: bool | str = False, started: Callable[[Any], None] = lambda model: None
+) -> STTSTrainer:
     """
     Trains, and saves a complete checkpoint, or the adapter, into `output_dir`, with its card and the configuration as
     `train_config.yaml`. Returns the trainer.
 
-    resume: True for the last whole checkpoint in the output folder, or a checkpoint's folder. Raises `ConfigError` and
-    `RowError` before the first step.
+    resume: True for the last whole checkpoint in the output folder, or a checkpoint's folder. started: gets the model
+    before the first step. Raises `ConfigError` and `RowError` before the first step.
     """
     output = Path(str(config.training.output_dir))
     checkpoint = check_output(config, output, resume)
     run = prepare(config)
     model = load_model(run)
+    started(model)
     run = answer_unlabelled(run, model)
     trainer = make_trainer(run, model)
     if trainer.is_world_process_zero():

@@ -259,9 +259,10 @@ def test_an_output_that_is_no_file_is_refused(run, output):
     assert f"--output {output} " in err.splitlines()[-1]
 
 
-def test_a_url_is_refused_with_the_name_of_the_option(run):
-    run("https://example.com/a.mp4", *PROMPT, "--output", "out.jsonl")
-    assert "--allow-urls" in lines()["https://example.com/a.mp4"]["error"]
+def test_a_url_of_a_row_is_refused_with_the_name_of_the_option(run):
+    Path("rows.jsonl").write_text(json.dumps({"id": "a", "video": "https://example.com/a.mp4", "prompt": "What?"}))
+    run("rows.jsonl", "--output", "out.jsonl")
+    assert "--allow-urls" in lines()["a"]["error"]
 
 
 @pytest.mark.parametrize(

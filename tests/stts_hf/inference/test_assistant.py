@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, pipeline
 
 import stts_hf
 from stts_hf.benchmark.models import stock_twin
@@ -196,3 +196,55 @@ def seconds_of(*command: str) -> float:
 @pytest.mark.parametrize("command", [("-c", "import stts_hf"), ("-m", "stts_hf.cli.main", "--help")], ids=" ".join)
 def test_the_package_and_its_help_come_in_half_a_second(command):
     assert seconds_of(*command) < 0.5
+
+
+@pytest.mark.parametrize("name", ["answer", "watch", "stream"])
+def test_a_list_of_videos_is_told_from_a_list_of_pictures(assistant, two, name):
+    arguments = () if name == "watch" else (QUESTION,)
+    with pytest.raises(TypeError, match=r"a list of 2 videos. Ask about several with `answer_batch`"):
+        list(getattr(assistant, name)([two, two], *arguments))
+
+
+@pytest.mark.parametrize("name", ["answer", "watch"])
+def test_a_selector_in_a_call_is_the_model_s(assistant, two, name):
+    arguments = () if name == "watch" else (QUESTION,)
+    with pytest.raises(ValueError, match=r"pass it to `stts_hf.load`"):
+        getattr(assistant, name)(two, *arguments, selector="cosine")
+
+
+def test_options_of_answers_are_none_of_watching(assistant, two):
+    with pytest.raises(TypeError, match=r"max_new_tokens is 3, but `watch` generates nothing. Pass it to `ask`"):
+        assistant.watch(two, max_new_tokens=3)
+
+
+def test_what_a_clip_does_is_said_where_it_is_looked_for(assistant):
+    with pytest.raises(AttributeError, match=r"ask is a method of a clip, assistant.watch\(video\).ask"):
+        assistant.ask(QUESTION)
+    with pytest.raises(AttributeError, match=r"no attribute 'reply'$"):
+        assistant.reply(QUESTION)
+
+
+def test_assistant_and_clip_say_what_they_are(assistant, two):
+    config = assistant.model.config
+    assert repr(assistant).startswith(f"VideoAssistant({config.name_or_path.rpartition('/')[2]} on cpu, ")
+    assert f"dropped by {config.vision_config.selector})" in repr(assistant)
+    with assistant.watch(two) as clip:
+        seen = clip.seen
+        told = f"Clip({two}, {seen.num_frames} frames, {seen.video_tokens_kept} of {seen.video_tokens} tokens kept"
+        assert repr(clip) == told + ")"
+    assert repr(clip) == told + ", released)"
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence(any_folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^device cuda:1 cannot be used here: PyTorch finds no CUDA GPU; use cpu"):
+        stts_hf.load(any_folder, device="cuda:1")
+
+
+def test_a_batch_in_a_pipeline_says_what_to_do(two):
+    loaded = stts_hf.load(TINY, device="cpu")
+    pipe: Any = pipeline("image-text-to-text", model=loaded.model, processor=loaded.processor)  # type: ignore[call-overload]
+    content = [{"type": "video", "video": two}, {"type": "text", "text": QUESTION}]
+    messages = [{"role": "user", "content": content}]
+    with pytest.raises(ValueError, match=r"`pipeline\(batch_size=...\)` keeps one frame of each video: leave it at 1"):
+        pipe(text=[messages, messages], batch_size=2, max_new_tokens=2)

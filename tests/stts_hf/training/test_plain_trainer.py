@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
@@ -86,3 +87,47 @@ def test_smoothed_losses_are_cross_entropy_with_smoothing_and_the_temporal_loss(
         if parameter.grad is not None:
             # Sums of another order of rows, on gradients of order 1.
             torch.testing.assert_close(kept.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def gradients_of(folder: Path, steps: int, make: Any = None) -> dict[str, torch.Tensor]:
+    """Gradients of one step over the four rows, in `steps` micro-batches."""
+    options: dict[str, Any] = {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
+    run = (make or plain)(tiny_model(), folder, **options)
+    kept = KeepGradients()
+    run.add_callback(kept)
+    run.train()
+    return kept.gradients
+
+
+def by_accelerate(steps: int) -> dict[str, torch.Tensor]:
+    """As `gradients_of`, by a loop of one's own."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = accelerator.prepare(tiny_model().train())
+    rows = [Rows()[index] for index in range(4)]
+    num_items = sum(int((row["labels"] != -100).sum()) for row in rows)
+    for batch in [rows] if steps == 1 else [[row] for row in rows]:
+        loss = model(**without_ids(batch), num_items_in_batch=num_items).loss
+        accelerator.backward(loss * steps)  # which divides by them
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("by", ["Trainer", "accelerate"])
+def test_micro_batches_train_as_one_batch(by, tmp_path):
+    """Rows of ragged lengths; one has no video."""
+    one, four = (by_accelerate(n) if by == "accelerate" else gradients_of(tmp_path, n) for n in (1, 4))
+    assert one["model.vision_tower.scorer.score_layer.weight"].abs().max() > 0
+    assert one.keys() == four.keys()
+    for name in one:  # sums of another order of rows, on gradients of order 1
+        torch.testing.assert_close(four[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@torch.no_grad()
+def test_a_row_s_temporal_loss_counts_by_its_share_of_the_label_tokens(model):
+    rows = [Rows()[index] for index in range(4)]
+    labels = [int((row["labels"] != -100).sum()) for row in rows]
+    alone = [model.train()(**without_ids([row])) for row in rows]
+    together = model(**without_ids(rows), num_items_in_batch=sum(labels))
+    temporal = [out.temporal_loss * n for out, n in zip(alone, labels, strict=True) if out.temporal_loss is not None]
+    expected = together.task_loss + model.config.temporal_loss_weight * sum(temporal) / sum(labels)
+    torch.testing.assert_close(together.loss, expected, rtol=1e-5, atol=0)
+    assert len(temporal) == 3

@@ -65,7 +65,7 @@ def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
 def held_out_correlation(backbone, model, monkeypatch) -> float:
     """Rank correlation between score and `1 - similarity` of all blocks in frames t >= 1 of clips not trained on."""
     targets = []
-    original = tower_stts.temporal_loss
+    original = tower_stts.temporal_errors
 
     def keep_target(scores, patches, grids, *args):
         ((_, rows, cols),) = grids
@@ -74,7 +74,7 @@ def held_out_correlation(backbone, model, monkeypatch) -> float:
 
     scores = []
     with monkeypatch.context() as patch:
-        patch.setattr(tower_stts, "temporal_loss", keep_target)
+        patch.setattr(tower_stts, "temporal_errors", keep_target)
         clips = MovingClips(backbone, model, 100_000, HELD_OUT)
         for clip in (clips[index] for index in range(HELD_OUT)):
             outputs = model.eval()(**{key: value for key, value in clip.items() if key != "id"})
