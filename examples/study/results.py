@@ -55,7 +55,7 @@ class Results:
         seeds = [record["run"]["seed"] for record in self.records.values() if record["run"]["method"] == FROZEN]
         for (run_method, method, *_), answers in self._answers.items():
             if run_method == FROZEN and METHODS[method].ignores_seeds:
-                [asked] = answers.values()
+                asked = next(iter(answers.values()))
                 answers |= dict.fromkeys(seeds, asked)
 
     def _of_seeds(self, method: str, layer: int | None = None) -> list[dict[str, Any]]:
