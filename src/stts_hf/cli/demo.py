@@ -38,8 +38,8 @@ def execute(arguments: argparse.Namespace) -> None:
     need_extras("The page needs more packages", "demo", module="gradio")
     check_address(arguments.host, arguments.port)
     predictor = open_checkpoint(arguments)
+    from stts_hf.demo import serving
     from stts_hf.demo.held_clips import Limits
-    from stts_hf.demo.serving import build, serve
     from stts_hf.inference.assistant import VideoAssistant
 
     limits = Limits(**{name: getattr(arguments, f"max_{name}") for name in (*LIMITS, "new_tokens")})
@@ -47,10 +47,11 @@ def execute(arguments: argparse.Namespace) -> None:
     assistant.pruning_ratio = arguments.pruning_ratio
     name = Path(arguments.checkpoint).name
     about = ABOUT_TINY if name == TINY.name else name
-    page = build(assistant, limits=limits, processing=processing(arguments), about=about)
+    page = serving.build(assistant, limits=limits, processing=processing(arguments), about=about)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are deleted
     note(f"The page is at http://{arguments.host}:{arguments.port} until Ctrl+C")
-    serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)
+    serving.serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)
+    serving.end_process()
 
 
 def check_address(host: str, port: int) -> None:

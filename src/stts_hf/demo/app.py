@@ -126,7 +126,7 @@ class Page:
         for answer in first, example, again:
             answer.success(self.draw, None, views, concurrency_id="drawing", **quiet)
         self.box.stop(None, None, self.box, js=STOPPING, **quiet)
-        self.box.stop(self.stop, **at_once)
+        self.box.stop(self.stop, None, [self.chat, self.box], **at_once)
         self.chat.clear(self.clear, None, self.compare, **at_once)
         self.try_sample.click(lambda: str(self.sample), None, self.video, **quiet)
         chosen = self.video.change(self.choose, self.video, [self.try_sample, *outputs, *views], **at_once)
@@ -179,7 +179,7 @@ class Page:
         with self.visits.turn(owner, video) as visit:
             if visit is None:
                 return
-            turn = page.Turn(question)
+            turn = visit.answering = page.Turn(question)
             writing: dict[str, Any] = {"value": "", "submit_btn": False, "stop_btn": "Stop"}
             waiting = {self.box: gr.Textbox(**writing), self.compare: gr.Button(visible=False), self.owner: owner}
             yield {**waiting, self.chat: page.messages([*visit.turns, turn])}
@@ -193,17 +193,17 @@ class Page:
                         if shows and not turn.progress:
                             visit.seen = progress
                             saw = new = {self.timeline: page.timeline(progress.seen)}
-                        turn = dataclasses.replace(turn, progress=progress)
-                        yield {**new, self.chat: page.messages([*visit.turns, turn])}
+                        turn = visit.answering = dataclasses.replace(turn, progress=progress)
                         if visit.stopped or visit.left:
                             break
+                        yield {**new, self.chat: page.messages([*visit.turns, turn])}
             except Exception as error:
                 if not visit.left:
                     yield {**self._told(visit), self.box: gr.Textbox(question, **ASK)}
                 if not visit.left:
                     raise complaint(error, video) from error
             if not visit.left:
-                visit.turns.append(dataclasses.replace(turn, finished=True))
+                visit.turns.append(dataclasses.replace(turn, finished=True, stopped=visit.stopped))
                 visit.measured += [progress] if progress else []
                 # All outputs, since programs get only the last update.
                 yield {**saw, **self._told(visit), self.owner: owner}
@@ -227,11 +227,14 @@ class Page:
         closed = {self.second: gr.Tab(SAW, interactive=False), self.views: gr.Tabs(selected="video")}
         return {self.overlay: None, **closed}
 
-    def stop(self, request: gr.Request) -> None:
-        """Ends the answer at its next piece; the text so far stays."""
+    def stop(self, request: gr.Request) -> Changes:
+        """Ends the answer at its next piece, and says so at once: reading a video may take seconds more."""
         visit = self.visits.find(str(request.session_hash))
-        if visit is not None:
-            visit.stopped = True
+        if visit is None or (turn := visit.answering) is None:
+            return {self.box: gr.Textbox(**ASK)}
+        visit.stopped = True
+        turn = dataclasses.replace(turn, finished=True, stopped=True)
+        return {self.chat: page.messages([*visit.turns, turn]), self.box: gr.Textbox(**ASK)}
 
     def clear(self, request: gr.Request) -> Any:
         """The conversation was cleared, so its last question can't be asked again."""

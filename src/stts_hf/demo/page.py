@@ -19,11 +19,12 @@ WATCHING, STOPPED = '<span class="origin">Reading the video …</span>', '<span 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A question and its answer so far, None until the video is read. finished: the answer is complete or stopped."""
+    """A question and its answer so far, None until the video is read. finished: it is complete or stopped."""
 
     question: str
     progress: Progress | None = None
     finished: bool = False
+    stopped: bool = False
 
 
 def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -34,7 +35,8 @@ def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         if turn.progress is None:
             words = STOPPED if turn.finished else WATCHING
         else:
-            words = turn.progress.text or ("(an empty answer)" if turn.finished else "…")
+            words = turn.progress.text or ("" if turn.stopped else "(an empty answer)" if turn.finished else "…")
+            words += f"\n\n{STOPPED}" if turn.stopped else ""
             words += "\n\n" + origin(turn.progress)
         found.append({"role": "assistant", "content": words})
     return found

@@ -6,10 +6,11 @@ import functools
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gradio as gr
 
@@ -100,6 +101,17 @@ def own_folder() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["GRADIO_TEMP_DIR"] = str(folder / "cache")
     return folder
+
+
+def end_process() -> NoReturn:
+    """
+    Ends the process, and deletes its files. Python's own end would stop threads of answers amid native code, which
+    aborts ("terminate called without an active exception").
+    """
+    shutil.rmtree(own_folder(), ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def selectors(assistant: VideoAssistant) -> list[str]:

@@ -20,6 +20,7 @@ class Visit:
         turns, measured: the conversation and its measurements.
         seen: the progress whose overlay is to be shown.
         drawn: selector and ratio of the overlay that is shown.
+        answering: the turn of the running answer.
         stopped: whether the running answer is to end.
         left: whether the visit is over; its running work ends.
         speaking: lock of the running answer, one at a time, shared with earlier visits of the tab.
@@ -31,6 +32,7 @@ class Visit:
     measured: list[Progress] = dataclasses.field(default_factory=list)
     seen: Progress | None = None
     drawn: tuple[str, float] | None = None
+    answering: Turn | None = None
     stopped: bool = False
     left: bool = False
     speaking: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -76,10 +78,11 @@ class Visits:
                 visit = self._visits.setdefault(owner, Visit(speaking=speaking))
                 if visit.video != video and not visit.chosen:
                     visit.look_at(video)
-                visit.stopped = False
+                visit.answering, visit.stopped = None, False
             try:
                 yield visit if visit.video == video else None
             finally:
+                visit.answering = None
                 if visit.left:  # it may have read a video since
                     self.clips.let_go(owner)
 

@@ -1,14 +1,20 @@
 """The command that serves the demo: what it serves, and how it says no before a model is loaded."""
 
+import contextlib
 import importlib.util
+import os
 import signal
 import socket
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
 
 from stts_hf.cli.main import main
 from tests.checkpoints import TINY
+from tests.clips import write_clip
 from tests.stts_hf.demo.conftest import WITHOUT_GRADIO
 
 
@@ -19,6 +25,7 @@ def test_it_serves_on_this_machine_only_with_the_limits_that_were_given(monkeypa
     served: dict[str, Any] = {}
     monkeypatch.setattr(signal, "signal", lambda *handler: served.update(handler=handler))
     monkeypatch.setattr(serving, "serve", lambda page, **options: served.update(page=page, **options))
+    monkeypatch.setattr(serving, "end_process", lambda: None)
     options = "--port 0 --selector random --pruning-ratio 0.25 --max-clips 3 --max-upload-mb 7 --max-seconds 9"
     assert not main(["demo", "--checkpoint", str(TINY), "--device", "cpu", "--num-frames", "4", *options.split()])
     page = served["page"]
@@ -46,3 +53,30 @@ def test_a_port_that_is_taken_is_refused(capsys, monkeypatch):
         port = taken.getsockname()[1]
         assert main(["demo", "--checkpoint", str(TINY), "--port", str(port)]) == 2
     assert f"--host 127.0.0.1 and --port {port} cannot be listened on" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_amid_an_answer_ends_it_without_an_abort(tmp_path):
+    gradio_client = pytest.importorskip("gradio_client", reason=WITHOUT_GRADIO)
+    video = write_clip(tmp_path / "long.mp4", 200, fps=10)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["-m", "stts_hf.cli.main", "demo", "--checkpoint", str(TINY), "--port", str(port), "--num-frames", "64"]
+    with subprocess.Popen(
+        [sys.executable, *command], stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as served:
+        assert served.stderr is not None
+        assert any("The page is at" in line for line in served.stderr)
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        client = gradio_client.Client(f"http://127.0.0.1:{port}", verbose=False)
+        client.submit("What happens?", gradio_client.handle_file(video), 0, "scorer", api_name="/ask")
+        time.sleep(1)
+        served.terminate()
+        said = served.stderr.read()
+        assert served.wait(60) == 0, said
+    assert "terminate called" not in said
+    assert not list(tmp_path.glob("stts-demo-*"))

@@ -216,3 +216,16 @@ def test_it_listens_on_this_machine_only_and_keeps_its_files_to_itself(served):
     assert served.url.startswith("http://127.0.0.1:")
     assert cache_of(served).parent.stat().st_mode & 0o077 == 0
     assert os.environ["GRADIO_TEMP_DIR"] == str(cache_of(served))
+
+
+def test_stop_is_answered_while_the_video_is_still_read(served, video):
+    request: Any = SimpleNamespace(session_hash="stops")
+    running = served.ask("What moves?", str(video), 50, "scorer", request)
+    next(running)  # shows the question; nothing is read yet
+    shown = served.stop(request)
+    assert "Stopped" in shown[served.chat][-1]["content"]
+    last = list(running)[-1]
+    assert "Stopped" in last[served.chat][-1]["content"]
+    assert "empty answer" not in last[served.chat][-1]["content"]
+    assert served.chat not in served.stop(request)  # nothing runs any more
+    served.visits.leave("stops")

@@ -130,7 +130,7 @@ def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
     assert gate.reached.wait(PATIENCE)
     page.wait_for_selector("#chat .origin")
     page.click("#box .stop-button")
-    wait_for(page, "Stopping", "#box")
+    wait_for(page, "Stopped")  # while the answer still waits
     gate.open.set()
     wait_until_answered(page)
     assert gate.closed.wait(PATIENCE)

@@ -71,3 +71,11 @@ def test_a_turn_shows_how_far_it_is():
     assert "Reading" in shown[0]
     assert "Stopped" in shown[1]
     assert shown[2].startswith("A <b>ring</b>\n\n")
+
+
+def test_a_turn_that_was_stopped_says_so_with_what_was_written():
+    silent = dataclasses.replace(FIRST, text="")
+    shown = [page.messages([page.Turn("What?", progress, True, True)])[-1]["content"] for progress in (FIRST, silent)]
+    assert shown[0].startswith(f"A <b>ring</b>\n\n{page.STOPPED}")
+    assert shown[1].strip().startswith(page.STOPPED)
+    assert "empty" not in shown[1]
