@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 FUZZ_CASES ?= 500
 
-.PHONY: demo docs test test-all coverage fuzz fuzz-bytes test-browser test-matrix test-eval test-vllm test-transformers stts-tiny lint clean
+.PHONY: demo docs test test-all coverage fuzz fuzz-bytes test-browser test-matrix test-eval test-vllm test-transformers gpu stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -93,6 +93,29 @@ test-transformers: $(VENV)/.installed-dev
 	@$(PIP_INSTALL) parameterized==0.9.0
 	@$(BIN)/python -m tests.suites.fetch $(CHECKOUT)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -rx -o verbosity_subtests=0 tests/suites
+
+# All that a GPU is for, in parts under nine minutes each; docs/gpu.md says what. What has a result is not done again.
+# INSTALL=0 takes .venv, or else PYTHON, as it is. DEVICE=cpu SIZE=tiny runs all but the kernels, in two minutes.
+DEVICE ?= auto
+SIZE ?= full
+HOURS ?= 1.5
+INSTALL ?= 1
+PARTS ?=
+RESULTS ?=
+GPU_PYTHON = $(if $(filter 0,$(INSTALL)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(BIN)/python)
+gpu: $(if $(filter 0,$(INSTALL)),,$(VENV)/.installed-dev $(if $(filter cpu,$(DEVICE)),,$(VENV)/.installed-gpu))
+	PYTHONPATH=src:. $(GPU_PYTHON) -m examples.gpu --device $(DEVICE) --size $(SIZE) --hours $(HOURS) \
+		$(if $(PARTS),--parts $(PARTS)) $(if $(RESULTS),--output $(RESULTS))
+
+# What only a GPU needs, and what is missing is left out of its results: flash-attn where a wheel is there, and vLLM.
+$(VENV)/.installed-gpu: examples/serving/install.sh | $(VENV)/.installed-dev
+	@$(PIP_INSTALL) --only-binary :all: flash-attn || echo "No wheel of flash-attn: its checks are left out"
+	@VLLM=vllm PYTHON="$(PYTHON)" sh examples/serving/install.sh .venv-vllm-gpu -e . \
+		&& .venv-vllm-gpu/bin/python -m pip install --quiet --disable-pip-version-check pytest==9.2.0 \
+		|| { rm -rf .venv-vllm-gpu; echo "No vLLM: its part is left out"; }
+	@test ! -d .venv-vllm-gpu || VLLM=vllm TRANSFORMERS=5.19.0 PYTHON="$(PYTHON)" \
+		sh examples/serving/install.sh .venv-vllm-gpu-stock - || rm -rf .venv-vllm-gpu-stock
+	@touch $@
 
 # The tiny checkpoint made anew from nothing, in hours: the unpruned model, then one that prunes.
 stts-tiny: $(VENV)/.installed-dev

@@ -50,6 +50,10 @@ TOWER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384}
 TEXT: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64}
 TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 RATIOS = 0.0, 0.5
+HEAD = (
+    "| | server | tokens of a prompt | at once | requests per second | seconds to first token | beside the first |",
+    "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+)
 REQUESTS, ROUNDS = {1: 4, 8: 8}, 5  # how many, by how many at once
 
 
@@ -107,18 +111,35 @@ def make_qwen3_vl(folder: Path) -> None:
 
 
 class Server:
-    """`one_server.py` in a process of its own; `ratio` of None is vLLM's own model. Leaving ends it."""
+    """
+    `one_server.py` in a process of its own; `ratio` of None is vLLM's own model, with `evs` the share that its own
+    pruning drops. Leaving ends it.
+    """
 
-    def __init__(self, folder: Path, model: str, ratio: float | None, python: str):
-        video, side = VIDEOS[model]
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        ratio: float | None,
+        python: str,
+        evs: float | None = None,
+        frames: int = FRAMES,
+        side: int | None = None,
+        options: Sequence[str] = (),
+    ):
+        video, small = VIDEOS[model]
         checkpoint = folder / model / ("stock" if ratio is None else "stts")
         command = [python, "-m", "examples.serving.one_server", str(checkpoint)]
-        command += ["--video", video, "--frames", str(FRAMES), "--side", str(side)]
+        command += ["--video", video, "--frames", str(frames), "--side", str(side or small), *options]
         if ratio is not None:
             command += ["--pruning-ratio", str(ratio)]
         elif model == "Molmo2":
             command += ["--as-released"]
+        if evs is not None:
+            command += ["--evs", str(evs)]
         self.name = "stock vLLM" if ratio is None else f"STTS, {ratio:.0%}"
+        if evs is not None:
+            self.name += f", EVS {evs:.0%}"
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.measure(1, 1)  # so that nothing is done for the first time
 
@@ -163,10 +184,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, nargs="?", help="Markdown file for the table")
     parser.add_argument("--stock", metavar="PYTHON", help="of an environment with the transformers that vLLM asks for")
     arguments = parser.parse_args()
-    lines = [
-        "| | server | tokens of a prompt | at once | requests per second | seconds to first token | beside the first |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    lines = list(HEAD)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoints(Path(folder))
         for model, stock in (("Molmo2", sys.executable), ("Qwen3-VL", arguments.stock)):

@@ -29,17 +29,16 @@ MOST_AT_ONCE = 8
 class Server:
     """A vLLM engine that caches nothing, and requests about videos of noise: `frames` of `side` x `side` pixels."""
 
-    def __init__(self, checkpoint: str, overrides: Any, video: str, frames: int, side: int):
+    def __init__(self, checkpoint: str, overrides: Any, video: str, frames: int, side: int, **options: Any):
         self.llm = LLM(
             checkpoint,
             hf_overrides=overrides,
-            dtype="float32",
-            max_model_len=2048,
             max_num_batched_tokens=16384,
             max_num_seqs=MOST_AT_ONCE,
             enable_prefix_caching=False,
             mm_processor_cache_gb=0,
             enforce_eager=True,
+            **options,
         )
         self.prompt, self.shape = f"{video}What moves?", (frames, side, side, 3)
         self.noise, self.names = np.random.default_rng(0), map(str, itertools.count())
@@ -85,6 +84,9 @@ def main() -> None:
     parser.add_argument("--frames", type=int, required=True)
     parser.add_argument("--side", type=int, required=True, help="pixels of a frame")
     parser.add_argument("--pruning-ratio", type=float)
+    parser.add_argument("--evs", type=float, help="ratio of vLLM's own pruning")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--as-released", action="store_true", help="a stock Molmo2")
     arguments = parser.parse_args()
     overrides: Any = {} if arguments.pruning_ratio is None else {"pruning_ratio": arguments.pruning_ratio}
@@ -92,7 +94,10 @@ def main() -> None:
         from examples.serving.stock_molmo2 import as_released  # here: it needs a transformers that has Molmo2
 
         overrides = as_released
-    server = Server(arguments.checkpoint, overrides, arguments.video, arguments.frames, arguments.side)
+    options: dict[str, Any] = {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len}
+    if arguments.evs is not None:
+        options["video_pruning_rate"] = arguments.evs
+    server = Server(arguments.checkpoint, overrides, arguments.video, arguments.frames, arguments.side, **options)
     server.serve([server.request()])
     for line in sys.stdin:
         print(json.dumps(server.measure(*map(int, line.split()))), flush=True)

@@ -94,6 +94,7 @@ GEOMETRIES: dict[str, Geometry] = {
     "so400m": Geometry((9, 9), _molmo2, *_SO400M, _text((2560, 64, 1, 32, 8), 512)),
     "narrow-tower": Geometry((9, 9), _molmo2, (144, 538, 13, 2, 72), 1, (12, 9), _text((320, *_NO_TEXT), 512, 64)),
     "molmo2-4b": Geometry((9, 9), _molmo2, *_SO400M, _TEXT_4B),
+    "molmo2-4b-short": Geometry((9, 9), _molmo2, *_SO400M, _text((2560, 9728, 36, 32, 8))),  # whose vocabulary is short
     "molmo2-small": Geometry((6, 6), _molmo2, (288, 1076, 13, 4, 72), 1, (12, 9), _text((1024, 3888, 8, 12, 3)), 252),
     "molmo2-small-long": Geometry((6, 6), _molmo2, (144, 538, 6, 2, 72), 0, (5, 4), _text((640, 2432, 3, 4, 1)), 252),
     "qwen3-vl-tiny": Geometry((2, 3), _qwen3_vl, (32, 6, 4), 1, (1, 4), _text((48, 96, 3, 4, 2), 512, 16)),

@@ -132,7 +132,7 @@ def _figures(cell: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, A
         frames = workload["frames"] * workload["batch"]
         figures["frames/s"] = f"{frames / statistics.median(total['seconds']):.3g}"
         figures["tokens of a row"] = variant["tokens"]
-        if workload["geometry"] == "molmo2-4b":
+        if workload["geometry"].startswith("molmo2-4b"):
             paper = PAPER_SPEED_UPS.get((workload["mode"], frames), {}).get(variant["pruning_ratio"])
             figures |= {"speed-up in the paper": paper} if paper else {}
     if motion := variant.get("motion"):

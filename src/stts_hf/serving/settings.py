@@ -43,11 +43,11 @@ class ServingSettings(VerifyAndUpdateConfig):
         """Raises `ValueError` for what would silently compute something else."""
         from vllm.platforms import current_platform
 
-        if not current_platform.is_cpu():
+        model = vllm_config.model_config
+        if not current_platform.is_cpu() and not model.enforce_eager:
             raise ValueError(
-                f"STTS is served on CPUs only so far, and this is {current_platform.device_name}: the attention among "
-                "Molmo2's vision tokens is written for vLLM's CPU backend, and nothing else has been run on another. "
-                "On a GPU use the model in transformers, with `stts-hf predict` for many videos."
+                f"STTS is served on {current_platform.device_name} without CUDA graphs only, which replay tensors at "
+                "fixed addresses: a step's positions are laid out anew. Add --enforce-eager."
             )
         if vllm_config.speculative_config is not None:
             raise ValueError("STTS is not served with speculative decoding. Leave --speculative-config out.")
@@ -71,6 +71,14 @@ class Molmo2Settings(ServingSettings):
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         """As in `ServingSettings`."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            raise ValueError(
+                f"STTS on Molmo2 is served on CPUs only so far, and this is {current_platform.device_name}: the "
+                "attention among Molmo2's vision tokens is written for vLLM's CPU backend. On a GPU use the model in "
+                "transformers, with `stts-hf predict` for many videos; or serve Qwen3-VL."
+            )
         ServingSettings.verify_and_update_config(vllm_config)
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):

@@ -117,10 +117,21 @@ def test_what_would_compute_something_else_is_refused(changed, message):
         Molmo2Settings.verify_and_update_config(server_config(**changed))
 
 
-def test_a_gpu_is_refused(monkeypatch):
+def on_gpu(monkeypatch) -> None:
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_name="cuda"))
-    with pytest.raises(ValueError, match="on CPUs only so far, and this is cuda"):
-        ServingSettings.verify_and_update_config(server_config())
+
+
+def test_a_gpu_is_refused_for_molmo2_alone(monkeypatch):
+    on_gpu(monkeypatch)
+    with pytest.raises(ValueError, match="Molmo2 is served on CPUs only so far, and this is cuda"):
+        Molmo2Settings.verify_and_update_config(server_config())
+    ServingSettings.verify_and_update_config(server_config(model_config=SimpleNamespace(enforce_eager=True)))
+
+
+def test_cuda_graphs_are_refused(monkeypatch):
+    on_gpu(monkeypatch)
+    with pytest.raises(ValueError, match="Add --enforce-eager"):
+        ServingSettings.verify_and_update_config(server_config(model_config=SimpleNamespace(enforce_eager=False)))
 
 
 @pytest.mark.parametrize("num_before", [0, 3])

@@ -1,0 +1,111 @@
+"""Rows of checks: each says how far a path is from the reference, and a row that fails leaves the others alone."""
+
+import contextlib
+import gc
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .runner import RESULT, UNFINISHED
+
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """
+    run: relative errors of forward and gradients (None where there are none). tolerance: largest of both for a path
+    that computes the same. lacks: the kernel that is not here, or "".
+    """
+
+    name: str
+    dtype: torch.dtype
+    run: Callable[[], tuple[float, float | None]]
+    tolerance: tuple[float, float]
+    lacks: str = ""
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the whole tensor, in the 2-norm; NaN counts as infinite."""
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    error = ((found - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+    return error if error == error else float("inf")
+
+
+def run_checks(checks: Iterable[Check], device: torch.device, folder: Path, about: dict[str, Any]) -> None:
+    """Runs and writes them row by row."""
+    rows: list[dict[str, Any]] = []
+    result = {**about, "finished": False, "checks": rows}
+    for check in checks:
+        rows.append(run_check(check, device))
+        print(json.dumps(rows[-1]), flush=True)
+        (folder / UNFINISHED).write_text(json.dumps(result, indent=1) + "\n")
+    (folder / RESULT).write_text(json.dumps(result | {"finished": True}, indent=1) + "\n")
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    (folder / "README.md").write_text(page(result))
+
+
+def run_check(check: Check, device: torch.device) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": check.name, "dtype": NAMES[check.dtype], "state": "left out", "reason": check.lacks}
+    row["tolerance"] = check.tolerance
+    if check.lacks:
+        return row
+    started = time.perf_counter()
+    try:
+        forward, backward = check.run()
+        far = forward > check.tolerance[0] or (backward or 0.0) > check.tolerance[1]
+        row |= {"state": "differs" if far else "ok", "forward": forward, "backward": backward}
+    except Exception as error:  # whatever a kernel raises
+        row |= {"state": "failed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    row["seconds"] = time.perf_counter() - started
+    gc.collect()
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # of a context that a device-side assertion ended
+            torch.cuda.empty_cache()
+    return row
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    lines = ["| path | dtype | | forward | gradients | s |", "| --- | --- | --- | ---: | ---: | ---: |"]
+    for row in rows:
+        errors = [
+            f"{row[name]:.1e} ({most:g})" if row.get(name) is not None else ""
+            for name, most in zip(("forward", "backward"), row["tolerance"], strict=True)
+        ]
+        said = row["state"] + (f": {row['reason']}" if row.get("reason") else "")
+        cells = [row["name"], row["dtype"], said.replace("|", "\\|"), *errors, f"{row.get('seconds', 0):.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(result: dict[str, Any]) -> str:
+    return (
+        f"# {result['title']}\n\n{result['device']}. "
+        f"{', '.join(f'{name} {version}' for name, version in result['versions'].items())}.\n\n"
+        f"Relative errors (2-norm) against float32 on the CPU. In brackets "
+        "what a path that computes the same may have.\n\n"
+        f"{table(result['checks'])}\n"
+    )
+
+
+def describe(title: str, device: torch.device) -> dict[str, Any]:
+    """What a result says of itself; imports nothing that an older transformers lacks."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "flash-attn", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"title": title, "device": f"{device}: {where}", "versions": versions}
+
+
+def compute_exactly() -> None:
+    """No TF32: float32 on CUDA is compared with float32 on the CPU."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False

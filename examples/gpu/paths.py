@@ -1,0 +1,385 @@
+"""
+Part (a), second half: whole models by every path, forward and gradients, against float32 on the CPU.
+
+    python -m examples.gpu.paths --device cuda --size full FOLDER
+
+Which blocks go is the same in every path, so that rounding drops no others: half of all, and one frame whole.
+"""
+
+import contextlib
+import copy
+import ctypes
+import functools
+import importlib.util
+import resource
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stts_hf.benchmark.geometries import workload_inputs
+from stts_hf.benchmark.meters import peak_memory
+from stts_hf.benchmark.models import build_models
+from stts_hf.benchmark.presets import Workload
+from stts_hf.errors import in_halves
+from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, modules_of
+from stts_hf.modeling import attention_stts, tower_stts
+
+from .checks import Check, compute_exactly, describe, relative_error, run_checks
+from .options import parse
+
+CPU = torch.device("cpu")
+TINY = Workload("training", "tiny", 4, (0.5,), batch=2, text_tokens=16, timestamp_tokens=2)
+# So400M's width of heads, 72, and all of its 729 patches.
+FULL = replace(TINY, geometry="narrow-tower", frames=8)
+WORKLOADS = {
+    "tiny": {"molmo2": TINY, "qwen3_vl": replace(TINY, geometry="qwen3-vl-tiny", frames=8)},
+    "full": {"molmo2": FULL, "qwen3_vl": replace(TINY, geometry="qwen3-vl-small-long", frames=16)},
+}
+EMPTY = 2  # the frame that loses every block
+NEW_TOKENS = 8
+M_MMAP_THRESHOLD = -3  # of glibc
+# Operations that read a size from values. Values in CPU memory are checked there alone.
+WAITING = {"_local_scalar_dense", "item", "nonzero", "masked_select", "masked_scatter_backward", "repeat_interleave"}
+CHECKS_ON_CPU = {"check_finite", "check_video_inputs", "place_patches"}  # the last computes on the host
+# Largest relative errors of whole models; a wrong mask, position or frame gives 0.3 and more.
+TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.float16: (2e-2, 5e-2), torch.bfloat16: (1e-1, 2e-1)}
+CACHES = ("dynamic", "static", "offloaded", "offloaded_static")
+
+
+@dataclass
+class Reference:
+    """A model in float32 on the CPU, its inputs with labels, and what it computes."""
+
+    name: str
+    model: Any
+    inputs: dict[str, Any]
+    ranking: torch.Tensor
+
+    @functools.cached_property
+    def computed(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return compute(self.model, self.inputs)
+
+    @functools.cached_property
+    def tokens(self) -> torch.Tensor:
+        return generate(self.model, self.inputs)
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+        """The model again, and its inputs. Molmo2's grids stay on the host, as the processor leaves them."""
+        inputs = {
+            name: value if name == "video_grids" else value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in self.inputs.items()
+        }
+        return copy.deepcopy(self.model).to(device, dtype), inputs
+
+
+def make_reference(name: str, workload: Workload) -> Reference:
+    """Weights large enough that attention is far from uniform."""
+    model: Any = build_models(workload.geometry, torch.float32, CPU)[0].train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+    model.config.vision_config.pruning_ratio = workload.ratios[0]
+    inputs = workload_inputs(workload, model.config, CPU)
+    grids = model.model.plan_videos(inputs, workload.ratios[0]).grids
+    ranking = [torch.rand(frames, rows * columns, generator=generator) for frames, rows, columns in grids]
+    for of_video in ranking:
+        of_video[EMPTY] = -1
+    return Reference(name, model, inputs, torch.cat([of_video.flatten() for of_video in ranking]))
+
+
+@contextlib.contextmanager
+def dropping(reference: Reference, device: torch.device) -> Iterator[None]:
+    """Blocks go by the reference's ranking; scores still bias layer `l + 1`, so that gradients reach the scorer."""
+    ranking, select = reference.ranking.to(device), tower_stts.select_blocks
+    with mock.patch.object(tower_stts, "select_blocks", lambda _, grids, kept: select(ranking, grids, kept)):
+        yield
+
+
+def compute(model: Any, inputs: dict[str, Any], **call: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and the gradients of all weights."""
+    model.zero_grad(set_to_none=True)
+    output = model(**inputs, use_cache=False, **call)
+    output.loss.backward()
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return output.logits.detach(), gradients
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor that FSDP may have sharded."""
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def generate(model: Any, inputs: dict[str, Any], cache: str | None = None) -> torch.Tensor:
+    """New tokens, greedy; in float32 they are the same on every device."""
+    prompt = {name: value for name, value in inputs.items() if name != "labels"}
+    options = {} if cache in (None, "dynamic") else {"cache_implementation": cache}
+    model.eval()
+    output = model.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, **options)
+    new: torch.Tensor = output[:, inputs["input_ids"].shape[1] :]
+    return new.cpu()
+
+
+def no_change(model: Any) -> None:
+    pass
+
+
+def train_errors(
+    reference: Reference,
+    device: torch.device,
+    dtype: torch.dtype,
+    change: Callable[[Any], Any] = no_change,
+    with_gradients: bool = True,
+) -> tuple[float, float | None]:
+    """Of logits, and of all gradients together, of a model that `change` has changed in place."""
+    with dropping(reference, CPU):
+        logits, gradients = reference.computed
+    model, inputs = reference.on(device, dtype)
+    change(model)
+    with dropping(reference, device):
+        if not with_gradients:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                return relative_error(model(**inputs, use_cache=False).logits, logits), None
+        found, of_found = compute(model, inputs)
+    if gradients.keys() != of_found.keys():
+        raise AssertionError(f"other weights have gradients: {sorted(gradients.keys() ^ of_found.keys())[:3]}")
+    pairs = [torch.cat([of[name].flatten().cpu().float() for name in gradients]) for of in (of_found, gradients)]
+    return relative_error(found, logits), relative_error(*pairs)
+
+
+def with_attention(text: str, vision: str, model: Any) -> None:
+    model.config.text_config._attn_implementation = text
+    model.config.vision_config._attn_implementation = vision
+
+
+def with_checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def with_compiled_layers(backend: str, model: Any) -> None:
+    """As docs/behaviour.md says it."""
+    for part in (VISION_TOWER, LANGUAGE_MODEL):
+        for module in modules_of(model, part).values():
+            for layer in next(child for child in module.children() if isinstance(child, nn.ModuleList)):
+                layer.compile(fullgraph=True, backend=backend)
+
+
+def sharded_errors(reference: Reference, device: torch.device) -> tuple[float, float | None]:
+    """FSDP2 with one process: the language model's layers and the rest are sharded, gathered and reduced."""
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: Any) -> None:
+        mesh = torch.distributed.init_device_mesh(device.type, (1,))
+        for module in modules_of(model, LANGUAGE_MODEL).values():
+            for layer in next(child for child in module.children() if isinstance(child, nn.ModuleList)):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = f"file://{Path(folder, 'store')}"
+        torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
+        try:
+            return train_errors(reference, device, torch.float32, shard)
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+class NoStream(contextlib.nullcontext[None]):
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+
+def cache_errors(reference: Reference, device: torch.device, cache: str) -> tuple[float, None]:
+    """The share of new tokens that are others."""
+    with dropping(reference, CPU):
+        expected = reference.tokens
+    model, inputs = reference.on(device, torch.float32)
+    # A CPU has no streams: one that does nothing stands in, so that all else of an offloaded cache runs.
+    with dropping(reference, device), contextlib.ExitStack() as stack:
+        if device.type != "cuda":
+            stack.enter_context(mock.patch("torch.Stream", NoStream))
+            stack.enter_context(mock.patch("torch.cuda.default_stream", return_value=NoStream()))
+        found = generate(model, inputs, cache)
+    return (found != expected).float().mean().item(), None
+
+
+class Waiting(TorchDispatchMode):
+    """On a CPU: raises at an operation that would make the host wait for a device."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function.overloadpacket).removeprefix("aten.")
+        by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if (name in WAITING or by_mask) and not CHECKS_ON_CPU & {frame.name for frame in traceback.extract_stack()}:
+            raise AssertionError(f"{name} would wait for a device")
+        return function(*args, **(kwargs or {}))
+
+
+def run_without_sync(step: Callable[[], object], device: torch.device) -> None:
+    """Raises where the host waits for the device in a second `step`; the first may, while libraries load."""
+    if device.type != "cuda":
+        with mock.patch.object(attention_stts, "choose_backend", return_value="padded"), Waiting():
+            step()
+        return
+    step()
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def errors_without_sync(
+    reference: Reference, device: torch.device, dtype: torch.dtype, what: str
+) -> tuple[float, None]:
+    """Of what docs/behaviour.md says to force no sync: the tower alone, a prefill, or a training step."""
+    model, inputs = reference.on(device, dtype)
+    inputs = {name: value.cpu() if "video_grid" in name else value for name, value in inputs.items()}
+    plan = model.model.plan_videos(inputs, model.config.vision_config.pruning_ratio)
+    length = inputs["input_ids"].shape[1] - plan.num_blocks[0] + plan.num_kept[0]
+
+    def step() -> None:
+        if what == "tower":
+            model.model.get_video_features(**{name: inputs[name] for name in model.model.video_inputs})
+        elif what == "prefill":
+            prompt = {name: value for name, value in inputs.items() if name != "labels"}
+            with torch.no_grad():
+                model(**prompt, use_cache=True, pruned_length=length)
+        else:
+            model(**inputs, use_cache=False, pruned_length=length).loss.backward()
+
+    with dropping(reference, device):
+        run_without_sync(step, device)
+    return 0.0, None
+
+
+@contextlib.contextmanager
+def limited(device: torch.device, more: int) -> Iterator[None]:
+    """Lets allocations fail beyond so many bytes more than there are."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + more) / total, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def shortage_errors(device: torch.device) -> tuple[float, None]:
+    """A batch for which memory runs out is halved, as `predict` does it, and its rows are those of the whole batch."""
+    if device.type == "cpu":
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)  # what is freed goes back to the system
+    workload = replace(FULL, mode="inference", frames=2, batch=4)
+    model: Any = build_models(workload.geometry, torch.float32, device)[0].eval()
+    inputs = workload_inputs(workload, model.config, device)
+    calls: list[int] = []
+
+    @torch.no_grad()
+    def answer(rows: Sequence[int]) -> Sequence[torch.Tensor]:
+        calls.append(len(rows))
+        some = {}
+        for name, value in inputs.items():
+            per_row = len(value) // workload.batch
+            some[name] = torch.cat([value[row * per_row : (row + 1) * per_row] for row in rows])
+        patches = inputs["pixel_values_videos"].shape[1] * workload.frames
+        table, starts = some["video_token_pooling"], torch.tensor(rows, device=device)
+        own = (starts - torch.arange(len(rows), device=device)) * patches
+        own = own.repeat_interleave(len(table) // len(rows))[:, None]
+        some["video_token_pooling"] = torch.where(table < 0, table, table - own)
+        return list(model(**some, logits_to_keep=1).logits)
+
+    everything = range(workload.batch)
+    expected, most = peak_memory(partial(answer, everything), device)
+    _, least = peak_memory(partial(answer, everything[:1]), device)
+    calls.clear()
+    with limited(device, (most + least) // 2):
+        found = in_halves(answer, everything)
+    if len(calls) == 1:
+        raise AssertionError(f"no memory ran out: {most / 2**20:.0f} MiB of all rows, {least / 2**20:.0f} of one")
+    failed = [one for one in found if isinstance(one, MemoryError)]
+    if failed:
+        raise failed[0]
+    return relative_error(torch.stack(found), torch.stack(list(expected))), None  # type: ignore[arg-type]
+
+
+def checks(device: torch.device, size: str) -> Iterator[Check]:
+    # First, since on a CPU memory that was freed is there without being asked for.
+    yield Check("molmo2: out of memory, halved", torch.float32, partial(shortage_errors, device), (1e-4, 0.0))
+    for name, workload in WORKLOADS[size].items():
+        reference = make_reference(name, workload)
+        yield from (replace_name(name, check) for check in trained(reference, device))
+        for cache in CACHES:
+            run: Any = partial(cache_errors, reference, device, cache)
+            yield Check(f"{name}: generate, {cache} cache", torch.float32, run, (0.0, 0.0))
+        for what in ("tower", "prefill", "training") if name == "molmo2" else ("tower",):
+            for dtype in (torch.bfloat16, torch.float32):
+                run = partial(errors_without_sync, reference, device, dtype, what)
+                yield Check(f"{name}: no sync, {what}", dtype, run, (0.0, 0.0))
+
+
+def trained(reference: Reference, device: torch.device) -> Iterator[Check]:
+    """Forward and gradients."""
+    on_cuda, single, half = device.type == "cuda", torch.float32, (torch.float16, torch.bfloat16)
+    compiler = "inductor" if on_cuda else "aot_eager"  # without kernels, the graphs alone
+    ways: list[tuple[str, Callable[[Any], Any], tuple[torch.dtype, ...], str]] = [
+        ("sdpa", no_change, (single, *half) if on_cuda else half, ""),
+        ("eager", partial(with_attention, "eager", "eager"), (single,), ""),
+        ("gradient checkpointing", with_checkpointing, (single, torch.bfloat16), ""),
+        (f"layers compiled, {compiler}", partial(with_compiled_layers, compiler), (single, half[1])[: 1 + on_cuda], ""),
+    ]
+    of_flash = "" if on_cuda else "needs a CUDA device"
+    if not of_flash and importlib.util.find_spec("flash_attn") is None:
+        of_flash = "flash_attn is not installed"
+    text = "sdpa" if reference.name == "molmo2" else "flash_attention_2"  # Molmo2's mask is none of flash attention's
+    ways.append(("flash_attention_2", partial(with_attention, text, "flash_attention_2"), half, of_flash))
+    of_flex = "" if on_cuda else "needs a CUDA device: PyTorch has no backward pass of it on a CPU"
+    flex = partial(with_attention, "flex_attention", "sdpa")
+    ways.append(("flex_attention", flex, (single, torch.bfloat16), of_flex))
+    for name, change, dtypes, lacks in ways:
+        for dtype in dtypes:
+            run = partial(train_errors, reference, device, dtype, change)
+            yield Check(name, dtype, run, TOLERANCES[dtype], lacks)
+    if not on_cuda:
+        run = partial(train_errors, reference, device, single, flex, with_gradients=False)
+        yield Check("flex_attention, not compiled", single, run, TOLERANCES[single])
+    yield Check("FSDP2, one process", single, partial(sharded_errors, reference, device), TOLERANCES[single])
+
+
+def replace_name(backbone: str, check: Check) -> Check:
+    return replace(check, name=f"{backbone}: {check.name}")
+
+
+def main() -> None:
+    arguments = parse(__doc__)
+    compute_exactly()
+    chosen = (
+        check
+        for check in checks(arguments.device, arguments.size)
+        if not arguments.only or any(word in check.name for word in arguments.only)
+    )
+    run_checks(chosen, arguments.device, arguments.folder, describe("Whole models by every path", arguments.device))
+
+
+if __name__ == "__main__":
+    main()

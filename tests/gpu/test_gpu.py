@@ -1,0 +1,134 @@
+"""`make gpu`: its parts, its page, and the whole of it on a CPU."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from examples.gpu import __main__ as gpu
+from examples.gpu.checks import Check, relative_error, run_check
+from examples.gpu.page import PAPER, left_out, page, wrong
+from examples.gpu.runner import Outcome, Part
+from stts_hf.benchmark.presets import PRESETS
+from stts_hf.benchmark.report import PAPER_SPEED_UPS
+from tests.conftest import REPOSITORY
+
+RATIOS = (0.0, 0.3, 0.4, 0.5, 0.7)
+
+
+@pytest.mark.parametrize("size", ["tiny", "full"])
+def test_every_part_is_a_module_with_a_limit_under_nine_minutes(size):
+    parts = gpu.list_parts("cuda", size)
+    assert [part.letter for part in parts] == sorted(part.letter for part in parts)
+    for part in parts:
+        assert part.limit < 9 * 60
+        assert importlib.util.find_spec(part.command[2]) is not None
+
+
+@pytest.mark.parametrize(("memory", "geometry"), [(80e9, "molmo2-4b-short"), (140e9, "molmo2-4b")])
+def test_the_paper_s_shapes_are_measured(memory, geometry):
+    from examples.gpu.shapes import workloads
+
+    prompts, training = (workloads(name, "full", memory) for name in ("molmo2", "molmo2-training"))
+    for found, mode in ((prompts, "inference"), (training, "training")):
+        assert [(it.mode, it.frames * it.batch, it.ratios) for it in found] == [(mode, n, RATIOS) for n in (128, 256)]
+    assert {it.geometry for it in prompts} == {"molmo2-4b"}
+    assert {it.geometry for it in training} == {geometry}
+    assert {it.geometry for it in workloads("qwen", "full", memory)} == {"qwen3-vl-4b", "qwen3-vl-4b-low"}
+    assert all(it in PRESETS["tiny"].workloads or it.batch == 1 for it in workloads("molmo2", "tiny", 0))
+
+
+def test_the_numbers_of_the_paper_are_those_of_the_benchmark():
+    assert {key: ratios[0.5] for key, ratios in PAPER_SPEED_UPS.items()} == PAPER
+
+
+def cell(mode: str, batch: int, frames: int, seconds: float, status: str = "ok") -> dict:
+    def variant(ratio: float | None, taken: float, flops: int) -> dict:
+        found = {"pruning_ratio": ratio, "status": "ok", "peak_memory": 2**30}
+        return found | {"stages": {"total": {"seconds": [taken], "flops": flops}}}
+
+    workload = {"geometry": "molmo2-4b", "mode": mode, "batch": batch, "frames": frames, "selector": "scorer"}
+    stock = variant(None, 3.0, 170) | {"status": status}
+    return {"title": "title", "workload": workload, "variants": [stock, variant(0.5, seconds, 100)]}
+
+
+def test_the_page_puts_us_beside_the_paper_whatever_came_out():
+    parts = [Part(name, "b", "", [], 1.0) for name in ("molmo2", "molmo2-training", "paths")]
+    results: dict[str, dict[str, Any]] = {
+        "molmo2": {"finished": True, "cells": [cell("inference", 2, 64, 2.0), cell("inference", 1, 256, 4.0)]},
+        "molmo2-training": {"cells": [cell("training", 2, 64, 2.0, status="out of memory")]},
+    }
+    outcomes = [Outcome(parts[0], "ok", 5.0), Outcome(parts[1], "unfinished", 5.0, "stopped after 5 s")]
+    outcomes.append(Outcome(parts[2], "failed", 1.0, "ValueError: x"))
+    text = page(outcomes, results, "")
+    assert "| inference, 128 frames | 1.61x | 1.50x | 1.70x | 88% | 1.0 / 1.0 | title |" in text
+    assert "| inference, 256 frames | 2.22x | 0.75x |" in text
+    assert "| training, 128 frames | 1.62x | not measured |  |  | - / 1.0 | title |" in text
+    assert "| training, 256 frames | 2.25x | not measured |" in text
+    assert wrong(outcomes, results) == [
+        "molmo2-training: unfinished (stopped after 5 s)",
+        "paths: failed (ValueError: x)",
+    ]
+
+
+def test_a_check_that_differs_or_raises_is_a_row_of_its_own():
+    def fail() -> tuple[float, float]:
+        raise RuntimeError("no\nkernel")
+
+    def row(run) -> dict:
+        return run_check(Check("one", torch.float32, run, (0.1, 0.2)), torch.device("cpu"))
+
+    assert row(lambda: (0.05, 0.15))["state"] == "ok"
+    assert row(lambda: (0.15, None))["state"] == "differs"
+    assert row(lambda: (0.05, 0.25))["state"] == "differs"
+    assert row(fail)["reason"] == "RuntimeError: no kernel"
+    assert relative_error(torch.tensor([1.0, torch.nan]), torch.ones(2)) == float("inf")
+
+
+def test_a_path_that_computes_something_else_is_noticed():
+    """Other blocks dropped: far outside of what a path may have in any dtype."""
+    from examples.gpu import paths
+
+    cpu = torch.device("cpu")
+    reference = paths.make_reference("molmo2", paths.WORKLOADS["tiny"]["molmo2"])
+    forward, backward = paths.train_errors(reference, cpu, torch.float32, paths.with_checkpointing)
+    assert forward <= 1e-4
+    assert backward is not None
+    assert backward <= 1e-3
+    reference.ranking = reference.ranking.flip(0)  # `computed` stays
+    forward, backward = paths.train_errors(reference, cpu, torch.float32)
+    assert forward > 2 * paths.TOLERANCES[torch.bfloat16][0]
+    assert backward is not None
+    assert backward > 2 * paths.TOLERANCES[torch.bfloat16][1]
+
+
+@pytest.mark.parametrize("options", [["--device", "cuda"], ["--device", "cpu"], ["--size", "tiny", "--parts", "none"]])
+def test_what_cannot_be_is_refused(options, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main(options)
+    assert re.search("finds no CUDA device|SIZE=tiny|is none of kernels, paths", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_on_a_cpu(tmp_path):
+    """In about a minute of two quiet cores; nothing is left out but kernels, and vLLM where it is not installed."""
+    command = ["make", "gpu", "DEVICE=cpu", "SIZE=tiny", "INSTALL=0", "VENV=.none", f"PYTHON={sys.executable}"]
+    started = time.monotonic()
+    ran = subprocess.run([*command, f"RESULTS={tmp_path}"], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    print(f"{time.monotonic() - started:.0f} s\n", ran.stdout, ran.stderr)
+    assert ran.returncode == 0
+    assert "## Left out" in ran.stdout
+    parts = gpu.list_parts("cpu", "tiny")
+    found = {part.name for part in parts if (tmp_path / f"gpu-{part.name}" / "result.json").exists()}
+    assert {part.name for part in parts if part.name not in found and not part.lacks} == set()
+    results = {name: json.loads((tmp_path / f"gpu-{name}" / "result.json").read_text()) for name in found}
+    for line in left_out([], results):
+        assert re.search("flash_attention|flex_attention|torch_varlen", line)
+    assert {part.name for part in parts if part.lacks} <= {"molmo2-flex", "vllm"}
