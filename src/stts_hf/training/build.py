@@ -129,11 +129,13 @@ def load_data(config: TrainConfig, name: str) -> datasets.Dataset:
 
 
 def with_ids(rows: datasets.Dataset) -> datasets.Dataset:
-    """The rows, each with another `id`, since masks are kept by row. Raises `ValueError` where two are the same."""
+    """The rows, each with another `id`, since masks are kept by row: of several data sets some may be the same."""
     given = rows["id"] if "id" in rows.column_names else [None] * len(rows)
-    ids = [f"row {index}" if name is None else str(name) for index, name in enumerate(given)]
-    if twice := next((name for name, number in Counter(ids).items() if number > 1), None):
-        raise ValueError(f"two rows have the `id` {twice!r}. Give each row another")
+    seen, ids = Counter[str](), []
+    for index, name in enumerate(given):
+        name = f"row {index}" if name is None else str(name)
+        seen[name] += 1
+        ids.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return with_column(rows, "id", ids, "string")
 
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import datasets
 import pytest
 
 from stts_hf.data.rows import RowError
-from stts_hf.training.build import load_data, make_trainer, prepare
+from stts_hf.training.build import load_data, make_trainer, prepare, with_ids
 from stts_hf.training.config import load_config
 from tests.tiny import tiny_model
 from tests.training_files import row, write_config, write_data, write_rows
@@ -48,3 +49,8 @@ def test_a_file_that_is_no_video_is_found_before_the_training(files, tmp_path):
         with pytest.raises(RowError, match=r"Row 'broken': .*broken.mp4'"):
             prepare(load_config(config, [f"--eval_data={broken}", setting]), progress=False)
     prepare(load_config(config, [f"--eval_data={broken}", "--check_headers=false"]), progress=False)
+
+
+def test_rows_of_several_data_sets_get_ids_that_differ():
+    rows = datasets.Dataset.from_dict({"id": ["a", None, "a", "row 1"], "question": ["?"] * 4})
+    assert list(with_ids(rows)["id"]) == ["a", "row 1", "a (2)", "row 1 (2)"]

@@ -1,0 +1,142 @@
+"""One scorer fitted to answers on a frozen checkpoint, and its answers beside those of cosine: minutes, not a study.
+
+    python -m examples.study.pilot fit hub_configs/stts-tiny outputs/pilot outputs/distracted outputs/calm
+    python -m examples.study.pilot ask outputs/pilot/best outputs/distracted --output outputs/marks.json
+
+It is for choosing settings and for docs/worth.md; `python -m examples.study run` compares methods over seeds.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset
+
+from stts_hf.data.collator import STTSDataCollator
+from stts_hf.data.encoding import Encoded, encode
+from stts_hf.data.loading import load_rows
+from stts_hf.data.rows import read_row
+from stts_hf.evaluation.evaluate import evaluate
+from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
+from stts_hf.training.arguments import STTSTrainingArguments
+from stts_hf.training.build import renew_scorer
+from stts_hf.training.trainer import STTSTrainer
+
+from .data import load_processor, read_questions, write_json
+
+FRAMES, FPS = 16, 4.0
+BATCH = 16
+AT_CHANCE = ("long-half", "count")
+
+
+class Clips(Dataset):
+    """The conversations about videos of a split, decoded once. tag: goes before their ids."""
+
+    def __init__(self, file: Path, processor: Any, most: int | None = None) -> None:
+        rows = [row for row in load_rows(file) if row.get("videos")][:most]
+        self.samples = [encode(processor, read_row(row)) for row in rows]
+        for sample in self.samples:
+            sample.id = f"{file.parent.name}-{sample.id}"
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Encoded:
+        return self.samples[index]
+
+
+def fit(base: Path, output: Path, datasets: list[Path], epochs: float) -> None:
+    """Fits a new scorer; keeps the weights with the least answer loss on validation clips in `output/best`."""
+    processor = processor_of(base)
+    model: Any = STTSForConditionalGeneration.from_pretrained(
+        base, selector="scorer", scorer_target="answers", score_bias=False
+    )
+    renew_scorer(model, 0)
+    rows, others = (
+        ConcatDataset([Clips(folder / f"{split}_conversations.jsonl", processor, most) for folder in datasets])
+        for split, most in (("train", None), ("validation", 48))
+    )
+    steps = max(len(rows) // BATCH, 1)
+    arguments = STTSTrainingArguments(
+        output_dir=str(output),
+        scorer_only=True,
+        freeze=["language_model", "vision_tower", "connector"],
+        learning_rates={"scorer": 1e-3},
+        num_train_epochs=epochs,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        weight_decay=0.05,
+        logging_steps=steps,
+        eval_strategy="steps",
+        eval_steps=2 * steps,
+        save_strategy="steps",
+        save_steps=2 * steps,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        seed=0,
+    )
+    collator = STTSDataCollator(processor, model_config=model.config, return_ids=True)
+    trainer = STTSTrainer(
+        model, arguments, train_dataset=rows, eval_dataset=others, data_collator=collator, processing_class=processor
+    )
+    trainer.train(resume_from_checkpoint=any(output.glob("checkpoint-*")) or None)
+    trainer.save_model(str(output / "best"))
+
+
+def ask(checkpoint: Path, dataset: Path, num_clips: int, ratios: list[float], output: Path) -> None:
+    """Asks about test clips by the scorer and by cosine, and writes a mark for each question; prints shares right."""
+    rows = [row for row in read_questions(dataset, without_options=True) if row.get("videos")]
+    clips = set(list(dict.fromkeys(row["clip"] for row in rows))[:num_clips])
+    rows = [row | {"media_root": str(dataset)} for row in rows if row["clip"] in clips and row["type"] not in AT_CHANCE]
+    marks: dict[str, Any] = {"clips": [row["clip"] for row in rows]}
+    for selector in ("scorer", "cosine"):
+        model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, selector=selector).eval()
+        for ratio in ratios:
+            answers = evaluate(model, processor_of(checkpoint), rows, pruning_ratio=ratio, batch_size=32)
+            found = {answer["id"]: answer["right"] for answer in answers}
+            right = "".join(str(int(found[row["id"]])) for row in rows)
+            marks[f"{selector} {ratio:g}"] = right
+            print(
+                f"{dataset.name}, {selector}, {ratio:.0%} dropped: {right.count('1') / len(right):.1%} right",
+                flush=True,
+            )
+    write_json(output, marks)
+
+
+def processor_of(checkpoint: Path) -> Any:
+    processor = load_processor(checkpoint)
+    processor.video_processor.num_frames, processor.video_processor.max_fps = FRAMES, FPS
+    return processor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    fitting = commands.add_parser("fit")
+    fitting.add_argument("base", type=Path)
+    fitting.add_argument("output", type=Path)
+    fitting.add_argument("datasets", type=Path, nargs="+")
+    fitting.add_argument("--epochs", type=float, default=24)
+    asking = commands.add_parser("ask")
+    asking.add_argument("checkpoint", type=Path)
+    asking.add_argument("dataset", type=Path)
+    asking.add_argument("--clips", type=int, default=120)
+    asking.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9])
+    asking.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.command == "fit":
+        fit(arguments.base, arguments.output, arguments.datasets, arguments.epochs)
+    else:
+        ask(arguments.checkpoint, arguments.dataset, arguments.clips, arguments.ratios, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
