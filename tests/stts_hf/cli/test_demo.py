@@ -58,11 +58,11 @@ def test_a_port_that_is_taken_is_refused(capsys, monkeypatch):
 @pytest.mark.slow
 def test_sigterm_amid_an_answer_ends_it_without_an_abort(tmp_path):
     gradio_client = pytest.importorskip("gradio_client", reason=WITHOUT_GRADIO)
-    video = write_clip(tmp_path / "long.mp4", 200, fps=10)
+    video = write_clip(tmp_path / "long.mp4", 300, fps=10)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["-m", "stts_hf.cli.main", "demo", "--checkpoint", str(TINY), "--port", str(port), "--num-frames", "64"]
+    command = ["-m", "stts_hf.cli.main", "demo", "--checkpoint", str(TINY), "--port", str(port), "--num-frames", "300"]
     with subprocess.Popen(
         [sys.executable, *command], stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
     ) as served:
@@ -72,9 +72,9 @@ def test_sigterm_amid_an_answer_ends_it_without_an_abort(tmp_path):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
             time.sleep(0.1)
-        client = gradio_client.Client(f"http://127.0.0.1:{port}", verbose=False)
-        client.submit("What happens?", gradio_client.handle_file(video), 0, "scorer", api_name="/ask")
-        time.sleep(1)
+        for client in [gradio_client.Client(f"http://127.0.0.1:{port}", verbose=False) for _ in range(2)]:
+            client.submit("What happens?", gradio_client.handle_file(video), 0, "scorer", api_name="/ask")
+        time.sleep(0.8)  # the video is being read
         served.terminate()
         said = served.stderr.read()
         assert served.wait(60) == 0, said
