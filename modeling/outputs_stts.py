@@ -43,7 +43,7 @@ class PruningHead(STTSGeneration):
     config: Any
     lm_head: nn.Linear
     named_arguments: ClassVar[frozenset[str]]  # of `forward`; the others are the loss's
-    accepts_loss_kwargs = True  # `Trainer` passes `num_items_in_batch`, which native Molmo2 and Qwen would not use
+    accepts_loss_kwargs = True  # `Trainer` passes `num_items_in_batch`, which native models do not use
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

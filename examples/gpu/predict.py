@@ -36,7 +36,7 @@ SIZES: dict[str, tuple[int, float, tuple[int, int], int, int, int]] = {
 
 def make_model(size: str, device: torch.device) -> tuple[Any, Any]:
     """The tiny checkpoint; or Molmo2-4B's sizes with its tokenizer, random weights and 64 frames of 378 pixels."""
-    processor: Any = STTSProcessor.from_pretrained(TINY)
+    processor: Any = STTSProcessor.from_pretrained(TINY, trust_remote_code=False)
     if size == "tiny":
         tiny: Any = STTSForConditionalGeneration.from_pretrained(TINY)
         return tiny.to(device).eval(), processor

@@ -104,9 +104,10 @@ def test_what_is_known_to_lack_something_is_not_started(tmp_path):
 
 def test_control_c_ends_the_part(tmp_path):
     code = f"""
-import sys
+import signal, sys
 from pathlib import Path
 from examples.gpu.runner import Part, run_parts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[-1], 'pid').write_text(str(os.getpid())); time.sleep(60)"
 part = Part("one", "a", "", [sys.executable, "-c", code], 60.0)
 run_parts([part], Path({str(tmp_path)!r}), 60.0, {{}}, print)

@@ -44,11 +44,6 @@ def test_train_and_eval_give_the_same_loss(inputs, mode):
     assert torch.equal(model.train(mode == "train")(**inputs).loss, expected)
 
 
-def test_the_loss_is_not_divided_by_items_in_the_batch(inputs):
-    model = tiny_model()
-    assert model.accepts_loss_kwargs is False
-
-
 @pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
 def test_mixed_precision_stays_near_full_precision(inputs, packing):
     model = tiny_model(tiny_config(packing=packing)).train()
