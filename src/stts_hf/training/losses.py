@@ -41,8 +41,8 @@ def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tenso
 
 def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool = True) -> torch.Tensor:
     """
-    Denominators of a batch's losses, (3,) float32: predicted label tokens, blocks in frames `t >= 1`, and rows, if the
-    batch has videos. backbone: the model without a head. with_labels: False counts 0 labels, for a run that does not
+    Denominators of a batch's losses, (3,) float32: predicted label tokens, blocks in frames `t >= 1`, and rows with
+    videos and labels. backbone: the model without a head. with_labels: False counts 0 labels, for a run that does not
     learn them. Raises `ValueError` without labels otherwise.
     """
     labels = predicted_labels(batch, backbone.num_axes).sum() if with_labels else torch.tensor(0)
@@ -50,9 +50,10 @@ def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool
     if grids is not None:
         side = getattr(backbone.config.vision_config, "spatial_merge_size", 1)  # of those that count patches
         blocks = ((grids[:, 0] - 1) * (grids[:, 1] // side) * (grids[:, 2] // side)).sum()
-    ids = batch.get("input_ids")
-    rows = torch.full_like(blocks, 0 if ids is None or grids is None else len(ids))
-    return torch.stack([labels.to(blocks.device), blocks, rows]).float()
+    rows, ids, given = torch.zeros_like(blocks), batch.get("input_ids"), batch.get("labels")
+    if grids is not None and ids is not None and given is not None:
+        rows = (backbone.find_placeholders(ids, batch.keys())[0].any(-1) & (given != -100).any(-1)).sum()
+    return torch.stack([labels.to(blocks.device), blocks, rows.to(blocks.device)]).float()
 
 
 class PruningMetrics:

@@ -394,6 +394,8 @@ def row_keys(inputs: Mapping[str, Any], ids: Sequence[str] | None) -> list[str]:
     where the collator gives no ids, or other than one for each row.
     """
     rows = inputs["input_ids"]
+    if ids is not None and len(ids) == len(rows) - 1:  # the collator's `always_video` has added a black one
+        ids = [*ids, "<empty video>"]
     if ids is None or len(ids) != len(rows):
         raise ValueError(
             f"`scorer_target` is 'answers', which keeps masks by row, but a batch of {len(rows)} rows has "

@@ -153,7 +153,8 @@ def lora(folder: Path) -> dict[str, Any]:
 def scorer_only(folder: Path) -> dict[str, Any]:
     """And rows that wait for an answer, of which each process writes its share."""
     model = tiny_model(tiny_config(pruning_ratio=0.5, model_overrides=ANSWERS))
-    run = make(folder, model=model, max_steps=4, freeze=list(PARTS[:3]), scorer_only=True, num_masks=4, mask_rounds=1)
+    options: dict[str, Any] = {"scorer_only": True, "num_masks": 4, "mask_rounds": 1, "data_collator": Named()}
+    run = make(folder, model=model, max_steps=4, freeze=list(PARTS[:3]), **options)
     run.train()
     folder.mkdir(exist_ok=True)
     write_clip(folder / f"clip-{os.environ.get('RANK', '0')}.mp4", 10, fps=5)
