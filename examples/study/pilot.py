@@ -53,10 +53,8 @@ def fit(base: Path, output: Path, datasets: list[Path], epochs: float) -> None:
         base, selector="scorer", scorer_target="answers", score_bias=False
     )
     renew_scorer(model, 0)
-    rows, others = (
-        ConcatDataset([Clips(folder / f"{split}_conversations.jsonl", processor, most) for folder in datasets])
-        for split, most in (("train", None), ("validation", 48))
-    )
+    rows: Any = ConcatDataset([Clips(folder / "train_conversations.jsonl", processor) for folder in datasets])
+    validation = [Clips(folder / "validation_conversations.jsonl", processor, 48) for folder in datasets]
     steps = max(len(rows) // BATCH, 1)
     arguments = STTSTrainingArguments(
         output_dir=str(output),
@@ -84,7 +82,12 @@ def fit(base: Path, output: Path, datasets: list[Path], epochs: float) -> None:
     )
     collator = STTSDataCollator(processor, model_config=model.config, return_ids=True)
     trainer = STTSTrainer(
-        model, arguments, train_dataset=rows, eval_dataset=others, data_collator=collator, processing_class=processor
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=ConcatDataset(validation),
+        data_collator=collator,
+        processing_class=processor,
     )
     trainer.train(resume_from_checkpoint=any(output.glob("checkpoint-*")) or None)
     trainer.save_model(str(output / "best"))
