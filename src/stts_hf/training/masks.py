@@ -1,7 +1,7 @@
 """Keep masks of rows and the answer losses under them, and the files that hold them."""
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,16 @@ class MaskStore:
         self.unit: float | None = None
         self.masks: dict[str, list[Masks]] = {}  # by round
         folder.mkdir(parents=True, exist_ok=True)
-        self.reload()
-        self.file = open_lines(folder / FILES.format(process))
+        self._read(folder.glob(FILES.format("*")))
+        self.path = folder / FILES.format(process)
+        self.file = open_lines(self.path)
 
     def reload(self) -> None:
-        """Reads the files of all processes, of which others may have grown."""
-        for path in sorted(self.folder.glob(FILES.format("*"))):
+        """Reads the files of other processes again, which may have grown."""
+        self._read(path for path in self.folder.glob(FILES.format("*")) if path != self.path)
+
+    def _read(self, paths: Iterable[Path]) -> None:
+        for path in sorted(paths):
             try:
                 for entry in read_lines(path)[0]:
                     if entry["identity"] == self.identity and "unit" in entry:
