@@ -45,7 +45,7 @@ class AttentionSpans:
 
     @classmethod
     def of_lengths(cls, lengths: list[int], device: torch.device) -> "AttentionSpans":
-        """Spans of so many patches each, which are queries and keys."""
+        """Consecutive spans of these lengths in patches; every patch is a query and a key."""
         runs, start = [torch.zeros(1, dtype=torch.int64, device=device)], 0
         for length, same in itertools.groupby(lengths):  # made on the device: a copy would force a sync
             number = len(list(same))

@@ -21,7 +21,7 @@ NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf
 @dataclass(frozen=True)
 class Check:
     """
-    run: relative errors of forward and gradients (None where there are none). tolerance: largest of both for a path
+    run: relative errors of forward and gradients (None if there are none). tolerance: largest of both for a path
     that computes the same. lacks: the kernel that is not here, or "".
     """
 

@@ -131,7 +131,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `StudyError` where there is none."""
+    """The JSON object in a file. Raises `StudyError` if there is none."""
     if not path.is_file():
         raise StudyError(f"there is no {path}")
     try:

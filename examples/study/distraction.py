@@ -28,7 +28,7 @@ FLAKES = 48  # of snow along the frame's side; twice as many grains
 class Look:
     """
     How scenes look. strength: of distraction, 0 for none at all, 1 for all of it; each clip then has two or three of
-    `kinds` (all of the style's where there are none). style: "plain" or "other". photographs: the share of clips that
+    `kinds` (all of the style's if there are none). style: "plain" or "other". photographs: the share of clips that
     stand before one. Raises `ValueError` for what is not among these.
     """
 

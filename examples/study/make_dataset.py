@@ -129,7 +129,7 @@ def compose_split(
 
 
 def read_about(folder: str | os.PathLike) -> dict[str, Any]:
-    """`dataset.json` of a data set. Raises `ValueError` where there is none, or one of another version."""
+    """`dataset.json` of a data set. Raises `ValueError` if there is none, or one of another version."""
     file = Path(folder) / "dataset.json"
     try:
         about = json.loads(file.read_text(encoding="utf-8"))

@@ -86,11 +86,11 @@ class Results:
         return [mask for mask in masks if mask.any()]
 
     def accuracy(self, answers: Answers, column: str = AVERAGE, look: str = MAIN) -> Interval | None:
-        """Right answers in percent; None where there are none."""
+        """Right answers in percent; None if there are none."""
         return self.combine([(1, answers)], column, look)
 
     def difference(self, first: Answers, second: Answers, column: str = AVERAGE, look: str = MAIN) -> Interval | None:
-        """By how many points `first` is above `second`, over the seeds that both have; None where there are none."""
+        """By how many points `first` is above `second`, over the seeds that both have; None if there are none."""
         return self.combine([(1, first), (-1, second)], column, look)
 
     def combine(self, terms: Iterable[tuple[int, Answers]], column: str, look: str = MAIN) -> Interval | None:

@@ -37,7 +37,7 @@ class Thing:
     light), which no question calls by name; `radius` is half its side.
 
     It is at `start` at time 0 and moves by `velocity` a second, while `moving` (always where that is None). It is seen
-    within the intervals `[from, to)` of `shown` (always where there are none), and has the colour `later` from
+    within the intervals `[from, to)` of `shown` (always if there are none), and has the colour `later` from
     `changes_at` on. casts: a shadow.
     """
 

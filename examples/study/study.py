@@ -249,7 +249,7 @@ def _option(name: str) -> str:
 
 
 def read_settings(folder: Path) -> Settings:
-    """The settings of the study in `folder`. Raises `StudyError` where there is none, or one of another version."""
+    """The settings of the study in `folder`. Raises `StudyError` if there is none, or one of another version."""
     content = read_object(folder / SETTINGS)
     if (number := content.pop("format", None)) != FORMAT:
         raise StudyError(f"{folder / SETTINGS} is of format {number}, not {FORMAT}: begin a study in another folder")

@@ -15,7 +15,7 @@ _WRAPPERS = re.compile(
 
 
 def find_backbone(model: nn.Module) -> tuple[str, Any]:
-    """Returns the name and module of the headless model inside `model`. Raises `ValueError` where there is none."""
+    """Returns the name and module of the headless model inside `model`. Raises `ValueError` if there is none."""
     for name, module in model.named_modules():
         if hasattr(type(module), "parts"):  # that of remote code is no subclass of this package's `PruningBackbone`
             return name, module

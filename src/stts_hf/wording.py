@@ -1,11 +1,26 @@
-"""Words that several rooms use: shares as percentages, and what a misspelt name may have meant."""
+"""Words that several rooms use: shares, which people write in three ways, and what a misspelt name may have meant."""
 
+import argparse
 from collections.abc import Iterable
 
 
 def percent(share: float) -> str:
     """Such as "50%" of 0.5, and "0.4%" of 0.004, which is not "0%"."""
     return f"{100 * share:g}%"
+
+
+def share(text: str) -> float:
+    """A share as people write it: 0.5, 0,5 or 50%. Raises `argparse.ArgumentTypeError`."""
+    number = text.strip().replace(",", ".")
+    try:
+        value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is {text!r}, but must be a share such as 0.5 or 50%") from None
+    if not 0 <= value <= 1:  # NaN is not either
+        raise argparse.ArgumentTypeError(
+            f"is {text}, but must be a share from 0 (drop nothing) to 1 (drop all), as 0.5 or 50%"
+        )
+    return value
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -1,7 +1,11 @@
 """Loading a checkpoint by this package's code. Code that lies in the checkpoint never runs."""
 
+import ctypes
+import glob
 import os
+import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +16,9 @@ from .files import check_folder, raise_findings, read_json, usable
 if TYPE_CHECKING:  # imports models
     from .families import Family
 
+# Of which a machine has at least one where PyTorch may find a CUDA GPU: Linux's, Jetson's, WSL's, and ROCm's.
+_OF_DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia")
+_NO_GPU = "device {} cannot be used here: PyTorch finds no CUDA GPU; use cpu or auto"
 _OF_DOWNLOADS = {"token", "cache_dir", "local_files_only"}  # among the options of `from_pretrained`
 
 
@@ -36,13 +43,12 @@ def check_has_config(folder: Path) -> None:
     """Raises `ValueError` for a folder that is no checkpoint, whatever else lies in it."""
     if not os.path.lexists(folder / "config.json"):
         raise ValueError(
-            f"checkpoint {folder} has no config.json, so it is none: name a checkpoint's folder, or make one with "
-            "stts-hf convert"
+            f"checkpoint {folder} has no config.json: name a checkpoint's folder, or make one with stts-hf convert"
         )
 
 
 def check_on_hub(name: str, revision: str | None) -> None:
-    """Asks the Hub once for a repository that is not in the cache. Raises `ValueError` where there is none."""
+    """Asks the Hub once for a repository that is not in the cache. Raises `ValueError` if there is none."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
     from huggingface_hub.utils import httpx
@@ -62,14 +68,30 @@ def check_on_hub(name: str, revision: str | None) -> None:
     raise ValueError(f"checkpoint {name} is not a folder, and {reason}: pass a checkpoint's folder or user/name")
 
 
+def check_device(name: str) -> None:
+    """Raises `ValueError` for a CUDA device on a machine that surely has none. Does not load PyTorch."""
+    has_driver = sys.platform != "linux" or any(map(glob.glob, _OF_DRIVERS))
+    if name.startswith("cuda") and ("+cpu" in version("torch") or not (has_driver or _loads("libcuda.so.1"))):
+        raise ValueError(_NO_GPU.format(name))
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 def choose_device(name: str) -> Any:
     """Returns the `torch.device`, the fastest there is for "auto". Raises `ValueError` for one that is not there."""
+    check_device(name)
     import torch
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {name} cannot be used here: PyTorch finds no CUDA GPU; use cpu or auto")
+        raise ValueError(_NO_GPU.format(name))
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

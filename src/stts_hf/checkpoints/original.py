@@ -48,7 +48,7 @@ _FIXED_PRUNING_SETTINGS: dict[str, Any] = {
 
 
 def load_original_config(folder: Path | str) -> dict:
-    """The `model` section of the checkpoint's `config.yaml`. Raises `ValueError` where there is none."""
+    """The `model` section of the checkpoint's `config.yaml`. Raises `ValueError` if there is none."""
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{path} is missing: an original training checkpoint has one beside its weights.")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import check_writable, count, share
+from stts_hf.cli.options import check_writable, count, device_name
 from stts_hf.cli.progress import note
 from stts_hf.selectors import SELECTORS
-from stts_hf.wording import did_you_mean
+from stts_hf.wording import did_you_mean, share
 
 DEFAULT_PRESET = "tiny"
 OUTPUTS = Path("outputs", "bench")  # default folder of every other preset
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (_, argument) in AXES.items():
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", **argument)
     parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds of each workload (default: 3 or 4)")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
+    parser.add_argument("--device", type=device_name, default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
 
 
 def preset_name(text: str) -> str:

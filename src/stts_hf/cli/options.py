@@ -10,6 +10,7 @@ from typing import Any
 
 from stts_hf.cli.errors import CommandError
 from stts_hf.selectors import SELECTORS
+from stts_hf.wording import share
 
 
 def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], needs: str) -> Callable[[str], Any]:
@@ -25,17 +26,18 @@ def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], needs: s
 
 count = _number(int, lambda value: value >= 1, "at least 1")
 natural = _number(int, lambda value: value >= 0, "at least 0")
-_share = _number(float, lambda value: 0 <= value <= 1, "a share from 0 (drop nothing) to 1 (drop all), as 0.5 or 50%")
 positive = _number(float, lambda value: 0 < value < math.inf, "above 0")
 
 
-def share(text: str) -> float:
-    """A share as people write it: 0.5, 0,5 or 50%."""
-    number = text.strip().replace(",", ".")
+def device_name(text: str) -> str:
+    """A device as PyTorch names it; a CUDA GPU is refused if there is none."""
+    from stts_hf.checkpoints.loading import check_device
+
     try:
-        return _share(str(float(number[:-1]) / 100) if number.endswith("%") else number)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"is {text!r}, but must be a share such as 0.5 or 50%") from None
+        check_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 # As in `modeling/video_reading_stts.py`, which imports PyTorch.
@@ -69,7 +71,9 @@ def add_model_options(
         action="store_true",
         help="sample 1 / (1 - K) times as many frames, for the same number of tokens",
     )
-    parser.add_argument("--device", default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ...")
+    parser.add_argument(
+        "--device", type=device_name, default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ..."
+    )
     parser.add_argument(
         "--dtype",
         default="auto",

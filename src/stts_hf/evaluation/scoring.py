@@ -31,7 +31,7 @@ def is_right(written: str, row: Mapping[str, Any]) -> bool:
 def find_choice(written: str, options: Sequence[Any]) -> int | None:
     """
     Which option was chosen, from 0: the one whose letter was written, alone ("B", "(b)", "B.") or in front of more
-    ("B. left"), or else the one whose text was; after "The answer is" or not. None where that is none: a sentence that
+    ("B. left"), or else the one whose text was; after "The answer is" or not. None if neither fits: a sentence that
     begins with the word "A" chooses nothing, and so do several letters.
     """
     text = written.strip(_AROUND)

@@ -52,7 +52,7 @@ def connect(address: str | None = None) -> Iterator[list[dict[str, float]]]:
     `{"CPU": 16.0, "GPU": 1.0}`.
 
     address: `host:port` of a cluster, "auto" for the one that runs on this machine, "local" to start one. By default
-    `RAY_ADDRESS`, else "local". Raises `ValueError` where there is none at the address.
+    `RAY_ADDRESS`, else "local". Raises `ValueError` if there is none at the address.
     """
     import ray
     import ray.data

@@ -25,7 +25,7 @@ from stts_hf.modeling.settings_stts import Packing, PositionRule, ScoreRescaling
 from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments, setting
 from stts_hf.versions import __version__
-from stts_hf.wording import did_you_mean
+from stts_hf.wording import did_you_mean, share
 
 logger = logging.get_logger(__name__)
 
@@ -167,6 +167,7 @@ class TrainConfig:
 
 ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
 MAPPINGS = {"attn_implementation", *STTSTrainingArguments._VALID_DICT_FIELDS}
+SHARES = {"pruning_ratio", "pruning_ratio_range"}  # may be written 50% or 0,5
 # Defaults of a run that differ from those of `TrainingArguments`.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
 AT_LEAST_ONE = {
@@ -235,6 +236,9 @@ def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     prog = "stts-hf train CONFIG"
     parser = _Parser(ARGUMENT_CLASSES, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
     parser.set_defaults(**dict.fromkeys(known))
+    for action in parser._actions:  # noqa: SLF001
+        if action.dest in SHARES:
+            action.type = share
     try:
         found, unknown = parser.parse_known_args([*words_of(Path(file)), *overrides])
         given = {name: value for name, value in vars(found).items() if value not in (None, "null", ["null"])}

@@ -124,7 +124,7 @@ def decoded_frames(video: Any, given: Any, name: str, samples: bool) -> tuple[to
 
 
 def one_each(metadata: Any, num_videos: int) -> list[Any]:
-    """The metadata of each video, `None` where there is none."""
+    """The metadata of each video, `None` if there is none."""
     if metadata is None:
         return [None] * num_videos
     entries = metadata if isinstance(metadata, list) else [metadata]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,9 @@ WRONG = {
     "a folder to check that is not there": (["doctor", "gone"], "is not a folder"),
     "a folder to push that is not there": (["push", "gone", "user/name"], "is not a folder"),
 }
+if not any(Path("/dev").glob("nvidia*")):
+    for command in (ASK, ["bench"], ["demo", "--port", "0"], ["predict", "clip.mp4", "--prompt", "What?"]):
+        WRONG[f"a GPU for {command[0]}"] = ([*command, "--device", "cuda:1"], "PyTorch finds no CUDA GPU")
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,16 @@ def test_numbers_mean_what_they_say(load, text, value):
     assert load(SMALLEST + "save_strategy: no\n").training.save_strategy == "no"
 
 
+@pytest.mark.parametrize("text", ["0.5", "0,5", "50%", "5e-1"])
+def test_shares_are_written_as_on_the_command_line(load, text):
+    assert load(SMALLEST + f"pruning_ratio: {text}\n").model.pruning_ratio == 0.5
+    assert load(SMALLEST, "--pruning_ratio", text).model.pruning_ratio == 0.5
+    assert load(SMALLEST + f"pruning_ratio_range: [{text.replace(',', '.')}, 90%]\n").training.pruning_ratio_range == [
+        0.5,
+        0.9,
+    ]
+
+
 def test_lists_are_taken_on_the_command_line_and_in_the_file(load):
     text = SMALLEST.replace("rows.jsonl", "[a.jsonl, b.jsonl]") + "freeze: []\nreport_to: [tensorboard]\n"
     config = load(text)
@@ -52,6 +62,15 @@ MISTAKES = {
     "resume in the file": ("resume_from_checkpoint: x\n", "`resume_from_checkpoint`"),
     "unknown part": ("learning_rates:\n  scorr: 1e-4\n", "`learning_rates` names 'scorr'"),
     "token": ("hub_token: hf_secret\n", "`hub_token`"),
+    "a share above 1": (
+        "pruning_ratio: 50\n",
+        "--pruning-ratio: is 50, but must be a share from 0 (drop nothing) to 1",
+    ),
+    "a word for a share": (
+        "pruning_ratio: half\n",
+        "--pruning-ratio: is 'half', but must be a share such as 0.5 or 50%",
+    ),
+    "NaN in a range": ("pruning_ratio_range: [30%, nan]\n", "--pruning-ratio-range: is nan"),
     "key twice": ("output_dir: b\n", "`output_dir` is given twice"),
     "nested too deeply": (f"fsdp_config: {'[' * 3000}\n", "run.yaml"),
     "two limits": ("pack_to: 9\nmax_length: 8\n", "`max_length`"),
