@@ -1,4 +1,4 @@
-"""Prints the table of docs/reliability.md: what was tried, what came of it, the worst seconds and memory of a file.
+"""Prints what came of each kind of file, with the worst seconds and memory; docs/reliability.md has the sums.
 
 OMP_NUM_THREADS=1 python -m tests.corpus.report
 """
