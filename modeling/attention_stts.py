@@ -182,12 +182,7 @@ def fold_bias_into_keys(
 
 
 def frame_by_frame(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: AttentionSpans,
-    scaling: float,
-    dropout: float = 0.0,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: AttentionSpans, scaling: float, dropout: float
 ) -> torch.Tensor:
     """One call per frame: on a CPU faster than masked bins, since no masked product is ever computed."""
     lengths_q, lengths_k = spans.cu_seqlens_q.diff().tolist(), spans.cu_seqlens_k.diff().tolist()
@@ -203,12 +198,7 @@ def frame_by_frame(
 
 
 def padded_frames(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: AttentionSpans,
-    scaling: float,
-    dropout: float = 0.0,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: AttentionSpans, scaling: float, dropout: float
 ) -> torch.Tensor:
     """One call for all frames, padded to `max_seqlen` and masked: no size depends on the frames' lengths."""
     num_queries, bounds, longest = query.shape[0], spans.cu_seqlens_q, spans.max_seqlen

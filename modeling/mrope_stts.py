@@ -130,28 +130,21 @@ class MropeBackbone(PruningBackbone):
 
     def merge(self, call: Call, pruned: PrunedInputs) -> dict[str, Any]:
         """Features go to the native forward, which scatters them."""
-        tokens, encoded = pruned.tokens, self.encoder_outputs(pruned, by_row=False)
+        arguments = pruned.tokens.arguments | self.merge_rows(pruned)
         if not call.packed_rows:
-            return tokens.arguments | encoded
-        positions = self.packed_position_ids(tokens, call.cache)
-        return tokens.arguments | encoded | {"position_ids": positions, "attention_mask": None, "use_cache": False}
+            return arguments
+        positions = self.packed_position_ids(pruned.tokens, call.cache)
+        return arguments | {"position_ids": positions, "attention_mask": None, "use_cache": False}
 
-    def merge_rows(self, pruned: PrunedInputs, setting: Callable[[str], Any]) -> dict[str, Any]:
-        return self.encoder_outputs(pruned, by_row=True)
-
-    def encoder_outputs(self, pruned: PrunedInputs, by_row: bool) -> dict[str, Any]:
-        """`mm_encoder_outputs`: features, and those of the taps of a tower with deepstack, together or by row."""
+    def merge_rows(self, pruned: PrunedInputs, setting: Callable[[str], Any] | None = None) -> dict[str, Any]:
+        """`mm_encoder_outputs`: features, and those of the taps of a tower with deepstack."""
         encoded: list[tuple[str, Any]] = [("video", pruned.video), ("image", pruned.images)]
         outputs = {}
         for index, (name, of) in enumerate((name, of) for name, of in encoded if of is not None):
-
-            def rows(features: torch.Tensor, index: int = index) -> Any:
-                return pruned.by_row(index, features) if by_row else [features]
-
             taps = getattr(of, "deepstack_features", None)
             outputs[name] = VideoFeatures(
-                pooler_output=rows(pruned.features[index][1]),
-                deepstack_features=[rows(torch.cat(list(tap))) for tap in taps] if taps is not None else None,
+                pooler_output=pruned.by_row(index, pruned.features[index][1]),
+                deepstack_features=taps and [pruned.by_row(index, torch.cat(list(tap))) for tap in taps],
             )
         return {"mm_encoder_outputs": outputs} if outputs else {}
 

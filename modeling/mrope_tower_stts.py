@@ -49,6 +49,7 @@ class FlatTower(PruningTower):
     block: ClassVar[Any]  # class of `blocks`
     blocks: nn.ModuleList
     patch_embed: Any
+    pos_embed: nn.Embedding  # in native towers that have learned positions
     rotary_pos_emb: Any
     merger: Any
     spatial_merge_size: int
@@ -76,12 +77,9 @@ class FlatTower(PruningTower):
     def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
         """
         Of the patches of one frame of each video, which are those of all its frames, on the host: rows and columns,
-        (N of all, 2), and the arguments of `embed_places`, (N of all, ...).
+        (N of all, 2), and of learned positions, rows of their table and weights of these, (N of all, 4) each.
         """
         return (get_vision_position_ids(self.one_frame_each(grids), self.spatial_merge_size),)
-
-    # Hook, where `place_patches` returns arguments for it: learned positions (N of all, D).
-    embed_places: Callable[..., torch.Tensor]
 
     def cut_windows(
         self, grids: list[tuple[int, int, int]], device: torch.device
@@ -113,7 +111,9 @@ class FlatTower(PruningTower):
         hidden_states = self.patch_embed.proj(pixel_values) if drops else self.patch_embed(pixel_values)
         rotary = self.rotary_pos_emb(hidden_states, places)
         if tables:
-            hidden_states = hidden_states + repeat(self.embed_places(*tables).to(hidden_states.dtype))
+            indices, weights = tables
+            learned = (self.pos_embed(indices) * weights[:, :, None]).sum(1)
+            hidden_states = hidden_states + repeat(learned.to(hidden_states.dtype))
         return hidden_states, tuple(repeat(part) for part in rotary)
 
     def forward(

@@ -17,14 +17,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from .cache_stts import UNKNOWN, UNKNOWN_VISION, CacheRecord, last_positions
 from .plan_stts import PruningPlan, RowPlan, TowerCache, VideoFeatures
 from .scoring_stts import mean_error
-from .sequence_stts import (
-    KeptSequence,
-    Tokens,
-    check_shape,
-    find_samples,
-    holds_packed_rows,
-    token_order,
-)
+from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, holds_packed_rows, token_order
 from .settings_stts import RANKING_ARGUMENTS, check_names, check_settings
 
 
@@ -74,12 +67,12 @@ class PrunedInputs:
     per_row: list[list[int]] = field(default_factory=list)
     row_losses: torch.Tensor | None = None
 
-    def by_row(self, index: int, features: torch.Tensor) -> list[torch.Tensor]:
+    def by_row(self, index: int, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """
-        `features` (tokens, ...) of the placeholders of pair `index`, one entry per row, so that beams and samples
-        repeat whole rows.
+        `features` (tokens, ...) of the placeholders of pair `index`, one entry per row if known, so that beams and
+        samples repeat whole rows.
         """
-        return list(features.split(self.per_row[index]))
+        return features.split(self.per_row[index] or len(features))
 
     @property
     def report(self) -> dict[str, Any]:

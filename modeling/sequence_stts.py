@@ -139,9 +139,7 @@ class KeptSequence:
 
     def take_mask(self, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """(B, L) padding mask, or None for all ones, as (B, L') int64."""
-        if attention_mask is None:
-            return (~self.is_filler).long()
-        return self.take(attention_mask.long(), 0)
+        return (~self.is_filler).long() if attention_mask is None else self.take(attention_mask.long(), 0)
 
     def take_position_ids(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Positions (B, L), or of several axes (axes, B, L), of what is left. Filler gets 0."""
@@ -155,8 +153,7 @@ def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None
     Samples that share a row: a new one begins wherever (B, L) positions do not grow. Tokens that a (B, L) mask hides
     begin none, whatever their positions. Returns (B, L) numbers.
     """
-    mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask
-    shown = mask.bool()
+    shown = (torch.ones_like(position_ids) if attention_mask is None else attention_mask).bool()
     place = torch.arange(shown.shape[-1], device=shown.device).expand_as(shown)
     last_shown = nn.functional.pad(torch.where(shown, place, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
     grows = position_ids > position_ids.gather(-1, last_shown.clamp_min(0))
@@ -201,11 +198,8 @@ def gather_columns(kept_tokens: torch.Tensor, new_length: int, fill_right: bool 
     kept_tokens = nn.functional.pad(kept_tokens, (0, max(new_length - length, 0)))
     # A stable sort of the flags moves the kept tokens to one end and forces no host-device sync.
     order = torch.sort((kept_tokens ^ fill_right).to(torch.int8), dim=-1, stable=True).indices
-    places = torch.arange(new_length, device=order.device)
-    if fill_right is not True:
-        start = order.shape[-1] - new_length
-        places = places + (start if fill_right is False else torch.where(fill_right, 0, start))
-    order = order[:, places]
+    start = order.shape[-1] - new_length
+    order = order[:, torch.arange(new_length, device=order.device) + start - start * fill_right]
     return KeptSequence(order.masked_fill(~kept_tokens.gather(-1, order), -1), length)
 
 

@@ -32,7 +32,7 @@ class STTSQwen3VLVisionModel(FlatTower, Qwen3VLVisionModel):
     _no_split_modules: ClassVar[list[str]] = ["STTSQwen3VLVisionBlock", "TokenScorer"]  # type: ignore[misc]
 
     def place_patches(self, grids: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
-        """As in `FlatTower`; rows of the table of learned positions and their weights, (N of all, 4) each."""
+        """As in `FlatTower`, with learned positions, interpolated as in the native model."""
         tables = get_vision_interpolation_indices_and_weights(
             self.one_frame_each(grids),
             self.num_grid_per_side,
@@ -41,8 +41,3 @@ class STTSQwen3VLVisionModel(FlatTower, Qwen3VLVisionModel):
             self.spatial_merge_size,
         )
         return (*super().place_patches(grids), *tables)
-
-    def embed_places(self, *places: torch.Tensor) -> torch.Tensor:
-        """Learned positions (N of all, D), interpolated as in the native model."""
-        indices, weights = places
-        return (self.pos_embed(indices) * weights[:, :, None]).sum(1)

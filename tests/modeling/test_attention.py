@@ -280,7 +280,7 @@ def test_a_pytorch_without_the_kernel_says_what_it_costs(monkeypatch):
 def varlen_stand_in(query, key, value, *bounds, scale, window_size=(-1, -1)):
     """Torch 2.14 on Hopper takes cuDNN for calls without a window, which before 9.25 fails on empty frames."""
     assert min(window_size) >= max(bounds[2:])  # there is one, and it hides nothing
-    return frame_by_frame(query, key, value, AttentionSpans(*bounds[:3]), scale)
+    return frame_by_frame(query, key, value, AttentionSpans(*bounds[:3]), scale, 0.0)
 
 
 def on_hopper(monkeypatch) -> None:

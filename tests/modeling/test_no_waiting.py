@@ -76,7 +76,7 @@ def kernel_stand_in(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     """
     assert query.shape[-1] % 8 == 0
     with sdpa_kernel(SDPBackend.MATH):
-        return padded_frames(query, key, value, AttentionSpans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q), scale)
+        return padded_frames(query, key, value, AttentionSpans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q), scale, 0.0)
 
 
 def flex_stand_in(module, query, key, value, attention_mask, **kwargs):

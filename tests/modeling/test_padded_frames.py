@@ -88,5 +88,5 @@ def test_padded_frames_never_read_the_lengths():
         query, key, value, ends_q, ends_k = (
             mode.from_tensor(tensor) for tensor in (*inputs.values(), whole.cu_seqlens_q, whole.cu_seqlens_k)
         )
-        output = padded_frames(query, key, value, AttentionSpans(ends_q, ends_k, whole.max_seqlen), SCALING)
+        output = padded_frames(query, key, value, AttentionSpans(ends_q, ends_k, whole.max_seqlen), SCALING, 0.0)
     assert output.shape == (sum(lengths[0]), HEADS, 8)
