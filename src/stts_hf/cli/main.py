@@ -1,7 +1,9 @@
 """Entry point of `stts-hf`."""
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +41,10 @@ LESS_MEMORY = {
 class Parser(argparse.ArgumentParser):
     """Says what a misspelt command, option or value may have meant."""
 
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        # Else argparse asks `shutil`, whose import takes as long as all of our options.
+        return argparse.HelpFormatter(self.prog, width=columns() - 2)
+
     def parse_args(self, *arguments: Any) -> argparse.Namespace:  # type: ignore[override]  # one signature of two
         found, unknown = self.parse_known_args(*arguments)
         if unknown:
@@ -57,16 +63,25 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, error.message + (advice and f". {advice}")) from None
 
 
-def build_parser(*names: str) -> argparse.ArgumentParser:
-    """Returns the parser, with the arguments of these sub-commands (default: of all)."""
+def columns() -> int:
+    """As `shutil.get_terminal_size().columns`."""
+    with contextlib.suppress(ValueError, KeyError):
+        return int(os.environ["COLUMNS"]) or 80
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80
+    return 80
+
+
+def build_parser(*names: str, with_arguments: bool = True) -> argparse.ArgumentParser:
+    """Returns the parser of these commands (default: of all). Each command takes a millisecond, its arguments more."""
     parser = Parser(
         prog="stts-hf", description="Video language models that drop redundant video tokens inside the ViT (STTS)."
     )
     parser.add_argument("--version", action="version", version=f"stts-hf {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, words in COMMANDS.items():
-        command = commands.add_parser(name, help=words, description=words)
-        if name in (names or COMMANDS):
+    for name in names or COMMANDS:
+        command = commands.add_parser(name, help=COMMANDS[name], description=COMMANDS[name])
+        if with_arguments:
             importlib.import_module(f"stts_hf.cli.{name}").add_arguments(command)
     return parser
 
@@ -79,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     exception is a bug and keeps its traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser(next((word for word in words if word in COMMANDS), "none"))
+    known = [word for word in words[:1] if word in COMMANDS]
+    parser = build_parser(*known, with_arguments=bool(known))
     arguments = parser.parse_args(words)
     if arguments.command is None:
         parser.print_help()
