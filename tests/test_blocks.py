@@ -33,7 +33,7 @@ NOTEBOOK = REPOSITORY / "examples" / "stts.ipynb"
 FIRST = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("tutorial_*.md"), NOTEBOOK]
 PAGES = [
     page
-    for place in ("*.md", "docs/*.md", "docs/*/README.md", "examples/*/README.md")
+    for place in ("*.md", "docs/*.md", "docs/*/README.md", "examples/*/README.md", "hub_configs/*/README.md")
     for page in sorted(REPOSITORY.glob(place))
     if re.search(r"^ *```", page.read_text(), re.M) and page.name != "CHANGELOG.md"
 ] + [NOTEBOOK]
@@ -41,7 +41,7 @@ PAGES = [
 LEFT_OUT = {
     "needs an environment of its own": r"\.venv-|^\$EVAL|^EVAL=|^FRAMES=|HF_HOME=",
     "installs packages": r"\bpip install\b|^make |install\.sh",
-    "needs the Hub": r"allenai/|Qwen/|^hf |user/questions|/step6250",
+    "needs the Hub": r"allenai/|Qwen/|^hf |user/questions|/step6250|hub_configs/stts-(molmo2|qwen3-vl)-(o-)?\db",
     "needs a GPU": r"paper\.yaml|lora\.yaml|--preset (paper|qwen) |accelerate launch|scorer_(start|only)\.yaml",
     "needs several machines": r"--address|two_machines|#SBATCH",
     "serves until it is stopped, or asks such a server": r"stts-hf demo|vllm serve|tensorboard --|localhost:8000",

@@ -53,7 +53,7 @@ class Family:
     video_processor: Any
     special_tokens: Mapping[str, str]
     settings: Callable[[Any], dict[str, dict[str, Any]]]
-    video_reader: str = "torchcodec"
+    video_reader: str = "torchcodec (`pip install torchcodec`)"
 
     @property
     def model(self) -> Any:

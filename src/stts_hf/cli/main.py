@@ -67,8 +67,8 @@ def columns() -> int:
     """As `shutil.get_terminal_size().columns`."""
     with contextlib.suppress(ValueError, KeyError):
         return int(os.environ["COLUMNS"]) or 80
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80
+    with contextlib.suppress(OSError):
+        return os.get_terminal_size().columns or 80
     return 80
 
 

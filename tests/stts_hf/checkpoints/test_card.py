@@ -134,7 +134,7 @@ def test_a_card_names_its_backbone(tmp_path):
     assert card.data.tags == ["stts", "qwen3_vl", "video", "token-pruning", "custom_code"]
     assert "Made from [Qwen/Qwen3-VL-4B-Instruct]" in card.text
     assert "| frames | 2 per second, at most 64 |" in card.text
-    assert "torchcodec to read video files" in card.text
+    assert "torchcodec (`pip install torchcodec`) to read video files" in card.text
     assert "PyAV" not in card.text
 
 
