@@ -104,7 +104,7 @@ PARTS ?=
 RESULTS ?=
 GPU_PYTHON = $(if $(filter 0,$(INSTALL)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(BIN)/python)
 gpu: $(if $(filter 0,$(INSTALL)),,$(VENV)/.installed-dev $(if $(filter cpu,$(DEVICE)),,$(VENV)/.installed-gpu))
-	PYTHONPATH=src:. $(GPU_PYTHON) -m examples.gpu --device $(DEVICE) --size $(SIZE) --hours $(HOURS) \
+	PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m examples.gpu --device $(DEVICE) --size $(SIZE) --hours $(HOURS) \
 		$(if $(PARTS),--parts $(PARTS)) $(if $(RESULTS),--output $(RESULTS))
 
 # What only a GPU needs, and what is missing is left out of its results: flash-attn where a wheel is there, and vLLM.

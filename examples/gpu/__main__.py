@@ -8,6 +8,7 @@ What a GPU is for, in one command; `make gpu` calls it from the root of a checko
 import argparse
 import datetime
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ LIMIT = 530.0  # seconds of a part, under nine minutes
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, ELSEWHERE = ROOT / "docs" / "benchmarks", ROOT / "outputs" / "gpu"
 ENVIRONMENT = {
-    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+    # What was carried to a machine without network stays within reach.
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -23,7 +23,7 @@ from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .checks import describe
 from .options import parse
-from .runner import RESULT
+from .runner import RESULT, UNFINISHED
 
 TINY = Path("hub_configs/stts-tiny")
 QUESTION, RATIOS = "What moves in this video?", (0.0, 0.5, 0.7)
@@ -109,9 +109,13 @@ def main() -> None:
         for clip in clips[1:]:
             shutil.copy(clips[0], clip)
         measure(model, processor, clips[:at_once], 0.0, arguments.size)  # what is done for the first time
-        rows = [measure(model, processor, clips, ratio, arguments.size) for ratio in RATIOS]
-    result = {**describe("Throughput of predict", arguments.device), "about": about, "finished": True, "rows": rows}
-    (arguments.folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+        rows: list[dict[str, Any]] = []
+        result = {**describe("Throughput of predict", arguments.device), "about": about, "rows": rows}
+        for ratio in RATIOS:
+            rows.append(measure(model, processor, clips, ratio, arguments.size))
+            (arguments.folder / UNFINISHED).write_text(json.dumps(result | {"finished": False}, indent=1) + "\n")
+    (arguments.folder / RESULT).write_text(json.dumps(result | {"finished": True}, indent=1) + "\n")
+    (arguments.folder / UNFINISHED).unlink(missing_ok=True)
     (arguments.folder / "README.md").write_text(page(result))
     print(page(result))
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from examples.gpu import __main__ as gpu
-from examples.gpu.checks import Check, relative_error, run_check
+from examples.gpu.checks import Check, relative_error, run_check, run_checks
 from examples.gpu.page import PAPER, left_out, page, wrong
 from examples.gpu.runner import Outcome, Part
 from stts_hf.benchmark.presets import PRESETS
@@ -89,6 +90,46 @@ def test_a_check_that_differs_or_raises_is_a_row_of_its_own():
     assert row(lambda: (0.05, 0.25))["state"] == "differs"
     assert row(fail)["reason"] == "RuntimeError: no kernel"
     assert relative_error(torch.tensor([1.0, torch.nan]), torch.ones(2)) == float("inf")
+
+
+def test_a_call_goes_on_where_the_time_of_the_last_one_was_up(tmp_path):
+    ran: list[str] = []
+
+    def check(name: str, error: float, stop: bool = False) -> Check:
+        def run() -> tuple[float, None]:
+            ran.append(name)
+            if stop:
+                raise KeyboardInterrupt
+            return error, None
+
+        return Check(name, torch.float32, run, (0.1, 0.1))
+
+    def call(about: dict, stop: bool = False) -> None:
+        rows = (check("right", 0.0), check("wrong", 1.0), check("last", 0.0, stop))
+        run_checks(rows, torch.device("cpu"), tmp_path, {"title": "a", "device": "b", "versions": {}, **about})
+
+    with pytest.raises(KeyboardInterrupt):
+        call({}, stop=True)
+    with pytest.raises(KeyboardInterrupt):
+        call({"device": "another"}, stop=True)
+    with pytest.raises(KeyboardInterrupt):
+        call({}, stop=True)
+    assert ran == ["right", "wrong", "last"] * 3
+    ran.clear()
+    call({})
+    assert ran == ["wrong", "last"]
+    found = json.loads((tmp_path / "result.json").read_text())["checks"]
+    assert [row["state"] for row in found] == ["ok", "differs", "ok"]
+    assert not (tmp_path / "unfinished.json").exists()
+
+
+def test_carried_packages_stay_on_the_path_of_parts():
+    code = "from examples.gpu.__main__ import ENVIRONMENT; print(ENVIRONMENT['PYTHONPATH'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "src:carried"}, text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout.strip().split(":") == [str(REPOSITORY / "src"), str(REPOSITORY), "src", "carried"]
 
 
 def test_a_path_that_computes_something_else_is_noticed():
