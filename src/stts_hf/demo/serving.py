@@ -105,8 +105,9 @@ def own_folder() -> Path:
 
 def end_process() -> NoReturn:
     """
-    Ends the process, and deletes its files. Python's own end would stop threads of answers amid native code, which
-    aborts ("terminate called without an active exception").
+    Ends the process, and deletes its files. At Python's own end, before 3.14, a thread that comes back from an operator
+    of PyTorch is unwound where it asks for the GIL, in a C++ destructor: that aborts the process ("terminate called
+    without an active exception").
     """
     shutil.rmtree(own_folder(), ignore_errors=True)
     sys.stdout.flush()

@@ -55,8 +55,39 @@ def test_a_port_that_is_taken_is_refused(capsys, monkeypatch):
     assert f"--host 127.0.0.1 and --port {port} cannot be listened on" in capsys.readouterr().err
 
 
+# `stts-hf demo`, whose page is served by a thread that computes and ends at once: Gradio's threads are daemons too.
+COMPUTING = """
+import sys, threading, time, torch
+from stts_hf.cli.main import main
+from stts_hf.demo import serving
+
+def compute():
+    a = torch.rand(1500, 1500)
+    while True:
+        torch.mm(a, a)
+
+def serve(page, **options):
+    threading.Thread(target=compute, daemon=True).start()
+    time.sleep(0.5)
+
+serving.serve = serve
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
-def test_sigterm_amid_an_answer_ends_it_without_an_abort(tmp_path):
+def test_threads_that_compute_do_not_abort_the_process_when_it_ends(tmp_path):
+    pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
+    ended = subprocess.run(
+        [sys.executable, "-c", COMPUTING, "demo", "--checkpoint", str(TINY), "--port", "0"],
+        capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr  # before: -SIGABRT, "terminate called without an active exception"
+    assert not list(tmp_path.glob("stts-demo-*"))
+
+
+@pytest.mark.slow
+def test_sigterm_amid_an_answer_ends_it(tmp_path):
     gradio_client = pytest.importorskip("gradio_client", reason=WITHOUT_GRADIO)
     video = write_clip(tmp_path / "long.mp4", 300, fps=10)
     with socket.socket() as free:
