@@ -160,10 +160,7 @@ class CacheRecord(DynamicLayer):
         return hidden
 
     def positions_of_new(self, tokens: Tokens) -> torch.Tensor:
-        """
-        Positions (B, L) of the next tokens; those that their padding mask hides take none. With nothing seen yet they
-        do, as in transformers.
-        """
+        """Positions (B, L) of the next tokens. Hidden ones take none, except at the beginning, as in transformers."""
         if tokens.padding_mask is None or not self.seen:
             return self.next_position + torch.arange(tokens.shape[1], device=self.positions.device)
         return self.next_position + tokens.padding_mask.bool().cumsum(-1) - 1

@@ -58,10 +58,7 @@ class MropeBackbone(PruningBackbone):
         if any(kwargs.get(name) is not None for name in names):
             self.check_exclusive(kwargs)
         vision = super().take_vision_inputs(kwargs)
-        for name in names:
-            if isinstance(vision.get(name), torch.Tensor):
-                vision[name] = vision[name].cpu()
-        return vision
+        return vision | {name: vision[name].cpu() for name in names if isinstance(vision.get(name), torch.Tensor)}
 
     def needs_pruning(self, arguments: Collection[str]) -> bool:
         """Images too: native code would not remember the positions of what it leaves in a cache."""

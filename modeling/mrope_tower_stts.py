@@ -84,10 +84,7 @@ class FlatTower(PruningTower):
     def cut_windows(
         self, grids: list[tuple[int, int, int]], device: torch.device
     ) -> tuple[torch.Tensor, AttentionSpans] | None:
-        """
-        Blocks (G,) window by window, frame by frame, and the windows' spans of patches; None for a tower without
-        windows.
-        """
+        """Blocks (G,) window by window, frame by frame, and the windows' spans of patches; None without windows."""
         return None
 
     def one_frame_each(self, grids: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -143,14 +140,7 @@ class FlatTower(PruningTower):
         hidden_states, *rotation = (reorder(states, window_to_raster).flatten(0, 1) for states in by_block)
         taps = sorted(set(self.deepstack_visual_indexes))  # as the native model
         found, _, states, tapped = self.encode_blocks(
-            hidden_states,
-            self.blocks,
-            taps,
-            keeps_states,
-            pruning,
-            spans,
-            rotation=tuple(rotation),
-            window_to_raster=window_to_raster,
+            hidden_states, self.blocks, taps, keeps_states, pruning, spans, tuple(rotation), window_to_raster
         )
         if hasattr(self, "deepstack_merger_list"):
             mergers = [self.deepstack_merger_list[list(self.deepstack_visual_indexes).index(tap)] for tap in taps]

@@ -204,10 +204,7 @@ def assign_to_rows(kind: str, placeholders_per_row: list[int], tokens: list[int]
 
 
 def check_tensors(vision: dict[str, Any], *names: str) -> tuple[torch.Tensor, ...]:
-    """
-    The arguments of these names, of which the first is there; raises `ValueError` where another is None, `TypeError`
-    where one is no tensor.
-    """
+    """The arguments of these names; raises `ValueError` where one is None, `TypeError` where one is no tensor."""
     for name in names:
         value = vision.get(name)
         if value is None:
@@ -219,10 +216,7 @@ def check_tensors(vision: dict[str, Any], *names: str) -> tuple[torch.Tensor, ..
 
 
 def check_grids(name: str, grids: torch.Tensor) -> list[tuple[int, int, int]]:
-    """
-    The grid `(T, rows, cols)` of each video or image, on the host; raises `ValueError` or `TypeError` where `grids`
-    (V, 3) are none.
-    """
+    """Grids (V, 3) as `(T, rows, cols)` of each video or image, on the host; raises `ValueError` or `TypeError`."""
     kind = name.partition("_")[0]
     if grids.dim() != 2 or grids.shape[1] != 3:
         raise ValueError(f"`{name}` has shape {tuple(grids.shape)}, but must be ({kind}s, 3): frames, rows, columns.")

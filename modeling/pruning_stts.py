@@ -68,10 +68,7 @@ class PrunedInputs:
     row_losses: torch.Tensor | None = None
 
     def by_row(self, index: int, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """
-        `features` (tokens, ...) of the placeholders of pair `index`, one entry per row if known, so that beams and
-        samples repeat whole rows.
-        """
+        """Features (tokens, ...) of pair `index`, one entry per row if known, so that beams repeat whole rows."""
         return features.split(self.per_row[index] or len(features))
 
     @property
@@ -398,10 +395,7 @@ class PruningBackbone(PreTrainedModel):
 
 
 def gather_tokens(tokens: Tokens, sequence: KeptSequence, past_mask: torch.Tensor, filler_id: int) -> Tokens:
-    """
-    The new tokens' arguments on the sequence that is left, (B, L'); its mask covers cached columns too, (B, columns +
-    L').
-    """
+    """The new tokens' arguments on what is left, (B, L'); the mask covers cached columns too, (B, columns + L')."""
 
     def take(tensor: torch.Tensor | None, filler: float) -> torch.Tensor | None:
         return None if tensor is None else sequence.take(tensor, filler)

@@ -32,10 +32,7 @@ class TokenPooler(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size)
 
     def forward(self, patches: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        patches: (G, S, D), padding slots zero. valid: (G, S) bool, or None where every slot holds a patch.
-        Returns (G, D).
-        """
+        """patches: (G, S, D), padding slots zero. valid: (G, S) bool, or None without padding. Returns (G, D)."""
         if valid is None:
             mean = patches.mean(dim=1)
         else:

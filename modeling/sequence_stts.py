@@ -95,10 +95,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_shape(name: str, value: torch.Tensor, batch_size: int, length: int, num_axes: int = 0) -> torch.Tensor:
-    """
-    Returns a value per token as (B, L), given like that or as (1, L), or with `num_axes` of them in front; raises
-    `ValueError` for other shapes.
-    """
+    """Expands (B, L) or (1, L), or with `num_axes` in front, to B rows; raises `ValueError` for other shapes."""
     axes = (num_axes,) if num_axes and value.dim() == 3 else ()
     if tuple(value.shape) not in ((*axes, batch_size, length), (*axes, 1, length)):
         raise ValueError(
@@ -162,10 +159,7 @@ def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None
 
 
 def token_order(position_ids: torch.Tensor | None, num_axes: int) -> torch.Tensor | None:
-    """
-    Of positions, what counts the tokens of a sample: (B, L) as they are, or the first of (1 + axes, B, L); None where
-    they have axes alone.
-    """
+    """What counts the tokens of a sample: positions (B, L), or the first of (1 + axes, B, L); None for axes alone."""
     if not num_axes or position_ids is None or position_ids.dim() != 3:
         return position_ids
     return position_ids[0] if len(position_ids) == 1 + num_axes else None

@@ -137,8 +137,8 @@ class PruningTower(PreTrainedModel):
         pruning: PruningPlan,
         spans: list[AttentionSpans],
         rotation: tuple[torch.Tensor, ...] = (),
-        valid: torch.Tensor | None = None,
         window_to_raster: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
     ) -> tuple[dict[str, Any], torch.Tensor, tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """
         hidden_states: embeddings (G * S, D). spans: frames, and windows if `sees_window`. rotation: (G * S, ...) each.
