@@ -34,8 +34,7 @@ class AttentionSpans:
     What attends to what in a layer: each query to all keys of its span.
 
     cu_seqlens_q, cu_seqlens_k: (spans + 1,) int32, where spans start and end among queries and keys; a span that lost
-    everything is empty. max_seqlen: upper bound of a span's length. queries: (P,) those of the keys that are queries,
-    or None for all.
+    everything is empty. max_seqlen: upper bound of a span's length. queries: (P,) the keys that are queries, or None.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -115,8 +114,7 @@ def packed_attention(
 
 def choose_backend(implementation: str, query: torch.Tensor, dropout: float = 0.0) -> str:
     """
-    "flash", "torch_varlen", "frame_by_frame" or "padded". Raises `ValueError` where a flash kernel is asked for and
-    cannot run.
+    "flash", "torch_varlen", "frame_by_frame" or "padded". Raises `ValueError` for a flash kernel that cannot run here.
 
     A CPU reads the frames' lengths for free, so there it attends frame by frame. Anywhere else that would force a
     host-device sync, and in a graph it would break the graph, so there frames are padded to one length.

@@ -94,10 +94,7 @@ class FlatTower(PruningTower):
     def embed(
         self, pixel_values: torch.Tensor, grids: list[tuple[int, int, int]], drops: bool
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """
-        Patches (F * N, D) with their learned positions, and the angles of their rotary ones, as the native model; to
-        its rounding where nothing drops.
-        """
+        """Patches (F * N, D) with learned positions, and rotary angles; to the native rounding if nothing drops."""
         sizes = [self.spatial_merge_unit * rows * cols for _, rows, cols in grids]
 
         def repeat(states: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,8 @@ class PruningHead(STTSGeneration):
         **kwargs: Any,
     ) -> Any:
         """
-        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone.
+        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone. Raises
+        `ValueError` where inputs do not fit.
 
         Args:
             labels: (B, L) like the caller's sequence, as are `shift_labels` in their place.
@@ -90,9 +91,6 @@ class PruningHead(STTSGeneration):
             packed_rows: whether rows hold several samples; None looks where `position_ids` start over, which forces a
                 host-device sync.
             kwargs: of the native forward.
-
-        Raises:
-            ValueError: inputs do not fit.
         """
         names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
         tokens = Tokens(**{name: kwargs.get(name) for name in names})

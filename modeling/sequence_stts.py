@@ -201,8 +201,7 @@ def align_labels(kept_indices: torch.Tensor, labels: torch.Tensor, ignore_index:
     """
     Labels (B, L') beside the columns of a model's logits (B, L', vocabulary), from which pruned tokens are gone.
 
-    kept_indices: (B, L') the outputs' field of this name. labels: (B, L) as they were given to the model. Filler gets
-    `ignore_index`.
+    kept_indices: (B, L') of the outputs. labels: (B, L) as given to the model. Filler gets `ignore_index`.
     """
     return labels.gather(-1, kept_indices.clamp_min(0)).masked_fill(kept_indices < 0, ignore_index)
 
@@ -211,9 +210,8 @@ def shorten_targets(
     targets: dict[str, torch.Tensor], kept_indices: torch.Tensor | None, sample_ids: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """
-    `labels` and `shift_labels` (B, L) for the columns that are left (B, L'), where some were dropped. Of `labels`, what
-    no token predicts is ignored: that of a later sample's first token (`sample_ids` (B, L)), and of a row's first token
-    behind filler.
+    `labels` and `shift_labels` (B, L) for the columns that are left (B, L'). Of `labels`, what no token predicts is
+    ignored: that of a later sample's first token (`sample_ids` (B, L)), and of a row's first token behind filler.
     """
     shortened = {}
     for name, target in targets.items():

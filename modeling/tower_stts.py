@@ -43,9 +43,8 @@ class SpanLayer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """
-        With `spans`: patches (P_k, D), and key_bias (P_k,) or None by its place, since gradients reach nothing else
-        where layers are checkpointed. All patches are keys; returns (P, D) of those that are queries. Without `spans`
-        as in the native model.
+        As in the native model, or with `spans`: patches (P_k, D), and key_bias (P_k,) or None by its place, since
+        gradients reach nothing else where layers are checkpointed. All patches are keys; returns (P, D) of queries.
         """
         if spans is None:
             return super().forward(hidden_states, *arguments, **kwargs)
