@@ -11,11 +11,12 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
+from .budget_stts import KEEP_ARGUMENTS
 from .cache_stts import UNKNOWN, CacheRecord
 from .plan_stts import VideoFeatures
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .sequence_stts import KeptSequence, Tokens, holds_packed_rows
-from .settings_stts import PRUNING_FIELDS, RANKING_ARGUMENTS, TRAINING_FIELDS, check_names, check_settings
+from .settings_stts import PRUNING_FIELDS, RANKING_ARGUMENTS, TRAINING_FIELDS, check_names, take_given
 
 
 class WholePromptStreamer(BaseStreamer):
@@ -64,17 +65,16 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         inputs: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *args: Any,
-        pruning_ratio: float | None = None,
         **kwargs: Any,
     ) -> GenerateOutput | torch.LongTensor:
         """
         As transformers' `generate`, with every decoding method it has; returns the caller's whole prompt, then the new
-        tokens. `pruning_ratio` replaces the config's for this call (a `generation_config` may hold it too);
-        `block_scores` and `tower_cache` are those of `forward`;
-        `max_length` and `min_length` count the whole prompt. `past_key_values` of an earlier call may be reused with a
-        longer prompt: leave out the videos that it has already seen. With `return_dict_in_generate=True` the result
-        also has `keep_mask` and `token_scores` (per video (T, n), None without) and `kept_indices` (B, L') of the
-        prompt. Raises `ValueError` where cache and prompt do not belong together.
+        tokens. `pruning_ratio`, or `score_threshold` and what goes with it, replaces the config's for this call (a
+        `generation_config` may hold it too); `block_scores` and `tower_cache` are those of `forward`. `max_length` and
+        `min_length` count the whole prompt. `past_key_values` of an earlier call may be reused with a longer prompt:
+        leave out the videos that it has already seen. With `return_dict_in_generate=True` the result also has
+        `keep_mask` and `token_scores` (per video (T, n), None without) and `kept_indices` (B, L') of the prompt. Raises
+        `ValueError` where cache and prompt do not belong together.
         """
         native: Any = super()
         check_names(kwargs)
@@ -85,8 +85,8 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
 
         given = {name: kwargs.pop(name, None) for name in RANKING_ARGUMENTS}
-        ratio = setting("pruning_ratio") if pruning_ratio is None else pruning_ratio
-        check_settings(ratio)
+        configs = [saved_rule(self.generation_config), {} if generation_config is None else vars(generation_config)]
+        keep = self.config.keep_rule(*configs, take_given(kwargs, KEEP_ARGUMENTS))
         if kwargs.pop("pruned_length", None) is not None:
             raise ValueError("`pruned_length` is for training with `forward`; leave it out of `generate`.")
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name != "input_ids"}
@@ -100,7 +100,7 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
             return self.generate_natively(record, kwargs | vision, generation_config)
         whole_ids = check_options(self.model, cache, cached, kwargs, setting)
         prompt, call = read_prompt(self.model, kwargs, cached, setting)
-        pruned = self.model.prune(replace(call, vision=vision, pruning_ratio=ratio, **given))
+        pruned = self.model.prune(replace(call, vision=vision, keep=keep, **given))
         kwargs |= native_inputs(self.model, pruned, whole_ids, setting)
         length = kwargs["input_ids"].shape[1]
         shorten_limits(kwargs, setting, prompt.shape[1] - length)
@@ -158,6 +158,18 @@ def check_generation_configs(own: GenerationConfig, given: GenerationConfig | No
     """
     names = vars(own).keys() - {*PRUNING_FIELDS, *TRAINING_FIELDS} if given is None else vars(given).keys() - vars(own)
     check_names(names - vars(GenerationConfig()).keys())
+
+
+def saved_rule(own: GenerationConfig) -> dict[str, Any]:
+    """
+    How many blocks stay by a model's own configuration. `from_pretrained` puts the settings of its call there, beside
+    saved ones: if they exclude each other, the model's config says which holds, as it does of bounds alone.
+    """
+    ratio, threshold, low, high, budget = (getattr(own, name, None) for name in KEEP_ARGUMENTS)
+    if ratio is not None and (threshold is not None or budget is not None):
+        return {}
+    bounds = (None, None) if threshold is None else (low, high)
+    return dict(zip(KEEP_ARGUMENTS, (ratio, threshold, *bounds, budget), strict=True))
 
 
 def cache_of(output: Any, cache: Cache | None) -> Cache | None:

@@ -6,7 +6,7 @@ length.
 """
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -120,14 +120,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
         videos = placeholders_of_videos(placeholders, frame_starts, image_starts)
         return videos, placeholders & ~videos
 
-    def plan_videos(
-        self,
-        vision: dict[str, Any],
-        pruning_ratio: float | Sequence[float] | None = None,
-        with_temporal_loss: bool = False,
-    ) -> STTSVisionPlan:
+    def plan_videos(self, vision: dict[str, Any]) -> STTSVisionPlan:
         """
-        What stays of each video. vision: pixel_values_videos (F, N, pixels) frames of all videos, video_token_pooling
+        vision: pixel_values_videos (F, N, pixels) frames of all videos, video_token_pooling
         (G, S) patches of each block, -1 for padding, video_grids (V, 3) = (T, rows, cols). Raises `ValueError` where
         they do not fit each other.
         """
@@ -137,10 +132,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         return STTSVisionPlan(
             vision["video_token_pooling"].to(vision["pixel_values_videos"].device).long(),
             grids,
-            self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio,
-            with_temporal_loss,
-            self.config.detach_temporal_target,
-            [layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
+            feature_layers=[layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
         )
 
     def renumber_tokens(self, tokens: Tokens, keeps: torch.Tensor) -> torch.Tensor | None:

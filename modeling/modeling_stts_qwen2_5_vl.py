@@ -6,7 +6,6 @@ of the whole prompt. Those in time follow the clock, by the seconds that `second
 tubelets, so a video's may be ahead of those of the text that comes after it.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transformers import GenerationMixin
@@ -40,14 +39,9 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
     video_inputs = ("pixel_values_videos", "second_per_grid_ts", "video_grid_thw")
     run_per_frame = False
 
-    def plan_videos(
-        self,
-        vision: dict[str, Any],
-        pruning_ratio: float | Sequence[float] | None = None,
-        with_temporal_loss: bool = False,
-    ) -> PruningPlan:
+    def plan_videos(self, vision: dict[str, Any]) -> PruningPlan:
         """As in `MropeBackbone`; second_per_grid_ts: (V,), or absent for a second each, as in the native model."""
-        plan = super().plan_videos(vision, pruning_ratio, with_temporal_loss)
+        plan = super().plan_videos(vision)
         seconds = vision.get("second_per_grid_ts")
         if seconds is not None and len(seconds) != len(plan.grids):
             raise ValueError(

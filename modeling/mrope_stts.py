@@ -7,7 +7,7 @@ from the prompt, the caller or the record of a cache, so calls may alternate, an
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
@@ -91,25 +91,16 @@ class MropeBackbone(PruningBackbone):
             )
         return [(frames, rows // side, cols // side) for frames, rows, cols in grids]
 
-    def plan_videos(
-        self,
-        vision: dict[str, Any],
-        pruning_ratio: float | Sequence[float] | None = None,
-        with_temporal_loss: bool = False,
-    ) -> PruningPlan:
+    def plan_videos(self, vision: dict[str, Any]) -> PruningPlan:
         """
-        What stays of each video. vision: pixel_values_videos (F * N, values of a patch), block by block, of the frames
+        vision: pixel_values_videos (F * N, values of a patch), block by block, of the frames
         of all videos; video_grid_thw (V, 3) in patches. Raises `ValueError` where they do not fit each other.
         """
         self.config.validate_position_rule()
         grids, pixels = self.read_grids(vision, self.video_inputs), vision[self.video_inputs[0]]
         check_finite(pixels)
         return PruningPlan(
-            torch.arange(len(pixels), device=pixels.device).view(-1, self.visual.spatial_merge_unit),
-            grids,
-            self.config.vision_config.pruning_ratio if pruning_ratio is None else pruning_ratio,
-            with_temporal_loss,
-            self.config.detach_temporal_target,
+            torch.arange(len(pixels), device=pixels.device).view(-1, self.visual.spatial_merge_unit), grids
         )
 
     def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:

@@ -126,7 +126,7 @@ class FlatTower(PruningTower):
             native: Any = super()
             return native.forward(hidden_states, grid_thw, **kwargs)
         grids, keeps_states = pruning.grids, self.check_call(kwargs)
-        hidden_states, angles = self.embed(hidden_states, grids, drops=pruning.num_kept != pruning.num_blocks)
+        hidden_states, angles = self.embed(hidden_states, grids, drops=pruning.drops)
         device, window_to_raster = hidden_states.device, None
         lengths = [self.spatial_merge_unit * rows * cols for frames, rows, cols in grids for _ in range(frames)]
         spans = [AttentionSpans.of_lengths(lengths, device)]

@@ -1,13 +1,13 @@
 """What a call will drop, on the host before the tower runs, and what the tower gives back."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from .scoring_stts import num_kept_blocks, split_videos
+from .budget_stts import KeepRule
+from .scoring_stts import split_videos
 from .sequence_stts import KeptSequence, check_tensor, gather_columns
 
 
@@ -50,24 +50,27 @@ class PruningPlan:
     What the tower has to know of a call's videos, on the host before it runs.
 
     block_patches: (G, S) row of each block's patches among all frames' patches, -1 for padding. grids: `(T, rows,
-        cols)` of each video. pruning_ratio: `k`, or one for each video. with_temporal_loss: whether to compute it.
-        block_scores: (G,) in place of the selector's, without a bias. tower_cache: of layers `0..l`.
+    cols)` of each video. keep: how many blocks stay. with_temporal_loss: whether to compute it. block_scores: (G,) in
+    place of the selector's, without a bias. tower_cache: of layers `0..l`. above: blocks of each video's later frames
+    that reach the threshold, once the tower has scored them.
     """
 
     block_patches: torch.Tensor
     grids: list[tuple[int, int, int]]
-    pruning_ratio: float | Sequence[float]
+    keep: KeepRule = field(default_factory=KeepRule)
     with_temporal_loss: bool = False
     detach_temporal_target: bool = True
     block_scores: torch.Tensor | None = field(default=None, kw_only=True)
     tower_cache: TowerCache | None = field(default=None, kw_only=True)
+    above: list[int] | None = field(default=None, init=False)
 
     def check_scores(self) -> None:
-        """Raises `ValueError` where ratios or scores are not as many as the videos or their blocks."""
-        if isinstance(self.pruning_ratio, Sequence) and len(self.pruning_ratio) != len(self.grids):
+        """Raises `ValueError` where the rule or given scores do not fit the videos or each other."""
+        self.keep.check_videos(self.grids)
+        if self.block_scores is not None and self.keep.threshold is not None:
             raise ValueError(
-                f"`pruning_ratio` holds {len(self.pruning_ratio)} ratios, but the call has {len(self.grids)} videos: "
-                "pass one number, or one for each video."
+                f"`block_scores` came with `score_threshold` = {self.keep.threshold}, which is a level of the "
+                "selector's scores. Pass `pruning_ratio` beside them."
             )
         if self.block_scores is not None and tuple(self.block_scores.shape) != (sum(self.num_blocks),):
             raise ValueError(
@@ -77,11 +80,34 @@ class PruningPlan:
 
     @property
     def num_kept(self) -> list[int]:
-        """`K` of each video."""
-        ratio = self.pruning_ratio
-        ratios = ratio if isinstance(ratio, Sequence) else [ratio] * len(self.grids)
-        grids = zip(self.grids, ratios, strict=True)
-        return [num_kept_blocks(frames, rows * cols, k) for (frames, rows, cols), k in grids]
+        """`K` of each video, with a threshold once the tower has called `count`."""
+        return self.keep.num_kept(self.grids, self.above)
+
+    def count(self, scores: torch.Tensor, is_learned: bool) -> None:
+        """
+        With a threshold, counts the scores (G,) of later frames that reach it; reading them is one host-device sync for
+        all videos of a call. Raises `ValueError` where learned scores are all equal, as before training.
+        """
+        if self.keep.threshold is None:
+            return
+        videos = zip(split_videos(scores, self.grids), self.grids, strict=True)
+        found = [(video[rows * cols :] >= self.keep.threshold).sum() for video, (_, rows, cols) in videos]
+        *self.above, differ = torch.stack([*found, (scores != scores[:1]).any().long()]).tolist()
+        if is_learned and not differ and any(frames > 1 for frames, _, _ in self.grids):
+            raise ValueError(
+                f"`score_threshold` is {self.keep.threshold}, but all scores of the videos are {float(scores[0]):.4g}: "
+                "the scorer is untrained. Train it, or use `selector='cosine'` or `pruning_ratio`."
+            )
+
+    @property
+    def drops(self) -> bool:
+        """Whether blocks go, or may go where scores will say how many."""
+        return self.keep.threshold is not None or self.num_kept != self.num_blocks
+
+    @property
+    def is_biased(self) -> list[bool]:
+        """Whether the scores of each video bias layer `l + 1`: where it loses blocks, with a threshold always."""
+        return [self.keep.threshold is not None or dropped > 0 for dropped in self.counts[2]]
 
     @property
     def num_blocks(self) -> list[int]:

@@ -4,7 +4,7 @@
 native forward -> report`. What backbones differ in are the hooks of `PruningBackbone`.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,18 +14,19 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput, can_return_tuple
 
+from .budget_stts import KEEP_ARGUMENTS, KeepRule
 from .cache_stts import UNKNOWN, UNKNOWN_VISION, CacheRecord, last_positions
 from .plan_stts import PruningPlan, RowPlan, TowerCache, VideoFeatures
 from .scoring_stts import mean_error
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, holds_packed_rows, token_order
-from .settings_stts import RANKING_ARGUMENTS, check_names, check_settings
+from .settings_stts import RANKING_ARGUMENTS, check_length, check_names, take_given
 
 
 @dataclass
 class Call:
     """
     A call's arguments. vision: those of its videos and images. cache: of an earlier call, which this one continues.
-    pruning_ratio: in place of the config's, one number or one for each video. pruned_length: the length `L'` that every
+    keep: how many blocks stay, in place of what the config says. pruned_length: the length `L'` that every
     row gets. packed_rows: whether rows hold several samples; None where nobody has looked. block_scores: (G,) rank the
     blocks. tower_cache: if empty, lets later calls with the same videos skip layers `0..l`. pads_left: whether padding
     moves to the left.
@@ -34,7 +35,7 @@ class Call:
     tokens: Tokens
     vision: dict[str, Any] = field(default_factory=dict)
     cache: Cache | None = None
-    pruning_ratio: float | Sequence[float] | None = None
+    keep: KeepRule | None = None
     pruned_length: int | None = None
     packed_rows: bool | None = None
     with_temporal_loss: bool = False
@@ -136,7 +137,6 @@ class PruningBackbone(PreTrainedModel):
         past_key_values: Cache | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        pruning_ratio: float | Sequence[float] | None = None,
         pruned_length: int | None = None,
         packed_rows: bool | None = None,
         with_temporal_loss: bool = False,
@@ -150,7 +150,7 @@ class PruningBackbone(PreTrainedModel):
         """
         tokens = Tokens(input_ids, inputs_embeds, attention_mask, position_ids, mm_token_type_ids)
         vision = self.take_vision_inputs(kwargs)
-        call = Call(tokens, vision, past_key_values, pruning_ratio, pruned_length, packed_rows, with_temporal_loss)
+        call = Call(tokens, vision, past_key_values, None, pruned_length, packed_rows, with_temporal_loss)
         call.block_scores, call.tower_cache = (kwargs.pop(name, None) for name in RANKING_ARGUMENTS)
         self.read_call(call, kwargs)
         pruned = record = None
@@ -170,9 +170,14 @@ class PruningBackbone(PreTrainedModel):
         return PruningModelOutputWithPast(**{name: report.get(name, outputs.get(name)) for name in names})
 
     def read_call(self, call: Call, kwargs: dict[str, Any]) -> None:
-        """The door: checks a call's arguments, of which `kwargs` are the native ones, and finds packed rows."""
+        """
+        The door: checks a call's arguments, of which `kwargs` are the native ones and those that say how many blocks
+        stay, which it takes; finds packed rows.
+        """
         check_names(kwargs)
-        check_settings(call.pruning_ratio, call.pruned_length)
+        given = take_given(kwargs, KEEP_ARGUMENTS)
+        call.keep = self.config.keep_rule(given) if given else None
+        check_length(call.pruned_length)
         CacheRecord.usable(call.cache)
         self.check_new_vision(call.cache, call.vision)
         if call.packed_rows is None and (self.num_axes or self.video_inputs[0] not in call.vision):
@@ -229,8 +234,8 @@ class PruningBackbone(PreTrainedModel):
     native_forward: Callable[..., Any]
     # Placeholders of videos and of images, (B, L) bool each, of `input_ids` beside these arguments of vision:
     find_placeholders: Callable[[torch.Tensor, Collection[str]], tuple[torch.Tensor, torch.Tensor]]
-    # Checks the video inputs of a call and says what stays of each video:
-    plan_videos: Callable[..., PruningPlan]
+    # Checks the video inputs of a call and says where each video's blocks lie:
+    plan_videos: Callable[[dict[str, Any]], PruningPlan]
     encode_videos: Callable[..., VideoFeatures]
     # Checks the image inputs of a call and counts the tokens of each image, on the host:
     count_image_tokens: Callable[[dict[str, Any]], list[int]]
@@ -272,7 +277,6 @@ class PruningBackbone(PreTrainedModel):
         self,
         pixel_values_videos: torch.Tensor,
         *args: Any,
-        pruning_ratio: float | Sequence[float] | None = None,
         with_temporal_loss: bool = False,
         **kwargs: Any,
     ) -> tuple | VideoFeatures:
@@ -282,21 +286,21 @@ class PruningBackbone(PreTrainedModel):
         vision = dict(zip(self.video_inputs, (pixel_values_videos, *args), strict=False))
         vision |= {name: kwargs.pop(name) for name in self.video_inputs if name in kwargs}
         check_names(kwargs)
-        check_settings(pruning_ratio)
-        ranking = {name: kwargs.pop(name, None) for name in RANKING_ARGUMENTS}
-        plan = self.make_plan(vision, pruning_ratio, with_temporal_loss, **ranking)
+        keep = self.config.keep_rule(take_given(kwargs, KEEP_ARGUMENTS))
+        plan = self.make_plan(vision, keep, with_temporal_loss, **take_given(kwargs, RANKING_ARGUMENTS))
         return self.encode_videos(pixel_values_videos, plan, **kwargs)
 
     def make_plan(
         self,
         vision: dict[str, Any],
-        pruning_ratio: float | Sequence[float] | None,
-        with_temporal_loss: bool,
+        keep: KeepRule | None = None,
+        with_temporal_loss: bool = False,
         **ranking: Any,
     ) -> PruningPlan:
         """`plan_videos`, with what the caller says of scores. A scorer of answers has no temporal loss."""
-        learns_change = with_temporal_loss and self.config.scorer_target == "change"
-        plan = replace(self.plan_videos(vision, pruning_ratio, learns_change), **ranking)
+        plan = replace(self.plan_videos(vision), keep=self.config.keep_rule() if keep is None else keep, **ranking)
+        plan.with_temporal_loss = with_temporal_loss and self.config.scorer_target == "change"
+        plan.detach_temporal_target = self.config.detach_temporal_target
         plan.check_scores()
         return plan
 
@@ -310,10 +314,10 @@ class PruningBackbone(PreTrainedModel):
         plan = None
         if self.video_inputs[0] in vision:
             ranking = {name: getattr(call, name) for name in RANKING_ARGUMENTS}
-            plan = self.make_plan(vision, call.pruning_ratio, call.with_temporal_loss, **ranking)
-        num_blocks, num_kept, num_dropped = ([], [], []) if plan is None else plan.counts
-        expected = (num_blocks, self.count_image_tokens(vision) if self.image_inputs[0] in vision else [])
-        drops, gets_length = any(num_dropped) or call.changes_length, call.pruned_length is not None
+            plan = self.make_plan(vision, call.keep, call.with_temporal_loss, **ranking)
+        of_images = self.count_image_tokens(vision) if self.image_inputs[0] in vision else []
+        expected = ([] if plan is None else plan.num_blocks, of_images)
+        drops, gets_length = call.changes_length or (plan is not None and plan.drops), call.pruned_length is not None
         found, rows = self.find_placeholders(tokens.ids, vision), RowPlan(None)
         if drops or any(expected):
             rows = RowPlan.read(found, tokens.padding_mask, expected, gets_length, call.pads_left)
@@ -321,6 +325,7 @@ class PruningBackbone(PreTrainedModel):
         # Before the videos' tower runs, so that a copy to the host does not wait for it.
         tokens.position_ids = self.position_tokens(tokens, cached, vision, found)
         video = None if plan is None else self.encode_videos(vision[self.video_inputs[0]], plan)
+        num_kept, num_dropped = ([], []) if plan is None else plan.counts[1:]
 
         keeps = torch.ones_like(found[0])
         if video is not None and any(num_dropped):

@@ -16,11 +16,13 @@ class Selector(NamedTuple):
     """
     rank: takes the tower, blocks (G, S, D) with zeros in padding slots, their grids, and `valid` (G, S) bool or None;
     returns scores (G,), higher for blocks to keep. The first line of its docstring describes it to users. is_learned:
-    whether the scores come from the tower's `scorer`; then they bias layer `l + 1` and have a temporal loss.
+    whether the scores come from the tower's `scorer`; then they bias layer `l + 1` and have a temporal loss. levels:
+    lowest and highest score, where a score means the same in every video, as a threshold needs; else None.
     """
 
     rank: Callable[..., torch.Tensor]
     is_learned: bool = False
+    levels: tuple[float, float] | None = None
 
 
 def by_scorer(tower: Any, blocks: torch.Tensor, grids: list[tuple[int, int, int]], valid: Any) -> torch.Tensor:
@@ -44,7 +46,7 @@ def at_random(tower: Any, blocks: torch.Tensor, grids: list[tuple[int, int, int]
 
 
 SELECTORS = {
-    "scorer": Selector(by_scorer, is_learned=True),
-    "cosine": Selector(by_change),
+    "scorer": Selector(by_scorer, is_learned=True, levels=(0.0, 1.0)),
+    "cosine": Selector(by_change, levels=(0.0, 2.0)),
     "random": Selector(at_random),
 }

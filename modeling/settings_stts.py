@@ -8,7 +8,6 @@ require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision
 
 import difflib
 import math
-import numbers
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
@@ -19,6 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import TransformersKwargs, logging
 
+from .budget_stts import KEEP_ARGUMENTS, KEEP_CHECKS, KeepRule, check_one_rule
 from .selectors_stts import SELECTORS
 
 ScoreRescaling = Literal["row", "frame", "none"]
@@ -26,22 +26,8 @@ Packing = Literal["varlen", "first_fit_descending"]
 PositionRule = Literal["original", "compact"]
 ScorerTarget = Literal["change", "answers"]
 RANKING_ARGUMENTS = ("block_scores", "tower_cache")  # of a caller who ranks the blocks
-CALL_ARGUMENTS = ("pruning_ratio", "pruned_length", "packed_rows", *RANKING_ARGUMENTS)
+CALL_ARGUMENTS = (*KEEP_ARGUMENTS, "pruned_length", "packed_rows", *RANKING_ARGUMENTS)
 NATIVE_ARGUMENTS = {*TransformersKwargs.__annotations__, "use_cache", "return_dict", "mm_encoder_outputs"}
-
-
-def check_pruning_ratio(value: object) -> float:
-    """Returns `value` as a float in [0, 1]; raises `ValueError` for anything else (NaN and bools included)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= float(value) <= 1.0:
-        raise ValueError(
-            f"`pruning_ratio` is {value!r}, but must be a number in [0, 1]: the share of a video's blocks to drop, "
-            "0 to keep all of them, 1 to drop every video token."
-        )
-    return float(value)
-
-
-def check_ratio_field(value: float) -> None:
-    check_pruning_ratio(value)
 
 
 def check_seed(value: int) -> None:
@@ -71,6 +57,12 @@ class PruningSettings:
 
     pruning_ratio (`float`, *optional*, defaults to 0.5):
         Share `k` in [0, 1] of each video's blocks that is dropped. Every call may override it.
+    score_threshold (`float`, *optional*):
+        In place of a share: blocks of later frames stay whose score is at least this high.
+    min_pruning_ratio, max_pruning_ratio (`float`, *optional*, default to 0.0 and 1.0):
+        Bounds of the share that a threshold drops.
+    video_token_budget (`int`, *optional*):
+        Most tokens that a video keeps: in place of a share, or beside a threshold.
     pruning_layer (`int`, *optional*, defaults to 3):
         Zero-based layer `l`: layers `0..l` run on all patches, layer `l + 1` takes the bias, later ones see survivors.
     selector (`str`, *optional*, defaults to `"scorer"`):
@@ -90,7 +82,11 @@ class PruningSettings:
         training code. Needs `packing="first_fit_descending"`.
     """
 
-    pruning_ratio: float | int = validated_field(check_ratio_field, default=0.5)
+    pruning_ratio: float | int = validated_field(KEEP_CHECKS["pruning_ratio"], default=0.5)
+    score_threshold: float | int | None = validated_field(KEEP_CHECKS["score_threshold"], default=None)
+    min_pruning_ratio: float | int = validated_field(KEEP_CHECKS["min_pruning_ratio"], default=0.0)
+    max_pruning_ratio: float | int = validated_field(KEEP_CHECKS["max_pruning_ratio"], default=1.0)
+    video_token_budget: int | None = validated_field(KEEP_CHECKS["video_token_budget"], default=None)
     pruning_layer: int = 3
     selector: str = validated_field(check_selector, default="scorer")
     selector_seed: int = validated_field(check_seed, default=0)
@@ -114,6 +110,7 @@ class PruningSettings:
                 "`refill_single_frame_bins` is True, which needs `packing` = 'first_fit_descending', "
                 f"but `packing` is {self.packing!r}."
             )
+        KeepRule.of(self)
 
 
 class MropeSettings(PruningSettings):
@@ -160,20 +157,20 @@ PRUNING_FIELDS = tuple(field.name for field in fields(PruningSettings))
 TRAINING_FIELDS = tuple(field.name for field in fields(TrainingSettings))
 
 
-def check_settings(pruning_ratio: Any, pruned_length: Any = None) -> None:
-    """
-    Raises `ValueError` for a ratio, or one of several, outside [0, 1] and a length that is no positive int. None is
-    left out.
-    """
-    for ratio in pruning_ratio if isinstance(pruning_ratio, list | tuple) else [pruning_ratio]:
-        if ratio is not None:
-            check_pruning_ratio(ratio)
+def check_length(pruned_length: Any) -> None:
+    """Raises `ValueError` for a length that is neither None nor a positive int."""
     if pruned_length is None:
         return
     if isinstance(pruned_length, bool) or not isinstance(pruned_length, int) or pruned_length < 1:
         raise ValueError(
             f"`pruned_length` is {pruned_length!r}, but must be a positive int: tokens of a row after dropping."
         )
+
+
+def take_given(kwargs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Takes the arguments of these names that are not None out of a call's."""
+    given = {name: kwargs.pop(name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def check_names(names: Collection[str]) -> None:
@@ -250,6 +247,9 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in self.vision_settings if name in kwargs}
+        check_one_rule(given, ("score_threshold", "video_token_budget"))
+        if given.get("pruning_ratio") is not None:  # in place of what the vision config says
+            given |= {"score_threshold": None, "video_token_budget": None}
         other = next((name for name in self.vision_names if name in kwargs), None)
         if self.vision_config is None and other is not None:
             kwargs[other] = with_settings(kwargs[other], given)
@@ -262,6 +262,20 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
         """Raises `ValueError` for a stock vision config, and where the pruning fields do not fit each other."""
         check_vision_config(self.vision_config, self.vision_class.model_type)
         self.vision_config.validate_pruning()
+        self.keep_rule()
+
+    def keep_rule(self, *given: Mapping[str, Any]) -> KeepRule:
+        """How many blocks stay, by the config and by what calls say in its place. Raises `ValueError` as `KeepRule.of`,
+        and for a threshold on scores that were fitted within each video alone."""
+        rule, selector = KeepRule.of(self.vision_config, *given), self.vision_config.selector
+        has_level = self.scorer_target == "change" or self.worth_unit is not None
+        if rule.threshold is not None and SELECTORS[selector].is_learned and not has_level:
+            raise ValueError(
+                f"`score_threshold` is {rule.threshold}, but with `scorer_target` = 'answers' and `worth_unit` = None "
+                "no config says what a score is worth over videos. Train the scorer with a unit, or pass "
+                "`pruning_ratio` instead."
+            )
+        return rule
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:

@@ -107,15 +107,16 @@ class PruningTower(PreTrainedModel):
         selector, given = SELECTORS[self.config.selector], pruning.block_scores
         scores = selector.rank(self, blocks, pruning.grids, valid) if given is None else given.to(blocks.device)
         is_learned = selector.is_learned and given is None
+        pruning.count(scores, is_learned)
         keep_mask, kept_blocks = select_blocks(scores, pruning.grids, pruning.num_kept)
         found: dict[str, Any] = {"token_scores": pruning.per_video(scores), "keep_mask": pruning.per_video(keep_mask)}
         if pruning.with_temporal_loss and is_learned:
             errors = temporal_errors(scores, blocks, pruning.grids, pruning.detach_temporal_target)
             found |= {"temporal_loss": mean_error(errors), "temporal_errors": errors}
-        loses = [dropped > 0 for dropped in pruning.counts[2]]
-        if not is_learned or not self.config.score_bias or not any(loses):
+        biased = pruning.is_biased
+        if not is_learned or not self.config.score_bias or not any(biased):
             return found, kept_blocks, padding_bias
-        bias = reorder(score_bias(scores, pruning.grids, self.config.score_rescaling, loses), window_to_raster)
+        bias = reorder(score_bias(scores, pruning.grids, self.config.score_rescaling, biased), window_to_raster)
         bias = bias[:, None].expand(blocks.shape[:2]).flatten()
         return found, kept_blocks, bias if padding_bias is None else bias + padding_bias
 

@@ -1,6 +1,6 @@
 """Which frames of a video the model sees; native Molmo2 makes tensors of them."""
 
-from .settings_stts import check_pruning_ratio  # isort: split
+from .settings_stts import KEEP_CHECKS  # isort: split
 
 import functools
 import math
@@ -192,7 +192,7 @@ def frame_budget(num_frames: int, pruning_ratio: float) -> int:
 
     Exact where floating point is not. Raises `ValueError` outside `[0, 0.999]`.
     """
-    ratio = check_pruning_ratio(pruning_ratio)
+    ratio = KEEP_CHECKS["pruning_ratio"](pruning_ratio)
     if ratio > 0.999:
         raise ValueError(f"test_time_scaling=True needs pruning_ratio of at most 0.999, got {ratio!r}. Lower it.")
     return math.ceil(num_frames / (1 - Fraction(ratio).limit_denominator(1_000_000)))

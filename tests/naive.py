@@ -48,6 +48,22 @@ class NaiveVisionOutput:
     num_refilled_patches: int
 
 
+@dataclass(frozen=True)
+class NaiveThreshold:
+    """
+    In place of a ratio: blocks with at least this score stay. lowest, highest: the least and the largest share that
+    goes. budget: most blocks that stay.
+    """
+
+    score: float
+    lowest: float = 0.0
+    highest: float = 1.0
+    budget: int | None = None
+
+
+NaiveRule = float | NaiveThreshold
+
+
 def linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     """`x W^T + b`, the bias if there is one."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -194,14 +210,33 @@ def naive_budget(pruning_ratio: float, num_frames: int, num_blocks: int) -> int:
     return min(math.floor(pruning_ratio * num_frames * num_blocks + 1e-9), (num_frames - 1) * num_blocks)
 
 
-def naive_keep_mask(scores: torch.Tensor, pruning_ratio: float) -> torch.Tensor:
+def naive_is_biased(rule: NaiveRule, num_frames: int, num_blocks: int) -> bool:
+    """Whether the scores bias layer l+1: with a ratio where it drops something, with a threshold in every video."""
+    return isinstance(rule, NaiveThreshold) or naive_budget(rule, num_frames, num_blocks) > 0
+
+
+def naive_num_dropped(scores: torch.Tensor, rule: NaiveRule) -> int:
+    """Blocks to drop from one video by its scores (T, n). Frame 0 stays, but at ratio 1."""
+    num_frames, num_blocks = scores.shape
+    if not isinstance(rule, NaiveThreshold):
+        return naive_budget(rule, num_frames, num_blocks)
+    later = (num_frames - 1) * num_blocks
+    dropped = sum(1 for frame in scores.tolist()[1:] for score in frame if score < rule.score)
+    dropped = max(dropped, min(later, naive_budget(rule.lowest, num_frames, num_blocks)))
+    dropped = min(dropped, later, naive_budget(rule.highest, num_frames, num_blocks))
+    if rule.budget is not None:
+        dropped = max(dropped, num_frames * num_blocks - rule.budget)
+    return dropped
+
+
+def naive_keep_mask(scores: torch.Tensor, rule: NaiveRule) -> torch.Tensor:
     """Blocks of one video that survive: bool (T, n). `scores` (T, n): the lowest go first, ties by (frame, block).
 
     Frame 0 goes last: it loses blocks only at ratio 1, where everything goes."""
     num_frames, num_blocks = scores.shape
     order = sorted((t == 0, scores[t, i].item(), t, i) for t in range(num_frames) for i in range(num_blocks))
     keep_mask = torch.ones(scores.shape, dtype=torch.bool)
-    for _, _, t, i in order[: naive_budget(pruning_ratio, num_frames, num_blocks)]:
+    for _, _, t, i in order[: naive_num_dropped(scores, rule)]:
         keep_mask[t, i] = False
     return keep_mask
 
@@ -258,7 +293,7 @@ def naive_vision_tower(
     pixel_patches: torch.Tensor,
     num_frames: Sequence[int],
     table: torch.Tensor,
-    pruning_ratio: float,
+    rule: NaiveRule,
     *,
     selector: str = "scorer",
     given_scores: Sequence[torch.Tensor] | None = None,
@@ -271,8 +306,8 @@ def naive_vision_tower(
     Args:
         num_frames: frames of each video. table: (blocks of all videos, w*w), indices over all F * N patches.
         selector: "scorer", "cosine" (most similar to the previous frame goes first) or "given", which ranks by
-            `given_scores` (per video (T, n)) as the random selector does. Only the scorer biases layer l+1, and only
-            where something is dropped: a video that loses no block goes through the ViT of stock Molmo2.
+            `given_scores` (per video (T, n)) as the random selector does. Only the scorer biases layer l+1, and at a
+            ratio only where something is dropped: a video that loses no block goes through the ViT of stock Molmo2.
         refill: a frame alone in its bin keeps its dropped patches as context for the rest of the ViT. All videos of
             the call are packed together, so with refill a video's features depend on its company.
     """
@@ -288,12 +323,12 @@ def naive_vision_tower(
         similarities.append(naive_similarity(hidden_states, video_table))
         if selector == "scorer":
             scores.append(naive_scores(weights, geometry.num_heads, hidden_states, video_table))
-        if selector == "scorer" and naive_budget(pruning_ratio, *scores[-1].shape):
+        if selector == "scorer" and naive_is_biased(rule, *scores[-1].shape):
             biases.extend(naive_bias(scores[-1], video_table, geometry.patch_grid, score_rescaling))
         else:
             biases.extend([None] * len(hidden_states))
         rankings = {"scorer": scores, "cosine": [1 - s for s in similarities], "given": given_scores or []}
-        keep_masks.append(naive_keep_mask(rankings[selector][video], pruning_ratio))
+        keep_masks.append(naive_keep_mask(rankings[selector][video], rule))
 
     dense[pruning_layer + 1] = torch.stack(
         [

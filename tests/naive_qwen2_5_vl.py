@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tests.naive import NaiveRule
 from tests.naive_qwen3_vl import NaiveVideo, block_order, naive_ranking
 from tests.naive_qwen3_vl import naive_forward as _naive_forward
 
@@ -19,7 +20,7 @@ def rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return norm.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float) -> NaiveVideo:
+def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: NaiveRule) -> NaiveVideo:
     """One video (T * N, values) with its grid (T, rows, cols) in patches."""
     tower, config = model.model.visual, model.config.vision_config
     num_frames, rows, cols = grid

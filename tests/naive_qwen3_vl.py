@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.naive import naive_bias, naive_budget, naive_keep_mask, naive_scores, naive_similarity
+from tests.naive import NaiveRule, naive_bias, naive_is_biased, naive_keep_mask, naive_scores, naive_similarity
 from tests.tiny_qwen3_vl import IMAGE_ID, VIDEO_ID, Inputs
 
 
@@ -47,7 +47,7 @@ class NaiveRanking:
     bias: torch.Tensor
 
 
-def naive_ranking(tower: Any, config: Any, states: torch.Tensor, grid: list[int], ratio: float) -> NaiveRanking:
+def naive_ranking(tower: Any, config: Any, states: torch.Tensor, grid: list[int], ratio: NaiveRule) -> NaiveRanking:
     """After layer `l`: patches (T, N, D) block by block, and their grid (T, rows, cols) in patches."""
     num_frames, rows, cols = grid
     size, block_size = rows * cols, config.spatial_merge_size**2
@@ -58,7 +58,7 @@ def naive_ranking(tower: Any, config: Any, states: torch.Tensor, grid: list[int]
         scores = naive_scores(scorer, config.num_heads, states, blocks)
     keep_mask = naive_keep_mask(1 - similarity if scores is None else scores, ratio)
     bias = torch.zeros(num_frames * size)
-    if scores is not None and naive_budget(ratio, num_frames, size // block_size):
+    if scores is not None and naive_is_biased(ratio, num_frames, size // block_size):
         order = block_order(rows, cols, config.spatial_merge_size)
         raster = torch.cat([frame * size + order.view(-1, block_size) for frame in range(num_frames)])
         by_raster = naive_bias(scores, raster, (rows, cols), config.score_rescaling)  # (T, N)
@@ -66,7 +66,7 @@ def naive_ranking(tower: Any, config: Any, states: torch.Tensor, grid: list[int]
     return NaiveRanking(keep_mask, scores, similarity, keep_mask.flatten().repeat_interleave(block_size), bias)
 
 
-def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: float) -> NaiveVideo:
+def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: NaiveRule) -> NaiveVideo:
     """One video (T * N, values) with its grid (T, rows, cols) in patches."""
     tower, config = model.model.visual, model.config.vision_config
     num_frames, rows, cols = grid
@@ -147,9 +147,9 @@ def per_token(encoded: list[tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterato
 def naive_forward(
     model: Any,
     row: Inputs,
-    ratio: float | None = None,
+    ratio: NaiveRule | None = None,
     shift: int = 0,
-    encode: Callable[[Any, torch.Tensor, list[int], float], NaiveVideo] = naive_video,
+    encode: Callable[[Any, torch.Tensor, list[int], NaiveRule], NaiveVideo] = naive_video,
 ) -> NaiveOutput:
     """
     One sample, whose videos `encode` encodes. Positions are native `get_rope_index`'s of the whole prompt, those of

@@ -92,7 +92,7 @@ def make_reference(name: str, workload: Workload) -> Reference:
                 parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
     model.config.vision_config.pruning_ratio = workload.ratios[0]
     inputs = workload_inputs(workload, model.config, CPU)
-    grids = model.model.plan_videos(inputs, workload.ratios[0]).grids
+    grids = model.model.plan_videos(inputs).grids
     ranking = [torch.rand(frames, rows * columns, generator=generator) for frames, rows, columns in grids]
     for of_video in ranking:
         of_video[EMPTY] = -1
@@ -248,7 +248,7 @@ def errors_without_sync(
     """Of what docs/behaviour.md says to force no sync: the tower alone, a prefill, or a training step."""
     model, inputs = reference.on(device, dtype)
     inputs = {name: value.cpu() if "video_grid" in name else value for name, value in inputs.items()}
-    plan = model.model.plan_videos(inputs, model.config.vision_config.pruning_ratio)
+    plan = model.model.make_plan(inputs)
     length = inputs["input_ids"].shape[1] - plan.num_blocks[0] + plan.num_kept[0]
 
     def step() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from stts_hf.modeling.budget_stts import check_pruning_ratio
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.modeling.settings_stts import check_pruning_ratio
 from stts_hf.selectors import SELECTORS
 
 from .token_merging import MergingForConditionalGeneration

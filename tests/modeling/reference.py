@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.naive import NaiveRule, NaiveThreshold
 from tests.tiny import FRAME_START, IMAGE_START, LOW_RES_IMAGE_START, PATCH, Image, Part, Video
 
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "labels", "position_ids")
@@ -91,8 +92,16 @@ class NaiveOutput:
         return losses[labels != -100]
 
 
+def call_of(rule: NaiveRule | None) -> dict[str, Any]:
+    """The arguments of a call with this rule."""
+    if not isinstance(rule, NaiveThreshold):
+        return {"pruning_ratio": rule}
+    bounds = {"min_pruning_ratio": rule.lowest, "max_pruning_ratio": rule.highest}
+    return {"score_threshold": rule.score, "video_token_budget": rule.budget, **bounds}
+
+
 def naive_forward(
-    model, row: Inputs, pruning_ratio: float | None = None, shift: int = 0, rule: str | None = None
+    model, row: Inputs, pruning_rule: NaiveRule | None = None, shift: int = 0, rule: str | None = None
 ) -> NaiveOutput:
     """
     Logits of one unpadded row: embeddings, positions and mask built token by token for stock Molmo2's text model.
@@ -103,7 +112,7 @@ def naive_forward(
     features, keep = [], []
     if "pixel_values_videos" in row:
         video = model.model.get_video_features(
-            row["pixel_values_videos"], row["video_token_pooling"], row["video_grids"], pruning_ratio=pruning_ratio
+            row["pixel_values_videos"], row["video_token_pooling"], row["video_grids"], **call_of(pruning_rule)
         )
         features = list(torch.cat(video.pooler_output))
         keep = torch.cat([mask.flatten() for mask in video.keep_mask]).tolist()

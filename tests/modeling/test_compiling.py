@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from stts_hf.modeling.budget_stts import KeepRule
 from tests.backbones import DAILY, Clip, prompt
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
@@ -175,7 +176,7 @@ def test_the_tower_of_every_backbone_is_one_graph(backbone, way):
         pytest.skip("with PyTorch 2.9 the functions of transformers that read grids break the graph")
     model, inputs = backbone.model(), prompt(backbone.batch([[3, Clip(4), 5], [2, Clip(3), 9]], "left"))
     vision = {name: inputs[name] for name in model.model.video_inputs if name in inputs}
-    plan, pixels = model.model.plan_videos(vision, 0.5), inputs["pixel_values_videos"]
+    plan, pixels = model.model.make_plan(vision, KeepRule(0.5)), inputs["pixel_values_videos"]
 
     class Encoder(torch.nn.Module):
         def __init__(self) -> None:

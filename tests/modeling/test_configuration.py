@@ -188,6 +188,10 @@ def test_only_documented_fields_are_saved(changed_config, tmp_path):
     }
     assert set(saved["vision_config"]) - set(native["vision_config"]) == {
         "pruning_ratio",
+        "score_threshold",
+        "min_pruning_ratio",
+        "max_pruning_ratio",
+        "video_token_budget",
         "pruning_layer",
         "selector",
         "selector_seed",

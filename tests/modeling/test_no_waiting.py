@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import AttentionSpans, padded_frames
+from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.pruning_stts import Call
 from stts_hf.modeling.sequence_stts import Tokens
 from tests.backbones import Clip, Inputs, Rows
@@ -191,7 +192,7 @@ def test_dropping_tokens_of_every_backbone(backbone, monkeypatch, pruning_ratio)
         inputs = to_device(model, inputs, torch.bfloat16)
         vision = vision_of(model, inputs)
         tokens = Tokens(**{name: value for name, value in inputs.items() if name not in (*vision, "labels")})
-        pruned = model.model.prune(Call(tokens, vision, None, pruning_ratio, 70, False, True))
+        pruned = model.model.prune(Call(tokens, vision, None, KeepRule(pruning_ratio), 70, False, True))
     assert pruned.tokens.input_ids.shape == (2, 70)
     assert pruned.tokens.input_ids.is_cuda
 

@@ -15,6 +15,7 @@ CORE = [
     "scoring",
     "attention",
     "sequence",
+    "budget",
     "settings",
     "plan",
     "cache",

@@ -25,6 +25,7 @@ from stts_hf.benchmark.models import Models, build_models, configure, set_prunin
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.report import SCHEMA
 from stts_hf.errors import is_out_of_memory
+from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.versions import __version__
 
 PACKAGES = ("torch", "transformers", "av", "numpy", "flash-attn")
@@ -142,7 +143,7 @@ class Runner:
 
     def count_tokens(self, ratio: float) -> int:
         """Tokens per row at pruning ratio `k`: of the video in mode "tower", else in the language model."""
-        plan = self.model.model.plan_videos(self.inputs, ratio)
+        plan = self.model.model.make_plan(self.inputs, KeepRule(ratio))
         others = self.inputs["input_ids"].shape[1] - plan.num_blocks[0]
         return plan.num_kept[0] + (0 if self.workload.mode == "tower" else others)
 

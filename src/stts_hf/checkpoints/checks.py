@@ -14,7 +14,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from stts_hf.auto_classes import MODEL_CLASSES
-from stts_hf.modeling.settings_stts import check_pruning_ratio
+from stts_hf.modeling.budget_stts import check_pruning_ratio
 
 from .families import Family
 from .files import Finding, raise_findings, reason_of, usable

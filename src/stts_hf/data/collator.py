@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from stts_hf.modeling.settings_stts import check_pruning_ratio
+from stts_hf.modeling.budget_stts import check_pruning_ratio
 from stts_hf.modeling.video_processing_stts import check_count
 
 from .encoding import IGNORED, Encoded, Processor, check_length, empty_video, encode

@@ -9,7 +9,7 @@ import torch
 
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.encoding import Processor
-from stts_hf.modeling.settings_stts import check_pruning_ratio
+from stts_hf.modeling.budget_stts import check_pruning_ratio
 from stts_hf.wording import percent
 
 from .clip import AnswerStream, Clip

@@ -25,6 +25,13 @@ class ServingSettings(VerifyAndUpdateConfig):
                 setattr(config.vision_config, name, vars(config).pop(name))
         config.vision_config.validate_pruning()
         config.validate()
+        for name in ("score_threshold", "video_token_budget"):
+            if (value := getattr(config.vision_config, name)) is not None:
+                raise ValueError(
+                    f"`{name}` is {value}, but vLLM lays out a prompt before any video runs through the tower, so it "
+                    "serves a fixed share alone: counting by scores there would hold the tower's weights twice. Serve "
+                    f'with --hf-overrides \'{{"{name}": null, "pruning_ratio": 0.5}}\', or use `stts-hf predict`.'
+                )
         multimodal = model_config.multimodal_config
         if multimodal is not None and multimodal.video_pruning_rate:
             raise ValueError(
