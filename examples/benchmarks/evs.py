@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.plan_stts import PruningPlan, VideoFeatures
 from stts_hf.modeling.pruning_stts import PruningBackbone
 from stts_hf.modeling.scoring_stts import select_blocks, temporal_similarity
@@ -34,7 +35,7 @@ def encode_then_prune(
     encode: Callable[..., VideoFeatures], pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: object
 ) -> VideoFeatures:
     """`encode_videos` of whole videos, then drops tokens by the plan."""
-    whole = encode(pixel_values, replace(plan, pruning_ratio=0.0), **kwargs)
+    whole = encode(pixel_values, replace(plan, keep=KeepRule(0.0)), **kwargs)
     merged = torch.cat(whole.pooler_output)  # (G, text hidden size)
     taps = [torch.cat(tap) for tap in whole.deepstack_features or ()]
     ranking = 1 - temporal_similarity(torch.cat([merged, *taps], dim=-1).detach()[:, None], plan.grids)
