@@ -95,8 +95,8 @@ class PruningPlan:
         *self.above, differ = torch.stack([*found, (scores != scores[:1]).any().long()]).tolist()
         if is_learned and not differ and any(frames > 1 for frames, _, _ in self.grids):
             raise ValueError(
-                f"`score_threshold` is {self.keep.threshold}, but all scores of the videos are {float(scores.detach()[0]):.4g}: "
-                "the scorer is untrained. Train it, or use `selector='cosine'` or `pruning_ratio`."
+                f"`score_threshold` is {self.keep.threshold}, but all scores are {float(scores.detach()[0]):.4g}: the "
+                "scorer is untrained. Train it, or use `selector='cosine'` or `pruning_ratio`."
             )
 
     @property

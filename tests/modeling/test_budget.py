@@ -345,7 +345,7 @@ def test_selectors_without_levels_and_scorers_without_training_are_refused(backb
     with pytest.raises(StrictDataclassError, match="`selector` = 'random' have no level"):
         backbone.model(selector="random", score_threshold=0.5)
     untrained = backbone.model(trained_scorer=False)
-    with pytest.raises(ValueError, match=r"all scores of the videos are 0.1192: the scorer is untrained"):
+    with pytest.raises(ValueError, match=r"all scores are 0.1192: the scorer is untrained"):
         untrained(**inputs, score_threshold=0.5)
     untrained.config.vision_config.selector = "cosine"
     untrained(**inputs, score_threshold=0.5)
