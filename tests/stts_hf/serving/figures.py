@@ -1,4 +1,4 @@
-"""How far vLLM's answers are from those of `generate`, for docs/serving.md:
+"""How far vLLM's answers are from those of `generate`, for docs/benchmarks/vllm.md:
 
     python -m tests.stts_hf.serving.figures         # in the environment of `make test-vllm`
 
