@@ -3,10 +3,7 @@
 from .settings_stts import MropeConfig, MropeSettings  # isort: split
 
 from huggingface_hub.dataclasses import strict
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLVisionConfig,
-)
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLVisionConfig
 
 
 @strict

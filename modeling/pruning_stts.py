@@ -26,10 +26,9 @@ from .settings_stts import RANKING_ARGUMENTS, check_length, check_names, take_gi
 class Call:
     """
     A call's arguments. vision: those of its videos and images. cache: of an earlier call, which this one continues.
-    keep: how many blocks stay, in place of what the config says. pruned_length: the length `L'` that every
-    row gets. packed_rows: whether rows hold several samples; None where nobody has looked. block_scores: (G,) rank the
-    blocks. tower_cache: if empty, lets later calls with the same videos skip layers `0..l`. pads_left: whether padding
-    moves to the left.
+    keep: how many blocks stay, if not as the config says. pruned_length: the length `L'` that every row gets.
+    packed_rows: whether rows hold several samples; None where nobody has looked. block_scores: (G,) rank the blocks.
+    tower_cache: if empty, lets later calls with the same videos skip layers `0..l`. pads_left: padding moves left.
     """
 
     tokens: Tokens
@@ -274,11 +273,7 @@ class PruningBackbone(PreTrainedModel):
 
     @can_return_tuple
     def get_video_features(
-        self,
-        pixel_values_videos: torch.Tensor,
-        *args: Any,
-        with_temporal_loss: bool = False,
-        **kwargs: Any,
+        self, pixel_values_videos: torch.Tensor, *args: Any, with_temporal_loss: bool = False, **kwargs: Any
     ) -> tuple | VideoFeatures:
         """Features of the kept blocks of each video. args: of `video_inputs`, in their order, or by their names."""
         if len(args) >= len(self.video_inputs):
@@ -291,11 +286,7 @@ class PruningBackbone(PreTrainedModel):
         return self.encode_videos(pixel_values_videos, plan, **kwargs)
 
     def make_plan(
-        self,
-        vision: dict[str, Any],
-        keep: KeepRule | None = None,
-        with_temporal_loss: bool = False,
-        **ranking: Any,
+        self, vision: dict[str, Any], keep: KeepRule | None = None, with_temporal_loss: bool = False, **ranking: Any
     ) -> PruningPlan:
         """`plan_videos`, with what the caller says of scores. A scorer of answers has no temporal loss."""
         plan = replace(self.plan_videos(vision), keep=self.config.keep_rule() if keep is None else keep, **ranking)

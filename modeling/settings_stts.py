@@ -174,10 +174,7 @@ def take_given(kwargs: dict[str, Any], names: Collection[str]) -> dict[str, Any]
 
 
 def check_names(names: Collection[str]) -> None:
-    """
-    Raises `ValueError` for the name of an argument that is a field of our configs, or nearly an argument of ours, which
-    native code would skip.
-    """
+    """Raises `ValueError` for names that are fields of our configs, or nearly ours, which native code would skip."""
     for name in {*names} - NATIVE_ARGUMENTS - {*CALL_ARGUMENTS}:
         if name in (*PRUNING_FIELDS, *TRAINING_FIELDS):
             raise ValueError(

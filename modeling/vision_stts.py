@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.molmo2.modeling_molmo2 import (
-    Molmo2Adapter,
-    Molmo2VisionEncoderLayer,
-    Molmo2VisionModel,
-)
+from transformers.models.molmo2.modeling_molmo2 import Molmo2Adapter, Molmo2VisionEncoderLayer, Molmo2VisionModel
 
 from .attention_stts import AttentionSpans
 from .configuration_stts import STTSVisionConfig
