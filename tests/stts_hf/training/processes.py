@@ -16,8 +16,10 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
 
 from stts_hf import STTSProcessor, load_rows, prepare_rows
 from stts_hf.training.config import load_config
@@ -26,7 +28,7 @@ from stts_hf.training.run import train
 from stts_hf.training.trainer import STTSTrainer
 from tests.checkpoints import TINY, load_tiny
 from tests.clips import write_clip
-from tests.stts_hf.training.runs import Rows, join, logged, sample, trainer
+from tests.stts_hf.training.runs import KeepGradients, Rows, join, logged, sample, trainer
 from tests.test_peft import TARGETS
 from tests.tiny import Image, Part, Video, tiny_config, tiny_model
 
@@ -183,6 +185,22 @@ def bf16(folder: Path) -> dict[str, Any]:
     return describe(run) | {"dtypes": dtypes}
 
 
+def plain_trainer(folder: Path) -> dict[str, Any]:
+    """`transformers.Trainer` as it is: gradients of one step over four rows, in one batch or in four micro-batches."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    batch = 4 if processes == 1 else 1
+    batching = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch // processes}
+    settings: dict[str, Any] = {"use_cpu": True, "max_steps": 1, "max_grad_norm": 0, "learning_rate": 0.0, **batching}
+    settings |= {"remove_unused_columns": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), train_sampling_strategy="sequential", **settings)
+    kept = KeepGradients()
+    run = Trainer(small_model(), args, Plain(), Rows(MIXED), callbacks=[kept])
+    run.train()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(kept.gradients, folder / f"gradients-{run.args.process_index}.safetensors")
+    return {"processes": run.args.world_size, "loss": run.state.log_history[-1]["train_loss"]}
+
+
 def resumed(folder: Path) -> dict[str, Any]:
     """6 steps, and again from the checkpoint after 3."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
@@ -265,7 +283,10 @@ def not_finite(folder: Path) -> dict[str, Any]:
     return {"message": "nothing was raised"}
 
 
-RUNS = (full, lora, scorer_only, scorer_start, bf16, resumed, refused, not_finite, resumed_from_shards, command)
+RUNS = (
+    *(full, lora, scorer_only, scorer_start, bf16, plain_trainer),
+    *(resumed, refused, not_finite, resumed_from_shards, command),
+)
 SCENARIOS = {run.__name__: run for run in RUNS}
 
 

@@ -32,7 +32,10 @@ from tests.tiny import tiny_config, tiny_model
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 SCENARIOS = {
-    "ddp": ("full", "lora", "scorer_only", "scorer_start", "resumed", "refused", "not_finite", "command"),
+    "ddp": (
+        *("full", "lora", "scorer_only", "scorer_start", "plain_trainer"),
+        *("resumed", "refused", "not_finite", "command"),
+    ),
     "fsdp2": ("full", "lora", "bf16", "resumed", "refused", "resumed_from_shards", "command"),
 }
 ENGINES = list(SCENARIOS)
@@ -91,7 +94,7 @@ def launched(run_once):
 @pytest.fixture(scope="module")
 def alone(run_once) -> Path:
     """Folder of the same runs in this process."""
-    return run_once("alone", lambda folder: main(folder, ["full", "lora", "scorer_only", "scorer_start"]))
+    return run_once("alone", lambda folder: main(folder, ["full", "lora", "scorer_only", "scorer_start", "plain_trainer"]))
 
 
 def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
@@ -131,6 +134,25 @@ def test_the_engine_is_what_the_config_says(launched, engine):
 def test_two_processes_train_as_one_over_20_steps(launched, alone, engine):
     assert_losses_close(results(launched(engine), "full")["losses"], results(alone, "full")["losses"], 20)
     assert_weights_close((launched(engine), alone), "full/model/model.safetensors")
+
+
+@pytest.mark.slow
+def test_two_processes_of_plain_trainer_have_the_gradients_of_one(launched, alone):
+    """Two micro-batches of one row in each, beside one batch of four; one process has a row without a video."""
+    found, expected = (results(folder, "plain_trainer") for folder in (launched("ddp"), alone))
+    assert (found["processes"], expected["processes"]) == (2, 1)
+    for rank in (0, 1):
+        assert_weights_close_to(
+            load_file(launched("ddp") / "plain_trainer" / f"gradients-{rank}.safetensors"),
+            load_file(alone / "plain_trainer" / "gradients-0.safetensors"),
+        )
+
+
+def assert_weights_close_to(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert expected["model.vision_tower.scorer.score_layer.weight"].abs().max() > 0
+    for name, tensor in found.items():  # sums of another order of rows, on gradients of order 1
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow
