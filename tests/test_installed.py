@@ -1,10 +1,16 @@
-"""The wheel, and the wheel made of the sdist, away from the checkout: what users install is whole."""
+"""
+The wheel, and the wheel made of the sdist, installed without the checkout: what users install is whole.
 
-import os
+Each is installed by pip, offline, into a new environment, whose path holds the packages of this environment besides and
+nothing of the checkout. An environment without them would be a copy of PyTorch, 6 GB each.
+"""
+
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -15,10 +21,10 @@ from tests.conftest import REPOSITORY
 from tests.hub_server import LoopbackHub
 
 BUILD = "import os, sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-# Who installs has no checkout; `stts_hf` is the one that was unpacked.
 USE = """
 import stts_hf, sys
-assert stts_hf.__file__.startswith(sys.argv[1]), stts_hf.__file__
+assert stts_hf.__file__.startswith(sys.prefix), stts_hf.__file__
+assert not any(path.startswith(sys.argv[1]) for path in sys.path), sys.path
 print(stts_hf.load("tiny").answer("clip.mp4", "Which way does the red ring move?").answer)
 """
 REMOTE = """
@@ -52,15 +58,21 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=["wheel", "sdist"])
 def installed(request, source, tmp_path_factory) -> Path:
-    """The folder that holds the package alone."""
+    """The environment that holds the package."""
     folder = tmp_path_factory.mktemp("installed")
     if request.param == "sdist":
         with tarfile.open(build("sdist", source, folder)) as archive:
             archive.extractall(folder / "unpacked", filter="data")
         (source,) = (folder / "unpacked").iterdir()
     wheel = build("wheel", source, folder)
-    shutil.unpack_archive(wheel, folder / "site", "zip")
-    return folder / "site"
+    venv.create(folder / "venv", symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "venv"), "install", "--no-index", "--no-deps"]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
+    # Of a folder that one file `.pth` names no other `.pth` is read: an editable checkout stays out.
+    others = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (packages / "others.pth").write_text("\n".join(others) + "\n")
+    return folder / "venv"
 
 
 @pytest.mark.slow
@@ -68,25 +80,26 @@ def test_what_is_installed_does_its_work_without_the_checkout(installed, tmp_pat
     write_sample_clip(tmp_path / "clip.mp4")
     shutil.copytree(TINY, tmp_path / "tiny")  # follows links
     with LoopbackHub() as hub:
-        environment = hub.environment(tmp_path / "home") | {"PYTHONPATH": str(installed)}
+        environment = hub.environment(tmp_path / "home")
+        environment.pop("PYTHONPATH", None)
 
-        def run(*words: str, **changes: str) -> str:
-            ran = subprocess.run(
-                [sys.executable, *words], cwd=tmp_path, env=environment | changes, capture_output=True, text=True
-            )
+        def run(*words: str) -> str:
+            program, *rest = words
+            command = [str(installed / "bin" / program), *rest]
+            ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
             assert ran.returncode == 0, ran.stderr
             return ran.stdout
 
-        assert run("-c", USE, str(installed)).strip() == "right"
-        command = ("-m", "stts_hf.cli.main")
+        assert run("python", "-c", USE, str(REPOSITORY)).strip() == "right"
         assert "answer:       right" in run(
-            *command, "run", "clip.mp4", "Which way does the red ring move?", "--checkpoint", "tiny"
+            "stts-hf", "run", "clip.mp4", "Which way does the red ring move?", "--checkpoint", "tiny"
         )
         ask = ("--prompt", "What moves?", "--checkpoint", "tiny", "--output", "answers.jsonl", "--workers", "0")
-        run(*command, "predict", "clip.mp4", *ask)
-        run(*command, "convert", "tiny", "mine", "--pruning-ratio", "30%")
-        run(*command, "doctor", "mine")
-        run(*command, "push", "mine", "user/name")
+        run("stts-hf", "predict", "clip.mp4", *ask)
+        run("stts-hf", "convert", "tiny", "mine", "--pruning-ratio", "30%")
+        run("stts-hf", "doctor", "mine")
+        run("stts-hf", "push", "mine", "user/name")
         assert {path.name for path in (tmp_path / "mine").glob("*.py")} <= hub.files("user/name").keys()
-        # Isolated from `PYTHONPATH` and from a checkout that is installed too.
-        run("-S", "-c", f"import sys; sys.path.append({os.path.dirname(os.path.dirname(pytest.__file__))!r})\n{REMOTE}")
+        # `-S`: neither this package nor a checkout is on the path, the others are.
+        others = sysconfig.get_path("purelib")
+        run("python", "-S", "-c", f"import sys; sys.path.append({others!r})\n{REMOTE}")

@@ -94,7 +94,9 @@ def launched(run_once):
 @pytest.fixture(scope="module")
 def alone(run_once) -> Path:
     """Folder of the same runs in this process."""
-    return run_once("alone", lambda folder: main(folder, ["full", "lora", "scorer_only", "scorer_start", "plain_trainer"]))
+    return run_once(
+        "alone", lambda folder: main(folder, ["full", "lora", "scorer_only", "scorer_start", "plain_trainer"])
+    )
 
 
 def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
