@@ -22,7 +22,7 @@ def load_processor(folder: Path, family: Family) -> Any:
     if not has_settings or not (folder / "tokenizer.json").is_file():
         what = f"{folder} lacks tokenizer.json or processor_config.json"
         raise ValueError(f"{what}: pass --base with a {stock} folder or repository that has both.")
-    known = {base.__name__ for base in family.processor.__mro__}
+    known = [base.__name__ for base in family.processor.__mro__]  # a list, as a broken file may give one too
     for kind in ("processor", "preprocessor", "video_preprocessor", "tokenizer"):
         path = folder / f"{kind}_config.json"
         made_for = read_json(path).get("processor_class")  # says which file is damaged, too

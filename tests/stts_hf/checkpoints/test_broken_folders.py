@@ -261,6 +261,11 @@ WAYS |= {
     "a tokenizer class that is not there": Way(
         edit("tokenizer_config.json", "tokenizer_class", to="Evil"), "", frozenset(COMMANDS)
     ),
+    "a processor class that is a list": Way(
+        edit("processor_config.json", "processor_class", to=[]),
+        "`processor_class`",
+        frozenset(COMMANDS) - {"convert"},
+    ),
     "a model that encodes": Way(
         edit("config.json", "is_encoder_decoder", to=True), "is_encoder_decoder", frozenset({"convert", "train"})
     ),

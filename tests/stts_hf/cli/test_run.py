@@ -1,6 +1,10 @@
 """The command line on the tiny checkpoint: what it prints, what it writes, and how it says no."""
 
+import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,3 +130,63 @@ def test_values_out_of_range_are_one_clear_line(run, capsys, option, value):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines()[-1].startswith(f"stts-hf run: error: argument {option}: is {value}, but must be ")
+
+
+# In a process of its own: `stts-hf run` once, and then while memory may grow by so many MiB.
+IN_LITTLE_MEMORY = """
+import contextlib, io, json, resource, sys
+import psutil, torch
+from stts_hf.cli.main import main
+torch.set_num_threads(1)
+assert main(sys.argv[1:]) == 0
+before = resource.getrlimit(resource.RLIMIT_DATA)
+for more in (0, 2, 1000):
+    resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + more * 2**20, before[1]))
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        status = main(sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+    print(json.dumps([status, out.getvalue()]), file=sys.stderr)
+"""
+# Ends, as by SIGKILL, where half of the picture is written.
+KILLED = """
+import os, pathlib, signal, sys
+from PIL import Image
+from stts_hf.cli.main import main
+
+def save(image, path):
+    pathlib.Path(path).write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Image.Image.save = save
+main(sys.argv[1:])
+"""
+
+
+def in_a_process(code: str, *words: str | Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA bounds a process's memory on Linux")
+def test_a_process_whose_memory_is_used_up_says_so_and_can_go_on(clip, hub_configs, tmp_path):
+    words = ["run", clip, "What moves?", "--checkpoint", hub_configs / "stts-tiny", "--output", tmp_path / "sheet.png"]
+    ended = in_a_process(IN_LITTLE_MEMORY, *words)
+    assert ended.returncode == 0, ended.stderr
+    *short, enough = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("[")]
+    for status, said in short:
+        assert status == 2
+        assert re.match(r"stts-hf run: error: out of memory \(.*\): try fewer --num-frames", said.splitlines()[-1])
+    assert len(short) == 2
+    assert enough[0] == 0
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_picture_is_written_leaves_the_earlier_one(run, clip, hub_configs, tmp_path):
+    run()
+    sheet = tmp_path / "sheet.png"
+    before = sheet.read_bytes()
+    words = ["run", clip, "What moves?", "--checkpoint", hub_configs / "stts-tiny", "--output", sheet]
+    assert in_a_process(KILLED, *words).returncode == -signal.SIGKILL
+    assert sheet.read_bytes() == before
+    assert run()[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]  # what the kill left is gone
