@@ -1,6 +1,8 @@
 """Configuration of STTS on Qwen3-VL: Qwen's own, and what every backbone of STTS has."""
 
-from .settings_stts import MropeConfig, MropeSettings  # isort: split
+from .settings_stts import MropeSettings, PruningConfig  # isort: split
+
+from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig, Qwen3VLVisionConfig
@@ -15,16 +17,19 @@ class STTSQwen3VLVisionConfig(MropeSettings, Qwen3VLVisionConfig):
     """
 
     model_type = "stts_qwen3_vl_vision"
+    refill_single_frame_bins: Literal[False] = False  # a detail of code for frames of one size
 
 
 @strict
-class STTSQwen3VLConfig(MropeConfig, Qwen3VLConfig):
+class STTSQwen3VLConfig(PruningConfig, Qwen3VLConfig):
     """
     Qwen3-VL's configuration with an `STTSQwen3VLVisionConfig` and the fields of `TrainingSettings`, of which
     `pruned_position_ids` must be `"original"`. Settings of the vision config are arguments too.
     """
 
     model_type = "stts_qwen3_vl"
+    # In a position in time, height and width a dropped block leaves no gap to close.
+    pruned_position_ids: Literal["original"] = "original"
     native = Qwen3VLConfig
     family = "dense Qwen3-VL"
     vision_class = STTSQwen3VLVisionConfig

@@ -96,7 +96,6 @@ class MropeBackbone(PruningBackbone):
         vision: pixel_values_videos (F * N, values of a patch), block by block, of the frames
         of all videos; video_grid_thw (V, 3) in patches. Raises `ValueError` where they do not fit each other.
         """
-        self.config.validate_position_rule()
         grids, pixels = self.read_grids(vision, self.video_inputs), vision[self.video_inputs[0]]
         check_finite(pixels)
         return PruningPlan(

@@ -114,18 +114,10 @@ class PruningSettings:
 
 
 class MropeSettings(PruningSettings):
-    """`PruningSettings` of a tower whose videos have resolutions of their own; without `refill_single_frame_bins`."""
+    """`PruningSettings` of a tower whose videos have resolutions of their own."""
 
     # Native configs have it since transformers 5.23.
     attribute_map: ClassVar[dict] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-
-    def validate_pruning(self) -> None:
-        super().validate_pruning()
-        if self.refill_single_frame_bins:
-            raise ValueError(
-                "`refill_single_frame_bins` is True, but must be False for this model: it reproduces a detail of code "
-                "that was written for frames of one size."
-            )
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -327,15 +319,3 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
         """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
         self.auto_map = dict(self.auto_classes)  # those of a Hub repository it was loaded from would point back there
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
-
-
-class MropeConfig(PruningConfig):
-    """`PruningConfig` of a model whose tokens have a position in time, height and width."""
-
-    def validate_position_rule(self) -> None:
-        """Raises `ValueError` for the rule that has no meaning here: at construction, saving and each use."""
-        if self.pruned_position_ids != "original":
-            raise ValueError(
-                f"`pruned_position_ids` is {self.pruned_position_ids!r}, but must be 'original' for {self.family}: its "
-                "tokens have a position in time, height and width, in which a dropped block leaves no gap to close."
-            )

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from stts_hf.selectors import SELECTORS
 from tests.backbones import BACKBONES, Clip, Inputs, Picture, Rows, prompt, with_compact
@@ -229,12 +230,23 @@ def test_a_saved_model_is_loaded_as_it_was(backbone, any_model, tmp_path):
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in any_model.state_dict().items())
 
 
-@pytest.mark.parametrize("field", ["pruning_layer", "refill_single_frame_bins"])
-def test_settings_set_later_are_checked_by_the_next_call(backbone, field):
+def test_settings_set_later_are_checked_by_the_next_call(backbone):
     model = backbone.model()
-    setattr(model.config.vision_config, field, 5 if field == "pruning_layer" else True)
-    with pytest.raises(ValueError, match=f"`{field}` is"):
+    model.config.vision_config.pruning_layer = 5
+    with pytest.raises(ValueError, match="`pruning_layer` is"):
         model(**backbone.batch(ROWS, "left"))
+
+
+@pytest.mark.parametrize(("field", "value"), [("pruned_position_ids", "compact"), ("refill_single_frame_bins", True)])
+def test_settings_without_a_meaning_for_positions_in_space_are_refused(backbone, field, value):
+    if backbone.name == "molmo2":
+        pytest.skip("positions are one number, frames of one size")
+    config = backbone.model().config
+    with pytest.raises(StrictDataclassFieldValidationError, match=rf"'{field}' expected one of .*, got {value}"):
+        type(config)(**{field: value})
+    holder = config if field == "pruned_position_ids" else config.vision_config
+    with pytest.raises(StrictDataclassFieldValidationError, match=f"'{field}'"):
+        setattr(holder, field, value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -204,33 +204,9 @@ def test_packed_samples_fill_no_cache_and_are_not_gone_on_with(model):
         model.generate(**text_of(packed), position_ids=four, max_new_tokens=2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"model_overrides": {"pruned_position_ids": "compact"}},
-            "`pruned_position_ids` is 'compact', .* no gap to close",
-        ),
-        (
-            {"packing": "first_fit_descending", "refill_single_frame_bins": True},
-            "`refill_single_frame_bins` is True, but",
-        ),
-        ({"pruning_layer": 5}, "`pruning_layer` is 5, but .* from 0 to 4"),
-    ],
-    ids=["compact", "refill", "last-layer"],
-)
-def test_settings_that_have_no_meaning_are_refused(settings, message):
-    with pytest.raises(StrictDataclassClassValidationError, match=message):
-        tiny_config(**settings)
-
-
-COMPACT = "`pruned_position_ids` is 'compact', but must be 'original' for dense Qwen3-VL"
-
-
-def test_positions_without_gaps_are_refused_by_each_call(call, model, monkeypatch):
-    monkeypatch.setattr(model.config, "pruned_position_ids", "compact")
-    with pytest.raises(ValueError, match=COMPACT):
-        call(**batch(samples(ROWS)))
+def test_the_last_layer_cannot_prune():
+    with pytest.raises(StrictDataclassClassValidationError, match=r"`pruning_layer` is 5, but .* from 0 to 4"):
+        tiny_config(pruning_layer=5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"pruning_ratio": 0.3}], ids=["", "settings"])
