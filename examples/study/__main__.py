@@ -93,6 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--photographs", type=float, default=0.3, metavar="SHARE", help="share of clips before one (default: 0.3)"
     )
+    command.add_argument(
+        "--calm", type=float, default=0.0, metavar="SHARE", help="share of training clips without distraction"
+    )
     command.set_defaults(execute=make)
 
     command = commands.add_parser("run", help="train and evaluate every method, and write the report")
@@ -101,8 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--base", type=Path, metavar="CHECKPOINT", required=True, help="unpruned model to start from")
     tests: dict[str, Any] = {"type": named_path, "metavar": "NAME=DATA", "help": "data sets that are asked about too"}
     command.add_argument("--tests", nargs="+", default=[], **tests)
-    names = [method.name for method in METHODS.values() if method.has_runs]
-    command.add_argument("--only", nargs="+", choices=names, metavar="METHOD", help=f"some of {', '.join(names)}")
+    command.add_argument("--only", nargs="+", choices=METHODS, metavar="METHOD", help=f"some of {', '.join(METHODS)}")
     command.add_argument("--workers", type=count, default=1, metavar="N", help="processes at a time (default: 1)")
     command.add_argument("--keep-checkpoints", action="store_true", help="keep trained models in FOLDER/checkpoints")
     command.add_argument("--plan", action="store_true", help="print the runs and which are done, and stop")
@@ -123,7 +125,7 @@ def make(arguments: argparse.Namespace) -> int:
     from .make_dataset import SPLITS, make_dataset
 
     clips = {split: getattr(arguments, split) or number for split, number in SPLITS.items()}
-    look = Look(arguments.distraction, tuple(arguments.kinds), arguments.style, arguments.photographs)
+    look = Look(arguments.distraction, tuple(arguments.kinds), arguments.style, arguments.photographs, arguments.calm)
     for done, total in make_dataset(arguments.folder, clips, arguments.seed, look):
         if done % 100 == 0 or done == total:
             note(f"{done} of {total} clips")
@@ -141,15 +143,16 @@ def run(arguments: argparse.Namespace) -> int:
     given = settings_of(arguments)
     places, tests = (arguments.folder, arguments.dataset, arguments.base), dict(arguments.tests)
     study = open_study(*places, given, tests=tests, write=not arguments.plan)
-    runs = plan(study.settings, arguments.only or ())
-    left = runs_to_do(study, runs)
+    only = arguments.only or ()
+    runs = plan(study.settings, only)
+    left = runs_to_do(study, runs, only)
     note(f"{len(runs)} runs, {len(runs) - len(left)} of them done, in {arguments.folder}")
     hours, source = expected_hours(read_records(study.folder, study.settings), left, arguments.workers)
     note(f"The other {len(left)} take about {hours:.1f} hours with --workers {arguments.workers} (from {source})")
     if arguments.plan:
         print("\n".join(f"{'to do' if one in left else 'done':<7}{one.name}" for one in runs))
         return 0
-    failed = do_runs(study, left, note, workers=arguments.workers, keep_checkpoints=arguments.keep_checkpoints)
+    failed = do_runs(study, left, note, only, workers=arguments.workers, keep_checkpoints=arguments.keep_checkpoints)
     if len(failed) < len(runs):
         write_report(arguments.folder, arguments.folder)
     for one in failed:

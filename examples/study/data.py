@@ -15,6 +15,7 @@ from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import digest_files, read_json
 from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.loading import load_rows
+from stts_hf.data.prompts import choice_messages
 from stts_hf.data.rows import check_files, read_row
 from stts_hf.evaluation.evaluate import ask_openly
 from stts_hf.modeling.processing_stts import STTSProcessor
@@ -75,21 +76,31 @@ class EncodedRows(Dataset):
         return Encoded(**self.rows[index])
 
 
-def encode_conversations(dataset: Path, processor: Any, folder: Path) -> None:
+def encode_conversations(dataset: Path, processor: Any, folder: Path, without_options: bool = False) -> None:
     """
-    Decodes and tokenizes the training conversations of a data set, once for all runs of the study in `folder`. Raises
-    `RowError` for one that cannot be.
+    Decodes and tokenizes the training conversations of a data set, once for all runs of the study in `folder`.
+    without_options: all questions openly, as they are asked. Raises `RowError` for one that cannot be.
     """
     path = folder / ENCODED / CONVERSATIONS
     if path.exists():
         return
     rows = []
     for row in tqdm(load_rows(dataset / TRAIN), desc="Decoding the training clips", disable=None):
-        sample = read_row(row)
+        sample = read_row(row | {"messages": open_messages(row["messages"])} if without_options else row)
         check_files(sample)
         rows.append(vars(encode(processor, sample)))
     with atomic_file(path) as new:
         torch.save(rows, new)
+
+
+def open_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """A conversation of `make-dataset` whose questions show no options: the right option's text is the answer."""
+    found = []
+    for question, answer in zip(messages[::2], messages[1::2], strict=True):
+        text, *options = question["content"].split("\n")
+        right = [line[3:] for line in options if line.startswith(f"{answer['content']}. ")]
+        found += choice_messages(text, None, right[0] if right else answer["content"])
+    return found
 
 
 def load_processor(base: Path) -> STTSProcessor:

@@ -29,18 +29,20 @@ class Look:
     """
     How scenes look. strength: of distraction, 0 for none at all, 1 for all of it; each clip then has two or three of
     `kinds` (all of the style's if there are none). style: "plain" or "other". photographs: the share of clips that
-    stand before one. Raises `ValueError` for what is not among these.
+    stand before one. calm: the share of training clips without distraction. Raises `ValueError` for what is not among
+    these.
     """
 
     strength: float = 0.0
     kinds: tuple[str, ...] = ()
     style: str = "plain"
     photographs: float = 0.0
+    calm: float = 0.0
 
     def __post_init__(self) -> None:
         if self.style not in KINDS:
             raise ValueError(f"style is {self.style!r}, but must be one of {', '.join(KINDS)}")
-        for name in ("strength", "photographs"):
+        for name in ("strength", "photographs", "calm"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must lie between 0 and 1")
         if unknown := sorted(set(self.kinds) - set(sum(KINDS.values(), ()))):

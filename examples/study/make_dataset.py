@@ -124,8 +124,10 @@ def compose_split(
     clips, seed, look: those of the data set, as `dataset.json` has them.
     """
     first = (seed * 97 + list(clips).index(split)) << 24
+    looks, is_calm = (look, dataclasses.replace(look, strength=0.0)), np.random.default_rng((seed, 5))
     for index, kind in enumerate(_kinds(clips[split])):
-        yield f"{split}-{index:05d}", kind, first + index, *COMPOSERS[kind](first + index, look=look)
+        seen = looks[split == "train" and is_calm.random() < look.calm]
+        yield f"{split}-{index:05d}", kind, first + index, *COMPOSERS[kind](first + index, look=seen)
 
 
 def read_about(folder: str | os.PathLike) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class Method:
 
 # Without a scorer there is no temporal loss, which could reach the rest of the model where its target is not detached.
 NO_SCORER = {"selector": "cosine"}
-SCORER, RANDOM = {"selector": "scorer"}, {"selector": "random"}
-ANSWERS = SCORER | {"scorer_target": "answers", "score_bias": False}
+SCORER = {"selector": "scorer", "scorer_target": "change", "score_bias": True}
+ANSWERS, RANDOM = SCORER | {"scorer_target": "answers", "score_bias": False}, {"selector": "random"}
 ALL = ("scaling", "images", "motion")
 KNOWN = (
     Method(UNPRUNED, "No pruning", NO_SCORER | {"pruning_ratio": 0.0}, ("scaling", "images")),

@@ -67,28 +67,36 @@ QUESTIONS_AT_ONCE = 32
 RIGHT, WRONG, NOT_ASKED = "1", "0", "-"  # a question's mark in a record
 
 
-def runs_to_do(study: Study, runs: Sequence[Run]) -> list[Run]:
-    """The runs that have no record yet, or one that lacks what came later."""
+def runs_to_do(study: Study, runs: Sequence[Run], only: Sequence[str] = ()) -> list[Run]:
+    """The runs that have no record yet, or one that lacks what came later. only: methods to ask, if not all."""
     records = read_records(study.folder, study.settings)
-    return [run for run in runs if not is_done(records.get(run.name), run, study.settings)]
+    return [run for run in runs if not is_done(records.get(run.name), run, study.settings, only)]
 
 
 def do_runs(
-    study: Study, runs: Sequence[Run], say: Callable[[str], None], *, workers: int = 1, keep_checkpoints: bool = False
+    study: Study,
+    runs: Sequence[Run],
+    say: Callable[[str], None],
+    only: Sequence[str] = (),
+    *,
+    workers: int = 1,
+    keep_checkpoints: bool = False,
 ) -> list[Run]:
     """
     Does runs, each in a process, and returns those that failed: their tracebacks are on stderr, and the others go on.
 
-    workers: processes at a time, which share the cores alike. keep_checkpoints: whether the trained models stay in
-    `checkpoints/`. say: takes a line about each run. Raises `StudyError` where another process is at this study or one
-    was killed, and `OSError` where the disk is full. What is done by then stays done.
+    only: methods to ask, if not all. workers: processes at a time, which share the cores alike. keep_checkpoints:
+    whether the trained models stay in `checkpoints/`. say: takes a line about each run. Raises `StudyError` where
+    another process is at this study or one was killed, and `OSError` where the disk is full. What is done by then stays
+    done.
     """
     failed = []
     with _lock(study):
-        encode_conversations(study.dataset, load_processor(study.base), study.folder)
+        processor, openly = load_processor(study.base), study.settings.without_options
+        encode_conversations(study.dataset, processor, study.folder, openly)
         threads = max(1, (os.cpu_count() or 1) // workers)
         pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (threads,), max_tasks_per_child=1)
-        doing = {pool.submit(do_run, study, run, keep_checkpoints): run for run in runs}
+        doing = {pool.submit(do_run, study, run, keep_checkpoints, only): run for run in runs}
         try:
             for future in as_completed(doing):
                 try:
@@ -139,22 +147,32 @@ class Desk:
         return {f"{look}:{clip}": mask for look, masks in found.items() for clip, mask in masks.items()}
 
 
-def do_run(study: Study, run: Run, keep_checkpoint: bool = False) -> str:
-    """Trains and asks, and writes the run's record; returns a line about it."""
-    desk, started = Desk(study), time.perf_counter()
+def do_run(study: Study, run: Run, keep_checkpoint: bool = False, only: Sequence[str] = ()) -> str:
+    """
+    Trains and asks, and writes the run's record; returns a line about it. only: methods to ask, if not all. The frozen
+    base is not asked again what its record holds, which is written after each method and ratio.
+    """
+    desk, started, path = Desk(study), time.perf_counter(), study.folder / RECORDS / f"{run.name}.json"
+    earlier = read_records(study.folder, study.settings).get(run.name, {"evaluations": {}, "seconds": 0.0})
     record: dict[str, Any] = {"format": FORMAT, "study": study.settings.fingerprint, "run": dataclasses.asdict(run)}
     record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"}
     record |= {"machine": describe_machine(desk.device), "versions": describe_versions()}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = study.folder / CHECKPOINTS / run.name if keep_checkpoint else Path(folder) / "checkpoint"
         record["training"] = train(run, desk, checkpoint)
-        asked = evaluations(run, study.settings)
-        record["evaluations"] = {one.name: ask(run, one, desk, checkpoint) for one in asked}
         if is_scored(run, study.settings):
-            record["motion"] = correlate_with_motion(run, desk, checkpoint)
-    record["seconds"] = round(time.perf_counter() - started, 1)
-    write_json(study.folder / RECORDS / f"{run.name}.json", record)
-    marks = record["evaluations"][asked[0].name]["marks"]
+            record["motion"] = earlier.get("motion") or correlate_with_motion(run, desk, checkpoint)
+        is_frozen, there = run.method == FROZEN, earlier["evaluations"]
+        record["evaluations"] = found = dict(there) if is_frozen else {}
+        asked = evaluations(run, study.settings)
+        asked = [one for one in asked if not only or one.method in only or one.name in there]
+        for one in asked:
+            if one.name not in found:
+                found[one.name] = ask(run, one, desk, checkpoint)
+                record["seconds"] = round(time.perf_counter() - started + earlier["seconds"] * is_frozen, 1)
+                if is_frozen or one == asked[-1]:
+                    write_json(path, record)
+    marks = found[asked[0].name]["marks"]
     return f"{run.name}: {marks.count(RIGHT) / len(marks):.1%} right, {record['seconds']:.0f} s"
 
 
@@ -180,6 +198,7 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
     clock, losses, scorer_seconds = _StepClock(), [], None
     if SELECTORS[model.config.vision_config.selector].is_learned:
         renew_scorer(model, run.seed)
+        model.config.worth_unit = None
         if model.config.scorer_target == "answers" or (settings.scorer_steps and model.config.temporal_loss_weight):
             scorer_seconds = load_started_scorer(model.to(desk.device), run, desk, collator)
     if run.method != FROZEN:

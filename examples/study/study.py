@@ -118,8 +118,9 @@ class Evaluation:
 
 
 def plan(settings: Settings, only: Sequence[str] = ()) -> list[Run]:
-    """All runs, or those of the methods in `only`: of the first seed first, and of each seed `FIRST` first."""
-    methods = [method for method in METHODS.values() if method.has_runs and (not only or method.name in only)]
+    """All runs, or those that ask the methods in `only`: of the first seed first, and of each seed `FIRST` first."""
+    wanted = {name if METHODS[name].has_runs else FROZEN for name in only or METHODS}
+    methods = [method for method in METHODS.values() if method.name in wanted]
     methods.sort(key=lambda method: FIRST.index(method.name) if method.name in FIRST else len(FIRST))
     runs = []
     for seed in settings.seeds:
@@ -129,8 +130,8 @@ def plan(settings: Settings, only: Sequence[str] = ()) -> list[Run]:
     return list(dict.fromkeys(runs))
 
 
-def evaluations(run: Run, settings: Settings) -> list[Evaluation]:
-    """How the run's weights are asked, by its own method first."""
+def evaluations(run: Run, settings: Settings, only: Sequence[str] = ()) -> list[Evaluation]:
+    """How the run's weights are asked, by its own method first. only: methods to ask, if not all."""
     method = METHODS[run.method]
     asked = [Evaluation(method.name, method.ratio(ratio)) for ratio in settings.ratios]
     if run.method == FROZEN:
@@ -141,7 +142,7 @@ def evaluations(run: Run, settings: Settings) -> list[Evaluation]:
         asked += [Evaluation(other.name, MAIN_RATIO) for other in METHODS.values() if other.told]
     if _takes_part(run, settings, "scaling"):
         asked.append(Evaluation(method.name, method.ratio(SCALING_RATIO), scaling=SCALING_RATIO))
-    return list(dict.fromkeys(asked))
+    return list(dict.fromkeys(one for one in asked if not only or one.method in only))
 
 
 def is_scored(run: Run, settings: Settings) -> bool:
@@ -153,9 +154,10 @@ def _takes_part(run: Run, settings: Settings, part: str) -> bool:
     return part in METHODS[run.method].parts and run.pruning_layer == settings.base_layer
 
 
-def is_done(record: Mapping[str, Any] | None, run: Run, settings: Settings) -> bool:
-    """Whether a run's record holds all that is asked of it: with ratios that came later, it does not."""
-    return record is not None and record["evaluations"].keys() >= {one.name for one in evaluations(run, settings)}
+def is_done(record: Mapping[str, Any] | None, run: Run, settings: Settings, only: Sequence[str] = ()) -> bool:
+    """Whether a run's record holds all that is asked of it: with ratios or methods that came later, it does not."""
+    asked = {one.name for one in evaluations(run, settings, only)}
+    return record is not None and record["evaluations"].keys() >= asked
 
 
 def expected_hours(records: Mapping[str, Mapping[str, Any]], left: Sequence[Run], workers: int) -> tuple[float, str]:

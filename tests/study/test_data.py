@@ -5,17 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from examples.study.data import StudyError, check_dataset, describe_questions, read_questions
+from examples.study.data import StudyError, check_dataset, describe_questions, open_messages, read_questions
 from examples.study.make_dataset import read_about
 from examples.study.pretraining import make_tiny
 from examples.study.runs import do_runs
 from examples.study.study import open_study, plan
+from stts_hf.data.prompts import choice_messages
 from tests.study.small_study import add_code, write_base, write_dataset
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("whole") / "data")
+
+
+def test_a_conversation_without_options_has_the_right_options_as_answers():
+    told = choice_messages("Which?", ["pink", "B. blue", "red"], 2) + choice_messages("Where?", None, "left")
+    openly = choice_messages("Which?", None, "red") + choice_messages("Where?", None, "left")
+    assert open_messages(told) == openly == open_messages(openly)
 
 
 def drop_last_line(path: Path) -> None:

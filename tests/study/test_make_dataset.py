@@ -10,7 +10,7 @@ import pytest
 from examples.study.__main__ import main
 from examples.study.backgrounds import read_photograph
 from examples.study.distraction import KINDS, Look
-from examples.study.make_dataset import FORMAT, make_dataset, read_about
+from examples.study.make_dataset import FORMAT, compose_split, make_dataset, read_about
 from examples.study.questions import compose_short
 from stts_hf.data.rows import check_files, read_row
 
@@ -35,6 +35,16 @@ def few(tmp_path_factory):
 
 def rows_of(file):
     return [json.loads(line) | {"media_root": str(file.parent)} for line in file.read_text().splitlines()]
+
+
+def test_a_share_of_the_training_clips_is_calm():
+    look = Look(strength=1.0, calm=0.5)
+    calm = {}
+    for split in ("train", "test"):
+        scenes = [scene for _, kind, _, scene, _ in compose_split({split: 40}, split, 0, look) if kind != "image"]
+        calm[split] = sum(not (scene.effects or any(scene.drift + scene.slide) or scene.shake) for scene in scenes)
+    assert 10 < calm["train"] < 24
+    assert calm["test"] == 0
 
 
 @pytest.mark.parametrize("name", ["train", "test", "train_conversations", "test_conversations"])

@@ -16,6 +16,7 @@ from examples.study.study import (
     evaluations,
     expected_hours,
     fingerprint_base,
+    is_done,
     open_study,
     plan,
     read_records,
@@ -64,6 +65,21 @@ def test_methods_without_training_are_asked_of_the_frozen_base_where_the_seed_ma
     assert {one.method for one in first} == untrained
     assert {one.method for one in second} == {"scorer-answers", "random-inference"}
     assert {one.pruning_ratio for one in first if one.method == "told"} == set(SETTINGS.ratios)
+
+
+def test_methods_without_training_can_be_asked_alone():
+    only = ["cosine-inference", "none-inference"]
+    assert {run.method for run in plan(SETTINGS, only)} == {"scorer-answers"}
+    run = Run("scorer-answers", 3, 0)
+    asked = [one.name for one in evaluations(run, SETTINGS, only)]
+    assert sorted(asked) == [
+        "cosine-inference-50",
+        *(f"cosine-inference-{k}" for k in (70, 80, 90)),
+        "none-inference-0",
+    ]
+    record = {"evaluations": dict.fromkeys(asked)}
+    assert is_done(record, run, SETTINGS, only)
+    assert not is_done(record, run, SETTINGS, [*only, "told"])
 
 
 def test_hours_are_reckoned_from_runs_that_are_done():

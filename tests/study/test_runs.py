@@ -113,6 +113,23 @@ def test_ratios_that_come_later_are_asked_in_runs_that_prune(done, parts):
     assert sorted(run.name for run in runs_to_do(study, plan(study.settings, ONLY))) == RUNS[2:]
 
 
+def test_the_frozen_base_is_asked_what_its_record_lacks_alone(parts, tmp_path, monkeypatch):
+    study, run = begin(tmp_path, parts), Run("scorer-answers", 2, 0)
+    do_run(study, run, only=["cosine-inference"])
+    before = records(tmp_path)[run.name]
+    assert [run] == runs_to_do(study, [run], ["cosine-inference", "scorer-answers"])
+    asked = []
+    monkeypatch.setattr(
+        runs, "ask", lambda _, one, *rest: asked.append(one.name) or before["evaluations"]["cosine-inference-80"]
+    )
+    do_run(study, run, only=["scorer-answers"])
+    after = records(tmp_path)[run.name]
+    assert asked == ["scorer-answers-80"]
+    assert after["evaluations"].keys() == {"cosine-inference-80", "scorer-answers-80"}
+    assert after["seconds"] > before["seconds"]
+    assert not runs_to_do(study, [run], ["cosine-inference", "scorer-answers"])
+
+
 def test_what_was_measured_for_a_scorer_is_not_measured_again(parts, tmp_path):
     study, run = begin(tmp_path, parts), Run("stts-answers", 2, 0)
     do_run(study, run, keep_checkpoint=True)
