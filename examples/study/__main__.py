@@ -61,6 +61,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "help": "of them by the temporal loss (default: 0)",
     },
     "answers_steps": {"type": count, "metavar": "N", "help": "of them by answers (default: 2000)"},
+    "mask_ratios": {
+        "nargs": 2,
+        "type": share,
+        "metavar": ("LOW", "HIGH"),
+        "help": "between which keep masks draw what they drop (default: 0.5 0.9)",
+    },
     "num_masks": {"type": count, "metavar": "N", "help": "keep masks of a clip in a round (default: 12)"},
     "mask_rounds": {"type": count, "metavar": "N", "help": "rounds of keep masks (default: 2)"},
     "split": {"choices": SPLITS, "help": "whose clips are asked about (default: test)"},

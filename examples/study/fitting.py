@@ -1,5 +1,6 @@
 """A plain training loop, a run of `STTSTrainer` that saves nothing, and the start of a scorer."""
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 
 RATE = 2e-3
+CHOICES = 6  # weights that a scorer's start chooses from
 
 
 def fit(
@@ -46,26 +48,35 @@ def train(
     collator: Any,
     callbacks: Sequence[TrainerCallback] = (),
     folder: Path | None = None,
+    choose_on: Dataset | None = None,
     **arguments: Any,
 ) -> STTSTrainer:
     """
-    Trains with `STTSTrainer`, which saves no model; returns it. folder: of measured masks, a temporary one by default.
-    arguments: of `STTSTrainingArguments`.
+    Trains with `STTSTrainer`; returns it. folder: of measured masks, a temporary one by default. choose_on: rows on
+    which the loss is measured `CHOICES` times: the weights with the least one are taken. arguments: of
+    `STTSTrainingArguments`.
     """
+    if choose_on is not None:
+        arguments |= {"eval_strategy": "steps", "eval_steps": max(1, arguments["max_steps"] // CHOICES)}
+        arguments |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+        arguments |= {"save_total_limit": 1, "save_only_model": True}
     arguments["logging_steps"] = max(1, arguments["max_steps"] // 10)
     with tempfile.TemporaryDirectory() as output:
         settings = STTSTrainingArguments(
             output_dir=str(folder or output),
             lr_scheduler_type="cosine",
-            save_strategy="no",
+            save_strategy="no" if choose_on is None else "best",
             report_to="none",
             disable_tqdm=True,
             dataloader_pin_memory=False,
             **arguments,
         )
-        trainer = STTSTrainer(model, settings, train_dataset=rows, data_collator=collator, callbacks=list(callbacks))
+        data = {"train_dataset": rows, "eval_dataset": choose_on}
+        trainer = STTSTrainer(model, settings, data_collator=collator, callbacks=list(callbacks), **data)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+        for checkpoint in Path(str(settings.output_dir)).glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
     return trainer
 
 
@@ -96,6 +107,7 @@ def start_scorer(
         freeze=[part for part in PARTS if part != SCORER],
         learning_rates={SCORER: rate},
         warmup_steps=0.1,
+        state_cache_gb=2.0,
         adam_beta2=0.98,
         weight_decay=0.01,
         seed=seed,

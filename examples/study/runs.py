@@ -22,6 +22,7 @@ from typing import Any
 import filelock
 import numpy as np
 import torch
+from torch.utils.data import Subset
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -62,6 +63,7 @@ from .study import (
 )
 from .told import tell, together
 
+HELD_OUT = 48  # training clips on which the weights of a scorer of answers are chosen
 CHECKPOINTS, SCORERS = "checkpoints", "scorers"
 QUESTIONS_AT_ONCE = 32
 RIGHT, WRONG, NOT_ASKED = "1", "0", "-"  # a question's mark in a record
@@ -236,6 +238,9 @@ def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataColl
     seconds that this took. What was measured is kept beside it, so that a run that was killed does not measure again.
     """
     settings, scorer, target = desk.study.settings, module_of(model, SCORER), model.config.scorer_target
+    videos = [index for index, row in enumerate(desk.rows.rows) if row["grids"]]
+    number = max(1, min(HELD_OUT, len(videos) // 8))
+    held_out, shown = videos[:number], videos[number:]
     path = desk.study.folder / SCORERS / f"{target}-layer{run.pruning_layer}-seed{run.seed}.pt"
     path.parent.mkdir(exist_ok=True)
     with filelock.FileLock(f"{path}.lock"):  # another process may be at it
@@ -245,8 +250,9 @@ def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataColl
             if target == "answers":
                 steps, folder = settings.answers_steps, path.with_suffix("")
                 options = {"num_masks": settings.num_masks, "mask_rounds": settings.mask_rounds, "folder": folder}
+                options |= {"pruning_ratio_range": list(settings.mask_ratios), "choose_on": Subset(desk.rows, held_out)}
             size, rate = settings.batch_size, settings.scorer_rate
-            fitting.start_scorer(model, desk.rows, collator, steps, size, run.seed, rate, **options)
+            fitting.start_scorer(model, Subset(desk.rows, shown), collator, steps, size, run.seed, rate, **options)
             found = {"state": scorer.state_dict(), "worth_unit": model.config.worth_unit}
             with atomic_file(path) as new:
                 torch.save(found | {"seconds": round(time.perf_counter() - started, 1)}, new)

@@ -26,7 +26,7 @@ FIRST = (UNPRUNED, TOLD_TOO, "cosine", FROZEN, "random", "stts")  # of several r
 # Fields of the model's configuration that runs may share; a method's own settings come before them.
 MODEL_SETTINGS = ("temporal_loss_weight", "detach_temporal_target", "score_rescaling", "pruned_position_ids", "packing")
 GROWING = ("seeds", "ratios", "layers")  # settings that may get more values later
-TUPLES = (*GROWING, "ratio_range")
+TUPLES = (*GROWING, "ratio_range", "mask_ratios")
 SPLITS = ("test", "validation")
 ASSUMED_SECONDS = 1800  # of a run, before one is done
 
@@ -42,8 +42,9 @@ class Settings:
     training; a row is a clip with its conversation. ratio_range: between which each video draws its pruning ratio in
     training. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`. scorer_rate: peak while a
     new scorer learns alone, before all else: `scorer_steps` by the temporal loss, or `answers_steps` by `num_masks`
-    keep masks of a clip in each of `mask_rounds`. without_options: ask multiple-choice questions without showing the
-    options. model_settings: fields of the model's configuration, such as `temporal_loss_weight`. layers: further ones.
+    keep masks of a clip in each of `mask_rounds`, which drop shares between `mask_ratios`. without_options: ask
+    multiple-choice questions without showing the options. model_settings: fields of the model's configuration, such as
+    `temporal_loss_weight`. layers: further ones.
     """
 
     dataset: str
@@ -58,6 +59,7 @@ class Settings:
     scorer_rate: float = 2e-3
     scorer_steps: int = 0
     answers_steps: int = 2000
+    mask_ratios: tuple[float, ...] = (0.5, 0.9)
     num_masks: int = 12
     mask_rounds: int = 2
     without_options: bool = False

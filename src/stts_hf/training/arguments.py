@@ -58,6 +58,8 @@ class STTSTrainingArguments(TrainingArguments):
         num_masks: keep masks of a row in a round, with `scorer_target="answers"`; whole training draws them in every
             step.
         mask_rounds: how often `scorer_only` draws the masks of a row, from the second time on by the scorer itself.
+        state_cache_gb: gigabytes of the host's memory for outputs of ViT layer `l`, with `scorer_only`: layers `0..l`
+            then run once for a row, and not in every epoch. 0 for none.
         answer_loss: "divergence" from the unpruned model's answers, or the labels' "cross_entropy".
         log_frame_positions: number of frame positions whose kept share TensorBoard shows; 0 for none.
 
@@ -80,6 +82,7 @@ class STTSTrainingArguments(TrainingArguments):
     mask_rounds: int = setting(
         2, "How often masks of a row are drawn, with `scorer_only` and `scorer_target: answers`."
     )
+    state_cache_gb: float = setting(0.0, "Memory for outputs of ViT layer `l`, with `scorer_only`, in gigabytes.")
     answer_loss: str = setting("divergence", "What a mask costs, with `scorer_target: answers`.", ANSWER_LOSSES)
     log_frame_positions: int = setting(64, "Number of frame positions whose kept share TensorBoard shows; 0 for none.")
     hub_strategy: Any = setting("end", "When to push; before the end `Trainer` pushes the whole output folder.")

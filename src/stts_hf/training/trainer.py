@@ -27,7 +27,7 @@ from stts_hf.training.distributed import (
     whole_state_dict,
 )
 from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe
-from stts_hf.training.scorer_alone import ScoringOutput, score_videos
+from stts_hf.training.scorer_alone import ScoringOutput, StateCache, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
 from stts_hf.training.worth import AnswersTarget, draw_ratios, measure_unit, worth_loss
 
@@ -110,6 +110,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 "DDP: examples/accelerate/ddp.yaml."
             )
         prepare_parts(model, self.args)
+        self.states = StateCache(self.args.state_cache_gb) if self.args.state_cache_gb else None
         self.answers: AnswersTarget | None = None
         if learns_answers:
             if model.config.worth_unit is None and self.args.world_size > 1:
@@ -191,7 +192,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         `scorer_target="answers"`, measuring answer losses does.
         """
         ids, skipped = (inputs.pop(key, None) for key in NON_MODEL_KEYS)
-        if self.answers is not None:
+        if self.answers is not None or self.states is not None:
             self._keys = row_keys(inputs, ids)
         if self.args.pruning_ratio_range is not None and inputs.get(self._backbone.video_inputs[-1]) is not None:
             inputs["pruning_ratio"] = self._draw_ratios(inputs)
@@ -209,7 +210,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
-        outputs: Any = self._score(model, inputs) if alone else model(**inputs, num_items_in_batch=step[0])
+        outputs: Any = self._score(model, inputs, training) if alone else model(**inputs, num_items_in_batch=step[0])
         task = outputs.task_loss.float()  # a sum that is divided by `step[0]` already
         temporal = torch.zeros_like(task)
         if outputs.temporal_loss is not None:
@@ -266,12 +267,12 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             self.model.config.worth_unit = self.answers.keep_unit(measure_unit(masks))
         return worth_loss(outputs.token_scores, masks, self.model.config.worth_unit)
 
-    def _score(self, model: Any, inputs: dict[str, Any]) -> ScoringOutput:
+    def _score(self, model: Any, inputs: dict[str, Any], training: bool) -> ScoringOutput:
         """`score_videos` in place of the model's `forward`: DDP reduces only gradients of calls through it."""
 
         def score(**batch: Any) -> ScoringOutput:
             with self.accelerator.autocast():
-                return score_videos(self.model, batch)
+                return score_videos(self.model, batch, self.states if training else None, self._keys)
 
         attributes = vars(self.model)
         replaced = {name: attributes[name] for name in ("forward",) if name in attributes}  # accelerate's wrapper

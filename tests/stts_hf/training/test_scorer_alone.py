@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stts_hf.model_parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
-from stts_hf.training.scorer_alone import score_videos
+from stts_hf.training.scorer_alone import StateCache, score_videos
 from tests.backbones import BACKBONES, Clip
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, collate, logged, trainer, without_ids
@@ -45,6 +45,26 @@ def test_loss_and_gradients_are_those_of_the_whole_model(backbone):
     torch.testing.assert_close(alone, whole, rtol=1e-6, atol=0)
     assert_gradients_equal(scorer_gradients(model, alone), expected)
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
+
+
+@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+def test_layers_run_once_for_a_row_where_there_is_room(backbone):
+    model = backbone.model().train()
+    parts = parts_of(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parts[name] == SCORER)
+    rows: Any = [[3, Clip(3), 4, Clip(2)], [5], [2, Clip(4), 3]]
+    keys, batch, last = ["a", "text", "b"], backbone.batch(rows, "left"), backbone.alone(rows)[2]
+    expected = [scorer_gradients(model, score_videos(model, given).temporal_loss) for given in (batch, last)]
+    states, full = StateCache(1.0), StateCache(1e-9)
+    for cache in (states, full):
+        score_videos(model, batch, cache, keys)
+    assert [list(cache.rows) for cache in (states, full)] == [keys, ["text"]]
+    called = modules_that_give(model)
+    found = [score_videos(model, *given).temporal_loss for given in ((batch, states, keys), (last, states, ["b"]))]
+    assert not [name for name in called if re.search(r"\.(?:layers|blocks)\.\d+\b", name)]
+    for loss, gradient in zip(found, expected, strict=True):
+        assert_gradients_equal(scorer_gradients(model, loss), gradient)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
