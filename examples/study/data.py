@@ -10,15 +10,14 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from stts_hf import register_auto_classes
 from stts_hf.checkpoints.atomic_folder import atomic_file
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.checkpoints.files import digest_files, read_json
 from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.loading import load_rows
 from stts_hf.data.prompts import choice_messages
 from stts_hf.data.rows import check_files, read_row
 from stts_hf.evaluation.evaluate import ask_openly
-from stts_hf.modeling.processing_stts import STTSProcessor
 
 from .make_dataset import levels, read_about
 
@@ -103,10 +102,9 @@ def open_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return found
 
 
-def load_processor(base: Path) -> STTSProcessor:
+def load_processor(base: Path) -> Any:
     """The processor of a checkpoint. Raises `ValueError` where that would run code of the checkpoint."""
-    register_auto_classes()  # so that the video processor is the package's
-    return STTSProcessor.from_pretrained(base, trust_remote_code=False)
+    return family_of_checkpoint(base).processor.from_pretrained(base, trust_remote_code=False)
 
 
 def load_masks(dataset: Path, kind: str, questions: str = TEST) -> dict[str, np.ndarray]:

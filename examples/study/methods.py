@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.modeling.budget_stts import check_pruning_ratio
-from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.selectors import SELECTORS
 
 from .token_merging import MergingForConditionalGeneration
@@ -108,9 +108,10 @@ def load_method(
     pruning_layer: int | None = None,
     seed: int = 0,
     **options: Any,
-) -> STTSForConditionalGeneration:
+) -> Any:
     """
-    The model of a method, a key of `METHODS`, with the weights of an STTS or Molmo2 `checkpoint` (folder or Hub id).
+    The model of a method, a key of `METHODS`, with the weights of a `checkpoint` (folder or Hub id) of any backbone,
+    ours or stock; ToMe of Molmo2 alone.
 
     pruning_ratio: `k` in [0, 1]; "none" is always at 0 and "text-only" at 1. pruning_layer: `l`, the checkpoint's if it
     is None; ToMe merges in every layer and has none. seed: of what is drawn, so that a call repeated gives the same
@@ -123,7 +124,7 @@ def load_method(
     settings = {"pruning_ratio": check_pruning_ratio(pruning_ratio), "selector_seed": seed}
     if pruning_layer is not None:
         settings["pruning_layer"] = pruning_layer
-    model_class = MergingForConditionalGeneration if METHODS[method].merges else STTSForConditionalGeneration
+    model_class = MergingForConditionalGeneration if METHODS[method].merges else family_of_checkpoint(checkpoint).model
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return model_class.from_pretrained(checkpoint, **settings | dict(METHODS[method].settings) | options)

@@ -7,6 +7,7 @@ It is for choosing settings and for docs/worth.md; `python -m examples.study run
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,16 @@ class Clips(Dataset):
         return self.samples[index]
 
 
-def fit(base: Path, output: Path, datasets: list[Path], epochs: float) -> None:
-    """Fits a new scorer; keeps the weights with the least answer loss on validation clips in `output/best`."""
+def fit(base: Path, output: Path, datasets: list[Path], epochs: float, seed: int = 0) -> None:
+    """
+    Fits a new scorer; keeps the weights with the least answer loss on validation clips in `output/best`. seed: of the
+    scorer and of the order of the rows; the masks are those of all seeds, and copied into `output` are not measured.
+    """
     processor = processor_of(base)
     model: Any = STTSForConditionalGeneration.from_pretrained(
         base, selector="scorer", scorer_target="answers", score_bias=False
     )
-    renew_scorer(model, 0)
+    renew_scorer(model, seed)
     rows: Any = ConcatDataset([Clips(folder / "train_conversations.jsonl", processor) for folder in datasets])
     validation = [Clips(folder / "validation_conversations.jsonl", processor, 48) for folder in datasets]
     steps = max(len(rows) // BATCH, 1)
@@ -79,6 +83,8 @@ def fit(base: Path, output: Path, datasets: list[Path], epochs: float) -> None:
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
         seed=0,
+        data_seed=seed,
+        state_cache_gb=4.0,
     )
     collator = STTSDataCollator(processor, model_config=model.config, return_ids=True)
     trainer = STTSTrainer(
@@ -93,13 +99,20 @@ def fit(base: Path, output: Path, datasets: list[Path], epochs: float) -> None:
     trainer.save_model(str(output / "best"))
 
 
-def ask(checkpoint: Path, dataset: Path, num_clips: int, ratios: list[float], output: Path) -> None:
-    """Asks about test clips by the scorer and by cosine, and writes a mark for each question; prints shares right."""
+def ask(
+    checkpoint: Path,
+    dataset: Path,
+    num_clips: int,
+    ratios: list[float],
+    output: Path,
+    selectors: Sequence[str] = ("scorer", "cosine"),
+) -> None:
+    """Asks about test clips by each selector, and writes a mark for each question; prints shares right."""
     rows = [row for row in read_questions(dataset, without_options=True) if row.get("videos")]
     clips = set(list(dict.fromkeys(row["clip"] for row in rows))[:num_clips])
     rows = [row | {"media_root": str(dataset)} for row in rows if row["clip"] in clips and row["type"] not in AT_CHANCE]
     marks: dict[str, Any] = {"clips": [row["clip"] for row in rows]}
-    for selector in ("scorer", "cosine"):
+    for selector in selectors:
         model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, selector=selector).eval()
         for ratio in ratios:
             answers = evaluate(model, processor_of(checkpoint), rows, pruning_ratio=ratio, batch_size=32)
@@ -110,7 +123,7 @@ def ask(checkpoint: Path, dataset: Path, num_clips: int, ratios: list[float], ou
                 f"{dataset.name}, {selector}, {ratio:.0%} dropped: {right.count('1') / len(right):.1%} right",
                 flush=True,
             )
-    write_json(output, marks)
+            write_json(output, marks)
 
 
 def processor_of(checkpoint: Path) -> Any:
@@ -127,18 +140,21 @@ def main() -> None:
     fitting.add_argument("output", type=Path)
     fitting.add_argument("datasets", type=Path, nargs="+")
     fitting.add_argument("--epochs", type=float, default=24)
+    fitting.add_argument("--seed", type=int, default=0)
     asking = commands.add_parser("ask")
     asking.add_argument("checkpoint", type=Path)
     asking.add_argument("dataset", type=Path)
+    asking.add_argument("--selectors", nargs="+", default=["scorer", "cosine"])
     asking.add_argument("--clips", type=int, default=120)
     asking.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9])
     asking.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.command == "fit":
-        fit(arguments.base, arguments.output, arguments.datasets, arguments.epochs)
+        fit(arguments.base, arguments.output, arguments.datasets, arguments.epochs, arguments.seed)
     else:
-        ask(arguments.checkpoint, arguments.dataset, arguments.clips, arguments.ratios, arguments.output)
+        given = (arguments.clips, arguments.ratios, arguments.output, arguments.selectors)
+        ask(arguments.checkpoint, arguments.dataset, *given)
 
 
 if __name__ == "__main__":

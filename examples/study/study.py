@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.checkpoints.files import fingerprint
 from stts_hf.model_parts import PARTS as MODEL_PARTS
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.training.arguments import PAPER_LEARNING_RATES
 
 from .data import StudyError, check_dataset, describe_questions, fingerprint_dataset, read_object, write_json
-from .methods import FROZEN, METHODS, TOLD_TOO, UNPRUNED, methods_of
+from .methods import FROZEN, METHODS, TOLD_TOO, UNPRUNED, Method, methods_of
 
 FORMAT = 4  # of a study's folder and records; 4: one training serves all ratios
 SETTINGS, QUESTIONS, RECORDS, ALL_RECORDS = "study.json", "questions.json", "records", "records.jsonl"
@@ -37,9 +38,10 @@ class Settings:
     Settings of a study, fixed for as long as its folder, but for `GROWING`.
 
     dataset, base: fingerprints of the data set and of the base checkpoint. base_layer: pruning layer `l` of the base
-    and of all runs that are not about layers. tests: fingerprints of further data sets whose test clips are asked about
-    too, by name. split: whose clips are asked about, "validation" while settings are chosen. steps, batch_size: of
-    training; a row is a clip with its conversation. ratio_range: between which each video draws its pruning ratio in
+    and of all runs that are not about layers. backbone: its model type. tests: fingerprints of further data sets whose
+    test clips are asked about too, by name. split: whose clips are asked about, "validation" while settings are chosen.
+    steps, batch_size: of training; a row is a clip with its conversation. ratio_range: between which each video draws
+    its pruning ratio in
     training. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`. scorer_rate: peak while a
     new scorer learns alone, before all else: `scorer_steps` by the temporal loss, or `answers_steps` by `num_masks`
     keep masks of a clip in each of `mask_rounds`, which drop shares between `mask_ratios`. without_options: ask
@@ -50,6 +52,7 @@ class Settings:
     dataset: str
     base: str
     base_layer: int
+    backbone: str = STTSConfig.model_type
     tests: dict[str, str] = dataclasses.field(default_factory=dict)
     split: str = SPLITS[0]
     steps: int = 200
@@ -122,7 +125,7 @@ class Evaluation:
 def plan(settings: Settings, only: Sequence[str] = ()) -> list[Run]:
     """All runs, or those that ask the methods in `only`: of the first seed first, and of each seed `FIRST` first."""
     wanted = {name if METHODS[name].has_runs else FROZEN for name in only or METHODS}
-    methods = [method for method in METHODS.values() if method.name in wanted]
+    methods = [method for method in METHODS.values() if method.name in wanted and _fits(method, settings)]
     methods.sort(key=lambda method: FIRST.index(method.name) if method.name in FIRST else len(FIRST))
     runs = []
     for seed in settings.seeds:
@@ -144,7 +147,13 @@ def evaluations(run: Run, settings: Settings, only: Sequence[str] = ()) -> list[
         asked += [Evaluation(other.name, MAIN_RATIO) for other in METHODS.values() if other.told]
     if _takes_part(run, settings, "scaling"):
         asked.append(Evaluation(method.name, method.ratio(SCALING_RATIO), scaling=SCALING_RATIO))
+    asked = [one for one in asked if _fits(METHODS[one.method], settings)]
     return list(dict.fromkeys(one for one in asked if not only or one.method in only))
+
+
+def _fits(method: Method, settings: Settings) -> bool:
+    """Whether the backbone has a method: ToMe is Molmo2's, and the data set's masks are of the frames that it sees."""
+    return settings.backbone == STTSConfig.model_type or not (method.told or method.merges)
 
 
 def is_scored(run: Run, settings: Settings) -> bool:
@@ -153,7 +162,8 @@ def is_scored(run: Run, settings: Settings) -> bool:
 
 
 def _takes_part(run: Run, settings: Settings, part: str) -> bool:
-    return part in METHODS[run.method].parts and run.pruning_layer == settings.base_layer
+    here = settings.backbone == STTSConfig.model_type and run.pruning_layer == settings.base_layer
+    return here and part in METHODS[run.method].parts
 
 
 def is_done(record: Mapping[str, Any] | None, run: Run, settings: Settings, only: Sequence[str] = ()) -> bool:
@@ -217,8 +227,8 @@ def open_study(
         check_dataset(path, f"{split}.jsonl")
     given = dict(given) | {"dataset": fingerprint_dataset(dataset), "base": fingerprint_base(base)}
     given["tests"] = {name: fingerprint_dataset(path) for name, path in tests.items()}
-    config = STTSConfig.from_pretrained(base)
-    given["base_layer"] = config.vision_config.pruning_layer
+    config = family_of_checkpoint(base).config.from_pretrained(base)
+    given |= {"base_layer": config.vision_config.pruning_layer, "backbone": config.model_type}
     if before:
         for name in GROWING:
             given[name] = tuple(dict.fromkeys((*getattr(before, name), *given.get(name, ()))))
@@ -233,7 +243,8 @@ def open_study(
         settings = Settings(**given)
     # The layer after `l` takes the score bias, so the connector must read that one or a later one.
     count = config.vision_config.num_hidden_layers
-    last = max(layer % count for layer in config.adapter_config.vision_feature_layer or [-1]) - 1
+    read = getattr(getattr(config, "adapter_config", None), "vision_feature_layer", None) or [-1]
+    last = max(layer % count for layer in read) - 1
     if wrong := [layer for layer in settings.layers if not 0 <= layer <= last]:
         raise StudyError(f"--layers holds {wrong[0]}, but the base can prune after layers 0 to {last}")
     study = Study(folder, settings, dataset, base, tests)

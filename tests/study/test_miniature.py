@@ -8,6 +8,7 @@ from examples.study.__main__ import main
 from examples.study.data import encode_conversations, load_processor
 from examples.study.runs import do_run
 from examples.study.study import open_study, plan
+from tests.conftest import REPOSITORY
 from tests.study.small_study import SETTINGS, study_command, write_base, write_dataset
 
 pytestmark = pytest.mark.slow
@@ -42,3 +43,20 @@ def test_the_study_runs_from_its_data_to_its_page(tmp_path, capsys):
     assert trained["scorer_seconds"] == frozen["scorer_seconds"] > 0  # one fit serves both
     assert [bool(it["losses"]) for it in (trained, frozen)] == [True, False]
     assert {"told-80", "none-inference-0"} <= records["scorer-answers-layer2-seed0"]["evaluations"].keys()
+
+
+def test_another_backbone_is_trained_and_asked_alike(tmp_path):
+    """Of Qwen3-VL; ToMe, the ceiling and scores against what moves are of Molmo2 alone."""
+    dataset = write_dataset(tmp_path / "data")
+    settings = SETTINGS | {"seeds": (0,), "steps": 1, "answers_steps": 1}
+    study = open_study(tmp_path / "study", dataset, REPOSITORY / "hub_configs/stts-qwen3-vl-tiny", settings)
+    assert study.settings.backbone == "stts_qwen3_vl"
+    assert not {run.method for run in plan(study.settings)} & {"tome", "told"}
+    encode_conversations(study.dataset, load_processor(study.base), study.folder)
+    for run in plan(study.settings, ["stts-answers", "scorer-answers", "cosine-inference"]):
+        do_run(study, run, only=["stts-answers", "scorer-answers", "cosine-inference"])
+    assert main(["report", str(study.folder)]) == 0
+    found = {path.stem: json.loads(path.read_text()) for path in (study.folder / "records").iterdir()}
+    trained, frozen = (found[f"{name}-layer{study.settings.base_layer}-seed0"] for name in METHODS[1:])
+    assert trained["training"]["losses"][-1]["worth_loss"] > 0
+    assert frozen["evaluations"].keys() == {"scorer-answers-80", "cosine-inference-80"}
