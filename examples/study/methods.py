@@ -124,7 +124,9 @@ def load_method(
     settings = {"pruning_ratio": check_pruning_ratio(pruning_ratio), "selector_seed": seed}
     if pruning_layer is not None:
         settings["pruning_layer"] = pruning_layer
-    model_class = MergingForConditionalGeneration if METHODS[method].merges else family_of_checkpoint(checkpoint).model
+    model_class = (
+        MergingForConditionalGeneration if METHODS[method].merges else family_of_checkpoint(os.fspath(checkpoint)).model
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return model_class.from_pretrained(checkpoint, **settings | dict(METHODS[method].settings) | options)

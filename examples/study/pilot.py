@@ -7,26 +7,24 @@ It is for choosing settings and for docs/worth.md; `python -m examples.study run
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
+from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Encoded, encode
 from stts_hf.data.loading import load_rows
 from stts_hf.data.rows import read_row
 from stts_hf.evaluation.evaluate import evaluate
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
-from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.build import renew_scorer
-from stts_hf.training.trainer import STTSTrainer
 
 from .data import load_processor, read_questions, write_json
+from .fitting import train
 
-FRAMES, FPS = 16, 4.0
 BATCH = 16
 AT_CHANCE = ("long-half", "count")
 
@@ -52,109 +50,77 @@ def fit(base: Path, output: Path, datasets: list[Path], epochs: float, seed: int
     Fits a new scorer; keeps the weights with the least answer loss on validation clips in `output/best`. seed: of the
     scorer and of the order of the rows; the masks are those of all seeds, and copied into `output` are not measured.
     """
-    processor = processor_of(base)
+    processor = load_processor(base)
     model: Any = STTSForConditionalGeneration.from_pretrained(
         base, selector="scorer", scorer_target="answers", score_bias=False
     )
     renew_scorer(model, seed)
     rows: Any = ConcatDataset([Clips(folder / "train_conversations.jsonl", processor) for folder in datasets])
-    validation = [Clips(folder / "validation_conversations.jsonl", processor, 48) for folder in datasets]
-    steps = max(len(rows) // BATCH, 1)
-    arguments = STTSTrainingArguments(
-        output_dir=str(output),
+    validation: Any = ConcatDataset(
+        [Clips(folder / "validation_conversations.jsonl", processor, 48) for folder in datasets]
+    )
+    train(
+        model,
+        rows,
+        STTSDataCollator(processor, model_config=model.config, return_ids=True),
+        folder=output,
+        choose_on=validation,
+        max_steps=round(epochs * max(len(rows) // BATCH, 1)),
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
         scorer_only=True,
         freeze=["language_model", "vision_tower", "connector"],
         learning_rates={"scorer": 1e-3},
-        num_train_epochs=epochs,
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=BATCH,
-        lr_scheduler_type="cosine",
         warmup_steps=20,
         weight_decay=0.05,
-        logging_steps=steps,
-        eval_strategy="steps",
-        eval_steps=2 * steps,
-        save_strategy="steps",
-        save_steps=2 * steps,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=False,
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
+        state_cache_gb=4.0,
         seed=0,
         data_seed=seed,
-        state_cache_gb=4.0,
     )
-    collator = STTSDataCollator(processor, model_config=model.config, return_ids=True)
-    trainer = STTSTrainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        eval_dataset=ConcatDataset(validation),
-        data_collator=collator,
-        processing_class=processor,
-    )
-    trainer.train(resume_from_checkpoint=any(output.glob("checkpoint-*")) or None)
-    trainer.save_model(str(output / "best"))
+    with atomic_folder(output / "best", overwrite=True) as new:
+        model.save_pretrained(new)
+        processor.save_pretrained(new)
 
 
-def ask(
-    checkpoint: Path,
-    dataset: Path,
-    num_clips: int,
-    ratios: list[float],
-    output: Path,
-    selectors: Sequence[str] = ("scorer", "cosine"),
-) -> None:
+def ask(checkpoint: Path, dataset: Path, clips: int, ratios: list[float], output: Path, selectors: list[str]) -> None:
     """Asks about test clips by each selector, and writes a mark for each question; prints shares right."""
     rows = [row for row in read_questions(dataset, without_options=True) if row.get("videos")]
-    clips = set(list(dict.fromkeys(row["clip"] for row in rows))[:num_clips])
-    rows = [row | {"media_root": str(dataset)} for row in rows if row["clip"] in clips and row["type"] not in AT_CHANCE]
+    some = set(list(dict.fromkeys(row["clip"] for row in rows))[:clips])
+    rows = [row | {"media_root": str(dataset)} for row in rows if row["clip"] in some and row["type"] not in AT_CHANCE]
     marks: dict[str, Any] = {"clips": [row["clip"] for row in rows]}
     for selector in selectors:
         model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, selector=selector).eval()
         for ratio in ratios:
-            answers = evaluate(model, processor_of(checkpoint), rows, pruning_ratio=ratio, batch_size=32)
+            answers = evaluate(model, load_processor(checkpoint), rows, pruning_ratio=ratio, batch_size=32)
             found = {answer["id"]: answer["right"] for answer in answers}
             right = "".join(str(int(found[row["id"]])) for row in rows)
             marks[f"{selector} {ratio:g}"] = right
-            print(
-                f"{dataset.name}, {selector}, {ratio:.0%} dropped: {right.count('1') / len(right):.1%} right",
-                flush=True,
-            )
+            share = right.count("1") / len(right)
+            print(f"{dataset.name}, {selector}, {ratio:.0%} dropped: {share:.1%} right", flush=True)
             write_json(output, marks)
-
-
-def processor_of(checkpoint: Path) -> Any:
-    processor = load_processor(checkpoint)
-    processor.video_processor.num_frames, processor.video_processor.max_fps = FRAMES, FPS
-    return processor
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    fitting = commands.add_parser("fit")
-    fitting.add_argument("base", type=Path)
-    fitting.add_argument("output", type=Path)
-    fitting.add_argument("datasets", type=Path, nargs="+")
-    fitting.add_argument("--epochs", type=float, default=24)
-    fitting.add_argument("--seed", type=int, default=0)
-    asking = commands.add_parser("ask")
-    asking.add_argument("checkpoint", type=Path)
-    asking.add_argument("dataset", type=Path)
-    asking.add_argument("--selectors", nargs="+", default=["scorer", "cosine"])
-    asking.add_argument("--clips", type=int, default=120)
-    asking.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9])
-    asking.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    command = commands.add_parser("fit")
+    command.add_argument("base", type=Path)
+    command.add_argument("output", type=Path)
+    command.add_argument("datasets", type=Path, nargs="+")
+    command.add_argument("--epochs", type=float, default=12)
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(execute=fit)
+    command = commands.add_parser("ask")
+    command.add_argument("checkpoint", type=Path)
+    command.add_argument("dataset", type=Path)
+    command.add_argument("--selectors", nargs="+", default=["scorer", "cosine"])
+    command.add_argument("--clips", type=int, default=120)
+    command.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9])
+    command.add_argument("--output", type=Path, required=True)
+    command.set_defaults(execute=ask)
+    given = vars(parser.parse_args())
     torch.set_num_threads(1)
-    if arguments.command == "fit":
-        fit(arguments.base, arguments.output, arguments.datasets, arguments.epochs, arguments.seed)
-    else:
-        given = (arguments.clips, arguments.ratios, arguments.output, arguments.selectors)
-        ask(arguments.checkpoint, arguments.dataset, *given)
+    given.pop("execute")(**{name: value for name, value in given.items() if name != "command"})
 
 
 if __name__ == "__main__":

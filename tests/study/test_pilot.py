@@ -21,7 +21,7 @@ def test_fit_and_ask(tmp_path, capsys):
     config = json.loads((best / "config.json").read_text())
     assert (config["scorer_target"], config["vision_config"]["score_bias"]) == ("answers", False)
     assert config["worth_unit"] > 0
-    ask(best, data, 2, [0.9], tmp_path / "marks.json")
+    ask(best, data, 2, [0.9], tmp_path / "marks.json", ["scorer", "cosine"])
     marks = json.loads((tmp_path / "marks.json").read_text())
     assert {len(marks[name]) for name in ("clips", "scorer 0.9", "cosine 0.9")} == {len(marks["clips"])}
     assert "data, scorer, 90% dropped: " in capsys.readouterr().out

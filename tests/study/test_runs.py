@@ -119,9 +119,12 @@ def test_the_frozen_base_is_asked_what_its_record_lacks_alone(parts, tmp_path, m
     before = records(tmp_path)[run.name]
     assert [run] == runs_to_do(study, [run], ["cosine-inference", "scorer-answers"])
     asked = []
-    monkeypatch.setattr(
-        runs, "ask", lambda _, one, *rest: asked.append(one.name) or before["evaluations"]["cosine-inference-80"]
-    )
+
+    def ask(_: Any, one: Any, *__: Any) -> Any:
+        asked.append(one.name)
+        return before["evaluations"]["cosine-inference-80"]
+
+    monkeypatch.setattr(runs, "ask", ask)
     do_run(study, run, only=["scorer-answers"])
     after = records(tmp_path)[run.name]
     assert asked == ["scorer-answers-80"]
