@@ -107,7 +107,6 @@ def start_scorer(
         freeze=[part for part in PARTS if part != SCORER],
         learning_rates={SCORER: rate},
         warmup_steps=0.1,
-        state_cache_gb=2.0,
         adam_beta2=0.98,
         weight_decay=0.01,
         seed=seed,

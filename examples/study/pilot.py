@@ -1,9 +1,7 @@
 """One scorer fitted to answers on a frozen checkpoint, and its answers beside those of cosine: minutes, not a study.
 
-    python -m examples.study.pilot fit hub_configs/stts-tiny outputs/pilot outputs/distracted outputs/calm
-    python -m examples.study.pilot ask outputs/pilot/best outputs/distracted --output outputs/marks.json
-
-It is for choosing settings and for docs/worth.md; `python -m examples.study run` compares methods over seeds.
+python -m examples.study.pilot fit hub_configs/stts-tiny outputs/pilot outputs/distracted outputs/calm
+python -m examples.study.pilot ask outputs/pilot/best outputs/distracted --output outputs/marks.json
 """
 
 import argparse
@@ -11,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset
 
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.data.collator import STTSDataCollator
-from stts_hf.data.encoding import Encoded, encode
+from stts_hf.data.encoding import encode
 from stts_hf.data.loading import load_rows
 from stts_hf.data.rows import read_row
 from stts_hf.evaluation.evaluate import evaluate
@@ -29,20 +27,12 @@ BATCH = 16
 AT_CHANCE = ("long-half", "count")
 
 
-class Clips(Dataset):
-    """The conversations about videos of a split, decoded once. tag: goes before their ids."""
-
-    def __init__(self, file: Path, processor: Any, most: int | None = None) -> None:
-        rows = [row for row in load_rows(file) if row.get("videos")][:most]
-        self.samples = [encode(processor, read_row(row)) for row in rows]
-        for sample in self.samples:
-            sample.id = f"{file.parent.name}-{sample.id}"
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Encoded:
-        return self.samples[index]
+def clips_of(file: Path, processor: Any, most: int | None = None) -> Any:
+    """The conversations about videos of a split, decoded once, with the data set before their ids."""
+    rows = [read_row(row) for row in load_rows(file) if row.get("videos")]
+    for sample in (samples := [encode(processor, row) for row in rows[:most]]):
+        sample.id = f"{file.parent.name}-{sample.id}"
+    return samples
 
 
 def fit(base: Path, output: Path, datasets: list[Path], epochs: float, seed: int = 0) -> None:
@@ -55,9 +45,9 @@ def fit(base: Path, output: Path, datasets: list[Path], epochs: float, seed: int
         base, selector="scorer", scorer_target="answers", score_bias=False
     )
     renew_scorer(model, seed)
-    rows: Any = ConcatDataset([Clips(folder / "train_conversations.jsonl", processor) for folder in datasets])
+    rows: Any = ConcatDataset([clips_of(folder / "train_conversations.jsonl", processor) for folder in datasets])
     validation: Any = ConcatDataset(
-        [Clips(folder / "validation_conversations.jsonl", processor, 48) for folder in datasets]
+        [clips_of(folder / "validation_conversations.jsonl", processor, 48) for folder in datasets]
     )
     train(
         model,

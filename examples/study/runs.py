@@ -246,10 +246,10 @@ def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataColl
     with filelock.FileLock(f"{path}.lock"):  # another process may be at it
         if not path.exists():
             started, steps = time.perf_counter(), settings.scorer_steps
-            options: dict[str, Any] = {}
+            options: dict[str, Any] = {"state_cache_gb": 2.0}
             if target == "answers":
                 steps, folder = settings.answers_steps, path.with_suffix("")
-                options = {"num_masks": settings.num_masks, "mask_rounds": settings.mask_rounds, "folder": folder}
+                options |= {"num_masks": settings.num_masks, "mask_rounds": settings.mask_rounds, "folder": folder}
                 options |= {"pruning_ratio_range": list(settings.mask_ratios), "choose_on": Subset(desk.rows, held_out)}
             size, rate = settings.batch_size, settings.scorer_rate
             fitting.start_scorer(model, Subset(desk.rows, shown), collator, steps, size, run.seed, rate, **options)
