@@ -3,55 +3,39 @@
 Plain numbers. A block is one token of the language model. Which blocks stay, `select_blocks` says.
 """
 
-import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .scoring_stts import num_kept_blocks
 from .selectors_stts import SELECTORS
 
-Grids = list[tuple[int, int, int]]
-
-
-def check_pruning_ratio(value: object, name: str = "pruning_ratio") -> float:
-    """Returns `value` as a float in [0, 1]; raises `ValueError` for anything else (NaN and bools included)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= float(value) <= 1.0:
-        raise ValueError(
-            f"`{name}` is {value!r}, but must be a number in [0, 1]: the share of a video's blocks to drop, "
-            "0 to keep all of them, 1 to drop every video token."
-        )
-    return float(value)
-
-
-def check_score_threshold(value: object) -> None:
-    """Raises `ValueError` for what is neither None nor a finite number."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    if value is not None and not is_number:
-        raise ValueError(
-            f"`score_threshold` is {value!r}, but must be a number: the lowest score of a block that stays; or None."
-        )
-
-
-def check_token_budget(value: object) -> None:
-    """Raises `ValueError` for what is neither None nor a positive int."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
-        raise ValueError(
-            f"`video_token_budget` is {value!r}, but must be a positive int: the most tokens that a video keeps; "
-            "or None."
-        )
-
-
-KEEP_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "pruning_ratio": check_pruning_ratio,
-    "score_threshold": check_score_threshold,
-    "min_pruning_ratio": partial(check_pruning_ratio, name="min_pruning_ratio"),
-    "max_pruning_ratio": partial(check_pruning_ratio, name="max_pruning_ratio"),
-    "video_token_budget": check_token_budget,
+# Of settings of a call: kind, range, and what it must be.
+SHARE = (numbers.Real, 0, 1, "a number in [0, 1]: the share of a video's blocks to drop, 0 for none, 1 for all")
+SETTINGS: dict[str, tuple[type, float, float, str]] = {
+    "pruning_ratio": SHARE,
+    "score_threshold": (numbers.Real, -sys.float_info.max, sys.float_info.max, "a number: the lowest score that stays"),
+    "min_pruning_ratio": SHARE,
+    "max_pruning_ratio": SHARE,
+    "video_token_budget": (numbers.Integral, 1, sys.maxsize, "a positive int: the most tokens that a video keeps"),
+    "pruned_length": (numbers.Integral, 1, sys.maxsize, "a positive int: tokens of a row after dropping"),
 }
-KEEP_ARGUMENTS = tuple(KEEP_CHECKS)
+KEEP_ARGUMENTS = ("pruning_ratio", "score_threshold", "min_pruning_ratio", "max_pruning_ratio", "video_token_budget")
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Raises `ValueError` for a value that this one of `SETTINGS` cannot have (NaN and bools included)."""
+    kind, low, high, meaning = SETTINGS[name]
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
+        raise ValueError(f"`{name}` is {value!r}, but must be {meaning}.")
+
+
+def check_pruning_ratio(value: Any) -> float:
+    """Returns `value` as a float in [0, 1]; raises `ValueError` for anything else."""
+    check_setting("pruning_ratio", value)
+    return float(value)
 
 
 def check_one_rule(given: Mapping[str, Any], others: Sequence[str] = KEEP_ARGUMENTS[1:]) -> None:
@@ -59,17 +43,16 @@ def check_one_rule(given: Mapping[str, Any], others: Sequence[str] = KEEP_ARGUME
     name = next((name for name in others if given.get(name) is not None), None)
     if given.get("pruning_ratio") is not None and name is not None:
         raise ValueError(
-            f"`pruning_ratio` is {given['pruning_ratio']!r} and `{name}` is {given[name]!r}, but only one of them can "
-            "say how many blocks stay. Leave out the other."
+            f"`pruning_ratio` is {given['pruning_ratio']!r} and `{name}` is {given[name]!r}: leave out one."
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class KeepRule:
     """
     ratio: share `k` of a video's blocks that goes, or one for each video; None with another rule in its place.
     threshold: lowest score of a block of a later frame that stays. bounds: lowest and highest share that a threshold
-    drops. budget: most blocks of a video that stay, or one number for each video. Frame 0 always stays, but at ratio 1.
+    drops. budget: most blocks of a video that stay, or one number for each video. Frame 0 stays, but at ratio 1.
     """
 
     ratio: float | Sequence[float] | None = None
@@ -83,10 +66,8 @@ class KeepRule:
         By a vision config and by what is given in its place, the last first, under the names `KEEP_ARGUMENTS`. Raises
         `ValueError` for values that are none, or do not fit each other or the config's selector.
         """
-        rule = cls(None, config.score_threshold, (config.min_pruning_ratio, config.max_pruning_ratio))
-        rule.budget = config.video_token_budget
-        if rule.threshold is None and rule.budget is None:
-            rule.ratio = config.pruning_ratio
+        own, threshold, low, high, budget = (getattr(config, name) for name in KEEP_ARGUMENTS)
+        rule = cls(own if threshold is None and budget is None else None, threshold, (low, high), budget)
         for some in given:
             rule = rule.replaced(some)
         rule.check(config.selector)
@@ -95,25 +76,19 @@ class KeepRule:
     def replaced(self, given: Mapping[str, Any]) -> "KeepRule":
         """The rule where some of `KEEP_ARGUMENTS` are given; a ratio takes the place of all others, and they its."""
         check_one_rule(given)
-        for name, check in KEEP_CHECKS.items():
-            value = given.get(name)
-            for some in value if isinstance(value, list | tuple) and name.startswith(("pruning", "video")) else [value]:
-                if some is not None:
-                    check(some)
+        for name, value in given.items():
+            if name in KEEP_ARGUMENTS and value is not None:
+                is_list = isinstance(value, list | tuple) and name in ("pruning_ratio", "video_token_budget")
+                for some in value if is_list else [value]:
+                    check_setting(name, some)
         ratio, threshold, low, high, budget = (given.get(name) for name in KEEP_ARGUMENTS)
-        low, high = (own if new is None else new for own, new in zip(self.bounds, (low, high), strict=True))
-        rule = replace(self, bounds=(low, high))
         if ratio is not None:
-            return replace(rule, ratio=ratio, threshold=None, budget=None)
-        if threshold is not None or budget is not None:
-            rule.ratio, rule.threshold = None, self.threshold if threshold is None else threshold
-            rule.budget = self.budget if budget is None else budget
-        if rule.threshold is None and any(given.get(name) is not None for name in KEEP_ARGUMENTS[2:4]):
-            raise ValueError(
-                f"`min_pruning_ratio` = {low} and `max_pruning_ratio` = {high} bound what `score_threshold` drops, but "
-                "there is none. Pass one, or leave them out."
-            )
-        return rule
+            return KeepRule(ratio, bounds=self.bounds)
+        threshold, budget = either(threshold, self.threshold), either(budget, self.budget)
+        if threshold is None and (low, high) != (None, None):
+            raise ValueError(f"`min_pruning_ratio` = {low} and `max_pruning_ratio` = {high} need a `score_threshold`.")
+        ratio = self.ratio if threshold is None and budget is None else None
+        return KeepRule(ratio, threshold, (either(low, self.bounds[0]), either(high, self.bounds[1])), budget)
 
     def check(self, selector: str) -> None:
         """Raises `ValueError` for bounds in the wrong order, and for a threshold that the selector's scores lack."""
@@ -128,40 +103,41 @@ class KeepRule:
                 "threshold in its range, a selector that has one ('scorer', 'cosine'), or `pruning_ratio` instead."
             )
 
-    def check_videos(self, grids: Grids) -> None:
+    def check_videos(self, grids: list[tuple[int, int, int]]) -> None:
         """Raises `ValueError` for lists of another length than videos, and for less than a frame's blocks."""
         for name, kind, values in (
-            ("pruning_ratio", "ratios", self.ratio),
-            ("video_token_budget", "budgets", self.budget),
+            (KEEP_ARGUMENTS[0], "ratios", self.ratio),
+            (KEEP_ARGUMENTS[4], "budgets", self.budget),
         ):
             if isinstance(values, Sequence) and len(values) != len(grids):
                 raise ValueError(
                     f"`{name}` holds {len(values)} {kind}, but the call has {len(grids)} videos: pass one number, or "
                     "one for each video."
                 )
-        for video, ((_, rows, cols), budget) in enumerate(zip(grids, each(self.budget, grids), strict=True)):
-            if budget is not None and budget < rows * cols:
+        for video, (_, rows, cols) in enumerate(grids):
+            if (budget := entry(self.budget, video)) is not None and budget < rows * cols:
                 raise ValueError(
                     f"`video_token_budget` is {budget}, but the first frame of video {video}, which always stays, has "
                     f"{rows * cols} tokens. Raise it to at least that, or make frames smaller."
                 )
 
-    def num_kept(self, grids: Grids, above: Sequence[int] | None = None) -> list[int]:
+    def num_kept(self, grids: list[tuple[int, int, int]], above: Sequence[int] | None = None) -> list[int]:
         """`K` of each video. above: with a threshold, how many blocks of each video's later frames reach it."""
-        sizes = [(frames, rows * cols) for frames, rows, cols in grids]
-        if self.ratio is not None:
-            ratios = zip(sizes, each(self.ratio, grids), strict=True)
-            return [num_kept_blocks(*size, ratio) for size, ratio in ratios]
-        kept = [frames * first for frames, first in sizes]
-        if self.threshold is not None:
-            assert above is not None  # counted by the tower
-            most, least = ([max(num_kept_blocks(*size, k), size[1]) for size in sizes] for k in self.bounds)
-            wanted = [first + number for (_, first), number in zip(sizes, above, strict=True)]
-            kept = [max(low, min(n, high)) for low, n, high in zip(least, wanted, most, strict=True)]
-        budgets = zip(kept, each(self.budget, grids), strict=True)
-        return [number if budget is None else min(number, budget) for number, budget in budgets]
+        kept = []
+        for video, (frames, rows, cols) in enumerate(grids):
+            first, number = rows * cols, num_kept_blocks(frames, rows * cols, entry(self.ratio, video) or 0)
+            if self.threshold is not None:
+                assert above is not None  # counted by the tower
+                most, least = (max(num_kept_blocks(frames, first, share), first) for share in self.bounds)
+                number = max(least, min(first + above[video], most))
+            kept.append(min(number, either(entry(self.budget, video), number)))
+        return kept
 
 
-def each(value: Any, grids: Grids) -> Sequence[Any]:
-    """The entry of each video, of a list or of one number for all."""
-    return value if isinstance(value, Sequence) else [value] * len(grids)
+def entry(value: Any, video: int) -> Any:
+    """What a list says of a video, or one value for all."""
+    return value[video] if isinstance(value, Sequence) else value
+
+
+def either(new: Any, old: Any) -> Any:
+    return old if new is None else new

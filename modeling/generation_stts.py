@@ -163,13 +163,11 @@ def check_generation_configs(own: GenerationConfig, given: GenerationConfig | No
 def saved_rule(own: GenerationConfig) -> dict[str, Any]:
     """
     How many blocks stay by a model's own configuration. `from_pretrained` puts the settings of its call there, beside
-    saved ones: if they exclude each other, the model's config says which holds, as it does of bounds alone.
+    saved ones: where they clash, or are bounds alone, only the model's config says what holds.
     """
-    ratio, threshold, low, high, budget = (getattr(own, name, None) for name in KEEP_ARGUMENTS)
-    if ratio is not None and (threshold is not None or budget is not None):
-        return {}
-    bounds = (None, None) if threshold is None else (low, high)
-    return dict(zip(KEEP_ARGUMENTS, (ratio, threshold, *bounds, budget), strict=True))
+    given = {name: getattr(own, name, None) for name in KEEP_ARGUMENTS}
+    ratio, threshold, _, _, budget = given.values()
+    return {} if (ratio is not None) == (threshold is not None or budget is not None) else given
 
 
 def cache_of(output: Any, cache: Cache | None) -> Cache | None:

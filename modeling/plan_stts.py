@@ -50,9 +50,8 @@ class PruningPlan:
     What the tower has to know of a call's videos, on the host before it runs.
 
     block_patches: (G, S) row of each block's patches among all frames' patches, -1 for padding. grids: `(T, rows,
-    cols)` of each video. keep: how many blocks stay. with_temporal_loss: whether to compute it. block_scores: (G,) in
-    place of the selector's, without a bias. tower_cache: of layers `0..l`. above: blocks of each video's later frames
-    that reach the threshold, once the tower has scored them.
+    cols)` of each video. keep: how many blocks stay. block_scores: (G,) in place of the selector's, without a bias.
+    tower_cache: of layers `0..l`. above: later frames' blocks that reach the threshold, of each video, once scored.
     """
 
     block_patches: torch.Tensor
@@ -69,8 +68,7 @@ class PruningPlan:
         self.keep.check_videos(self.grids)
         if self.block_scores is not None and self.keep.threshold is not None:
             raise ValueError(
-                f"`block_scores` came with `score_threshold` = {self.keep.threshold}, which is a level of the "
-                "selector's scores. Pass `pruning_ratio` beside them."
+                "`block_scores` came with a `score_threshold`, a level of other scores: pass `pruning_ratio`."
             )
         if self.block_scores is not None and tuple(self.block_scores.shape) != (sum(self.num_blocks),):
             raise ValueError(
@@ -85,29 +83,23 @@ class PruningPlan:
 
     def count(self, scores: torch.Tensor, is_learned: bool) -> None:
         """
-        With a threshold, counts the scores (G,) of later frames that reach it; reading them is one host-device sync for
-        all videos of a call. Raises `ValueError` where learned scores are all equal, as before training.
+        With a threshold, counts the scores (G,) that reach it, with one host-device sync for all videos. Raises
+        `ValueError` where learned scores are all equal, as before training.
         """
-        if self.keep.threshold is None:
+        if (threshold := self.keep.threshold) is None:
             return
-        videos = zip(split_videos(scores, self.grids), self.grids, strict=True)
-        found = [(video[rows * cols :] >= self.keep.threshold).sum() for video, (_, rows, cols) in videos]
-        *self.above, differ = torch.stack([*found, (scores != scores[:1]).any().long()]).tolist()
+        found = [(video[1:] >= threshold).sum() for video in self.per_video(scores)]
+        *self.above, differ = torch.stack([*found, (scores != scores[:1]).sum()]).tolist()
         if is_learned and not differ and any(frames > 1 for frames, _, _ in self.grids):
             raise ValueError(
-                f"`score_threshold` is {self.keep.threshold}, but all scores are {float(scores.detach()[0]):.4g}: the "
-                "scorer is untrained. Train it, or use `selector='cosine'` or `pruning_ratio`."
+                f"`score_threshold` is {threshold}, but all scores are {float(scores.detach()[0]):.4g}: the scorer is "
+                "untrained. Train it, or use `selector='cosine'` or `pruning_ratio`."
             )
 
     @property
     def drops(self) -> bool:
         """Whether blocks go, or may go where scores will say how many."""
         return self.keep.threshold is not None or self.num_kept != self.num_blocks
-
-    @property
-    def is_biased(self) -> list[bool]:
-        """Whether the scores of each video bias layer `l + 1`: where it loses blocks, with a threshold always."""
-        return [self.keep.threshold is not None or dropped > 0 for dropped in self.counts[2]]
 
     @property
     def num_blocks(self) -> list[int]:

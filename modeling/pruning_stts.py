@@ -14,12 +14,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput, can_return_tuple
 
-from .budget_stts import KEEP_ARGUMENTS, KeepRule
+from .budget_stts import KEEP_ARGUMENTS, KeepRule, check_setting
 from .cache_stts import UNKNOWN, UNKNOWN_VISION, CacheRecord, last_positions
 from .plan_stts import PruningPlan, RowPlan, TowerCache, VideoFeatures
 from .scoring_stts import mean_error
 from .sequence_stts import KeptSequence, Tokens, check_shape, find_samples, holds_packed_rows, token_order
-from .settings_stts import RANKING_ARGUMENTS, check_length, check_names, take_given
+from .settings_stts import RANKING_ARGUMENTS, check_names, take_given
 
 
 @dataclass
@@ -169,14 +169,12 @@ class PruningBackbone(PreTrainedModel):
         return PruningModelOutputWithPast(**{name: report.get(name, outputs.get(name)) for name in names})
 
     def read_call(self, call: Call, kwargs: dict[str, Any]) -> None:
-        """
-        The door: checks a call's arguments, of which `kwargs` are the native ones and those that say how many blocks
-        stay, which it takes; finds packed rows.
-        """
+        """The door: checks a call's arguments, takes from `kwargs` those that are not native, and finds packed rows."""
         check_names(kwargs)
         given = take_given(kwargs, KEEP_ARGUMENTS)
         call.keep = self.config.keep_rule(given) if given else None
-        check_length(call.pruned_length)
+        if call.pruned_length is not None:
+            check_setting("pruned_length", call.pruned_length)
         CacheRecord.usable(call.cache)
         self.check_new_vision(call.cache, call.vision)
         if call.packed_rows is None and (self.num_axes or self.video_inputs[0] not in call.vision):

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import TransformersKwargs, logging
 
-from .budget_stts import KEEP_ARGUMENTS, KEEP_CHECKS, KeepRule, check_one_rule
+from .budget_stts import KEEP_ARGUMENTS, KeepRule, check_one_rule, check_setting
 from .selectors_stts import SELECTORS
 
 ScoreRescaling = Literal["row", "frame", "none"]
@@ -28,6 +28,10 @@ ScorerTarget = Literal["change", "answers"]
 RANKING_ARGUMENTS = ("block_scores", "tower_cache")  # of a caller who ranks the blocks
 CALL_ARGUMENTS = (*KEEP_ARGUMENTS, "pruned_length", "packed_rows", *RANKING_ARGUMENTS)
 NATIVE_ARGUMENTS = {*TransformersKwargs.__annotations__, "use_cache", "return_dict", "mm_encoder_outputs"}
+
+
+def keep_field(name: str, default: float | None) -> Any:
+    return validated_field(lambda value: None if value is default else check_setting(name, value), default=default)
 
 
 def check_seed(value: int) -> None:
@@ -82,11 +86,11 @@ class PruningSettings:
         training code. Needs `packing="first_fit_descending"`.
     """
 
-    pruning_ratio: float | int = validated_field(KEEP_CHECKS["pruning_ratio"], default=0.5)
-    score_threshold: float | int | None = validated_field(KEEP_CHECKS["score_threshold"], default=None)
-    min_pruning_ratio: float | int = validated_field(KEEP_CHECKS["min_pruning_ratio"], default=0.0)
-    max_pruning_ratio: float | int = validated_field(KEEP_CHECKS["max_pruning_ratio"], default=1.0)
-    video_token_budget: int | None = validated_field(KEEP_CHECKS["video_token_budget"], default=None)
+    pruning_ratio: float | int = keep_field("pruning_ratio", 0.5)
+    score_threshold: float | int | None = keep_field("score_threshold", None)
+    min_pruning_ratio: float | int = keep_field("min_pruning_ratio", 0.0)
+    max_pruning_ratio: float | int = keep_field("max_pruning_ratio", 1.0)
+    video_token_budget: int | None = keep_field("video_token_budget", None)
     pruning_layer: int = 3
     selector: str = validated_field(check_selector, default="scorer")
     selector_seed: int = validated_field(check_seed, default=0)
@@ -147,16 +151,6 @@ class TrainingSettings:
 
 PRUNING_FIELDS = tuple(field.name for field in fields(PruningSettings))
 TRAINING_FIELDS = tuple(field.name for field in fields(TrainingSettings))
-
-
-def check_length(pruned_length: Any) -> None:
-    """Raises `ValueError` for a length that is neither None nor a positive int."""
-    if pruned_length is None:
-        return
-    if isinstance(pruned_length, bool) or not isinstance(pruned_length, int) or pruned_length < 1:
-        raise ValueError(
-            f"`pruned_length` is {pruned_length!r}, but must be a positive int: tokens of a row after dropping."
-        )
 
 
 def take_given(kwargs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -254,15 +248,12 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
         self.keep_rule()
 
     def keep_rule(self, *given: Mapping[str, Any]) -> KeepRule:
-        """How many blocks stay, by the config and by what calls say in its place. Raises `ValueError` as `KeepRule.of`,
-        and for a threshold on scores that were fitted within each video alone."""
-        rule, selector = KeepRule.of(self.vision_config, *given), self.vision_config.selector
-        has_level = self.scorer_target == "change" or self.worth_unit is not None
-        if rule.threshold is not None and SELECTORS[selector].is_learned and not has_level:
+        """`KeepRule.of` the vision config; raises `ValueError` too for a threshold on scores without a common unit."""
+        rule, is_learned = KeepRule.of(self.vision_config, *given), SELECTORS[self.vision_config.selector].is_learned
+        if rule.threshold is not None and is_learned and self.scorer_target == "answers" and self.worth_unit is None:
             raise ValueError(
                 f"`score_threshold` is {rule.threshold}, but with `scorer_target` = 'answers' and `worth_unit` = None "
-                "no config says what a score is worth over videos. Train the scorer with a unit, or pass "
-                "`pruning_ratio` instead."
+                "scores mean something else in each video. Train the scorer with a unit, or use `pruning_ratio`."
             )
         return rule
 

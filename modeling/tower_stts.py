@@ -113,7 +113,7 @@ class PruningTower(PreTrainedModel):
         if pruning.with_temporal_loss and is_learned:
             errors = temporal_errors(scores, blocks, pruning.grids, pruning.detach_temporal_target)
             found |= {"temporal_loss": mean_error(errors), "temporal_errors": errors}
-        biased = pruning.is_biased
+        biased = [pruning.keep.threshold is not None or dropped > 0 for dropped in pruning.counts[2]]
         if not is_learned or not self.config.score_bias or not any(biased):
             return found, kept_blocks, padding_bias
         bias = reorder(score_bias(scores, pruning.grids, self.config.score_rescaling, biased), window_to_raster)

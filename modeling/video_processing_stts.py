@@ -1,6 +1,6 @@
 """Which frames of a video the model sees; native Molmo2 makes tensors of them."""
 
-from .settings_stts import KEEP_CHECKS  # isort: split
+from .settings_stts import check_setting  # isort: split
 
 import functools
 import math
@@ -192,10 +192,12 @@ def frame_budget(num_frames: int, pruning_ratio: float) -> int:
 
     Exact where floating point is not. Raises `ValueError` outside `[0, 0.999]`.
     """
-    ratio = KEEP_CHECKS["pruning_ratio"](pruning_ratio)
-    if ratio > 0.999:
-        raise ValueError(f"test_time_scaling=True needs pruning_ratio of at most 0.999, got {ratio!r}. Lower it.")
-    return math.ceil(num_frames / (1 - Fraction(ratio).limit_denominator(1_000_000)))
+    check_setting("pruning_ratio", pruning_ratio)
+    if pruning_ratio > 0.999:
+        raise ValueError(
+            f"test_time_scaling=True needs pruning_ratio of at most 0.999, got {pruning_ratio!r}. Lower it."
+        )
+    return math.ceil(num_frames / (1 - Fraction(float(pruning_ratio)).limit_denominator(1_000_000)))
 
 
 def sample_times(times: np.ndarray, duration: float, num_frames: int | None, rate: float | None) -> list[int]:
