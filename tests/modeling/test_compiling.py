@@ -10,9 +10,10 @@ import pytest
 import torch
 from packaging.version import Version
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from stts_hf.modeling.budget_stts import KeepRule
-from tests.backbones import DAILY, Clip, prompt
+from tests.backbones import BACKBONES, DAILY, Clip, prompt
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 from tests.version_marks import since_torch_2_14
@@ -145,6 +146,50 @@ def test_batches_of_many_shapes_stop_compiling():
         model(**build_inputs([[3, Video(frames), 5]]), use_cache=False)
         model(**image_inputs([(1, frames)]), use_cache=False)
         counts.append(counter.frame_count)
+    assert counts[2] == counts[-1]
+
+
+@since_torch_2_14
+@pytest.mark.parametrize("backbone", DAILY, ids=lambda backbone: backbone.name, indirect=True)
+@torch.no_grad()
+def test_counts_that_follow_the_video_stop_compiling(backbone):
+    """Each video keeps another number of blocks: no graph break in a layer, and no new compilation per video."""
+    reference, model = backbone.model(), backbone.model()
+    counter = compiled(model)
+    inputs, counts, kept = backbone.batch([[3, Clip(5), 5]], "left"), [], set()
+    scores = torch.cat([*reference(**inputs, pruning_ratio=0.0).token_scores])[1:].flatten().sort().values
+    for number in (4, 8, 12, 16, 20, 24):
+        threshold = float(scores[-number - 1 : -number + 1].mean())
+        found, expected = (some(**inputs, score_threshold=threshold, use_cache=False) for some in (model, reference))
+        torch.testing.assert_close(found.logits, expected.logits, atol=3e-5, rtol=0)
+        counts.append(counter.frame_count)
+        kept.add(int(found.keep_mask[0].sum()))
+    assert len(kept) == 6
+    assert counts[2] == counts[-1]
+
+
+@since_torch_2_14
+@pytest.mark.parametrize("backbone", BACKBONES[:1], ids=lambda backbone: backbone.name, indirect=True)
+@torch.no_grad()
+def test_a_whole_tower_breaks_where_the_counts_are_read_and_nowhere_else(backbone):
+    """Native code of Qwen's towers has breaks of its own where a graph may have any."""
+    model, inputs = backbone.model(), prompt(backbone.batch([[3, Clip(4), 5], [2, Clip(3), 9]], "left"))
+    vision = {name: inputs[name] for name in model.model.video_inputs if name in inputs}
+    plan, pixels = model.model.make_plan(vision, KeepRule(threshold=0.05)), inputs["pixel_values_videos"]
+
+    def encode(pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return model.model.encode_videos(pixel_values, plan).pooler_output
+
+    counter = CompileCounterWithBackend("eager")
+    graph, counts = torch.compile(encode, backend=counter), []
+    counters.clear()
+    for seed in range(5):
+        pixels = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
+        for found, expected in zip(graph(pixels), encode(pixels), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        counts.append(counter.frame_count)
+    [reason] = counters["graph_break"]
+    assert "_local_scalar_dense" in reason
     assert counts[2] == counts[-1]
 
 

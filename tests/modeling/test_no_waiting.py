@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stts_hf.modeling import attention_stts
 from stts_hf.modeling.attention_stts import AttentionSpans, padded_frames
 from stts_hf.modeling.budget_stts import KeepRule
+from stts_hf.modeling.plan_stts import PruningPlan
 from stts_hf.modeling.pruning_stts import Call
 from stts_hf.modeling.sequence_stts import Tokens
 from tests.backbones import Clip, Inputs, Rows
@@ -159,6 +160,52 @@ def with_real_host(tower, monkeypatch) -> None:
                 return real(grids)
 
         monkeypatch.setattr(tower, "place_patches", place)
+
+
+def count_by_hand(monkeypatch, number: int) -> list[torch.Tensor]:
+    """Later frames keep `number` blocks each, which nobody reads. Returns a list that fills with calls' scores."""
+    seen: list[torch.Tensor] = []
+
+    def count(plan: PruningPlan, scores: torch.Tensor, is_learned: bool) -> None:
+        seen.append(scores)
+        object.__setattr__(plan, "above", [number * (frames - 1) for frames, _, _ in plan.grids])
+
+    monkeypatch.setattr(PruningPlan, "count", count)
+    return seen
+
+
+@fake_cuda
+@pytest.mark.parametrize("config", [{}, {"selector": "cosine"}], ids=str)
+def test_a_threshold_reads_its_counts_and_nothing_else(backbone, monkeypatch, config):
+    """A budget alone, like a ratio, reads nothing."""
+    stand_in(monkeypatch)
+    model = backbone.model(**config).train()
+    with_real_host(model.model.get_submodule(backbone.tower), monkeypatch)
+    inputs = vision_of(model, backbone.batch(ROWS, "left"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = to_device(model, inputs, torch.bfloat16)
+        model.model.get_video_features(**inputs, video_token_budget=12, with_temporal_loss=True)
+        with pytest.raises(DataDependentOutputException):
+            model.model.get_video_features(**inputs, score_threshold=0.5)
+        seen = count_by_hand(monkeypatch, 2)
+        video = model.model.get_video_features(**inputs, score_threshold=0.5, with_temporal_loss=True)
+    assert len(seen) == 1
+    assert [len(features) for features in video.pooler_output] == [
+        mask.shape[1] + 2 * (len(mask) - 1) for mask in video.keep_mask
+    ]
+
+
+def test_the_counts_of_all_videos_are_read_at_once(backbone, monkeypatch):
+    inputs, read = backbone.batch(ROWS, "left"), []
+    real, model = torch.Tensor.tolist, backbone.model()
+    plan = model.model.make_plan(vision_of(model, inputs), KeepRule(threshold=0.5))
+    scores = torch.rand(sum(plan.num_blocks))
+    with Recorder() as recorder:
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(tensor) or real(tensor))
+        plan.count(scores, is_learned=True)
+    assert [tuple(tensor.shape) for tensor in read] == [(len(plan.grids) + 1,)]
+    assert "aten.sum" in recorder.seen
+    assert not recorder.seen & WAITING
 
 
 def vision_of(model, inputs: Inputs) -> Inputs:

@@ -22,10 +22,11 @@ from tests.modeling.towers import (
     video_inputs,
     weighted,
 )
+from tests.naive import NaiveRule, NaiveThreshold
 from tests.tiny import image_inputs, tiny_config, tiny_model
 
 
-def case(name: str, num_frames: list[int] | None = None, ratio: float = 0.5, **overrides: Any):
+def case(name: str, num_frames: list[int] | None = None, ratio: NaiveRule = 0.5, **overrides: Any):
     return pytest.param(num_frames or [4, 2, 1], ratio, overrides, id=name)
 
 
@@ -45,7 +46,17 @@ CASES = [
     case("ratio-80", ratio=0.8),
     case("ratio-80-bins", ratio=0.8, packing=FFD),
     case("ratio-99", ratio=0.99),
+    case("threshold", ratio=NaiveThreshold(0.7)),
+    case("threshold-bins", ratio=NaiveThreshold(0.7), packing=FFD),
+    case("threshold-refill", ratio=NaiveThreshold(0.7), packing=FFD, refill_single_frame_bins=True),
+    case("threshold-cosine", ratio=NaiveThreshold(0.25), selector="cosine"),
+    case("threshold-that-keeps-all", ratio=NaiveThreshold(0.0)),
+    case("threshold-that-keeps-frame-0", ratio=NaiveThreshold(1.0)),
+    case("threshold-within-bounds", ratio=NaiveThreshold(0.7, 0.45, 0.5)),
+    case("threshold-and-budget", ratio=NaiveThreshold(0.7, budget=14)),
+    case("threshold-borders", ratio=NaiveThreshold(0.7), image_size=[14, 20]),
     case("single-frame", [1]),
+    case("single-frame-threshold", [1], ratio=NaiveThreshold(0.7)),
     case("features-at-and-before", feature_layers=[0, 2, 5]),
     case("features-right-after", feature_layers=[3]),
     case("features-right-after-bins", feature_layers=[3], packing=FFD),

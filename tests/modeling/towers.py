@@ -8,7 +8,8 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.plan_stts import VideoFeatures
 from stts_hf.modeling.scoring_stts import random_ranking
-from tests.naive import NaiveGeometry, NaiveVisionOutput, naive_vision_tower, weights_from_native
+from tests.modeling.reference import call_of
+from tests.naive import NaiveGeometry, NaiveRule, NaiveVisionOutput, naive_vision_tower, weights_from_native
 from tests.tiny import Video, build_inputs, patch_grid
 
 # float32 through six layers; the largest error seen is a few times 1e-6 of the largest entry.
@@ -23,12 +24,12 @@ def video_inputs(config: STTSConfig, num_frames: list[int], seed: int = 0) -> di
     return {name: inputs[name] for name in ("pixel_values_videos", "video_token_pooling", "video_grids")}
 
 
-def encode(model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor], ratio: float) -> VideoFeatures:
-    return model.model.get_video_features(**inputs, pruning_ratio=ratio, with_temporal_loss=True)
+def encode(model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor], rule: NaiveRule) -> VideoFeatures:
+    return model.model.get_video_features(**inputs, **call_of(rule), with_temporal_loss=True)
 
 
 def encode_naively(
-    model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor], ratio: float, num_frames: list[int]
+    model: STTSForConditionalGeneration, inputs: dict[str, torch.Tensor], rule: NaiveRule, num_frames: list[int]
 ) -> NaiveVisionOutput:
     config = model.config.vision_config
     layers = model.config.adapter_config.vision_feature_layer or ()
@@ -49,7 +50,7 @@ def encode_naively(
         inputs["pixel_values_videos"],
         num_frames,
         inputs["video_token_pooling"],
-        ratio,
+        rule,
         selector="given" if given else config.selector,
         given_scores=given,
         score_rescaling=config.score_rescaling,

@@ -86,6 +86,14 @@ def test_the_ratio_of_vllms_own_pruning_is_refused():
         ServingSettings.verify_and_update_model_config(model_config(rate=0.5))
 
 
+@pytest.mark.parametrize("settings", [{"score_threshold": 0.1}, {"video_token_budget": 500}], ids=str)
+def test_counts_that_follow_the_video_are_refused(settings):
+    [(name, value)] = settings.items()
+    with pytest.raises(ValueError, match=rf"`{name}` is {value}, but vLLM .*--hf-overrides"):
+        ServingSettings.verify_and_update_model_config(model_config(**settings))
+    ServingSettings.verify_and_update_model_config(model_config(**{name: None}))
+
+
 def server_config(**changed) -> SimpleNamespace:
     """What vLLM makes of its command line, as far as it is looked at."""
     scheduler = SimpleNamespace(scheduler_cls=changed.pop("scheduler_cls", None), max_num_batched_tokens=512)
