@@ -196,14 +196,18 @@ def test_a_threshold_reads_its_counts_and_nothing_else(backbone, monkeypatch, co
 
 
 def test_the_counts_of_all_videos_are_read_at_once(backbone, monkeypatch):
-    inputs, read = backbone.batch(ROWS, "left"), []
-    real, model = torch.Tensor.tolist, backbone.model()
-    plan = model.model.make_plan(vision_of(model, inputs), KeepRule(threshold=0.5))
+    model, real, read = backbone.model(), torch.Tensor.tolist, []
+    plan = model.model.make_plan(vision_of(model, backbone.batch(ROWS, "left")), KeepRule(threshold=0.5))
     scores = torch.rand(sum(plan.num_blocks))
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        read.append(tuple(tensor.shape))
+        return real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
     with Recorder() as recorder:
-        monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(tensor) or real(tensor))
         plan.count(scores, is_learned=True)
-    assert [tuple(tensor.shape) for tensor in read] == [(len(plan.grids) + 1,)]
+    assert read == [(len(plan.grids) + 1,)]
     assert "aten.sum" in recorder.seen
     assert not recorder.seen & WAITING
 

@@ -91,7 +91,8 @@ def test_counts_that_follow_the_video_are_refused(settings):
     [(name, value)] = settings.items()
     with pytest.raises(ValueError, match=rf"`{name}` is {value}, but vLLM .*--hf-overrides"):
         ServingSettings.verify_and_update_model_config(model_config(**settings))
-    ServingSettings.verify_and_update_model_config(model_config(**{name: None}))
+    cleared: dict[str, Any] = {name: None}
+    ServingSettings.verify_and_update_model_config(model_config(**cleared))
 
 
 def server_config(**changed) -> SimpleNamespace:
