@@ -14,16 +14,8 @@ import filelock
 import pytest
 import torch
 
-from examples.study import runs
+from examples.study import data, runs
 from examples.study.__main__ import main
-from examples.study.data import (
-    EncodedRows,
-    StudyError,
-    encode_conversations,
-    load_masks,
-    load_processor,
-    read_questions,
-)
 from examples.study.report import write_report
 from examples.study.runs import do_run, do_runs, runs_to_do
 from examples.study.study import Evaluation, Run, open_study, plan, read_records, read_settings
@@ -46,7 +38,7 @@ def parts(tmp_path_factory) -> tuple[Path, Path]:
 
 def begin(folder: Path, parts: tuple[Path, Path], **settings: Any):
     study = open_study(folder, *parts, SETTINGS | settings)
-    encode_conversations(study.dataset, load_processor(study.base), folder)
+    data.encode_conversations(study.dataset, data.load_processor(study.base), folder)
     return study
 
 
@@ -195,18 +187,18 @@ def test_a_damaged_copy_is_refused_before_anything_is_written(done, parts, tmp_p
 
 def test_two_commands_do_not_do_one_study(parts, tmp_path):
     study = begin(tmp_path, parts)
-    with filelock.FileLock(tmp_path / "study.lock"), pytest.raises(StudyError, match="another process"):
+    with filelock.FileLock(tmp_path / "study.lock"), pytest.raises(data.StudyError, match="another process"):
         do_runs(study, plan(study.settings), print)
 
 
 def test_a_question_that_cannot_be_asked_is_no_wrong_answer(parts, tmp_path):
     dataset, base = parts
-    row = next(row for row in read_questions(dataset) if row.get("videos"))
+    row = next(row for row in data.read_questions(dataset) if row.get("videos"))
     (tmp_path / row["videos"][0]).parent.mkdir()
     (tmp_path / row["videos"][0]).write_bytes(b"no video")
     desk: Any = SimpleNamespace(device=torch.device("cpu"), processor=STTSProcessor.from_pretrained(base))
     desk.questions = [row | {"media_root": str(tmp_path), "look": "main"}]
-    with pytest.raises(StudyError, match=rf"1 questions could not be asked: .*{row['videos'][0]}"):
+    with pytest.raises(data.StudyError, match=rf"1 questions could not be asked: .*{row['videos'][0]}"):
         runs.ask(Run("none", 2, 0), Evaluation("none", 0.0), desk, base)
 
 
@@ -215,10 +207,10 @@ def test_a_question_that_cannot_be_asked_is_no_wrong_answer(parts, tmp_path):
 def test_scores_are_compared_with_what_moves(parts, monkeypatch, scores):
     """Scores that are the motion itself correlate with it by 1, equal ones by 0; other clips than 16 frames are out."""
     dataset, base = parts
-    masks = load_masks(dataset, "motion")
+    masks = data.load_masks(dataset, "motion")
     kept = {clip: mask[:8] for clip, mask in masks.items()} if scores == "other frames" else masks
     desk: Any = SimpleNamespace(device=torch.device("cpu"), masks=lambda _: kept)
-    desk.questions = [row | {"media_root": str(dataset), "look": "main"} for row in read_questions(dataset)]
+    desk.questions = [row | {"media_root": str(dataset), "look": "main"} for row in data.read_questions(dataset)]
     desk.processor = STTSProcessor.from_pretrained(base)
     shares = iter([masks[clip].reshape(16, 4, 3, 4, 3).mean((2, 4)).reshape(16, 16) for clip in sorted(masks)])
 
@@ -236,8 +228,8 @@ def test_scores_are_compared_with_what_moves(parts, monkeypatch, scores):
 def test_an_encoded_conversation_is_what_the_collator_would_decode(parts, tmp_path):
     dataset, base = parts
     processor = STTSProcessor.from_pretrained(base)
-    encode_conversations(dataset, processor, tmp_path)
-    encoded, rows = EncodedRows(tmp_path), load_rows(dataset / "train_conversations.jsonl")
+    data.encode_conversations(dataset, processor, tmp_path)
+    encoded, rows = data.EncodedRows(tmp_path), load_rows(dataset / "train_conversations.jsonl")
     collator = STTSDataCollator(processor)
     decoded = collator([rows[0], rows[3]])
     for name, values in collator([encoded[0], encoded[3]]).items():
