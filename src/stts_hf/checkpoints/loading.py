@@ -142,8 +142,10 @@ def processor_of(checkpoint: str | Path, family: "Family", revision: str | None 
     """Returns the processor of a checkpoint whose folder was checked; raises `ValueError` as `load_processor`."""
     from stts_hf.auto_classes import register_auto_classes
     from stts_hf.data.encoding import empty_video
+    from stts_hf.video.processors import check_frames
 
-    from .checks import check_chat_template, check_vocabulary
+    from .checks import check_chat_template, check_processor, check_vocabulary
+    from .families import OWN
 
     register_auto_classes()
     parts = "config.json, tokenizer, processor or chat template"
@@ -156,10 +158,15 @@ def processor_of(checkpoint: str | Path, family: "Family", revision: str | None 
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError("a class of it is code in the checkpoint, which is never run") from error
-        empty_video(processor)  # tries the settings
+        empty_video(processor)  # tries the settings, but for those that choose frames
+        check_frames(processor.video_processor)
+        if None in processor.image_token_ids:
+            raise ValueError(f"the tokenizer lacks {processor.image_token}")
     found = [*check_chat_template(processor)]
     if config is not None:
         found += check_vocabulary(processor.tokenizer.get_vocab(), config, family)
+        if _model_type_of(checkpoint, revision) in OWN:  # stock configs do not say all of it
+            found += check_processor(processor, config, family)
     raise_findings(f"checkpoint {checkpoint} cannot be used", found)
     return processor
 

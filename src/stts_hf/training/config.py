@@ -167,7 +167,8 @@ class TrainConfig:
 
 ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, CardArguments, STTSTrainingArguments)
 MAPPINGS = {"attn_implementation", *STTSTrainingArguments._VALID_DICT_FIELDS}
-SHARES = {"pruning_ratio", "pruning_ratio_range"}  # may be written 50% or 0,5
+# May be written 50% or 0,5.
+SHARES = {"pruning_ratio", "pruning_ratio_range", "min_pruning_ratio", "max_pruning_ratio"}
 # Defaults of a run that differ from those of `TrainingArguments`.
 TRAINING_DEFAULTS = {"report_to": "tensorboard", "logging_steps": 10, "logging_first_step": True}
 AT_LEAST_ONE = {

@@ -124,6 +124,13 @@ def get_frames(video_processor: Any) -> dict[str, Any]:
     return {name: getattr(video_processor, native_name(video_processor, name)) for name in ("num_frames", "max_fps")}
 
 
+def check_frames(video_processor: Any) -> None:
+    """Raises `ValueError` for settings of frames that no call could have; None is one."""
+    for name, check in CHECKS.items():
+        if (value := getattr(video_processor, name, None)) is not None:
+            check(name, value)
+
+
 def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
     """Raises frames and, where all frames share them, pixels to `1 / (1 - pruning_ratio)` of what they are."""
     video_processor.max_frames = frame_budget(video_processor.max_frames, pruning_ratio)

@@ -53,6 +53,34 @@ def test_a_pickle_is_not_opened(tmp_path):
         load(str(folder))
 
 
+# Of a backbone: a file, the keys of what is broken there, what it becomes, and what the error names.
+BROKEN: list[tuple[str, str, list[str], Any, str]] = [
+    ("qwen3_vl", "processor_config", ["video_processor", "fps"], "x", "fps must be .*'x'"),
+    ("qwen3_vl", "processor_config", ["video_processor", "max_frames"], "x", "max_frames must be .*'x'"),
+    ("molmo2", "processor_config", ["video_processor", "max_fps"], "x", "max_fps.*'x'"),
+    ("qwen3_vl", "processor_config", ["video_processor", "patch_size"], 4, "`patch_size` of the video_processor is 4"),
+    (
+        "qwen2_5_vl",
+        "processor_config",
+        ["image_processor", "merge_size"],
+        3,
+        "`merge_size` of the image_processor is 3",
+    ),
+    ("qwen3_vl", "tokenizer", ["added_tokens"], [], "the tokenizer lacks <|image_pad|>"),
+]
+
+
+@pytest.mark.parametrize(("backbone", "name", "keys", "value", "named"), BROKEN)
+def test_a_processor_that_could_read_no_video_of_the_model_is_refused(backbone, name, keys, value, named, tmp_path):
+    folder = shutil.copytree(TINIES[backbone], tmp_path / "checkpoint")
+    settings = json.loads((folder / f"{name}.json").read_text())
+    place = settings[keys[0]] if keys[1:] else settings
+    place[keys[-1]] = value
+    (folder / f"{name}.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=named.replace("|", r"\|")):
+        load_config_and_processor(str(folder))
+
+
 def without(folder: Path, part: str) -> Path:
     """A copy of stts-tiny that lacks the weights with this in their names."""
     shutil.copytree(TINY, folder)
