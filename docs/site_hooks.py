@@ -1,20 +1,61 @@
-"""What the site needs beyond `docs/`: the pages of the root, and links to files that are no pages."""
+"""The site beyond `docs/`: pages of the root, a page for each command, and links to files that are no pages."""
 
+import contextlib
+import io
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mkdocs.structure.files import File
 
+from stts_hf.cli.main import COMMANDS, build_parser
+from stts_hf.versions import __version__
+
 DOCS = Path(__file__).parent
 ROOT_PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+GUIDES = {
+    "run": "tutorial_asking.md",
+    "predict": "predict.md",
+    "visualize": "visualize.md",
+    "demo": "demo.md",
+    "convert": "checkpoints.md",
+    "doctor": "checkpoints.md#checking-a-folder",
+    "push": "hub.md#pushing",
+    "bench": "benchmark.md",
+    "train": "training.md",
+    "eval": "evaluation.md",
+}
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """The version below each page; commands before the reference."""
+    config.copyright = f"stts-hf {__version__}"
+    place = next(index for index, section in enumerate(config.nav) if "Reference" in section)
+    config.nav.insert(place, {"Commands": [{name: f"commands/{name}.md"} for name in COMMANDS]})
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
     for name in ROOT_PAGES:
         files.append(File.generated(config, name, abs_src_path=str(DOCS.parent / name)))
+    for name in COMMANDS:
+        files.append(File.generated(config, f"commands/{name}.md", content=command_page(name)))
     return files
+
+
+def command_page(name: str) -> str:
+    """What `stts-hf NAME --help` prints, and a link to the guide."""
+    with (
+        mock.patch.dict("os.environ", COLUMNS="100"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.suppress(SystemExit),
+    ):
+        build_parser(name).parse_args([name, "--help"])
+    guide = f"See [the guide](../{GUIDES[name]}).\n\n" if name in GUIDES else ""
+    return f"# stts-hf {name}\n\n{guide}{textwrap.indent(printed.getvalue(), '    ')}"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

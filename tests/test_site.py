@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import stts_hf
+from stts_hf.cli.main import COMMANDS
 from tests.conftest import REPOSITORY
 
 WITHOUT_DOCS = "the site needs the extra `docs`: pip install 'stts-hf[docs]'"
@@ -47,6 +48,13 @@ def words(page: str) -> str:
 def test_every_page_is_in_the_site(site):
     pages = [page.stem for page in (REPOSITORY / "docs").glob("*.md")] + ["CONTRIBUTING", "SECURITY", "CHANGELOG"]
     assert [name for name in pages if name != "index" and not (site / name / "index.html").is_file()] == []
+
+
+@pytest.mark.slow
+def test_each_command_has_a_page_with_its_help(site):
+    pages = {path.parent.name: words(path.read_text()) for path in site.glob("commands/*/index.html")}
+    assert set(pages) == set(COMMANDS)
+    assert [name for name, page in pages.items() if f"usage: stts-hf {name}" not in page] == []
 
 
 @pytest.mark.slow
