@@ -70,7 +70,8 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print(dry_run(config))
             return 0
-        trainer = train(config, arguments.resume, started=use_one_thread)
+        on_cpu = config.training.device.type == "cpu"  # a model comes onto a GPU later
+        trainer = train(config, arguments.resume, **({"started": use_one_thread} if on_cpu else {}))
     except TrainingTerminated as error:
         print(error, file=sys.stderr)
         PartialState().destroy_process_group()  # gloo's threads may abort a process that ends after another
