@@ -48,6 +48,10 @@ def test_files_that_are_named_exist(page):
     assert [path for path in named if not (REPOSITORY / path).exists()] == []
 
 
+def test_readme_stays_within_110_lines():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 110
+
+
 def test_every_promise_of_security_names_its_test():
     rows = re.findall(r"^\|.*\|(.*)\|$", (REPOSITORY / "SECURITY.md").read_text(), re.M)[2:]
     assert len(rows) > 10
