@@ -18,6 +18,7 @@ ROOT_PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 GUIDES = {
     "run": "tutorial_asking.md",
     "predict": "predict.md",
+    "calibrate": "budget.md",
     "visualize": "visualize.md",
     "demo": "demo.md",
     "convert": "checkpoints.md",

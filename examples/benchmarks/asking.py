@@ -53,7 +53,7 @@ class Questions:
         return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in self.ids.split(size)]
 
     def read(self) -> ReadHeads:
-        return read_heads(self.model, self.head, self.pruning_ratio)
+        return read_heads(self.model, self.head, pruning_ratio=self.pruning_ratio)
 
     def call_for_each(self) -> torch.Tensor:
         found = []

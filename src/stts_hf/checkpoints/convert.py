@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 
 from stts_hf.model_parts import SCORER, VISION_TOWER, module_of, modules_of
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
 
@@ -59,12 +60,12 @@ def convert_checkpoint(
     base: str | Path | None = None,
     revision: str | None = None,
     packing: str | None = None,
-    pruning_ratio: float | None = None,
     selector: str | None = None,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     seed: int = 0,
+    **keep: Any,
 ) -> Conversion:
     """Writes an STTS checkpoint folder that stock transformers loads with `trust_remote_code=True`.
 
@@ -76,11 +77,13 @@ def convert_checkpoint(
         base: stock folder or repository of the same kind, for tokenizer, processor and chat template; an original
             training checkpoint has none and needs it.
         revision: branch, tag or commit of `source`, if it is a repository.
-        packing, pruning_ratio, selector: in place of the source's.
+        packing, selector: in place of the source's.
         dtype: "float32", "bfloat16" or "float16"; by default what most of the source's weights are.
         max_shard_size: most bytes of one file of weights, and about what conversion takes of memory.
         overwrite: replace a checkpoint that is at `destination`; it stays until the new one is complete.
         seed: of the new scorer's weights, where the source has no scorer.
+        keep: `pruning_ratio`, `score_threshold`, `min_pruning_ratio`, `max_pruning_ratio` and `video_token_budget`, in
+            place of the source's.
 
     Raises `ValueError`, before anything is written, where source, base or settings do not fit.
     """
@@ -90,7 +93,9 @@ def convert_checkpoint(
     check_options(origins["source"], revision, dtype, max_shard_size, seed)
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     base_folder = source_folder if base is None else find_folder(base, "base")
-    given = {"packing": packing, "pruning_ratio": pruning_ratio, "selector": selector}
+    if unknown := keep.keys() - {*KEEP_ARGUMENTS}:
+        raise TypeError(f"`convert_checkpoint` takes no {', '.join(sorted(unknown))}.")
+    given = {"packing": packing, "selector": selector, **keep}
     overrides = {name: value for name, value in given.items() if value is not None}
     config, processor, tensors = read_source(source_folder, base_folder, overrides)
     model = empty_model(config).to(DTYPES[dtype] if dtype else main_dtype(tensors))

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from stts_hf.keeping import set_rule
 from stts_hf.modeling.settings_stts import PruningConfig
 
 from .families import Family
@@ -69,7 +70,9 @@ def override(config: Any, processor: Any, given: Mapping[str, Any]) -> None:
     """Puts fields of the vision config in place of the source's. Raises `ValueError` for values that do not fit."""
     for name, value in given.items():
         with usable(f"`{name}` {value!r} cannot be used", "choose another"):
-            setattr(config.vision_config, name, value)
+            set_rule(config.vision_config, {name: value})
+    with usable("the settings cannot be used together", "choose others"):
+        config.keep_rule(given)
     if config.vision_config.packing != "first_fit_descending":
         config.vision_config.refill_single_frame_bins = False
     if given.get("pruning_ratio", 1) < 1 and hasattr(processor.video_processor, "pruning_ratio"):

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.errors import refused
 from stts_hf.cli.options import add_model_options, count, natural, positive, processing
 from stts_hf.cli.progress import note, progress_bar
-from stts_hf.wording import percent
+
+if TYPE_CHECKING:
+    from stts_hf.inference.predictor import Predictor
 
 MOST_WORKERS = 4  # by default
 Row = Mapping[str, Any]
@@ -22,8 +24,13 @@ Engine = tuple[object, Callable[[Iterable[Row]], Generator[dict[str, Any], None,
 def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Adds the options of model, frames, answers and decoding. max_new_tokens: the default."""
     add_model_options(parser, max_new_tokens)
-    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions per batch (default: 8)")
+    add_decoding_options(parser)
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of frames and of decoding processes."""
+    parser.add_argument("--max-fps", type=positive, metavar="R", help="most frames per second (default: checkpoint's)")
     parser.add_argument(
         "--workers",
         type=natural,
@@ -46,17 +53,18 @@ def workers_of(arguments: argparse.Namespace) -> int:
     return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
-def settings_of(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
+def settings_of(arguments: argparse.Namespace, predictor: "Predictor") -> dict[str, Any]:
     """Settings of the model that change its answers; batches and devices change them by rounding only."""
     from stts_hf.checkpoints.files import fingerprint
+    from stts_hf.keeping import rule_arguments
 
     folder = Path(arguments.checkpoint)
     local = folder.is_dir() and arguments.output
-    commit = getattr(config, "_commit_hash", None)  # of the Hub
+    commit = getattr(predictor.config, "_commit_hash", None)  # of the Hub
     return {
         "checkpoint": {"digest": fingerprint(folder)} if local else {"name": str(folder), "commit": commit},
-        "pruning_ratio": arguments.pruning_ratio,
-        "selector": config.vision_config.selector,
+        **rule_arguments(predictor.rule),
+        "selector": predictor.config.vision_config.selector,
         "processing": processing(arguments),
         "max_new_tokens": arguments.max_new_tokens,
         "dtype": arguments.dtype,
@@ -65,7 +73,12 @@ def settings_of(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_output(
-    path: Path | None, settings: Mapping[str, Any], *, columns: Mapping[str, Any], retry_errors: bool = True
+    path: Path | None,
+    settings: Mapping[str, Any],
+    *,
+    columns: Mapping[str, Any],
+    retry_errors: bool = True,
+    option: str = "--output",
 ) -> Iterator[tuple[dict[str, Any], Write, Write]]:
     """Gives the answers of the file, or of memory, and functions that add one and that end it; `CommandError`."""
     if path is None:
@@ -75,7 +88,7 @@ def open_output(
     from stts_hf.inference.answers_file import AnswersError, open_answers
 
     with (
-        refused("--output ", AnswersError),
+        refused(f"{option} ", AnswersError),
         open_answers(path, settings, columns=columns, retry_errors=retry_errors) as file,
     ):
         try:
@@ -86,21 +99,21 @@ def open_output(
 
 
 def answer_left(
-    arguments: argparse.Namespace,
+    path: Path | None,
     rows: Sequence[Row],
     records: Mapping[str, Any],
     start: Callable[[], Any],
     write: Write,
+    words: str,
 ) -> tuple[int, float]:
-    """Writes a record of each row that has none. start: gives an `Engine`. Returns their number, and seconds."""
+    """Writes a record of each row that has none; messages say `path` and `words`. Returns their number, and seconds."""
     left = [row for row in rows if row["id"] not in records]
     if len(left) < len(rows):
-        note(f"{len(rows) - len(left)} of {len(rows)} rows are answered in {arguments.output} already")
+        note(f"{len(rows) - len(left)} of {len(rows)} rows are answered in {path} already")
     if not left:
         return 0, 0.0
     with start() as (place, answer):
-        dropped = percent(arguments.pruning_ratio)
-        note(f"Answering {len(left)} rows on {place} with {dropped} of the video tokens dropped ...")
+        note(f"{words}: {len(left)} rows on {place} ...")
         started = time.perf_counter()
         bar = progress_bar(len(rows), "row", done=len(rows) - len(left))
         with bar, contextlib.closing(answer(left)) as found:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import check_scaling, processing
+from stts_hf.cli.options import KEEP_OPTIONS, check_scaling, processing
 from stts_hf.cli.progress import import_libraries, note, stage
 
 if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
 
 OF_PREDICTOR = {
-    *("checkpoint", "revision", "selector", "device", "dtype", "pruning_ratio"),
+    *("checkpoint", "revision", "selector", "device", "dtype", *KEEP_OPTIONS),
     *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
 }
 TINY = Path("hub_configs") / "stts-tiny"
@@ -38,7 +38,7 @@ def find_checkpoint(checkpoint: str | None, revision: str | None = None) -> str:
 
 
 def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor":
-    """Returns the checkpoint, weights unread; sets what it decides in `arguments`. options: of `Predictor`, first."""
+    """Returns the checkpoint, weights unread; sets its path in `arguments`. options: of `Predictor`, first."""
     arguments.checkpoint = find_checkpoint(arguments.checkpoint, arguments.revision)
     if options.get("num_workers"):
         from stts_hf.data.isolated import start_early
@@ -46,11 +46,12 @@ def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor
         start_early("stts_hf.inference.requests")  # decoding processes import PyTorch while this one does
     import_libraries()
     from stts_hf.inference.predictor import Predictor
+    from stts_hf.inference.requests import processing_options
 
     with refused("--"):
         predictor = Predictor(**{**predictor_options(arguments), **options})
-    arguments.pruning_ratio = predictor.pruning_ratio
-    check_scaling(arguments)
+        check_scaling(arguments, predictor.rule.ratio)
+        processing_options(predictor.processor, processing(arguments), predictor.rule)
     return predictor
 
 

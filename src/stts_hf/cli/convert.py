@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 from stts_hf.cli.errors import refused
-from stts_hf.cli.options import check_writable, share
+from stts_hf.cli.options import add_keep_options, check_writable
 from stts_hf.selectors import SELECTORS
-from stts_hf.wording import percent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout of kept patches (default: the source's; an original training checkpoint has "
         "first_fit_descending with refill)",
     )
-    parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
+    add_keep_options(parser)
     parser.add_argument("--selector", choices=SELECTORS, help="selection method")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype (default: the source's)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")
@@ -48,6 +47,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from stts_hf.checkpoints.convert import convert_checkpoint
+    from stts_hf.keeping import in_words
 
     logging.disable_progress_bar()  # of files without weights
     with refused("", ValueError, FileExistsError):
@@ -57,7 +57,8 @@ def execute(arguments: argparse.Namespace) -> None:
     print(f"checkpoint: {result.folder} ({tqdm.format_sizeof(result.num_bytes, 'B')}, {result.dtype})")
     print(f"scorer:     {'trained' if result.scorer_trained else 'new, untrained'}")
     print(
-        f"pruning:    {percent(vision.pruning_ratio)} after layer {vision.pruning_layer}, {vision.selector}, {layout}"
+        f"pruning:    {in_words(result.config.keep_rule()).removesuffix(' dropped')} after layer "
+        f"{vision.pruning_layer}, {vision.selector}, {layout}"
     )
     for sentence in result.notes:
         print(f"note: {sentence}", file=sys.stderr)

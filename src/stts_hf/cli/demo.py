@@ -41,10 +41,11 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.demo import serving
     from stts_hf.demo.held_clips import Limits
     from stts_hf.inference.assistant import VideoAssistant
+    from stts_hf.keeping import rule_arguments, set_rule
 
     limits = Limits(**{name: getattr(arguments, f"max_{name}") for name in (*LIMITS, "new_tokens")})
     assistant = VideoAssistant(load_weights(arguments, predictor), predictor.processor)
-    assistant.pruning_ratio = arguments.pruning_ratio
+    set_rule(assistant.model.config.vision_config, rule_arguments(predictor.rule))
     name = Path(arguments.checkpoint).name
     about = ABOUT_TINY if name == TINY.name else name
     page = serving.build(assistant, limits=limits, processing=processing(arguments), about=about)

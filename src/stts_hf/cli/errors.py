@@ -55,4 +55,5 @@ def refused(prefix: str = "", *kinds: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, kinds or ValueError):
             raise
-        raise CommandError(prefix + one_line(error, limit=1000)) from error
+        text = one_line(error, limit=1000)
+        raise CommandError(text if prefix == "--" and text.startswith("`") else prefix + text) from error

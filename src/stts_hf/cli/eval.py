@@ -57,12 +57,13 @@ def execute(arguments: argparse.Namespace) -> int:
     from stts_hf.checkpoints.files import digest_files
     from stts_hf.evaluation.evaluate import COLUMNS, ask_openly, evaluate
     from stts_hf.evaluation.scoring import summarize
+    from stts_hf.keeping import in_words
 
     rows = read_rows(arguments.rows)
     if arguments.without_options:
         rows = ask_openly(rows)
     settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
-    settings |= settings_of(arguments, predictor.config)
+    settings |= settings_of(arguments, predictor)
     settings |= {"without_options": True} if arguments.without_options else {}
 
     def start() -> Any:
@@ -71,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return contextlib.nullcontext((model.device, answer))
 
     with open_output(arguments.output, settings, columns=COLUMNS) as (records, write, finish):
-        answer_left(arguments, rows, records, start, write)
+        answer_left(arguments.output, rows, records, start, write, f"Answering, {in_words(predictor.rule)}")
         answers = [records[row["id"]] for row in rows]  # the file may hold more
         summary = summarize(answers)
         finish(summary)

@@ -16,6 +16,7 @@ from stts_hf.wording import did_you_mean
 COMMANDS = {
     "run": "answer a question about a video and draw the dropped tokens",
     "predict": "answer prompts about many videos; a stopped run continues where it ended",
+    "calibrate": "find the score threshold that keeps a given share of your videos' tokens",
     "visualize": "compare what selection methods keep of a video: contact sheets, dimmed videos, a web page",
     "demo": "serve a web page for asking about videos that shows what the model looked at",
     "convert": "make an STTS checkpoint of a stock Molmo2 or Qwen-VL model, or of an original STTS training checkpoint",
@@ -31,6 +32,7 @@ LESS_MEMORY = {
     "run": _SMALLER,
     "visualize": _SMALLER,
     "predict": f"a smaller --batch-size, {_SMALLER}",
+    "calibrate": "fewer --num-frames or --dtype bfloat16",
     "eval": f"a smaller --batch-size, {_SMALLER}",
     "train": "a smaller `per_device_train_batch_size` (with more `gradient_accumulation_steps`), "
     "`gradient_checkpointing: true`, fewer `num_frames` or `use_peft: true`; --resume goes on from the last whole "
@@ -88,10 +90,10 @@ def build_parser(*names: str, with_arguments: bool = True) -> argparse.ArgumentP
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs one command and returns its exit status: 0 for success; 1 if `doctor` found problems, `predict` or `eval` could
-    not answer some rows, or `bench` could measure nothing; 2 for a user error or a lack of disk space, permissions or
-    memory (one line on stderr); 130 if interrupted; 143 if SIGTERM ended `train`, which has then saved. Any other
-    exception is a bug and keeps its traceback.
+    Runs one command and returns its exit status: 0 for success; 1 if `doctor` found problems, `predict`, `eval` or
+    `calibrate` could not read some rows, or `bench` could measure nothing; 2 for a user error or a lack of disk space,
+    permissions or memory (one line on stderr); 130 if interrupted; 143 if SIGTERM ended `train`, which has then saved.
+    Any other exception is a bug and keeps its traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     known = [word for word in words[:1] if word in COMMANDS]

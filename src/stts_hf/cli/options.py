@@ -56,21 +56,45 @@ def is_url(source: str) -> bool:
 def add_model_options(
     parser: argparse.ArgumentParser, max_new_tokens: int, *, selector: bool = True, urls: bool = True
 ) -> None:
-    """Adds options of the model, frames, device and answer length, and optionally of selector and downloads."""
+    """Adds options of the model, what stays, frames, device, answer length, and optionally selector and downloads."""
     parser.add_argument(
         "--checkpoint",
         metavar="PATH_OR_REPO",
         help="folder or Hub repository of an STTS checkpoint; its code is not executed. "
         "Default: stts-tiny of a source checkout, a demo model that knows only a few shapes, colours and letters",
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--pruning-ratio", type=share, metavar="K", help="share of video tokens to drop, 0 to 1")
-    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames of a video (default: checkpoint's)")
+    add_keep_options(parser)
     parser.add_argument(
         "--test-time-scaling",
         action="store_true",
-        help="sample 1 / (1 - K) times as many frames, for the same number of tokens",
+        help="sample 1 / (1 - K) times as many frames, for the same number of tokens; by a threshold, up to the budget",
     )
+    length = f"maximum new tokens per answer (default: {max_new_tokens})"
+    parser.add_argument("--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=length)
+    add_running_options(parser, selector=selector, urls=urls)
+
+
+# What a call may say of how many blocks stay, as in `modeling/budget_stts.py`, which imports PyTorch.
+KEEP_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "pruning_ratio": (share, "K", "share of video tokens to drop, 0 to 1"),
+    "score_threshold": (float, "S", "in place of a share: lowest score with which a block stays; see calibrate"),
+    "min_pruning_ratio": (share, "K", "least share that a threshold drops of a video"),
+    "max_pruning_ratio": (share, "K", "largest share that a threshold drops of a video"),
+    "video_token_budget": (count, "N", "most video tokens of a question"),
+}
+
+
+def add_keep_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds the options of how many blocks stay, or some of them."""
+    for name in names or KEEP_OPTIONS:
+        kind, metavar, words = KEEP_OPTIONS[name]
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=words)
+
+
+def add_running_options(parser: argparse.ArgumentParser, *, selector: bool = True, urls: bool = True) -> None:
+    """Adds options of revision, frames, device, and optionally of selector and downloads."""
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames of a video (default: checkpoint's)")
     parser.add_argument(
         "--device", type=device_name, default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ..."
     )
@@ -80,8 +104,6 @@ def add_model_options(
         choices=("auto", "float32", "bfloat16", "float16"),
         help="dtype of the model (default: auto)",
     )
-    length = f"maximum new tokens per answer (default: {max_new_tokens})"
-    parser.add_argument("--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=length)
     if selector:
         parser.add_argument("--selector", choices=SELECTORS, help="selection method (default: checkpoint's)")
     if urls:
@@ -94,9 +116,9 @@ def processing(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, False)}
 
 
-def check_scaling(arguments: argparse.Namespace) -> None:
+def check_scaling(arguments: argparse.Namespace, ratio: object) -> None:
     """Raises `CommandError` for test-time scaling at a ratio of 1."""
-    if arguments.test_time_scaling and arguments.pruning_ratio == 1:
+    if processing(arguments).get("test_time_scaling") and ratio == 1:
         raise CommandError("--test-time-scaling needs a --pruning-ratio below 1: at 1 no number of frames is enough")
 
 
@@ -107,20 +129,20 @@ def check_writable(option: str, folder: Path) -> None:
         raise CommandError(f"{option} {folder} must be a folder that can be written, but {there} is not")
 
 
-def check_output(path: Path, inputs: Iterable[str | Path], endings: Sequence[str]) -> None:
-    """Raises `CommandError` if the file of `--output` cannot be written, is an input, or has another ending."""
+def check_output(path: Path, inputs: Iterable[str | Path], endings: Sequence[str], option: str = "--output") -> None:
+    """Raises `CommandError` if the file of an option cannot be written, is an input, or has another ending."""
     if path.suffix.lower() not in endings:
-        raise CommandError(f"--output {path} must be a file that ends in {' or '.join(endings)}")
+        raise CommandError(f"{option} {path} must be a file that ends in {' or '.join(endings)}")
     try:
         if not stat.S_ISREG(path.stat().st_mode) or not os.access(path, os.W_OK):
-            raise CommandError(f"--output {path} is there already and cannot be written over; name another file")
+            raise CommandError(f"{option} {path} is there already and cannot be written over; name another file")
         if any(os.path.exists(given) and os.path.samefile(given, path) for given in inputs):
-            raise CommandError(f"--output would write to {path}, which is an input; name another")
+            raise CommandError(f"{option} would write to {path}, which is an input; name another")
     except FileNotFoundError:
         pass
     except OSError as error:  # a name that is too long, a loop of links
-        raise CommandError(f"--output {path} cannot be used: {error.strerror}; name another file") from error
+        raise CommandError(f"{option} {path} cannot be used: {error.strerror}; name another file") from error
     folder = Path(os.path.realpath(path)).parent
     if not folder.exists():
-        raise CommandError(f"--output {path} lies in a folder that does not exist; create {folder} first")
-    check_writable("--output", folder)
+        raise CommandError(f"{option} {path} lies in a folder that does not exist; create {folder} first")
+    check_writable(option, folder)

@@ -47,13 +47,7 @@ _RAY_OPTIONS: dict[str, dict[str, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument(
-        "inputs",
-        metavar="INPUT",
-        nargs="+",
-        help="videos, folders of videos, patterns in quotes ('videos/**/*.mp4'), JSONL or Parquet files of rows "
-        "{id, video, prompt}, or data sets of the Hub",
-    )
+    add_input_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="prompt for videos without one")
     parser.add_argument(
         "--output",
@@ -62,8 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".jsonl or .parquet file, one row per input; an existing file is continued (default: standard output)",
     )
     parser.add_argument("--retry-errors", action="store_true", help="answer again what has an error in --output")
-    parser.add_argument("--split", help="split of a data set (default: train)")
-    parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
     add_answer_options(parser, max_new_tokens=64)
     engines = "local (default): one model in this process; ray: one model per GPU or CPU of a machine or cluster"
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engines)
@@ -71,22 +63,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", **given)
 
 
+def add_input_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the videos, and the options of data sets."""
+    parser.add_argument(
+        "inputs",
+        metavar="INPUT",
+        nargs="+",
+        help="videos, folders of videos, patterns in quotes ('videos/**/*.mp4'), JSONL or Parquet files of rows "
+        "{id, video, prompt}, or data sets of the Hub",
+    )
+    parser.add_argument("--split", help="split of a data set (default: train)")
+    parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
+
+
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns 1 if some rows have an error; raises `CommandError` for a user error or a full disk."""
     check_arguments(arguments)
     output = arguments.output
     lines = output.with_suffix(".jsonl") if is_parquet(output) else output  # a Parquet file is made of it
-    rows = find_rows(arguments)
+    rows = find_rows(arguments, output, arguments.prompt)
     local = arguments.engine == "local"
     here: dict[str, Any] = {"num_workers": workers_of(arguments)} if local else {"device": "cpu"}
     predictor = open_checkpoint(arguments, **here)
     from stts_hf.inference.requests import check_question
+    from stts_hf.keeping import KEEP_ARGUMENTS, in_words
 
     if arguments.prompt is not None:
         with refused("--prompt: "):
             check_question(predictor.processor, arguments.prompt)
     settings = {"inputs": list(map(os.path.normpath, arguments.inputs)), "prompt": arguments.prompt}
-    settings |= {"split": arguments.split, "subset": arguments.subset} | settings_of(arguments, predictor.config)
+    settings |= {"split": arguments.split, "subset": arguments.subset} | settings_of(arguments, predictor)
+    own = {row["id"]: {name: row[name] for name in KEEP_ARGUMENTS if row.get(name) is not None} for row in rows}
+    settings |= {"rules": {name: rule for name, rule in own.items() if rule}} if any(own.values()) else {}
     with open_output(lines, settings, columns=COLUMNS, retry_errors=arguments.retry_errors) as (records, write, finish):
         check_same(rows, records, output)
 
@@ -96,7 +104,9 @@ def execute(arguments: argparse.Namespace) -> int:
                 print_record(len(records), len(rows), record)
 
         start = functools.partial(start_engine, arguments, predictor)
-        done, seconds = answer_left(arguments, rows, records, start, write_and_print)
+        done, seconds = answer_left(
+            output, rows, records, start, write_and_print, f"Answering, {in_words(predictor.rule)}"
+        )
         answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
         summary = summarize(answers)
         finish(summary)
@@ -109,8 +119,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises `CommandError` for what is wrong before anything slow happens."""
     given = [name for name in _RAY_OPTIONS if getattr(arguments, name) is not None]
-    if not arguments.allow_urls and (urls := list(filter(is_url, arguments.inputs))):
-        raise CommandError(f"INPUT {urls[0]} is a URL; allow its download with --allow-urls")
+    check_urls(arguments)
     if arguments.engine == "local" and given:
         raise CommandError(f"--{given[0]} needs --engine ray")
     if arguments.engine == "ray":
@@ -122,6 +131,12 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         need_extras("Writing Parquet needs more packages", "train")
     if arguments.retry_errors and output is None:
         raise CommandError("--retry-errors needs --output, the file whose errors are meant")
+
+
+def check_urls(arguments: argparse.Namespace) -> None:
+    """Raises `CommandError` for a URL among the inputs without permission to download."""
+    if not arguments.allow_urls and (urls := list(filter(is_url, arguments.inputs))):
+        raise CommandError(f"INPUT {urls[0]} is a URL; allow its download with --allow-urls")
 
 
 @contextlib.contextmanager
@@ -149,17 +164,16 @@ def is_parquet(output: Path | None) -> bool:
     return output is not None and output.suffix.lower() == PARQUET
 
 
-def find_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the rows of all inputs. Raises `CommandError` if one cannot be found or read."""
+def find_rows(arguments: argparse.Namespace, output: Path | None, prompt: str | None) -> list[dict[str, Any]]:
+    """Returns the rows of all inputs but the output. Raises `CommandError` if one cannot be found or read."""
     from stts_hf.inference.answers_file import summary_path
     from stts_hf.inference.inputs import read_inputs
 
-    output = arguments.output
     leave_out = [] if output is None else [output, output.with_suffix(".jsonl"), summary_path(output)]
-    options = {name: getattr(arguments, name) for name in ("prompt", "split", "subset")}
     with refused():
         try:
-            return read_inputs(arguments.inputs, leave_out=leave_out, **options)
+            options = {"split": arguments.split, "subset": arguments.subset, "leave_out": leave_out}
+            return read_inputs(arguments.inputs, prompt=prompt, **options)
         except ImportError:
             need_extras("Reading rows needs more packages", "train")
             raise

@@ -9,7 +9,6 @@ from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, refused
 from stts_hf.cli.options import FORMATS, add_model_options, check_output, is_url, processing
 from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
-from stts_hf.wording import percent
 
 if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
@@ -55,8 +54,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.time:
         from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
 
-        model, ratio = predictor.model, arguments.pruning_ratio
-        variants = compare_with_stock(ratio, model.config.vision_config.selector)
+        model = predictor.model
+        variants = compare_with_stock(predictor.rule, model.config.vision_config.selector)
         print_times(time_prompts(model, prepared.inputs, variants))
     return 0
 
@@ -66,20 +65,22 @@ def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", 
     predictor = open_checkpoint(arguments)
     from dataclasses import replace
 
+    from stts_hf.inference.generate import fill_budget
     from stts_hf.inference.requests import ask_about, prepare, processing_options
     from stts_hf.video.sources import download, download_limits
 
     processor = predictor.processor
     with refused("", ValueError, OSError):
-        request = ask_about(processor, video, arguments.question)
+        request = replace(ask_about(processor, video, arguments.question), rule=predictor.rule)
         if is_url(video):
             with stage(f"Downloading {video}"):
                 request = replace(request, videos=(download(video, *download_limits(processor)),))
         with stage(f"Decoding {video}"):
-            options = processing_options(processor, processing(arguments), arguments.pruning_ratio)
+            options = processing_options(processor, processing(arguments), predictor.rule)
             prepared = prepare(processor, options, request)
     load_weights(arguments, predictor)
-    return predictor, prepared
+    with refused("", ValueError, OSError):
+        return predictor, fill_budget(predictor.model, processor, options, request, prepared)
 
 
 def generate(
@@ -87,13 +88,16 @@ def generate(
 ) -> "Answer":
     """Returns the greedy answer. selector: named in the progress message."""
     from stts_hf.inference.generate import answer_prepared
+    from stts_hf.inference.requests import Prepared
+    from stts_hf.keeping import in_words
 
-    options = {name: getattr(arguments, name) for name in ("pruning_ratio", "max_new_tokens")}
     by = f" by {selector}" if selector else ""
     with (
-        stage(f"Answering with {percent(arguments.pruning_ratio)} of the video tokens dropped{by}"),
+        stage(f"Answering, {in_words(predictor.rule)}{by}"),
         progress_bar(arguments.max_new_tokens, "token") as bar,
+        refused(),
     ):
+        options = {"max_new_tokens": arguments.max_new_tokens, **Prepared.arguments([prepared])}
         options |= {"do_sample": False, "streamer": TokenBar(bar)}
         return answer_prepared(predictor.model, predictor.processor, [prepared], **options)[0]
 

@@ -11,17 +11,17 @@ from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock,
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.progress import progress_bar, stage
 from stts_hf.inference.generate import inputs_for
-from stts_hf.wording import percent
+from stts_hf.keeping import KeepRule, in_words, rule_arguments
 
 COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
 STOCK = "stock model"
-Variants = Mapping[str, tuple[float, str]]  # pruning ratio and selector, by name
+Variants = Mapping[str, tuple[KeepRule, str]]  # how many blocks stay and selector, by name
 
 
-def compare_with_stock(ratio: float, selector: str) -> Variants:
-    """Returns STTS with nothing and with `ratio` dropped."""
-    variants = {"STTS, none dropped": (0.0, selector), f"STTS, {percent(ratio)} dropped": (ratio, selector)}
-    return variants if ratio else dict([next(iter(variants.items()))])
+def compare_with_stock(rule: KeepRule, selector: str) -> Variants:
+    """Returns STTS with nothing and with what a rule says dropped."""
+    variants = {"STTS, none dropped": (KeepRule(0.0), selector), f"STTS, {in_words(rule)}": (rule, selector)}
+    return variants if rule.ratio != 0 else dict([next(iter(variants.items()))])
 
 
 def time_prompts(
@@ -39,7 +39,8 @@ def time_prompts(
             timed, options = stock, dict[str, Any]()
             if name != STOCK:
                 timed = model
-                options["pruning_ratio"], model.config.vision_config.selector = variants[name]
+                rule, model.config.vision_config.selector = variants[name]
+                options = rule_arguments(rule)
             with StageRecorder(timed, Clock(model.device)) as recorder, torch.no_grad():
                 timed(**inputs, **options, logits_to_keep=1, use_cache=True)
             stages = recorder.stages()

@@ -11,7 +11,6 @@ from stts_hf.cli.options import add_model_options, check_writable, natural
 from stts_hf.cli.progress import note, print_lines, stage
 from stts_hf.cli.run import FRAME_SIDE, check_video, generate, open_video
 from stts_hf.selectors import SELECTORS
-from stts_hf.wording import percent
 
 if TYPE_CHECKING:
     from stts_hf.inference.requests import Answer
@@ -60,9 +59,13 @@ def execute(arguments: argparse.Namespace) -> int:
     arguments.selector = next((name for name in arguments.selectors or () if name in learned), untrained[0])
     predictor, prepared = open_video(arguments, arguments.video)
     from stts_hf.checkpoints.atomic_folder import atomic_folder
+    from stts_hf.keeping import in_words
+    from stts_hf.modeling.selectors_stts import SELECTORS as REGISTERED
 
     model, begun = predictor.model, prepared.begun
     selectors = usable_selectors(arguments.selectors, model, arguments.checkpoint)
+    if predictor.rule.threshold is not None and not arguments.selectors:
+        selectors = [name for name in selectors if REGISTERED[name].levels is not None]
     notes = []
     if selectors == untrained and not arguments.selectors:
         notes = ["The checkpoint has no trained scorer: only selectors without training are shown."]
@@ -74,12 +77,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.repeats:
         from stts_hf.cli.stock_times import time_prompts
 
-        variants = {name: (arguments.pruning_ratio, name) for name in selectors}
+        variants = {name: (predictor.rule, name) for name in selectors}
         times = time_prompts(model, prepared.inputs, variants, arguments.repeats)
     facts = {
         "video": Path(arguments.video).name,
         "checkpoint": arguments.checkpoint,
-        "dropped": percent(arguments.pruning_ratio),
+        "dropped": in_words(predictor.rule).removesuffix(" dropped"),
         "frames": f"{begun.num_frames} of {begun.duration:.2f} s",
         "device": f"{model.device}, {str(model.dtype).removeprefix('torch.')}",
     }

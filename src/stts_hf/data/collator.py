@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from stts_hf.modeling.budget_stts import check_pruning_ratio
+from stts_hf.modeling.budget_stts import KeepRule, check_pruning_ratio
 from stts_hf.modeling.video_processing_stts import check_count
 
 from .encoding import IGNORED, Encoded, Processor, check_length, empty_video, encode
@@ -190,9 +190,11 @@ def check_on_error(on_error: str) -> None:
 
 
 def resolve_ratio(model_config: Any, pruning_ratio: float | None) -> float | None:
-    """The pruning ratio: as given, else that of the model's config, else None."""
+    """The pruning ratio: as given, else the config's, else None; by a threshold or a budget the lowest there can be."""
     if pruning_ratio is None and model_config is not None:
-        pruning_ratio = model_config.vision_config.pruning_ratio
+        vision = model_config.vision_config
+        rule = KeepRule.of(vision)
+        pruning_ratio = rule.bounds[0] if rule.ratio is None else vision.pruning_ratio
     return None if pruning_ratio is None else check_pruning_ratio(pruning_ratio)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import gradio as gr
 
 from stts_hf.errors import is_disk_full
+from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.selectors import SELECTORS
 from stts_hf.video.sources import is_url
 from stts_hf.visualize.overlay import write_overlays
@@ -29,7 +30,7 @@ OF_ANY = ("What happens in this video?",)
 ASK: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
 # Runs in the browser, because the server's update may arrive after the answer's end.
 STOPPING = "() => ({__type__: 'update', stop_btn: 'Stopping …'})"
-Answer = Callable[[str, str, str, float, str], Generator[Progress, None, None]]
+Answer = Callable[[str, str, str, KeepRule, str], Generator[Progress, None, None]]
 Changes = dict[Any, Any]  # new values by component
 
 
@@ -83,6 +84,9 @@ class Page:
         self.percent = gr.Slider(
             0, 100, round(100 * ratio), step=5, label="Video tokens to drop, in %", buttons=[], elem_id="drop"
         )
+        threshold = answerer.assistants[first].model.config.keep_rule().threshold or 0
+        words = "Or keep blocks that score at least (0: by the share above)"
+        self.threshold = gr.Slider(0, 1, threshold, step=0.005, label=words, buttons=[], elem_id="threshold")
         choices = [(SELECTORS[name].label, name) for name in (first, *others)]
         self.selector = gr.Radio(choices, value=first, label="Selection method", visible=bool(others))
 
@@ -115,7 +119,7 @@ class Page:
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         at_once: dict[str, Any] = {**quiet, "concurrency_limit": None}
         turn: dict[str, Any] = {"concurrency_id": "answers", "concurrency_limit": self.limits.answers}
-        asked_with = [self.video, self.percent, self.selector]
+        asked_with = [self.video, self.percent, self.selector, self.threshold]
         outputs = [self.box, self.chat, self.timeline, self.numbers, self.compare, self.owner]
         views = [self.overlay, self.second, self.views]
         first = self.box.submit(
@@ -154,24 +158,32 @@ class Page:
         yield {self.chat: gr.Chatbot(examples=[{"text": question} for question in questions])}
 
     def ask(
-        self, question: str, video: str | None, percent: float, selector: str, request: gr.Request
+        self, question: str, video: str | None, percent: float, selector: str, request: gr.Request, threshold: float = 0
     ) -> Iterator[Changes]:
         """Streams the answer to a question; shows the timeline once the video is read."""
-        yield from self._ask(question, video, percent / 100, selector, request)
+        yield from self._ask(question, video, rule_of(percent, threshold), selector, request)
 
     def ask_example(
-        self, video: str | None, percent: float, selector: str, request: gr.Request, chosen: gr.SelectData
+        self,
+        video: str | None,
+        percent: float,
+        selector: str,
+        request: gr.Request,
+        chosen: gr.SelectData,
+        level: float = 0,
     ) -> Iterator[Changes]:
-        yield from self._ask(chosen.value["text"], video, percent / 100, selector, request)
+        yield from self._ask(chosen.value["text"], video, rule_of(percent, level), selector, request)
 
-    def ask_unpruned(self, video: str | None, percent: float, selector: str, request: gr.Request) -> Iterator[Changes]:
+    def ask_unpruned(
+        self, video: str | None, percent: float, selector: str, request: gr.Request, threshold: float = 0
+    ) -> Iterator[Changes]:
         """Asks the last question again without pruning; timeline and overlay stay those of the pruned clip."""
         visit = self.visits.find(str(request.session_hash))
         if visit is not None and visit.turns:
-            yield from self._ask(visit.turns[-1].question, video, 0.0, selector, request, shows=False)
+            yield from self._ask(visit.turns[-1].question, video, KeepRule(0.0), selector, request, shows=False)
 
     def _ask(
-        self, question: str, video: str | None, ratio: float, selector: str, request: gr.Request, shows: bool = True
+        self, question: str, video: str | None, rule: KeepRule, selector: str, request: gr.Request, shows: bool = True
     ) -> Iterator[Changes]:
         owner = str(request.session_hash)
         if video is None:
@@ -185,7 +197,7 @@ class Page:
             yield {**waiting, self.chat: page.messages([*visit.turns, turn])}
             progress, saw = None, Changes()
             try:
-                asked_for = (owner, video, question, ratio, selector)
+                asked_for = (owner, video, question, rule, selector)
                 self.answerer.check(*asked_for)
                 with contextlib.closing(self.answer(*asked_for)) as answer:
                     for progress in answer:
@@ -212,7 +224,7 @@ class Page:
 
     def _told(self, visit: Visit) -> Changes:
         """The conversation, its measurements, and the box for the next question."""
-        unpruned = any(run.pruning_ratio == 0 for run in visit.measured)
+        unpruned = any(run.rule.ratio == 0 for run in visit.measured)
         return {
             self.chat: page.messages(visit.turns),
             self.numbers: page.table(visit.measured),
@@ -248,7 +260,7 @@ class Page:
         visit = self.visits.find(str(request.session_hash))
         if visit is None or visit.video is None or visit.seen is None:
             return
-        facts, drawn = visit.seen.seen, (visit.seen.selector, visit.seen.pruning_ratio)
+        facts, drawn = visit.seen.seen, (visit.seen.selector, visit.seen.rule)
         shown = {self.second: gr.Tab(SAW, interactive=True), self.views: gr.Tabs(selected="overlay")}
         if visit.drawn == drawn:
             yield shown
@@ -280,6 +292,11 @@ class Page:
     def _forget(self, owner: str | None) -> None:
         if owner is not None:
             self.visits.leave(owner)
+
+
+def rule_of(percent: float, threshold: float) -> KeepRule:
+    """What the sliders say: by a threshold, or by the share where that is 0."""
+    return KeepRule(threshold=threshold) if threshold else KeepRule(percent / 100)
 
 
 def take_no_addresses(video: gr.Video) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from stts_hf.inference.assistant import VideoAssistant
 from stts_hf.inference.clip import Clip
 from stts_hf.inference.requests import Answer, check_question
+from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import measure
 
@@ -39,7 +40,7 @@ class Progress:
 
     Attributes:
         seen: `Clip.seen`.
-        selector, pruning_ratio: that the video was read with.
+        selector, rule: that the video was read with.
         held: whether the clip was held since an earlier question.
         watching: seconds from the question to the read video (decoding, encoding, prefill); 0 if it was held.
         first_word: seconds from the question to the first piece of the answer; None before that.
@@ -48,7 +49,7 @@ class Progress:
 
     seen: Answer
     selector: str
-    pruning_ratio: float
+    rule: KeepRule
     held: bool
     watching: float
     first_word: float | None = None
@@ -112,27 +113,28 @@ class Answerer:
         self.assistants, self.limits, self.processing = dict(assistants), limits, processing
         self.clips = HeldClips(limits.clips)
 
-    def check(self, owner: str, video: str, question: str, pruning_ratio: float, selector: str) -> None:
+    def check(self, owner: str, video: str, question: str, rule: KeepRule, selector: str) -> None:
         """Raises `TypeError` or `ValueError` for arguments of `answer` that are refused."""
         check_question(self.assistants[selector].processor, question)
         if len(question) > self.limits.question:
             raise ValueError(f"The question has {len(question)} letters, but at most {self.limits.question} are taken.")
-        if self.clips.find(owner, (video, pruning_ratio, selector)) is None:
+        if self.clips.find(owner, (video, rule, selector)) is None:
             check_video(video, self.limits)
 
     def answer(
-        self, owner: str, video: str, question: str, pruning_ratio: float, selector: str
+        self, owner: str, video: str, question: str, rule: KeepRule, selector: str
     ) -> Generator[Progress, None, None]:
         """Answers a question, piece by piece; closing the iterator ends the answer. A held clip is not read again."""
         started = time.perf_counter()
-        key = (video, pruning_ratio, selector)
+        key = (video, rule, selector)
         clip = self.clips.find(owner, key)
         held = clip is not None
         if clip is None:
-            clip = self.assistants[selector].watch(video, pruning_ratio=pruning_ratio, processing=self.processing)
+            keep: dict[str, Any] = {"pruning_ratio": rule.ratio, "score_threshold": rule.threshold}
+            clip = self.assistants[selector].watch(video, processing=self.processing, **keep)
             self.clips.hold(owner, key, clip)
         watching = 0.0 if held else time.perf_counter() - started
-        progress = Progress(clip.seen, selector, pruning_ratio, held, watching)
+        progress = Progress(clip.seen, selector, rule, held, watching)
         yield progress
         with contextlib.closing(clip.stream(question, max_new_tokens=self.limits.new_tokens)) as pieces:
             for piece in pieces:

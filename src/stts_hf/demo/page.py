@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from stts_hf.inference.requests import Answer
+from stts_hf.keeping import in_words
+from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.selectors import SELECTORS
-from stts_hf.wording import percent
 
 from .held_clips import Progress
 
@@ -73,7 +74,7 @@ def timeline(seen: Answer) -> str:
 
 def origin(progress: Progress) -> str:
     """The line under an answer: whether the video was read for it, and seconds to the first word."""
-    dropped = _dropped(progress.pruning_ratio, progress.selector)
+    dropped = _dropped(progress.rule, progress.selector)
     read = (
         "Answered from cache (video not read again)"
         if progress.held
@@ -84,10 +85,10 @@ def origin(progress: Progress) -> str:
 
 
 def table(runs: Iterable[Progress]) -> str:
-    """A table with a row for each ratio and selector: times of the first question and of the last one from cache."""
-    rows: dict[tuple[float, str], dict[str, str]] = {}
+    """A table with a row for each rule and selector: times of the first question and of the last one from cache."""
+    rows: dict[tuple[KeepRule, str], dict[str, str]] = {}
     for run in runs:
-        key = (run.pruning_ratio, run.selector if run.pruning_ratio else "")
+        key = (run.rule, "" if run.rule.ratio == 0 else run.selector)
         row = rows.setdefault(key, {"tokens": f"{run.seen.video_tokens_kept:,}"})
         if run.first_word is not None:
             row["again" if run.held else "first"] = f"{run.first_word:.2f} s"
@@ -96,12 +97,12 @@ def table(runs: Iterable[Progress]) -> str:
     if not rows:
         return ""
     lines = [
-        f"<tr><th>{html.escape(_dropped(ratio, selector))}</th>"
+        f"<tr><th>{html.escape(_dropped(rule, selector))}</th>"
         + "".join(f"<td>{row.get(name, '-')}</td>" for name in ("tokens", "watching", "first", "again"))
         + "</tr>"
-        for (ratio, selector), row in sorted(rows.items())
+        for (rule, selector), row in sorted(rows.items(), key=lambda item: (item[0][0].ratio or 2, item[0][1]))
     ]
-    if not any(ratio == 0 for ratio, _ in rows):
+    if not any(rule.ratio == 0 for rule, _ in rows):
         lines.insert(0, '<tr class="missing"><th>nothing dropped</th><td colspan="4">not measured yet</td></tr>')
     return (
         '<table class="measured"><thead><tr><th></th><th>Video tokens</th><th>Reading</th><th>First word</th>'
@@ -109,5 +110,5 @@ def table(runs: Iterable[Progress]) -> str:
     )
 
 
-def _dropped(ratio: float, selector: str) -> str:
-    return f"{percent(ratio)} dropped, {SELECTORS[selector].label}" if ratio else "nothing dropped"
+def _dropped(rule: KeepRule, selector: str) -> str:
+    return "nothing dropped" if rule.ratio == 0 else f"{in_words(rule)}, {SELECTORS[selector].label}"

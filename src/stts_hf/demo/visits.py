@@ -5,6 +5,8 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 
+from stts_hf.modeling.budget_stts import KeepRule
+
 from .held_clips import HeldClips, Progress
 from .page import Turn
 
@@ -19,7 +21,7 @@ class Visit:
         chosen: whether it is in the player; programs only ask.
         turns, measured: the conversation and its measurements.
         seen: the progress whose overlay is to be shown.
-        drawn: selector and ratio of the overlay that is shown.
+        drawn: selector and rule of the overlay that is shown.
         answering: the turn of the running answer.
         stopped: whether the running answer is to end.
         left: whether the visit is over; its running work ends.
@@ -31,7 +33,7 @@ class Visit:
     turns: list[Turn] = dataclasses.field(default_factory=list)
     measured: list[Progress] = dataclasses.field(default_factory=list)
     seen: Progress | None = None
-    drawn: tuple[str, float] | None = None
+    drawn: tuple[str, KeepRule] | None = None
     answering: Turn | None = None
     stopped: bool = False
     left: bool = False

@@ -18,9 +18,10 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
-from stts_hf.data.collator import resolve_ratio
 from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import Answer, Request, make_request
+from stts_hf.keeping import rule_arguments, take_rule
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.video.sources import is_url
 
 logger = logging.get_logger(__name__)
@@ -37,7 +38,8 @@ class STTS(lmms):
 
     Args:
         pretrained: folder or Hub repository; code that lies in it does not run.
-        pruning_ratio: share of video tokens to drop, by default the checkpoint's.
+        pruning_ratio, score_threshold, min_pruning_ratio, max_pruning_ratio, video_token_budget: how many video tokens
+            stay, by default the checkpoint's.
         selector: "scorer", "cosine" or "random", by default the checkpoint's.
         num_frames, max_fps: frames to look at, by default the checkpoint's.
         test_time_scaling: look at `1 / (1 - pruning_ratio)` times as many frames.
@@ -55,7 +57,6 @@ class STTS(lmms):
     def __init__(
         self,
         pretrained: str,
-        pruning_ratio: float | None = None,
         selector: str | None = None,
         num_frames: int | None = None,
         max_fps: float | None = None,
@@ -69,6 +70,7 @@ class STTS(lmms):
         **unknown: Any,
     ):
         super().__init__()
+        keep = {name: unknown.pop(name) for name in KEEP_ARGUMENTS if name in unknown}
         if unknown:
             raise ValueError(f"model_args has {', '.join(sorted(unknown))}, which the model stts does not know.")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
@@ -83,7 +85,7 @@ class STTS(lmms):
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
         pretrained = check_checkpoint(pretrained, revision)
         config, self.processor = load_config_and_processor(pretrained, revision=revision, selector=selector)
-        self.pruning_ratio = resolve_ratio(config, pruning_ratio)
+        self.keep = rule_arguments(take_rule(config, keep))
         self.model = load_model(pretrained, config, self.device, revision=revision, dtype=dtype, **options)
         given = {"num_frames": num_frames, "max_fps": max_fps, "test_time_scaling": test_time_scaling or None}
         self.processing = {name: value for name, value in given.items() if value is not None}
@@ -108,7 +110,7 @@ class STTS(lmms):
         with tqdm(total=len(requests), desc="Model Responding", disable=self.rank != 0) as bar:
             for places in alike.values():
                 options, until = generation_options(requests[places[0]].args[2])
-                options |= {"pruning_ratio": self.pruning_ratio, "processing": self.processing}
+                options |= {**self.keep, "processing": self.processing}
                 options["batch_size"] = self.batch_size
                 for start in range(0, len(places), _WINDOW * self.batch_size):
                     window = places[start : start + _WINDOW * self.batch_size]

@@ -9,8 +9,8 @@ import torch
 
 from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
 from stts_hf.data.encoding import Processor
-from stts_hf.modeling.budget_stts import check_pruning_ratio
-from stts_hf.wording import percent
+from stts_hf.keeping import in_words, set_rule
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 
 from .clip import AnswerStream, Clip
 from .engine import answer_videos
@@ -23,6 +23,7 @@ def load(
     checkpoint: str | os.PathLike[str],
     *,
     pruning_ratio: float | None = None,
+    score_threshold: float | None = None,
     selector: str | None = None,
     device: str | None = None,
     dtype: Any = None,
@@ -39,11 +40,13 @@ def load(
         checkpoint: folder or Hub repository of an STTS checkpoint of any backbone, or of a stock Molmo2, Qwen3-VL or
             Qwen2.5-VL, with a selector that needs no training. Code in the checkpoint is not executed.
         pruning_ratio: fraction `k` of video tokens to drop; the checkpoint's by default.
+        score_threshold: in place of a ratio: lowest score with which a block stays (docs/budget.md).
         selector: "scorer", "cosine" or "random"; the checkpoint's by default.
         device: "cpu", "cuda", "cuda:1", ...; by default a GPU if there is one.
         dtype: "float32", "bfloat16", ... or a `torch.dtype`; that of the weights by default.
         revision: branch, tag or commit of a Hub repository.
-        options: of `from_pretrained`, such as `attn_implementation`, or `device_map` in place of `device`.
+        options: `min_pruning_ratio`, `max_pruning_ratio` and `video_token_budget`, as in `VideoAssistant`; others of
+            `from_pretrained`, such as `attn_implementation`, or `device_map` in place of `device`.
 
     Raises:
         TypeError, ValueError: there is no such checkpoint or device, it is of another kind of model, or an argument is
@@ -59,8 +62,8 @@ def load(
         raise ValueError(f"device is {device!r} and device_map is {options['device_map']!r}. Pass one of them.")
     target = None if placed else choose_device(device or "auto")
     config, processor = load_config_and_processor(found, revision=revision, selector=selector)
-    if pruning_ratio is not None:
-        config.vision_config.pruning_ratio = check_pruning_ratio(pruning_ratio)
+    keep = {name: options.pop(name) for name in KEEP_ARGUMENTS if name in options}
+    set_rule(config.vision_config, {"pruning_ratio": pruning_ratio, "score_threshold": score_threshold, **keep})
     model = load_model(found, config, target, revision=revision, dtype=dtype or "auto", **options)
     return VideoAssistant(model, processor)
 
@@ -81,6 +84,8 @@ class VideoAssistant:
     the model saw (`keep_mask`, `token_scores`, `timestamps`, token counts). Arguments of all methods:
 
     - `pruning_ratio`: fraction `k` of video tokens to drop; the model's by default.
+    - `score_threshold`: in place of a ratio, the lowest score with which a block stays, with `min_pruning_ratio` and
+      `max_pruning_ratio` as bounds; `video_token_budget`: most video tokens of a question (docs/budget.md).
     - `processing`: which frames, such as `{"num_frames": 32}`, `{"fps": 1}` or `{"test_time_scaling": True}`.
     - `options`: of `model.generate`; without any the greedy answer, of at most 256 tokens.
 
@@ -96,8 +101,8 @@ class VideoAssistant:
         self.model, self.processor = model, processor
 
     def __repr__(self) -> str:
-        vision, name = self.model.config.vision_config, Path(self.model.config.name_or_path).name
-        dropped = f"{percent(vision.pruning_ratio)} dropped by {vision.selector}"
+        config, name = self.model.config, Path(self.model.config.name_or_path).name
+        dropped = f"{in_words(config.keep_rule())} by {config.vision_config.selector}"
         return f"VideoAssistant({name or type(self.model).__name__} on {self.model.device}, {dropped})"
 
     def __getattr__(self, name: str) -> Any:
@@ -106,12 +111,12 @@ class VideoAssistant:
 
     @property
     def pruning_ratio(self) -> float:
-        """Default fraction `k` of video tokens to drop; can be set."""
+        """Default fraction `k` of video tokens to drop; can be set, in place of a threshold or a budget too."""
         return self.model.config.vision_config.pruning_ratio
 
     @pruning_ratio.setter
     def pruning_ratio(self, value: float) -> None:
-        self.model.config.vision_config.pruning_ratio = check_pruning_ratio(value)
+        set_rule(self.model.config.vision_config, {"pruning_ratio": value})
 
     def answer(
         self,
@@ -168,8 +173,9 @@ class VideoAssistant:
         processing: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Clip:
-        """Reads a video for as many questions as wanted, which take the `options`."""
+        """Reads a video for as many questions as wanted, which take the options of `generate`."""
         check_one_video(video)
-        for name in generate_options(options).keys() & options.keys():
+        for name in (generate_options(options).keys() & options.keys()) - {*KEEP_ARGUMENTS}:
             raise TypeError(f"{name} is {options[name]!r}, but `watch` generates nothing. Pass it to `ask`.")
-        return Clip(self.model, self.processor, video, pruning_ratio=pruning_ratio, processing=processing)
+        keep = {"pruning_ratio": pruning_ratio, **options}
+        return Clip(self.model, self.processor, video, processing=processing, **keep)

@@ -17,13 +17,14 @@ from typing import Any, Self
 import torch
 from transformers import TextIteratorStreamer
 
-from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import Processor
+from stts_hf.keeping import in_words, take_rule
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.modeling.settings_stts import check_vision_config
 from stts_hf.modeling.video_processing_stts import check_count
 
-from .generate import ReadHeads, answer_tails, generate_options, num_beams, read_heads, with_masks
-from .requests import Answer, ask_about, prepare, processing_options
+from .generate import ReadHeads, answer_tails, fill_budget, generate_options, num_beams, read_heads, with_masks
+from .requests import Answer, Prepared, ask_about, prepare, processing_options
 
 
 class AnswerStream:
@@ -114,13 +115,13 @@ class Clip:
             weights change.
         processor: its processor.
         video: as the processor takes it.
-        pruning_ratio: fraction `k` of video tokens to drop; the model's by default.
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
+        keep: `pruning_ratio`, or `score_threshold` and the like, as in `answer_requests`; the model's by default.
 
     Attributes:
         seen: an `Answer` without question and answer; its `prompt_tokens` and `seconds` are those of reading the video.
         timestamps, grid, keep_mask, token_scores: those of `seen`.
-        pruning_ratio: that the video was read with.
+        rule, pruning_ratio: that the video was read with; the ratio is None where a threshold or a budget was.
 
     Raises:
         ValueError: the video cannot be read or an argument is out of range.
@@ -132,19 +133,22 @@ class Clip:
         processor: Processor,
         video: Any,
         *,
-        pruning_ratio: float | None = None,
         processing: Mapping[str, Any] | None = None,
+        **keep: Any,
     ):
         check_vision_config(model.config.vision_config)
-        ratio = resolve_ratio(model.config, pruning_ratio)
-        assert ratio is not None  # a model has one
-        self.model, self.processor, self.pruning_ratio = model, processor, ratio
+        if unknown := keep.keys() - {*KEEP_ARGUMENTS}:
+            raise TypeError(f"`Clip` takes no {', '.join(sorted(unknown))}.")
+        self.model, self.processor, self.rule = model, processor, take_rule(model.config, keep)
+        self.pruning_ratio = self.rule.ratio
         self._lock, self._in_use = threading.RLock(), False
-        request = dataclasses.replace(ask_about(processor, video, "?"), tail="")
+        request = dataclasses.replace(ask_about(processor, video, "?"), tail="", rule=self.rule)
         self._head = request.head
-        prepared = prepare(processor, processing_options(processor, processing, ratio), request)
+        options = processing_options(processor, processing, self.rule)
+        prepared = prepare(processor, options, request)
         started = time.perf_counter()
-        heads = read_heads(model, prepared.inputs, ratio)
+        prepared = fill_budget(model, processor, options, request, prepared)
+        heads = read_heads(model, prepared.inputs, **Prepared.arguments([prepared]))
         if any(heads.cache.is_sliding):
             raise ValueError(
                 "The model attends within a sliding window (`use_sliding_window`), whose cache cannot be cut back to "
@@ -214,10 +218,11 @@ class Clip:
     def _answer(
         self, questions: Sequence[str], after: Sequence[Answer], batch_size: int, options: Mapping[str, Any]
     ) -> list[Answer]:
-        if "pruning_ratio" in options:
+        if name := next((name for name in KEEP_ARGUMENTS if name in options), None):
+            read_with = in_words(self.rule) if self.pruning_ratio is None else f"{self.pruning_ratio:g}"
             raise ValueError(
-                f"pruning_ratio is {options['pruning_ratio']!r}, but the video was read with {self.pruning_ratio:g} "
-                "before there was a question. Watch it with the other ratio."
+                f"{name} is {options[name]!r}, but the video was read with {read_with} before there was a question. "
+                "Watch it again to change that."
             )
         options = generate_options(options)
         if (beams := num_beams(self.model, options)) > 1:

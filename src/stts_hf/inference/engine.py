@@ -18,15 +18,25 @@ from typing import Any, Literal
 
 import torch
 
-from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import Processor
 from stts_hf.data.isolated import CannotStart, Isolated, ProcessDied
 from stts_hf.data.prefetch import prefetch
 from stts_hf.errors import in_halves, is_out_of_memory, too_large
+from stts_hf.keeping import take_rule
 from stts_hf.modeling.settings_stts import check_vision_config
 from stts_hf.modeling.video_processing_stts import check_amount, check_count
 
-from .generate import answer_prepared, answer_tails, check_one_answer, join_prompts, num_beams, read_heads, with_masks
+from .generate import (
+    answer_prepared,
+    answer_tails,
+    check_one_answer,
+    fill_budget,
+    join_prompts,
+    num_beams,
+    read_heads,
+    score_blocks,
+    with_masks,
+)
 from .requests import Answer, Prepared, Request, ask_about, prepare, processing_options
 
 DECODE_TIMEOUT = 600.0  # seconds
@@ -59,8 +69,8 @@ def answer_videos(
             "return" yields an `Answer` with that `error` in its place and continues.
         batch_size: number of videos that the model answers about at once, padded to the longest. By default one: its
             prompt of thousands of tokens fills a device.
-        options: of `answer_requests`: `pruning_ratio`, `processing`, and those of `model.generate`, such as
-            `max_new_tokens`.
+        options: of `answer_requests`: `pruning_ratio` or `score_threshold`, `processing`, and those of
+            `model.generate`, such as `max_new_tokens`.
 
     Yields:
         An `Answer` for each video. Leaving it early (`close()`, or simply dropping it) starts no more videos.
@@ -107,12 +117,12 @@ def answer_requests(
     processor: Processor,
     requests: Iterable[Request],
     *,
-    pruning_ratio: float | None = None,
     processing: Mapping[str, Any] | None = None,
     batch_size: int = 8,
     num_workers: int = 0,
     decode_timeout: float | None = DECODE_TIMEOUT,
     share: bool = True,
+    scores_only: bool = False,
     **generate_options: Any,
 ) -> Generator[tuple[int, Answer], None, None]:
     """
@@ -120,7 +130,6 @@ def answer_requests(
 
     Args:
         requests: of `make_request`.
-        pruning_ratio: fraction `k` of video tokens to drop; the model's by default.
         processing: options of the processor for videos, such as `{"num_frames": 32, "test_time_scaling": True}`.
         batch_size: maximum number of prompts that the model answers at once. As many videos wait decoded: 64 frames at
             378 pixels take 110 MB.
@@ -130,7 +139,9 @@ def answer_requests(
             None sets no limit. A thread cannot be stopped.
         share: whether requests with one head are answered together, wherever they stand; takes all requests before the
             first answer. Otherwise answers come in the order of the requests, which need not end.
-        generate_options: of `model.generate`.
+        scores_only: whether to end where the tower has scored; answers are without text then, and keep everything.
+        generate_options: of `model.generate`; `pruning_ratio`, or `score_threshold` with `min_pruning_ratio` and
+            `max_pruning_ratio`, and `video_token_budget`, of a request, say how many blocks stay, by default the model.
 
     Yields:
         A request's index and its answer. Its `error` is what kept a video or image from being read: `ProcessDied` if
@@ -141,18 +152,18 @@ def answer_requests(
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     check_vision_config(model.config.vision_config)
-    ratio = resolve_ratio(model.config, pruning_ratio)
-    assert ratio is not None  # a model has one
+    rule = take_rule(model.config, generate_options)
     check_count("batch_size", batch_size)
     check_count("num_workers", num_workers, least=0)
     if decode_timeout is not None:
         check_amount("decode_timeout", decode_timeout)
     check_one_answer(generate_options)
-    options = processing_options(processor, processing, ratio)
+    options = processing_options(processor, processing, rule)
+    requests = (one if one.rule is not None else dataclasses.replace(one, rule=rule) for one in requests)
     share = share and num_beams(model, generate_options) == 1
     batches = make_batches(requests, batch_size) if share else in_turn(requests, batch_size)
-    generate_options["pruning_ratio"] = ratio
-    answer = functools.partial(_answer_batch, model, processor, batch_size=batch_size, **generate_options)
+    answer = functools.partial(_answer_batch, model, processor, options, batch_size=batch_size, **generate_options)
+    answer = functools.partial(_score_batch, model, processor) if scores_only else answer
     decode = functools.partial(
         _decode_ahead,
         functools.partial(prepare, processor, options),
@@ -164,13 +175,13 @@ def answer_requests(
 
 
 def make_batches(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
-    """Batches by head, with as many heads of one kind (video, image, neither) as `batch_size` has room for."""
+    """Batches by head, with as many heads of one kind (video, image, neither) and rule as `batch_size` has room for."""
     heads: dict[Any, list[tuple[int, Request]]] = {}
     for index, request in enumerate(requests):
         heads.setdefault(request.key, []).append((index, request))
-    batches: dict[tuple[bool, bool], Batch] = {}
+    batches: dict[Any, Batch] = {}
     for head in heads.values():
-        kind = bool(head[0][1].videos), bool(head[0][1].images)
+        kind = bool(head[0][1].videos), bool(head[0][1].images), head[0][1].rule
         batch = batches.setdefault(kind, [])
         if batch and sum(map(len, batch)) + len(head) > batch_size:
             yield batch
@@ -180,10 +191,10 @@ def make_batches(requests: Iterable[Request], batch_size: int) -> Iterator[Batch
 
 
 def in_turn(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
-    """Batches of requests in their order, each with its own head."""
-    numbered = enumerate(requests)
-    while some := list(itertools.islice(numbered, batch_size)):
-        yield [[one] for one in some]
+    """Batches of requests in their order, of one rule each, and each request with its own head."""
+    for _, numbered in itertools.groupby(enumerate(requests), key=lambda one: one[1].rule):
+        while some := list(itertools.islice(numbered, batch_size)):
+            yield [[one] for one in some]
 
 
 def _answer_batches(
@@ -242,26 +253,35 @@ def _decode_ahead(
         yield decoded
 
 
+def _score_batch(model: Any, processor: Processor, rows: Sequence[tuple[Request, Prepared]]) -> list[Answer]:
+    """Answers without text, whose videos keep all."""
+    scores = score_blocks(model, join_prompts(processor, [prepared.inputs for _, prepared in rows]))
+    masks = [torch.ones_like(of_video, dtype=torch.bool) for of_video in scores]
+    return with_masks([prepared.begun for _, prepared in rows], masks, scores)
+
+
 @torch.no_grad()
 def _answer_batch(
     model: Any,
     processor: Processor,
+    processing: Mapping[str, Any],
     rows: Sequence[tuple[Request, Prepared]],
     *,
     batch_size: int,
-    pruning_ratio: float,
     **options: Any,
 ) -> list[Answer]:
-    """Answers prepared requests; heads that were prepared alone are read once for all their tails."""
-    options["pruning_ratio"] = pruning_ratio
-    heads = list(dict.fromkeys(prepared for _, prepared in rows))
-    if not heads[0].head_only:
-        return answer_prepared(model, processor, heads, **options)
+    """Answers prepared requests of one rule; heads that were prepared alone are read once for all their tails."""
     started = time.perf_counter()
-    read = read_heads(model, join_prompts(processor, [head.inputs for head in heads], "right"), pruning_ratio)
+    requests = {prepared: request for request, prepared in rows}
+    places = {prepared: number for number, prepared in enumerate(requests)}
+    heads = [fill_budget(model, processor, processing, request, prepared) for prepared, request in requests.items()]
+    keep = Prepared.arguments(heads)
+    if not heads[0].head_only:
+        return answer_prepared(model, processor, heads, started=started, **keep, **options)
+    read = read_heads(model, join_prompts(processor, [head.inputs for head in heads], "right"), **keep)
     begun = with_masks([head.begun for head in heads], read.keep_mask, read.token_scores)
     asked = []
     for request, head in rows:
-        number = heads.index(head)
+        number = places[head]
         asked.append((number, dataclasses.replace(begun[number], question=request.question), request.tail))
     return answer_tails(model, processor, read, asked, batch_size, started=started, **options)

@@ -15,12 +15,14 @@ from transformers.cache_utils import Cache
 
 from stts_hf.data.collator import join_vision
 from stts_hf.data.encoding import Processor
+from stts_hf.model_parts import find_backbone
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.modeling.cache_stts import CacheRecord
 from stts_hf.modeling.generation_stts import resolve_setting
-from stts_hf.video.processors import OF_VIDEOS, grids_of
+from stts_hf.video.processors import OF_VIDEOS, block_grids, grids_of
 from stts_hf.wording import did_you_mean
 
-from .requests import Answer, Prepared
+from .requests import Answer, Prepared, Request, prepare
 
 MAX_NEW_TOKENS = 256
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -38,8 +40,8 @@ def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     config = options.get("generation_config")
     of_call = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "kwargs"}
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | of_call
-    for name in given.keys() - known:
-        advice = did_you_mean(name, known | {"pruning_ratio", "processing"}, "Leave it out.")
+    for name in given.keys() - known - {*KEEP_ARGUMENTS}:
+        advice = did_you_mean(name, known | {*KEEP_ARGUMENTS, "processing"}, "Leave it out.")
         if name in OF_VIDEOS:
             advice = f"It is an option of videos: pass processing={{{name!r}: {given[name]!r}}} with the video."
         if name == "selector":
@@ -49,8 +51,9 @@ def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if (length := given.get(name)) is not None and (isinstance(length, bool) or not isinstance(length, int)):
             raise TypeError(f"{name} must be a whole number of tokens, got {length!r}.")
     check_one_answer(options)
-    if (ratio := getattr(config, "pruning_ratio", None)) is not None:
-        raise ValueError(f"generation_config has pruning_ratio={ratio!r}. Pass pruning_ratio to `answer` or `watch`.")
+    for name in KEEP_ARGUMENTS:
+        if (value := getattr(config, name, None)) is not None:
+            raise ValueError(f"generation_config has {name}={value!r}. Pass {name} to `answer` or `watch`.")
     if config is None:
         options.setdefault("do_sample", any(given.get(name) is not None for name in _SAMPLING))
         if given.get("max_length") is None:
@@ -70,15 +73,48 @@ def num_beams(model: Any, options: dict[str, Any]) -> int:
     return resolve_setting("num_beams", options, options.get("generation_config"), model.generation_config) or 1
 
 
-def answer_prepared(model: Any, processor: Processor, prepared: Sequence[Prepared], **options: Any) -> list[Answer]:
-    """Answers whole prompts in one call of `generate`, which takes the options."""
-    started = time.perf_counter()
+def answer_prepared(
+    model: Any, processor: Processor, prepared: Sequence[Prepared], *, started: float | None = None, **options: Any
+) -> list[Answer]:
+    """Answers whole prompts in one call of `generate`, which takes the options. started: by `time.perf_counter`."""
+    started = time.perf_counter() if started is None else started
     inputs = inputs_for(model, join_prompts(processor, [one.inputs for one in prepared]))
     options |= {"return_dict_in_generate": True, "tokenizer": processor.tokenizer}  # which `stop_strings` needs
     output = model.generate(**inputs, **options)
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
     begun = with_masks([one.begun for one in prepared], output.get("keep_mask"), output.get("token_scores"))
     return complete(model, processor, begun, new, inputs["attention_mask"], started)
+
+
+@torch.no_grad()
+def score_blocks(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Scores (T, n) of the videos in a processor's output. At `k = 1` the tower ends where it has scored."""
+    (_, backbone), moved = find_backbone(model), inputs_for(model, inputs)
+    videos = {name: moved[name] for name in backbone.video_inputs if name in moved}
+    scores: tuple[torch.Tensor, ...] = backbone.get_video_features(**videos, pruning_ratio=1.0).token_scores
+    return scores
+
+
+def fill_budget(
+    model: Any, processor: Processor, options: Mapping[str, Any], request: Request, prepared: Prepared
+) -> Prepared:
+    """
+    Test-time scaling towards a budget: the request read again with 2, 4, 8, 16 times as many frames, as long as fewer
+    blocks than its budget reach the threshold and its videos have more frames. Other requests stay as they are.
+    """
+    rule = request.rule
+    if rule is None or rule.threshold is None or not isinstance(rule.budget, int) or "pruning_ratio" not in options:
+        return prepared
+    request = dataclasses.replace(request, tail="" if prepared.head_only else request.tail)
+    for factor in (2, 4, 8, 16):
+        above = [int((scores[1:] >= rule.threshold).sum()) for scores in score_blocks(model, prepared.inputs)]
+        kept = dataclasses.replace(rule, budget=None).num_kept(block_grids(processor, prepared.inputs), above)
+        scaled = {**options, "test_time_scaling": True, "pruning_ratio": 1 - 1 / factor}
+        more = prepared if sum(kept) >= rule.budget else prepare(processor, scaled, request)
+        if more.begun.prompt_tokens <= prepared.begun.prompt_tokens:
+            break
+        prepared = more
+    return prepared
 
 
 @dataclass
@@ -137,10 +173,10 @@ class ReadHeads:
 
 
 @torch.no_grad()
-def read_heads(model: Any, inputs: Mapping[str, torch.Tensor], pruning_ratio: float) -> ReadHeads:
-    """Runs the model over heads, padded on the right, with their videos and images, as the processor returns them."""
+def read_heads(model: Any, inputs: Mapping[str, torch.Tensor], **keep: Any) -> ReadHeads:
+    """Runs the model over heads, padded on the right, as the processor returns them. keep: how many blocks stay."""
     moved = inputs_for(model, inputs)
-    output = model(**moved, pruning_ratio=pruning_ratio, use_cache=True, logits_to_keep=1)
+    output = model(**moved, **keep, use_cache=True, logits_to_keep=1)
     tokens = {name: moved[name] for name in _PER_TOKEN if name in moved}
     return ReadHeads(tokens, output.past_key_values, output.get("keep_mask"), output.get("token_scores"))
 

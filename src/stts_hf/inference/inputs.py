@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.data.rows import PLACE, check_files, read_row, row_id
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.video.sources import is_url
 
 ENDINGS = (
@@ -46,7 +47,8 @@ def read_inputs(
     leave_out: Iterable[Path] = (),
 ) -> list[dict[str, Any]]:
     """
-    Rows `{id, video, prompt}` of all inputs, in their order, with `media_root`, the folder of relative paths.
+    Rows `{id, video, prompt}` of all inputs, in their order, with `media_root`, the folder of relative paths, and what
+    they say of how many blocks stay (`KEEP_ARGUMENTS`).
 
     Args:
         inputs: paths or URLs of videos; folders, searched recursively by suffix; patterns such as `videos/**/*.mp4`;
@@ -154,8 +156,8 @@ def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[d
     are_named = table.features["video"] in (datasets.Value("string"), datasets.Json())
     for number, row in enumerate(table if are_named else table.remove_columns("video")):
         video = row["video"] if are_named else StoredVideo(table, number)
-        place = {name: row[name] for name in PLACE if name in row}
-        yield {**place, "id": row_id(row, number), "video": video, "prompt": row.get("prompt")}
+        carried = {name: row[name] for name in (*PLACE, *KEEP_ARGUMENTS) if name in row}
+        yield {**carried, "id": row_id(row, number), "video": video, "prompt": row.get("prompt")}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from stts_hf.checkpoints.loading import choose_device, load_config_and_processor, load_model
-from stts_hf.data.collator import resolve_ratio
 from stts_hf.data.encoding import Processor, check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
+from stts_hf.keeping import rule_arguments, take_rule
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 
 from .engine import answer_requests
 from .inputs import STAND_INS, StoredVideo
@@ -28,15 +29,16 @@ class Predictor:
             print(row["answer"] or row["error"])
 
     Args:
-        checkpoint, revision, selector, device, dtype, pruning_ratio: as in `stts_hf.load`.
+        checkpoint, revision, selector, device, dtype: as in `stts_hf.load`.
         max_new_tokens: maximum number of tokens of an answer.
         allow_urls: whether videos may be fetched from http(s) URLs.
-        options: of `answer_requests`: `processing`, `batch_size`, `num_workers`, `decode_timeout`.
+        options: of `answer_requests`: `pruning_ratio`, `score_threshold` and the like, `processing`, `batch_size`,
+            `num_workers`, `decode_timeout`.
 
     Attributes:
         config: the model's.
         processor: of the checkpoint.
-        pruning_ratio: fraction `k` of video tokens to drop.
+        rule: how many blocks of each video stay.
         options: of `answer_rows`.
 
     Raises:
@@ -51,15 +53,14 @@ class Predictor:
         selector: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
-        pruning_ratio: float | None = None,
         max_new_tokens: int = 64,
         **options: Any,
     ):
         self.config, self.processor = load_config_and_processor(checkpoint, revision=revision, selector=selector)
-        self.pruning_ratio = resolve_ratio(self.config, pruning_ratio)
+        self.rule = take_rule(self.config, options)
         self._place = (checkpoint, self.config, choose_device(device))
         self._weights: dict[str, Any] = {"revision": revision, "dtype": dtype}
-        self.options = {"max_new_tokens": max_new_tokens, "pruning_ratio": self.pruning_ratio, **options}
+        self.options = {"max_new_tokens": max_new_tokens, **rule_arguments(self.rule), **options}
 
     @functools.cached_property
     def model(self) -> Any:
@@ -72,7 +73,7 @@ class Predictor:
 
         Args:
             rows: dicts with `id`, `video` (a path, from the folder `media_root` where there is one, a URL, or bytes)
-                and `prompt`.
+                and `prompt`; a row may have its own `pruning_ratio`, `score_threshold` and the like.
 
         Yields:
             A dict for each row, as soon as it is answered, rows that cannot be read first: `id`, `video`, `prompt`,
@@ -100,7 +101,11 @@ def answer_rows(
     for index, row in enumerate(rows):
         named = {**row, "id": row_id(row, index)}
         try:
-            requests.append(read(processor, row, index, allow_urls))
+            request = read(processor, row, index, allow_urls)
+            if own := {name: row[name] for name in KEEP_ARGUMENTS if row.get(name) is not None}:
+                with row_errors(named["id"]):
+                    request = dataclasses.replace(request, rule=take_rule(model.config, {**options}, own))
+            requests.append(request)
             asked.append(named)
         except RowError as error:
             yield named, Answer(error=error)

@@ -10,6 +10,7 @@ from transformers import BatchFeature
 from transformers.image_utils import load_image
 
 from stts_hf.data.encoding import Processor, check_texts, find_control_token
+from stts_hf.keeping import KeepRule, rule_arguments, share_budget
 from stts_hf.video import processors as frames
 from stts_hf.video.sources import open_picture
 from stts_hf.wording import did_you_mean
@@ -83,7 +84,12 @@ class Answer:
     @property
     def video_tokens_kept(self) -> int:
         """`K`, of all videos."""
-        return sum(int(one.keep_mask.sum()) for one in (self, *self.others) if one.keep_mask is not None)
+        return sum(self.kept_by_video)
+
+    @property
+    def kept_by_video(self) -> tuple[int, ...]:
+        """`K` of each video of the prompt."""
+        return tuple(int(one.keep_mask.sum()) for one in (self, *self.others) if one.keep_mask is not None)
 
     @property
     def prompt_tokens_kept(self) -> int:
@@ -98,7 +104,8 @@ class Request:
 
     head: up to the end of the last video or image, "" without any. tail: the rest, "" in a request for a head alone.
     videos, images: in the order of their placeholders: paths, URLs or bytes, images also PIL images; a video may be a
-    list of images. question: as the answer is to repeat it. error: why it cannot be asked.
+    list of images. question: as the answer is to repeat it. error: why it cannot be asked. rule: how many blocks stay,
+    by default what the call says.
     """
 
     head: str
@@ -107,12 +114,13 @@ class Request:
     images: tuple[Any, ...] = ()
     question: str = ""
     error: Exception | None = None
+    rule: KeepRule | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for requests with the same head. Media other than texts are the same if they are the same object."""
         media = (source if isinstance(source, str) else id(source) for source in (*self.videos, *self.images))
-        return (self.head, len(self.videos), *media) if self.head else (self.tail, id(self))
+        return (self.head, self.rule, len(self.videos), *media) if self.head else (self.tail, id(self))
 
     def failed(self, error: Exception) -> Answer:
         """Its answer if there is none."""
@@ -125,12 +133,23 @@ class Prepared:
     A request, decoded and tokenized.
 
     begun: the answer, with what is known before the model runs. inputs: one row, as the processor returns them, empty
-    with `begun.error`. head_only: whether its request has no tail.
+    with `begun.error`. head_only: whether its request has no tail. rule: how many blocks of each video stay.
     """
 
     begun: Answer
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     head_only: bool = False
+    rule: KeepRule | None = None
+
+    @staticmethod
+    def arguments(several: Sequence["Prepared"]) -> dict[str, Any]:
+        """Of a model's call about several that have the same rule: how many blocks stay."""
+        rule, budgets = several[0].rule, [one.rule.budget for one in several if one.rule is not None]
+        if rule is not None and rule.budget is not None:
+            rule = dataclasses.replace(
+                rule, budget=[most for some in budgets if isinstance(some, list) for most in some]
+            )
+        return {} if rule is None else rule_arguments(rule)
 
 
 def make_request(
@@ -175,10 +194,8 @@ def check_question(processor: Processor, question: Any) -> None:
         raise ValueError(f"question holds {found!r}, a control token of the model. Take it out of the text.")
 
 
-def processing_options(
-    processor: Processor, processing: Mapping[str, Any] | None, pruning_ratio: float
-) -> dict[str, Any]:
-    """Options of the processor's call, with test-time scaling's ratio. Raises for what would be ignored."""
+def processing_options(processor: Processor, processing: Mapping[str, Any] | None, rule: KeepRule) -> dict[str, Any]:
+    """Options of the processor's call. Raises for what would be ignored, or does not fit the rule of the call."""
     if not isinstance(processing, Mapping | None):
         raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
     parts = {f"{part}_kwargs" for part in ("videos", "images", "text")}
@@ -188,7 +205,10 @@ def processing_options(
         raise ValueError(f"processing has {name!r}, which the processor does not know. {advice}")
     options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
     if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
-        options.setdefault("pruning_ratio", pruning_ratio)
+        if rule.ratio is None and None in (rule.threshold, rule.budget):
+            needs = "a pruning_ratio, or a score_threshold and the video_token_budget that frames are to fill"
+            raise ValueError(f"test_time_scaling=True needs {needs}.")
+        options = {"pruning_ratio": rule.ratio or 0.0, **options}
     return options
 
 
@@ -220,4 +240,7 @@ def prepare(processor: Processor, options: Mapping[str, Any], request: Request) 
         seen.append(Answer(video, request.question, **facts))
     first, *others = seen or [Answer(question=request.question)]
     begun = dataclasses.replace(first, prompt_tokens=inputs["input_ids"].shape[1], others=tuple(others))
-    return Prepared(begun, inputs, head_only=not request.tail)
+    rule = request.rule
+    if rule is not None and isinstance(rule.budget, int):
+        rule = dataclasses.replace(rule, budget=share_budget(rule.budget, grids))
+    return Prepared(begun, inputs, head_only=not request.tail, rule=rule)

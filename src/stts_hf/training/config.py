@@ -55,6 +55,10 @@ class ModelArguments:
     new_scorer: bool = setting(False, "Whether to start from an untrained scorer, drawn from `seed`.")
     # Of the model's config and its vision config; by default the checkpoint's.
     pruning_ratio: float | None = setting(None, "Share of a video's blocks to drop, from 0 to 1.")
+    score_threshold: float | None = setting(None, "In place of a share: lowest score with which a block stays.")
+    min_pruning_ratio: float | None = setting(None, "Least share that a threshold drops.")
+    max_pruning_ratio: float | None = setting(None, "Largest share that a threshold drops.")
+    video_token_budget: int | None = setting(None, "Most tokens that a video keeps.")
     pruning_layer: int | None = setting(None, "Last ViT layer that sees every patch.")
     selector: str | None = setting(None, "Ranking of the blocks.", tuple(SELECTORS))
     selector_seed: int | None = setting(None, "Seed of the random selector.")

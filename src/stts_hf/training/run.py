@@ -21,6 +21,7 @@ from stts_hf.checkpoints.files import belongs, check_links, every_file
 from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
+from stts_hf.keeping import in_words
 from stts_hf.model_parts import PARTS
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 from stts_hf.training.arguments import ADAPTER, DEPLOYED_RATIOS, rate_keys
@@ -114,7 +115,7 @@ def describe_training(run: TrainingSetup, model: PreTrainedModel) -> dict[str, s
     autocast = ", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""
     lines = {
         "precision": f"{run.config.model.dtype} weights{autocast}",
-        "pruning": f"{percent(vision.pruning_ratio)} after layer {vision.pruning_layer}, {vision.selector}, "
+        "pruning": f"{in_words(run.model_config.keep_rule())} after layer {vision.pruning_layer}, {vision.selector}, "
         f"{vision.packing}; temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
     low, high = (percent(ratio) for ratio in arguments.pruning_ratio_range or DEPLOYED_RATIOS)

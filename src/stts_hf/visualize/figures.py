@@ -72,6 +72,20 @@ def comparison(
     return figure
 
 
+def distribution(shares: Array, per_second: Array, levels: Array, curve: Sequence[float], threshold: float) -> Figure:
+    """What a threshold keeps: histograms over videos of shares and of tokens per second; mean shares by `levels`."""
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    of_videos, of_seconds, by_threshold = figure.subplots(1, 3)
+    of_videos.hist(100 * as_array(shares), bins=20, range=(0, 100), color=OTHER)
+    of_videos.set(xlabel="video tokens kept, %", ylabel="videos")
+    of_seconds.hist(as_array(per_second), bins=20, color=OTHER)
+    of_seconds.set(xlabel="tokens kept per second of video", ylabel="videos")
+    by_threshold.plot(as_array(levels), [100 * share for share in curve], color=OTHER)
+    by_threshold.axvline(threshold, color="#999999", linestyle=":")
+    by_threshold.set(xlabel="score threshold", ylabel="mean of videos kept, %", ylim=(0, 100))
+    return figure
+
+
 def _show(axes: Axes, picture: Any, colour: str, linewidth: float) -> None:
     axes.imshow(picture)
     axes.set(xticks=[], yticks=[])

@@ -24,7 +24,7 @@ for line in sys.stdin:
             status = end.code
     print(json.dumps([status, out.getvalue(), "torch" in sys.modules]))
 """
-COMMANDS = ["run", "predict", "visualize", "demo", "convert", "doctor", "push", "bench", "train", "eval"]
+COMMANDS = ["run", "predict", "calibrate", "visualize", "demo", "convert", "doctor", "push", "bench", "train", "eval"]
 ASK = ["run", "clip.mp4", "What moves?"]
 TINY = str(REPOSITORY / "hub_configs" / "stts-tiny")
 # What is typed, and what the last line of the answer holds.
@@ -44,6 +44,11 @@ WRONG = {
     "a text as a video": (["run", "notes.mp4", "What?", "--checkpoint", TINY], "is not a video of a known format"),
     "the same for a page": (["visualize", "notes.mp4", "--output", "seen"], "is not a video of a known format"),
     "a URL": (["run", "https://localhost/a.mp4", "What?"], "allow its download with --allow-urls"),
+    "a share to keep": (["calibrate", TINY, "videos"], "the following arguments are required: --keep"),
+    "a place to write to": (
+        ["calibrate", "user/name", "videos", "--keep", "0.2", "--write"],
+        "--write needs a folder with a config.json of its own",
+    ),
     "a URL among many": (["predict", "https://localhost/a.mp4", "--prompt", "What?"], "--allow-urls"),
     "a configuration that is not there": (["train", "gone.yaml"], "there is no such file"),
     "rows that are not there": (["eval", "gone.jsonl"], "does not exist"),

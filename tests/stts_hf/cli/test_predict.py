@@ -98,6 +98,50 @@ def test_a_row_for_each_input(run):
     assert json.loads(Path("out.summary.json").read_text())["answered"] == 3
 
 
+def test_a_threshold_a_budget_and_rows_with_their_own(run):
+    rows = list(lines("rows.jsonl").values())
+    rows[0]["pruning_ratio"], rows[1]["video_token_budget"], rows[2]["score_threshold"] = 0.25, 20, 0.0
+    write_rows(Path(), rows, "own.jsonl")
+    command = ["own.jsonl", "--output", "out.jsonl", "--score-threshold", "1.0", "--max-pruning-ratio", "50%"]
+    status, _, err = run(*command)
+    assert status == 0
+    assert "Answering, scores from 1 kept, 0% to 50% dropped: 3 rows on cpu" in err
+    found = lines()
+    # Of 2 frames of 16, of 3, and of 2: a quarter drops; a budget, below half of it; everything reaches 0.
+    assert [found[name]["video_tokens_kept"] for name in "abc"] == [24, 20, 32]
+    rows[0]["pruning_ratio"] = 0.5
+    write_rows(Path(), rows, "own.jsonl")
+    status, _, err = run(*command)
+    assert status == 2
+    assert "holds answers of other settings: rules was" in err
+    rows[0]["score_threshold"] = 0.5
+    write_rows(Path(), rows, "both.jsonl")
+    assert run("both.jsonl", "--output", "both-done.jsonl")[0] == 1
+    assert "leave out one" in lines("both-done.jsonl")["a"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pruning-ratio", "0.5", "--score-threshold", "0.1"], "leave out one"),
+        (["--score-threshold", "7"], "lie in"),
+        (["--score-threshold", "0.1", "--selector", "random"], "no level that all videos share"),
+        (["--min-pruning-ratio", "0.5"], "need a `score_threshold`"),
+        (["--score-threshold", "0.1", "--min-pruning-ratio", "0.5", "--max-pruning-ratio", "0.2"], "must be at most"),
+        (["--score-threshold", "0.1", "--test-time-scaling"], "needs a pruning_ratio, or a score_threshold and the"),
+        (["--video-token-budget", "0"], "must be at least 1"),
+    ],
+    ids=["both", "range", "random", "a bound", "bounds", "scaling", "budget"],
+)
+def test_what_does_not_fit_is_one_line(run, capsys, options, message):
+    try:
+        status, _, err = run("clips", *PROMPT, *options)
+    except SystemExit as end:
+        status, err = end.code, capsys.readouterr().err
+    assert status == 2
+    assert message in err.splitlines()[-1]
+
+
 def test_a_bad_video_is_a_row_with_its_error_which_stays_until_it_is_to_be_tried_again(run):
     bad = lines("clips-done.jsonl")["clips/words.mp4"]
     assert {name for name, value in bad.items() if value is not None} == {"id", "video", "prompt", "seconds", "error"}

@@ -32,10 +32,10 @@ def cache_of(served: Any) -> Path:
     return Path(served.blocks.GRADIO_CACHE)
 
 
-def ask(client: Any, video: object, question: str = "What moves?", percent: float = 50, selector: str = "scorer"):
-    """The last answer with the line under it, and the texts of timeline and table."""
+def ask(client: Any, video: object, question: str = "What moves?", *asked_with: object):
+    """The last answer with the line under it, and the texts of timeline and table. Without sliders: 50 % by scorer."""
     upload = gradio_client.handle_file(video) if isinstance(video, Path) else video
-    job = client.submit(question, upload, percent, selector, api_name="/ask")
+    job = client.submit(question, upload, *(asked_with or (50, "scorer")), api_name="/ask")
     _, chat, timeline, numbers, *_ = job.result(timeout=PATIENCE)
     return chat[-1]["content"][0]["text"], timeline, numbers
 
@@ -59,6 +59,16 @@ def test_the_ratio_and_the_selector_are_those_that_were_chosen(client, video):
     assert [words for _, words, _ in asked.values() if "108 of 144" in words] == [asked[25, "cosine"][1]]
     assert "nothing dropped" in asked[0, "random"][0]
     assert "0 of 144" in asked[100, "scorer"][1]
+
+
+def test_a_threshold_takes_the_place_of_the_share_and_is_refused_where_scores_have_no_level(client, assistant, video):
+    said, timeline, numbers = ask(client, video, "What?", 50, "scorer", 0.02)
+    kept = assistant.answer(str(video), "What?", score_threshold=0.02, max_new_tokens=1).video_tokens_kept
+    assert "scores from 0.02 kept, learned scorer" in said
+    assert f"{kept} of 144" in timeline
+    assert "scores from 0.02 kept, learned scorer" in numbers
+    with pytest.raises(gradio_client.exceptions.AppError, match="no level that all videos share"):
+        ask(client, video, "What?", 50, "random", 0.02)
 
 
 BAD = {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stts_hf.demo.held_clips import Answerer, HeldClips, Limits, check_video
+from stts_hf.modeling.budget_stts import KeepRule
 
 
 class Held:
@@ -49,7 +50,7 @@ def test_what_an_owner_has_goes_with_it_and_nothing_else():
 def test_a_question_that_cannot_be_asked_is_refused_before_the_video_is_watched(assistant, question, words):
     answerer = Answerer({"scorer": assistant}, Limits(question=20))
     with pytest.raises(ValueError, match=words):
-        answerer.check("me", "there is no such file", question, 0.5, "scorer")
+        answerer.check("me", "there is no such file", question, KeepRule(0.5), "scorer")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from stts_hf.demo import page
 from stts_hf.demo.held_clips import Progress
 from stts_hf.inference.requests import Answer
+from stts_hf.modeling.budget_stts import KeepRule
 
 # Two frames to a tubelet; the last stands alone.
 SEEN = Answer(
@@ -21,9 +22,9 @@ SEEN = Answer(
     grid=(1, 4),
     keep_mask=torch.tensor([[True] * 4, [True, True, False, False], [False] * 4]),
 )
-FIRST = Progress(SEEN, "cosine", 0.5, held=False, watching=1.5, first_word=2.0, text="A <b>ring</b>")
+FIRST = Progress(SEEN, "cosine", KeepRule(0.5), held=False, watching=1.5, first_word=2.0, text="A <b>ring</b>")
 AGAIN = dataclasses.replace(FIRST, held=True, watching=0.0, first_word=0.1)
-UNPRUNED = dataclasses.replace(FIRST, pruning_ratio=0.0, watching=2.5, first_word=3.0)
+UNPRUNED = dataclasses.replace(FIRST, rule=KeepRule(0.0), watching=2.5, first_word=3.0)
 
 
 def test_bars_stand_where_their_frames_are_on_screen_as_high_as_the_share_they_keep():

@@ -10,9 +10,11 @@ from stts_hf.evaluation.evaluate import ask_openly, evaluate, read_question, rec
 from stts_hf.evaluation.scoring import summarize
 from stts_hf.inference import predictor as module
 from stts_hf.inference.requests import Answer
+from stts_hf.modeling.budget_stts import KeepRule
 from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 
-MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
+VISION = SimpleNamespace(pruning_ratio=0.5)
+MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=VISION, keep_rule=KeepRule(0.5).replaced))
 CHOICE = {
     "id": "c",
     "question": "Where?",

@@ -16,6 +16,7 @@ from stts_hf.inference import engine
 from stts_hf.inference.engine import answer_videos
 from stts_hf.inference.generate import inputs_for
 from stts_hf.inference.requests import Answer, Prepared, Request
+from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.video.processors import process
 from tests.checkpoints import BLOCKS
@@ -69,7 +70,8 @@ def pretend(monkeypatch):
         monkeypatch.setattr(engine, "answer_prepared", answer_prepared)
         monkeypatch.setattr(engine, "ask_about", lambda _, video, question: Request("", question, (video,)))
         monkeypatch.setattr(engine, "processing_options", lambda *_: {})
-        return SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5)))
+        config = SimpleNamespace(vision_config=SimpleNamespace(pruning_ratio=0.5), keep_rule=KeepRule(0.5).replaced)
+        return SimpleNamespace(config=config)
 
     return pretend
 
