@@ -99,7 +99,8 @@ def convert_checkpoint(
     overrides = {name: value for name, value in given.items() if value is not None}
     config, processor, tensors = read_source(source_folder, base_folder, overrides)
     model = empty_model(config).to(DTYPES[dtype] if dtype else main_dtype(tensors))
-    model.generation_config = generation_config_of(base_folder, processor.tokenizer)
+    outranked = KEEP_ARGUMENTS if any(name in overrides for name in KEEP_ARGUMENTS) else ()
+    model.generation_config = generation_config_of(base_folder, processor.tokenizer, without=outranked)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     with atomic_folder(target, overwrite=overwrite) as folder:
         new_scorer = {} if any(map(is_scorer, tensors)) else new_scorer_weights(model, seed)

@@ -1,7 +1,7 @@
 """Configuration and processor of a converted checkpoint: the source's settings, in STTS's terms."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,17 @@ def override(config: Any, processor: Any, given: Mapping[str, Any]) -> None:
         processor.video_processor.pruning_ratio = given["pruning_ratio"]  # what its `test_time_scaling` counts with
 
 
-def generation_config_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
-    """Returns the folder's generation settings; special tokens it does not name are the tokenizer's."""
+def generation_config_of(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, without: Collection[str] = ()
+) -> GenerationConfig:
+    """Returns the folder's generation settings, `without` some; special tokens it does not name are the tokenizer's."""
     eos = tokenizer.eos_token_id
     bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     tokens = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
     path = folder / "generation_config.json"
     named = {key: value for key, value in read_json(path).items() if not key.startswith("_") and value is not None}
+    for name in without:
+        named.pop(name, None)
     with usable(f"{path} cannot be used", "correct it, or delete it"):
         config = GenerationConfig.from_dict(tokens | named)
         config.validate(strict=True)  # as saving it does

@@ -140,6 +140,7 @@ def write(arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
     from stts_hf.checkpoints.convert import convert_checkpoint
     from stts_hf.checkpoints.families import own_family
     from stts_hf.checkpoints.files import read_json
+    from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 
     if arguments.output is not None:
         with refused("--output ", ValueError, FileExistsError):
@@ -151,8 +152,13 @@ def write(arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
             own_family(path.parent)
             config = read_json(path)
             config["vision_config"] |= settings
-            with atomic_file(path) as new:
-                new.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            generation = path.with_name("generation_config.json")
+            saved = read_json(generation)
+            without = {name: value for name, value in saved.items() if name not in KEEP_ARGUMENTS}
+            changed = {path: config} if without == saved else {generation: without, path: config}  # it would outrank
+            for file, contents in changed.items():
+                with atomic_file(file) as new:
+                    new.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         print_lines(written=str(path))
     else:
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())

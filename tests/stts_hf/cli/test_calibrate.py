@@ -134,8 +134,11 @@ def test_ctrl_c_loses_nothing(run, here, monkeypatch):
     assert "3 of 13 rows are answered" in run("--keep", "0.4")[2]
 
 
-def test_write_changes_the_config_alone_and_a_share_over_tokens_keeps_bounds(run, here):
+def test_write_changes_the_configs_alone_and_a_share_over_tokens_keeps_bounds(run, here):
     shutil.copytree(TINY, "mine")
+    generation = Path("mine/generation_config.json")
+    held = json.loads(generation.read_bytes())
+    generation.write_text(json.dumps(held | {"pruning_ratio": 0.9}))  # `generate` would take it for the threshold
     files = {path.name: path.read_bytes() for path in Path("mine").iterdir()}
     status, out, _ = run(
         "--keep", "0.5", "--write", "--mean", "tokens", "--max-pruning-ratio", "0.6", checkpoint="mine"
@@ -143,7 +146,8 @@ def test_write_changes_the_config_alone_and_a_share_over_tokens_keeps_bounds(run
     assert status == 1
     assert re.search(r"^written: +mine/config.json$", out, re.M)
     changed = {path.name for path in Path("mine").iterdir() if files.get(path.name) != path.read_bytes()}
-    assert changed == {"config.json"}
+    assert changed == {"config.json", "generation_config.json"}
+    assert json.loads(generation.read_text()) == held
     vision = json.loads(Path("mine/config.json").read_text())["vision_config"]
     assert vision["score_threshold"] == threshold_of(out)
     assert vision["max_pruning_ratio"] == 0.6
