@@ -48,7 +48,7 @@ LEFT_OUT = {
     "is a sketch: `...` is the reader's own": r"(?<!\.)\.\.\.(?!\.)",
     "takes more than a minute": r"\bpytest\b|stts-hf bench --(preset (?!tiny)|render)|examples\.benchmarks|"
     r"--engine ray|docs/benchmarks|study (run|report)|study\.(pilot|results)|kill_conversions|corpus\.report|"
-    r"bytes_harness",
+    r"bytes_harness|outputs/pilot",
 }
 # What would take longer, at a smaller size: what a command holds, and what is added to it.
 SMALLER = {"make-dataset": " --train 2 --validation 1 --test 2"}

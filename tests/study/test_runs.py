@@ -152,7 +152,7 @@ def test_all_methods_draw_the_same_ratios(parts, tmp_path, monkeypatch):
     for name in ("cosine", "stts", "stts-answers", "tome"):
         drawn.clear()
         runs.train(Run(name, 2, 0), runs.Desk(study), tmp_path / name)
-        found.append(tuple(map(tuple, drawn)))
+        found.append(tuple(map(tuple, drawn[-2:])))  # of training, behind those of a scorer that learns alone
     assert len(set(found)) == 1
     assert found[0]
 

@@ -53,6 +53,6 @@ def test_files_and_clips_go_and_the_next_question_says_so(forgetful, video):
     wait_until(lambda: not unused.exists())
     client.close()
     kept = {"path": str(upload), "meta": {"_type": "gradio.FileData"}}  # as the page sends it
-    begun = httpx.post(f"{forgetful.url}gradio_api/call/ask", json={"data": ["And now?", kept, 50, "scorer"]}).json()
+    begun = httpx.post(f"{forgetful.url}gradio_api/call/ask", json={"data": ["And now?", kept, 50, "scorer", 0]}).json()
     answer = httpx.get(f"{forgetful.url}gradio_api/call/ask/{begun['event_id']}", timeout=PATIENCE).text
     assert "The video is not kept here any more. Choose it again." in answer
