@@ -293,7 +293,7 @@ def notes() -> str:
   {RESAMPLES} resamples of clips with all their questions, of the mean over seeds. "Yes" asks that the mean and all of
   both intervals are as claimed, "no" that the mean or all of one interval is not; all else is undecided. No interval is
   corrected for their number.
-- **A seed** decides over the order of the training rows, the ratio that each video draws in training, a new scorer, and
+- **A seed** sets the order of the training rows, the ratio that each video draws in training, a new scorer, and
   blocks drawn at random. All methods draw the same ratios. The base is shared by all runs, as in the paper.
 - Methods on the **frozen base** prune it as it is. Where no seed makes a difference, there is no interval.
 - **LLM tokens** are those of a prompt about a video that reach the language model, the mean over the questions.

@@ -189,7 +189,7 @@ class _StepClock(TrainerCallback):
 def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
     """
     Trains the run's model, saves it into `checkpoint`, and returns seconds a step, the losses, and the seconds in which
-    its scorer learned alone. The seed decides over the order of the rows, the drawn ratios, a new scorer, and blocks
+    its scorer learned alone. The seed sets the order of the rows, the drawn ratios, a new scorer, and blocks
     that are drawn. Of the frozen base only the scorer is trained.
     """
     settings, method = desk.study.settings, METHODS[run.method]
