@@ -23,6 +23,7 @@ SETTINGS: dict[str, tuple[type, float, float, str]] = {
     "pruned_length": (numbers.Integral, 1, sys.maxsize, "a positive int: tokens of a row after dropping"),
 }
 KEEP_ARGUMENTS = ("pruning_ratio", "score_threshold", "min_pruning_ratio", "max_pruning_ratio", "video_token_budget")
+REPLACED = ("score_threshold", "video_token_budget")  # in a config, by a ratio that is given
 
 
 def check_setting(name: str, value: Any) -> None:
@@ -64,7 +65,7 @@ class KeepRule:
     def of(cls, config: Any, *given: Mapping[str, Any]) -> "KeepRule":
         """
         By a vision config and by what is given in its place, the last first, under the names `KEEP_ARGUMENTS`. Raises
-        `ValueError` for values that are none, or do not fit each other or the config's selector.
+        `ValueError` for values that are out of range, or do not fit each other or the config's selector.
         """
         own, threshold, low, high, budget = (getattr(config, name) for name in KEEP_ARGUMENTS)
         rule = cls(own if threshold is None and budget is None else None, threshold, (low, high), budget)

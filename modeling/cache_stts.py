@@ -77,7 +77,7 @@ class CacheRecord(DynamicLayer):
 
     @staticmethod
     def of(cache: Any) -> "CacheRecord | None":
-        """The record of a cache; None if there is none, or the cache was reset."""
+        """The record of a cache; None for a cache without one, or one that was reset."""
         layers: list[Any] = getattr(cache, "layers", None) or []
         return layers[-1] if layers and is_record(layers[-1]) and layers[-1].is_initialized else None
 

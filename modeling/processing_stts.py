@@ -35,7 +35,7 @@ class STTSProcessor(Molmo2Processor):
     """
 
     max_videos = 1  # in a text
-    adds_bos = True  # before every text, or the eos token if there is none
+    adds_bos = True  # before every text: the bos token, or else the eos token
 
     def __init__(  # every argument by name: only those are saved
         self,

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import TransformersKwargs, logging
 
-from .budget_stts import KEEP_ARGUMENTS, KeepRule, check_one_rule, check_setting
+from .budget_stts import KEEP_ARGUMENTS, REPLACED, KeepRule, check_one_rule, check_setting
 from .selectors_stts import SELECTORS
 
 ScoreRescaling = Literal["row", "frame", "none"]
@@ -118,7 +118,7 @@ class PruningSettings:
 
 
 class MropeSettings(PruningSettings):
-    """`PruningSettings` of a tower whose videos have resolutions of their own."""
+    """`PruningSettings` of a tower that takes each video in its own resolution."""
 
     # Native configs have it since transformers 5.23.
     attribute_map: ClassVar[dict] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
@@ -230,9 +230,9 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in self.vision_settings if name in kwargs}
-        check_one_rule(given, ("score_threshold", "video_token_budget"))
+        check_one_rule(given, REPLACED)
         if given.get("pruning_ratio") is not None:  # in place of what the vision config says
-            given |= {"score_threshold": None, "video_token_budget": None}
+            given |= dict.fromkeys(REPLACED)
         other = next((name for name in self.vision_names if name in kwargs), None)
         if self.vision_config is None and other is not None:
             kwargs[other] = with_settings(kwargs[other], given)

@@ -22,9 +22,9 @@ from stts_hf.training.build import renew_scorer
 
 from .data import load_processor, read_questions, write_json
 from .fitting import train
+from .questions import GROUP_OF
 
 BATCH = 16
-AT_CHANCE = ("long-half", "count")
 
 
 def clips_of(file: Path, processor: Any, most: int | None = None) -> Any:
@@ -76,12 +76,14 @@ def ask(checkpoint: Path, dataset: Path, clips: int, ratios: list[float], output
     """Asks about test clips by each selector, and writes a mark for each question; prints shares right."""
     rows = [row for row in read_questions(dataset, without_options=True) if row.get("videos")]
     some = set(list(dict.fromkeys(row["clip"] for row in rows))[:clips])
-    rows = [row | {"media_root": str(dataset)} for row in rows if row["clip"] in some and row["type"] not in AT_CHANCE]
+    rows = [row for row in rows if row["clip"] in some and GROUP_OF[row["type"]] != "chance"]
+    rows = [row | {"media_root": str(dataset)} for row in rows]
+    processor = load_processor(checkpoint)
     marks: dict[str, Any] = {"clips": [row["clip"] for row in rows]}
     for selector in selectors:
         model: Any = STTSForConditionalGeneration.from_pretrained(checkpoint, selector=selector).eval()
         for ratio in ratios:
-            answers = evaluate(model, load_processor(checkpoint), rows, pruning_ratio=ratio, batch_size=32)
+            answers = evaluate(model, processor, rows, pruning_ratio=ratio, batch_size=32)
             found = {answer["id"]: answer["right"] for answer in answers}
             right = "".join(str(int(found[row["id"]])) for row in rows)
             marks[f"{selector} {ratio:g}"] = right

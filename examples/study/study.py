@@ -41,12 +41,11 @@ class Settings:
     and of all runs that are not about layers. backbone: its model type. tests: fingerprints of further data sets whose
     test clips are asked about too, by name. split: whose clips are asked about, "validation" while settings are chosen.
     steps, batch_size: of training; a row is a clip with its conversation. ratio_range: between which each video draws
-    its pruning ratio in
-    training. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`. scorer_rate: peak while a
-    new scorer learns alone, before all else: `scorer_steps` by the temporal loss, or `answers_steps` by `num_masks`
-    keep masks of a clip in each of `mask_rounds`, which drop shares between `mask_ratios`. without_options: ask
-    multiple-choice questions without showing the options. model_settings: fields of the model's configuration, such as
-    `temporal_loss_weight`. layers: further ones.
+    its pruning ratio in training. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`.
+    scorer_rate: peak while a new scorer learns alone, before all else: `scorer_steps` by the temporal loss, or
+    `answers_steps` by `num_masks` keep masks of a clip in each of `mask_rounds`, which drop shares between
+    `mask_ratios`. without_options: ask multiple-choice questions without showing the options. model_settings: fields of
+    the model's configuration, such as `temporal_loss_weight`. layers: further ones.
     """
 
     dataset: str

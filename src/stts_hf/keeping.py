@@ -3,18 +3,24 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS, KeepRule
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS, REPLACED, KeepRule
+from stts_hf.modeling.settings_stts import take_given
 from stts_hf.wording import percent
 
 
 def take_rule(model_config: Any, options: dict[str, Any], *others: Mapping[str, Any]) -> KeepRule:
     """What a call says, whose options are taken out, and `others`, else the model. Refuses lists with `ValueError`."""
-    given = {name: options.pop(name) for name in KEEP_ARGUMENTS if name in options}
+    given = take_given(options, KEEP_ARGUMENTS)
     for name, value in [*given.items(), *(item for other in others for item in other.items())]:
         if isinstance(value, list | tuple):
             raise ValueError(f"`{name}` is {value!r}, but must be one number, for all videos. Ask about others apart.")
     rule: KeepRule = model_config.keep_rule(given, *others)
     return rule
+
+
+def own_rule(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row, or the like, says of how many blocks stay; empty where it leaves that to others."""
+    return {name: row[name] for name in KEEP_ARGUMENTS if row.get(name) is not None}
 
 
 def rule_arguments(rule: KeepRule) -> dict[str, Any]:
@@ -42,7 +48,7 @@ def share_budget(budget: int, grids: Sequence[tuple[int, int, int]]) -> list[int
 def set_rule(vision_config: Any, given: Mapping[str, Any]) -> None:
     """Puts what `given` says of it into a vision config; a ratio takes the place of a threshold and a budget."""
     KeepRule.of(vision_config, given)
-    others = {"score_threshold": None, "video_token_budget": None} if given.get("pruning_ratio") is not None else {}
+    others = dict.fromkeys(REPLACED) if given.get("pruning_ratio") is not None else {}
     for name, value in (others | {name: value for name, value in given.items() if value is not None}).items():
         setattr(vision_config, name, value)
 

@@ -104,7 +104,7 @@ def own_family(folder: Path) -> Family:
 
 
 def model_type_of(checkpoint: str | Path, revision: str | None = None) -> object:
-    """Returns `model_type` of the `config.json` in a folder or Hub repository. Raises `OSError` if there is none."""
+    """Returns `model_type` of the `config.json` in a folder or Hub repository. Raises `OSError` without one."""
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         config = read_json(folder / "config.json")

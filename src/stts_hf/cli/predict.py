@@ -86,15 +86,15 @@ def execute(arguments: argparse.Namespace) -> int:
     here: dict[str, Any] = {"num_workers": workers_of(arguments)} if local else {"device": "cpu"}
     predictor = open_checkpoint(arguments, **here)
     from stts_hf.inference.requests import check_question
-    from stts_hf.keeping import KEEP_ARGUMENTS, in_words
+    from stts_hf.keeping import in_words, own_rule
 
     if arguments.prompt is not None:
         with refused("--prompt: "):
             check_question(predictor.processor, arguments.prompt)
     settings = {"inputs": list(map(os.path.normpath, arguments.inputs)), "prompt": arguments.prompt}
     settings |= {"split": arguments.split, "subset": arguments.subset} | settings_of(arguments, predictor)
-    own = {row["id"]: {name: row[name] for name in KEEP_ARGUMENTS if row.get(name) is not None} for row in rows}
-    settings |= {"rules": {name: rule for name, rule in own.items() if rule}} if any(own.values()) else {}
+    own = {row["id"]: rule for row in rows if (rule := own_rule(row))}
+    settings |= {"rules": own} if own else {}
     with open_output(lines, settings, columns=COLUMNS, retry_errors=arguments.retry_errors) as (records, write, finish):
         check_same(rows, records, output)
 

@@ -22,6 +22,7 @@ from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import Answer, Request, make_request
 from stts_hf.keeping import rule_arguments, take_rule
 from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
+from stts_hf.modeling.settings_stts import take_given
 from stts_hf.video.sources import is_url
 
 logger = logging.get_logger(__name__)
@@ -70,7 +71,7 @@ class STTS(lmms):
         **unknown: Any,
     ):
         super().__init__()
-        keep = {name: unknown.pop(name) for name in KEEP_ARGUMENTS if name in unknown}
+        keep = take_given(unknown, KEEP_ARGUMENTS)
         if unknown:
             raise ValueError(f"model_args has {', '.join(sorted(unknown))}, which the model stts does not know.")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:

@@ -11,6 +11,7 @@ from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_co
 from stts_hf.data.encoding import Processor
 from stts_hf.keeping import in_words, set_rule
 from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
+from stts_hf.modeling.settings_stts import take_given
 
 from .clip import AnswerStream, Clip
 from .engine import answer_videos
@@ -62,7 +63,7 @@ def load(
         raise ValueError(f"device is {device!r} and device_map is {options['device_map']!r}. Pass one of them.")
     target = None if placed else choose_device(device or "auto")
     config, processor = load_config_and_processor(found, revision=revision, selector=selector)
-    keep = {name: options.pop(name) for name in KEEP_ARGUMENTS if name in options}
+    keep = take_given(options, KEEP_ARGUMENTS)
     set_rule(config.vision_config, {"pruning_ratio": pruning_ratio, "score_threshold": score_threshold, **keep})
     model = load_model(found, config, target, revision=revision, dtype=dtype or "auto", **options)
     return VideoAssistant(model, processor)

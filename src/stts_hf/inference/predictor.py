@@ -9,8 +9,7 @@ from typing import Any
 from stts_hf.checkpoints.loading import choose_device, load_config_and_processor, load_model
 from stts_hf.data.encoding import Processor, check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
-from stts_hf.keeping import rule_arguments, take_rule
-from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
+from stts_hf.keeping import own_rule, rule_arguments, take_rule
 
 from .engine import answer_requests
 from .inputs import STAND_INS, StoredVideo
@@ -102,7 +101,7 @@ def answer_rows(
         named = {**row, "id": row_id(row, index)}
         try:
             request = read(processor, row, index, allow_urls)
-            if own := {name: row[name] for name in KEEP_ARGUMENTS if row.get(name) is not None}:
+            if own := own_rule(row):
                 with row_errors(named["id"]):
                     request = dataclasses.replace(request, rule=take_rule(model.config, {**options}, own))
             requests.append(request)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from stts_hf.modeling.budget_stts import REPLACED
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -25,7 +27,7 @@ class ServingSettings(VerifyAndUpdateConfig):
                 setattr(config.vision_config, name, vars(config).pop(name))
         config.vision_config.validate_pruning()
         config.validate()
-        for name in ("score_threshold", "video_token_budget"):
+        for name in REPLACED:
             if (value := getattr(config.vision_config, name)) is not None:
                 raise ValueError(
                     f"`{name}` is {value}, but vLLM lays out a prompt before any video runs through the tower, so it "

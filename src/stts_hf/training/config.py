@@ -92,8 +92,8 @@ class ModelArguments:
             self.lora_modules_to_save = ["scorer"]
 
     def given(self, names: Sequence[str]) -> dict[str, Any]:
-        """The values of the fields `names` that are there and not None."""
-        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        """The values of the fields `names` that are not None."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass

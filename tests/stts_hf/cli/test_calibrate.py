@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import stts_hf
-from stts_hf.cli.main import main
 from stts_hf.inference import calibration, engine
 from stts_hf.inference.calibration import Calibration
 from stts_hf.model_parts import SCORER, module_of
@@ -44,21 +43,11 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(made, tmp_path, monkeypatch) -> Path:
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def run(here, capsys):
+def run(here, captured):
     """Runs the command, which decodes in a thread; returns exit status, stdout and stderr."""
 
     def run(*arguments: object, checkpoint: object = TINY, videos: str = "clips"):
-        status = main(["calibrate", str(checkpoint), videos, *map(str, arguments), "--workers", "0"])
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.out + printed.err
-        return status, printed.out, printed.err
+        return captured(["calibrate", str(checkpoint), videos, *map(str, arguments), "--workers", "0"])
 
     return run
 

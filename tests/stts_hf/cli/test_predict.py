@@ -24,9 +24,14 @@ ANSWERING = ["--max-new-tokens", "40"]
 RAY = ["clips", *PROMPT, "--engine", "ray"]
 
 
+def words_of(*arguments: object, checkpoint: Path) -> list[str]:
+    """The command's words; it decodes in a thread."""
+    return ["predict", *map(str, arguments), "--checkpoint", str(checkpoint), *ANSWERING, "--workers", "0"]
+
+
 def command(*arguments: object, checkpoint: Path) -> int:
-    """The exit status of the command, which decodes in a thread."""
-    return main(["predict", *map(str, arguments), "--checkpoint", str(checkpoint), *ANSWERING, "--workers", "0"])
+    """The exit status of the command."""
+    return main(words_of(*arguments, checkpoint=checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +59,11 @@ def made(tmp_path_factory, checkpoint) -> Path:
 
 
 @pytest.fixture
-def here(made, tmp_path, monkeypatch) -> Path:
-    """A copy of these files, the current folder."""
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def run(here, checkpoint, capsys):
+def run(here, checkpoint, captured):
     """Runs the command; returns exit status, stdout and stderr."""
 
     def run(*arguments: str):
-        status = command(*arguments, checkpoint=checkpoint)
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.out + printed.err
-        return status, printed.out, printed.err
+        return captured(words_of(*arguments, checkpoint=checkpoint))
 
     return run
 
