@@ -49,12 +49,14 @@ class SpanLayer(nn.Module):
         if spans is None:
             return super().forward(hidden_states, *arguments, **kwargs)
         norm1, attention, norm2 = (getattr(self, self.names[index]) for index in (0, 1, 3))
-        query, key, value = self.project(norm1(hidden_states), spans.queries, *rotation)
         dropout, kernel = attention.attention_dropout if self.training else 0.0, attention.config._attn_implementation
-        attended = packed_attention(query, key, value, spans, attention.scaling, arguments[0], dropout, kernel)
+        projected = self.project(norm1(hidden_states), spans.queries, *rotation)
+        attended = packed_attention(*projected, spans, attention.scaling, arguments[0], dropout, kernel)
+        del projected  # with what else is unused, it would lie beside the MLP's much wider states
         if spans.queries is not None:
             hidden_states = hidden_states[spans.queries]
         hidden_states = hidden_states + getattr(attention, self.names[2])(attended.flatten(1))
+        del attended
         return hidden_states + self.mlp(norm2(hidden_states))
 
 

@@ -159,6 +159,12 @@ class STTSVisionModel(PruningTower, Molmo2VisionModel):
         alone[[span for span, *others in first_fit_descending(left, max(whole)) if not others]] = True
         return (kept | alone.to(slots.device).repeat_interleave(bounds.diff())).nonzero().squeeze(-1)
 
+    def embed(self, pixel_values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Patches of frames with their positions, block by block: (G * S, D)."""
+        patches = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
+        patches = patches + self.positional_embedding[None].to(patches)
+        return patches.flatten(0, 1)[table.flatten().clamp_min(0)]
+
     def forward(self, pixel_values: torch.Tensor, pruning: STTSVisionPlan | None = None, **kwargs: Any) -> Any:
         """
         pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
@@ -169,16 +175,13 @@ class STTSVisionModel(PruningTower, Molmo2VisionModel):
             return super().forward(pixel_values, **kwargs)
         returns_states, table = self.check_call(kwargs), pruning.block_patches
         pruning.check_blocks(pixel_values.shape[1])
-        patches = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
-        patches = patches + self.positional_embedding[None].to(patches)
-        frames, num_patches, width = patches.shape
+        (frames, num_patches, _), width = pixel_values.shape, self.config.hidden_size
         valid = table >= 0 if table.numel() > frames * num_patches else None
-        hidden_states = patches.flatten(0, 1)[table.flatten().clamp_min(0)]  # (G * S, D)
         lengths = [table.shape[1] * rows * cols for num_frames, rows, cols in pruning.grids for _ in range(num_frames)]
         spans, taps = [AttentionSpans.of_lengths(lengths, table.device)], pruning.feature_layers
         layers = self.layers[: 1 + max(*taps, self.config.pruning_layer + 1)]  # up to the one that prunes
         found, kept, states, tapped = self.encode_blocks(
-            hidden_states, layers, taps, returns_states, pruning, spans, valid=valid
+            self.embed(pixel_values, table), layers, taps, returns_states, pruning, spans, valid=valid
         )
         if returns_states:
             raster = table.flatten().argsort()[table.numel() - frames * num_patches :]  # padding slots are -1
