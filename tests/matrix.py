@@ -1,6 +1,6 @@
 """Runs the suite with other versions of what it stands on, one environment after another: `make test-matrix`.
 
-Each environment is built, used and removed before the next (6 GB each). Prints a row of docs/versions.md for each.
+Each environment is built, used and removed before the next (6 GB each). Prints a row of counts for each.
 """
 
 import argparse
