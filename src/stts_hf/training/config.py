@@ -249,7 +249,7 @@ def read_settings(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
         given = {name: value for name, value in vars(found).items() if value not in (None, "null", ["null"])}
         for name in [*given, *(re.sub(r"^--|=.*", "", word).replace("-", "_") for word in unknown[:1])]:
             if name in REFUSED or name not in known:
-                advice = did_you_mean(name, known - REFUSED.keys(), "docs/training.md lists them all.")
+                advice = did_you_mean(name, known - REFUSED.keys(), "`stts-hf train CONFIG --help` lists them all.")
                 raise ConfigError(f"unknown setting `{name}`. {REFUSED.get(name, advice)}")
         for name, value in given.items():
             if value == ["[]"]:
