@@ -4,7 +4,7 @@ from .settings_stts import PRUNING_FIELDS, SELECTORS, PruningConfig, PruningSett
 
 import math
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.molmo2.configuration_molmo2 import (
@@ -13,6 +13,8 @@ from transformers.models.molmo2.configuration_molmo2 import (
     Molmo2TextConfig,
     Molmo2VisionConfig,
 )
+
+Packing = Literal["varlen", "first_fit_descending"]
 
 
 @strict
@@ -24,6 +26,11 @@ class STTSVisionConfig(PruningSettings, Molmo2VisionConfig):
     pooling_size (`list[int]`, *optional*, defaults to `[3, 3]`):
         `[height, width]` in patches of a block, which is also the connector's pooling window `w x w`. Must equal the
         video processor's.
+    packing (`str`, *optional*, defaults to `"varlen"`):
+        `"varlen"`, or `"first_fit_descending"` (Algorithm 1), whose bins matter to `refill_single_frame_bins` alone.
+    refill_single_frame_bins (`bool`, *optional*, defaults to `False`):
+        Whether a frame alone in its bin keeps its dropped patches as context until the ViT ends, as in the released
+        training code. Needs `packing="first_fit_descending"`.
 
     A value that a field cannot have is refused whenever it is set, and the one before stays: transformers'
     `StrictDataclassFieldValidationError`. Fields that do not fit each other are refused at construction, at loading and
@@ -33,6 +40,8 @@ class STTSVisionConfig(PruningSettings, Molmo2VisionConfig):
     model_type = "stts_vision"
 
     pooling_size: list[int] = field(default_factory=lambda: [3, 3])
+    packing: Packing = "varlen"
+    refill_single_frame_bins: bool = False
 
     if TYPE_CHECKING:  # filled in where it is left out
         image_size: list[int]
@@ -41,6 +50,11 @@ class STTSVisionConfig(PruningSettings, Molmo2VisionConfig):
 
     def validate_pruning(self) -> None:
         super().validate_pruning()
+        if self.refill_single_frame_bins and self.packing != "first_fit_descending":
+            raise ValueError(
+                "`refill_single_frame_bins` is True, which needs `packing` = 'first_fit_descending', "
+                f"but `packing` is {self.packing!r}."
+            )
         sizes, windows = self.image_size, self.pooling_size
         if len(sizes) != 2 or not 1 <= self.patch_size <= min(sizes):
             raise ValueError(

@@ -11,9 +11,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig, Q
 @strict
 class STTSQwen3VLVisionConfig(MropeSettings, Qwen3VLVisionConfig):
     """
-    Qwen3-VL's vision tower with a scorer after layer `pruning_layer` (paper section 3). A frame is one of Qwen's
-    tubelets of `temporal_patch_size` video frames, a block the `spatial_merge_size`^2 patches of one token. Fields are
-    those of `MropeSettings`.
+    `MropeSettings` of Qwen3-VL's vision tower, with a scorer after layer `pruning_layer` (paper section 3). A frame is
+    a tubelet of `temporal_patch_size` video frames, a block the `spatial_merge_size`^2 patches of one token.
     """
 
     model_type = "stts_qwen3_vl_vision"

@@ -40,6 +40,8 @@ class MropeBackbone(PruningBackbone):
     num_axes = 3
     vision_is_causal = True
     visual: Any
+    get_image_features: Any
+    get_rope_index: Any
     # Native code caches the last call's RoPE delta here. We ignore writes and return None, so calls share no state.
     rope_deltas: Any = property(lambda self: None, lambda self, value: None)
 
@@ -92,15 +94,11 @@ class MropeBackbone(PruningBackbone):
         return [(frames, rows // side, cols // side) for frames, rows, cols in grids]
 
     def plan_videos(self, vision: dict[str, Any]) -> PruningPlan:
-        """
-        vision: pixel_values_videos (F * N, values of a patch), block by block, of the frames
-        of all videos; video_grid_thw (V, 3) in patches. Raises `ValueError` where they do not fit each other.
-        """
+        """Where the blocks of all videos lie in `pixel_values_videos`; raises as `read_grids`."""
         grids, pixels = self.read_grids(vision, self.video_inputs), vision[self.video_inputs[0]]
         check_finite(pixels)
-        return PruningPlan(
-            torch.arange(len(pixels), device=pixels.device).view(-1, self.visual.spatial_merge_unit), grids
-        )
+        patches = torch.arange(len(pixels), device=pixels.device)
+        return PruningPlan(patches.view(-1, self.visual.spatial_merge_unit), grids)
 
     def encode_videos(self, pixel_values: torch.Tensor, plan: PruningPlan, **kwargs: Any) -> VideoFeatures:
         """Scores the blocks of all frames, drops what the plan says and merges the rest into tokens."""
@@ -112,8 +110,7 @@ class MropeBackbone(PruningBackbone):
     def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
         """All images of a call, as the native model does."""
         pixels, grids = (vision[name] for name in self.image_inputs)
-        native: Any = self
-        return native.get_image_features(pixels, grids.to(pixels.device), return_dict=True)
+        return self.get_image_features(pixels, grids.to(pixels.device), return_dict=True)
 
     def merge(self, call: Call, pruned: PrunedInputs) -> dict[str, Any]:
         """Features go to the native forward, which scatters them."""
@@ -172,9 +169,8 @@ class MropeBackbone(PruningBackbone):
                     f"{in_text.tolist()}. Text and {names[-1].partition('_')[0]}s must come from the same call of this "
                     "model's processor."
                 )
-        rope: Any = self
         others = {name: value for name, value in vision.items() if not name.startswith("pixel_values")}
-        native, _ = rope.get_rope_index(types[rows], types[rows], attention_mask=masks.long(), **others)
+        native, _ = self.get_rope_index(types[rows], types[rows], attention_mask=masks.long(), **others)
         positions = native.new_zeros(self.num_axes, *types.shape)
         for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
             counted, start = counts[row, mask], 0
@@ -218,6 +214,5 @@ def samples_as_rows(sample_ids: torch.Tensor, shown: torch.Tensor) -> tuple[list
     rows, masks = [], []
     for row, (numbers, seen) in enumerate(zip(sample_ids, shown, strict=True)):
         of_samples = [seen & (numbers == number) for number in numbers[seen].unique()]
-        rows += [row] * len(of_samples)
-        masks += of_samples
+        rows, masks = rows + [row] * len(of_samples), masks + of_samples
     return rows, torch.stack(masks)

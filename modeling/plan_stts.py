@@ -67,9 +67,7 @@ class PruningPlan:
         """Raises `ValueError` where the rule or given scores do not fit the videos or each other."""
         self.keep.check_videos(self.grids)
         if self.block_scores is not None and self.keep.threshold is not None:
-            raise ValueError(
-                "`block_scores` came with a `score_threshold`, a level of other scores: pass `pruning_ratio`."
-            )
+            raise ValueError("`block_scores` came with a `score_threshold`, of other scores: pass `pruning_ratio`.")
         if self.block_scores is not None and tuple(self.block_scores.shape) != (sum(self.num_blocks),):
             raise ValueError(
                 f"`block_scores` has shape {tuple(self.block_scores.shape)}, but must be ({sum(self.num_blocks)},): "
@@ -226,9 +224,7 @@ def check_tensors(vision: dict[str, Any], *names: str) -> tuple[torch.Tensor, ..
     for name in names:
         value = vision.get(name)
         if value is None:
-            raise ValueError(
-                f"`{names[0]}` needs `{name}`, but it is None; pass all that this model's processor returns."
-            )
+            raise ValueError(f"`{names[0]}` needs `{name}`, but it is None; pass all that the processor returns.")
         check_tensor(name, value)
     return tuple(vision[name] for name in names)
 
@@ -239,10 +235,7 @@ def check_grids(name: str, grids: torch.Tensor) -> list[tuple[int, int, int]]:
     if grids.dim() != 2 or grids.shape[1] != 3:
         raise ValueError(f"`{name}` has shape {tuple(grids.shape)}, but must be ({kind}s, 3): frames, rows, columns.")
     if grids.is_floating_point():
-        raise TypeError(
-            f"`{name}` is {grids.dtype}, but must count frames, rows and columns in whole numbers; pass what the "
-            "processor returns."
-        )
+        raise TypeError(f"`{name}` is {grids.dtype}, but must hold whole numbers; pass what the processor returns.")
     read = [(int(frames), int(rows), int(cols)) for frames, rows, cols in grids.tolist()]
     if not read or min(min(grid) for grid in read) < 1:
         raise ValueError(f"`{name}` is {read}, but every {kind} needs at least one frame, row and column.")

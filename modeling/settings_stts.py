@@ -22,7 +22,6 @@ from .budget_stts import KEEP_ARGUMENTS, REPLACED, KeepRule, check_one_rule, che
 from .selectors_stts import SELECTORS
 
 ScoreRescaling = Literal["row", "frame", "none"]
-Packing = Literal["varlen", "first_fit_descending"]
 PositionRule = Literal["original", "compact"]
 ScorerTarget = Literal["change", "answers"]
 RANKING_ARGUMENTS = ("block_scores", "tower_cache")  # of a caller who ranks the blocks
@@ -79,11 +78,6 @@ class PruningSettings:
     score_bias (`bool`, *optional*, defaults to `True`):
         Whether the scorer's scores bias the attention of layer `l + 1`, the way of the task's gradient (paper 3.2).
         `False` suits a frozen model that was never trained with it.
-    packing (`str`, *optional*, defaults to `"varlen"`):
-        `"varlen"`, or `"first_fit_descending"` (Algorithm 1), whose bins matter to `refill_single_frame_bins` alone.
-    refill_single_frame_bins (`bool`, *optional*, defaults to `False`):
-        Whether a frame alone in its bin keeps its dropped patches as context until the ViT ends, as in the released
-        training code. Needs `packing="first_fit_descending"`.
     """
 
     pruning_ratio: float | int = keep_field("pruning_ratio", 0.5)
@@ -96,8 +90,6 @@ class PruningSettings:
     selector_seed: int = validated_field(check_seed, default=0)
     score_rescaling: ScoreRescaling = "row"
     score_bias: bool = True
-    packing: Packing = "varlen"
-    refill_single_frame_bins: bool = False
 
     if TYPE_CHECKING:  # the native config's
         num_hidden_layers: int = 0
@@ -108,11 +100,6 @@ class PruningSettings:
             raise ValueError(
                 f"`pruning_layer` is {self.pruning_layer}, but the layer after it drops blocks, so with "
                 f"`num_hidden_layers` = {self.num_hidden_layers} it must be from 0 to {self.num_hidden_layers - 2}."
-            )
-        if self.refill_single_frame_bins and self.packing != "first_fit_descending":
-            raise ValueError(
-                "`refill_single_frame_bins` is True, which needs `packing` = 'first_fit_descending', "
-                f"but `packing` is {self.packing!r}."
             )
         KeepRule.of(self)
 
@@ -149,7 +136,8 @@ class TrainingSettings:
     pruned_position_ids: PositionRule = "original"
 
 
-PRUNING_FIELDS = tuple(field.name for field in fields(PruningSettings))
+# The last two are of frames of one size: others refuse to refill.
+PRUNING_FIELDS = (*(field.name for field in fields(PruningSettings)), "packing", "refill_single_frame_bins")
 TRAINING_FIELDS = tuple(field.name for field in fields(TrainingSettings))
 
 

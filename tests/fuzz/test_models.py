@@ -25,14 +25,12 @@ class Settings:
     """Of a tower, beside the ratio."""
 
     selector: str
-    packing: str
     score_rescaling: str
 
 
 tower_settings = st.builds(
     Settings,
     selector=st.sampled_from(["scorer", "cosine", "random"]),
-    packing=st.sampled_from(["varlen", "first_fit_descending"]),
     score_rescaling=st.sampled_from(["row", "frame", "none"]),
 )
 

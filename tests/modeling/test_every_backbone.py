@@ -16,16 +16,15 @@ MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3, Picture(), 3], [7]
 ADJACENT: Rows = [[2, Clip(1), Clip(3), 4], [3, Clip(1), 4]]
 
 
-@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
 @pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["videos", "mixed"])
-def test_an_untrained_scorer_at_ratio_0_is_the_stock_model(backbone, rows, packing):
-    model = backbone.model(pruning_ratio=0.0, trained_scorer=False, packing=packing)
+def test_an_untrained_scorer_at_ratio_0_is_the_stock_model(backbone, rows):
+    model = backbone.model(pruning_ratio=0.0, trained_scorer=False)
     if rows is MIXED and not backbone.stock_mixes:
         pytest.skip("stock takes no images beside videos")
     stock, inputs = backbone.stock(model), backbone.batch(rows, "right")
     ours, theirs = model(**inputs), stock(**inputs)
     real = inputs["attention_mask"].bool()
-    rounding = backbone.stock_rounding if packing == "varlen" else 1e-5  # bins are a kernel of their own
+    rounding = backbone.stock_rounding
     torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=rounding, rtol=0)
     torch.testing.assert_close(ours.task_loss, theirs.loss, atol=1e-6, rtol=0)
     assert_gradients_equal(gradients(model, ours.task_loss), gradients(stock, theirs.loss), rounding)
@@ -197,9 +196,8 @@ def test_gaps_in_positions_are_not_taken_for_packed_samples(backbone, any_model,
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
-def test_every_selector_keeps_the_budget_and_frame_0(backbone, selector, packing):
-    model, inputs = backbone.model(selector=selector, packing=packing), backbone.batch(ROWS, "left")
+def test_every_selector_keeps_the_budget_and_frame_0(backbone, selector):
+    model, inputs = backbone.model(selector=selector), backbone.batch(ROWS, "left")
     with torch.no_grad():
         for ratio in (0.3, 0.5, 0.9, 1.0):
             outputs = model(**inputs, pruning_ratio=ratio)
@@ -210,17 +208,6 @@ def test_every_selector_keeps_the_budget_and_frame_0(backbone, selector, packing
             dropped = sum(int((~mask).sum()) for mask in outputs.keep_mask)
             length = int(inputs["attention_mask"].sum()) - dropped
             assert int((outputs.kept_indices >= 0).sum()) == length
-
-
-def test_the_layouts_give_the_same(backbone):
-    inputs = backbone.batch(ROWS, "left")
-    with torch.no_grad():
-        flat, bins = (
-            backbone.model(packing=packing)(**inputs, pruning_ratio=0.5)
-            for packing in ("varlen", "first_fit_descending")
-        )
-    real = flat.kept_indices >= 0
-    torch.testing.assert_close(flat.logits[real], bins.logits[real], **CLOSE)
 
 
 def test_a_saved_model_is_loaded_as_it_was(backbone, any_model, tmp_path):

@@ -37,7 +37,6 @@ LOSS_TOLERANCE = 1e-5
 LOGIT_TOLERANCE = 1e-4
 LAYOUTS = {
     "varlen": {"packing": "varlen", "refill_single_frame_bins": False},
-    "bins": {"packing": "first_fit_descending", "refill_single_frame_bins": False},
     "refill": {"packing": "first_fit_descending", "refill_single_frame_bins": True},
 }
 
@@ -131,7 +130,6 @@ def test_keep_mask_is_the_authors(fixture, model, layout):
     ("layout", "expected"),
     [
         pytest.param("varlen", "pooled_features", id="varlen"),
-        pytest.param("bins", "pooled_features", id="bins"),
         pytest.param("refill", "pooled_features_refill", id="refill"),
     ],
 )
@@ -179,7 +177,7 @@ def test_a_missing_refill_would_be_seen(fixture, model):
     if not fixture.expected["num_refilled_patches"].item():
         pytest.skip("no frame was alone in its bin with patches missing")
     expected = fixture.expected["pooled_features_refill"]
-    difference = (torch.cat(encode(model, fixture, "bins").pooler_output) - expected).abs().max()
+    difference = (torch.cat(encode(model, fixture, "varlen").pooler_output) - expected).abs().max()
     assert difference > 10 * FEATURE_TOLERANCE * expected.abs().max()
 
 
@@ -222,23 +220,20 @@ def assert_logits_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=LOGIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["varlen", "bins"])
-def test_scores_and_keep_mask_of_a_checkpoint_are_the_authors(checkpoint, layout):
-    output = checkpoint(layout)
+def test_scores_and_keep_mask_of_a_checkpoint_are_the_authors(checkpoint):
+    output = checkpoint("varlen")
     expected = checkpoint.expected
     torch.testing.assert_close(output.token_scores[0], expected["scores"], rtol=0, atol=SCORE_TOLERANCE)
     assert torch.equal(output.keep_mask[0], expected["keep_mask"])
 
 
-@pytest.mark.parametrize("layout", ["varlen", "bins"])
-def test_pooled_features_of_a_checkpoint_are_the_authors(checkpoint, layout):
-    assert_features_close(checkpoint(layout).image_hidden_states, checkpoint.expected["pooled_features"])
+def test_pooled_features_of_a_checkpoint_are_the_authors(checkpoint):
+    assert_features_close(checkpoint("varlen").image_hidden_states, checkpoint.expected["pooled_features"])
 
 
-@pytest.mark.parametrize("layout", ["varlen", "bins"])
 @pytest.mark.parametrize("rule", ["original", "compact"])
-def test_pruned_logits_of_a_checkpoint_are_the_authors(checkpoint, layout, rule):
-    assert_logits_close(checkpoint(layout, rule).logits[0], checkpoint.expected[f"logits_{rule}_positions"])
+def test_pruned_logits_of_a_checkpoint_are_the_authors(checkpoint, rule):
+    assert_logits_close(checkpoint("varlen", rule).logits[0], checkpoint.expected[f"logits_{rule}_positions"])
 
 
 def test_dense_logits_of_a_checkpoint_are_the_authors(checkpoint):

@@ -248,10 +248,9 @@ def test_dropping_tokens_of_every_backbone(backbone, monkeypatch, pruning_ratio)
     assert pruned.tokens.input_ids.is_cuda
 
 
-@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
-def test_nothing_in_the_backward_pass_of_a_tower_waits(backbone, monkeypatch, packing):
+def test_nothing_in_the_backward_pass_of_a_tower_waits(backbone, monkeypatch):
     monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "padded")
-    model = backbone.model(packing=packing).train()
+    model = backbone.model().train()
     video = model.model.get_video_features(**vision_of(model, backbone.batch(ROWS, "left")), with_temporal_loss=True)
     with Recorder() as recorder:
         (torch.cat(video.pooler_output).sum() + video.temporal_loss).backward()
@@ -266,12 +265,11 @@ def operations_of_backward(model, **options) -> set[str]:
     return recorder.seen
 
 
-@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
 @pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
-def test_nothing_in_the_backward_pass_waits(monkeypatch, pruning_ratio, packing):
+def test_nothing_in_the_backward_pass_waits(monkeypatch, pruning_ratio):
     # As on devices other than a CPU, where frames are not told apart by reading their lengths.
     monkeypatch.setattr(attention_stts, "choose_backend", lambda *_: "padded")
-    model = tiny_model(tiny_config(packing=packing)).train()
+    model = tiny_model().train()
     seen = operations_of_backward(model, pruned_length=70, pruning_ratio=pruning_ratio)
     assert "aten.mm" in seen
     assert not seen & WAITING

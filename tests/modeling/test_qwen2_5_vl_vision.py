@@ -10,7 +10,7 @@ from transformers.vision_utils import get_vision_window_index
 
 from stts_hf.modeling.attention_stts import AttentionSpans
 from tests.modeling.reference import assert_gradients_equal, gradients
-from tests.modeling.test_qwen3_vl_vision import FFD, encode, encode_naively, flat, found, videos
+from tests.modeling.test_qwen3_vl_vision import encode, encode_naively, flat, found, videos
 from tests.modeling.towers import assert_features_close, largest_difference, weighted
 from tests.naive import naive_temporal_loss
 from tests.naive_qwen2_5_vl import naive_video
@@ -29,7 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
     "frames-twice": {"full": (2, 3)},
     "windows-alone": {"full": ()},
     "last-layer-takes-the-bias": {"pruning_layer": 4, "full": (1,)},
-    "bins": {"packing": FFD},
     "cosine": {"selector": "cosine"},
 }
 
@@ -46,7 +45,7 @@ def test_features_equal_the_dense_masked_reference(options):
                 assert_features_close(video, expected.features)
 
 
-@pytest.mark.parametrize("options", [CASES["windows-then-frames"], CASES["windows-twice"], CASES["bins"]], ids=str)
+@pytest.mark.parametrize("options", [CASES["windows-then-frames"], CASES["windows-twice"]], ids=str)
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
 def test_gradients_equal_those_of_the_reference(ratio, options):
     model, inputs = tiny_model(tiny_config(**options)), videos(MIXED)

@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.backbones import Clip
 from tests.modeling.reference import assert_gradients_equal, gradients
-from tests.tiny import Part, Video, build_inputs, tiny_config, tiny_model
+from tests.tiny import Part, Video, build_inputs, tiny_model
 
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
 
@@ -18,10 +18,9 @@ def inputs():
     return build_inputs(ROWS, labels=True, padding_side="right")
 
 
-@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-def test_gradient_checkpointing_changes_nothing(backbone, packing, use_reentrant):
-    model = backbone.model(packing=packing).train()
+def test_gradient_checkpointing_changes_nothing(backbone, use_reentrant):
+    model = backbone.model().train()
     inputs = backbone.batch([[3, Clip(4), 5], [2, Clip(2), 9]], "right")
     expected_loss = model(**inputs).loss
     expected = gradients(model, expected_loss)
@@ -44,9 +43,8 @@ def test_train_and_eval_give_the_same_loss(inputs, mode):
     assert torch.equal(model.train(mode == "train")(**inputs).loss, expected)
 
 
-@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
-def test_mixed_precision_stays_near_full_precision(inputs, packing):
-    model = tiny_model(tiny_config(packing=packing)).train()
+def test_mixed_precision_stays_near_full_precision(inputs):
+    model = tiny_model().train()
     full = model(**inputs)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = model(**inputs)

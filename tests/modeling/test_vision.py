@@ -7,6 +7,7 @@ import torch
 from transformers.models.molmo2.configuration_molmo2 import Molmo2Config
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Model
 
+from stts_hf.benchmark.meters import peak_memory
 from stts_hf.modeling import vision_stts
 from stts_hf.modeling.attention_stts import AttentionSpans
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
@@ -32,22 +33,17 @@ def case(name: str, num_frames: list[int] | None = None, ratio: NaiveRule = 0.5,
 
 CASES = [
     case("varlen"),
-    case("bins", packing=FFD),
     case("refill", packing=FFD, refill_single_frame_bins=True),
     case("refill-two-in-three", packing=FFD, refill_single_frame_bins=True, ratio=0.3),
     case("cosine", selector="cosine"),
-    case("cosine-bins", selector="cosine", packing=FFD),
     case("random", selector="random"),
     case("rescaled-by-frame", score_rescaling="frame"),
     case("not-rescaled", score_rescaling="none"),
     case("ratio-0", ratio=0.0),
-    case("ratio-0-bins", ratio=0.0, packing=FFD),
     case("ratio-30", ratio=0.3),
     case("ratio-80", ratio=0.8),
-    case("ratio-80-bins", ratio=0.8, packing=FFD),
     case("ratio-99", ratio=0.99),
     case("threshold", ratio=NaiveThreshold(0.7)),
-    case("threshold-bins", ratio=NaiveThreshold(0.7), packing=FFD),
     case("threshold-refill", ratio=NaiveThreshold(0.7), packing=FFD, refill_single_frame_bins=True),
     case("threshold-cosine", ratio=NaiveThreshold(0.25), selector="cosine"),
     case("threshold-that-keeps-all", ratio=NaiveThreshold(0.0)),
@@ -59,16 +55,13 @@ CASES = [
     case("single-frame-threshold", [1], ratio=NaiveThreshold(0.7)),
     case("features-at-and-before", feature_layers=[0, 2, 5]),
     case("features-right-after", feature_layers=[3]),
-    case("features-right-after-bins", feature_layers=[3], packing=FFD),
     case("features-everywhere", feature_layers=[4, 2, 5, 3, 1]),
     case("features-everywhere-refilled", feature_layers=[4, 2, 5, 3, 1], packing=FFD, refill_single_frame_bins=True),
     case("features-counted-from-the-end", feature_layers=[-1, -4]),
     case("layer-0", pruning_layer=0),
     case("layer-0-features-0-and-1", pruning_layer=0, feature_layers=[1, 0]),
     case("layer-last", pruning_layer=4),
-    case("layer-last-bins", pruning_layer=4, packing=FFD),
     case("borders-8x8", image_size=[16, 16]),
-    case("borders-8x8-bins", image_size=[16, 16], packing=FFD),
     case("borders-8x8-refill", image_size=[16, 16], packing=FFD, refill_single_frame_bins=True),
     case("borders-8x8-cosine", image_size=[16, 16], selector="cosine"),
     case("borders-on-all-sides-7x10", image_size=[14, 20]),
@@ -76,7 +69,6 @@ CASES = [
     case("borders-features-everywhere", image_size=[14, 20], feature_layers=[4, 2, 3, 1]),
     case("not-square", image_size=[12, 18]),
     case("window-2x3", image_size=[12, 18], pooling_size=[2, 3]),
-    case("window-2x3-bins", image_size=[12, 18], pooling_size=[2, 3], packing=FFD),
     case("window-3x2-borders", image_size=[14, 18], pooling_size=[3, 2]),
     case("window-1x1", image_size=[6, 8], pooling_size=[1, 1]),
     case("window-of-the-whole-frame", image_size=[6, 6], pooling_size=[3, 3]),
@@ -103,9 +95,7 @@ def test_tower_is_the_naive_one(num_frames, ratio, overrides):
     torch.testing.assert_close(actual.temporal_loss, expected.temporal_loss, rtol=0, atol=FORWARD_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, {"packing": FFD}, {"image_size": [16, 16]}], ids=["varlen", "bins", "borders"]
-)
+@pytest.mark.parametrize("overrides", [{}, {"image_size": [16, 16]}], ids=["whole", "borders"])
 def test_eager_attention_gives_the_same(overrides):
     model = tiny_model(tiny_config(**overrides))
     inputs = video_inputs(model.config, [4, 2])
@@ -159,6 +149,15 @@ def test_after_the_pruning_layer_only_survivors_are_computed():
     assert [rows[2, name] for name in names] == [everything] * 4
     assert [rows[3, name] for name in names] == [survivors, everything, survivors, survivors]
     assert [rows[4, name] for name in names] == [survivors] * 4
+
+
+def test_a_layer_holds_no_more_than_its_mlp_needs():
+    """At most: both states of the MLP, and of width `D` the layer's input, sum and norm, a tap, scratch of one more."""
+    model = tiny_model(tiny_config(hidden_size=32, intermediate_size=256))
+    inputs = video_inputs(model.config, [16])
+    with torch.no_grad():
+        _, peak = peak_memory(lambda: encode(model, inputs, 0.0), torch.device("cpu"))
+    assert peak < 4 * 16 * 81 * (2 * 256 + 6 * 32)
 
 
 def test_layers_that_no_feature_needs_are_not_run():
@@ -252,9 +251,8 @@ def test_grouped_key_heads_are_repeated():
         assert_features_close(torch.cat(encode(grouped, inputs, ratio).pooler_output), expected)
 
 
-@pytest.mark.parametrize("packing", ["varlen", "first_fit_descending"])
-def test_hidden_states_of_videos_are_those_of_every_layer(packing):
-    model = tiny_model(tiny_config(packing=packing))
+def test_hidden_states_of_videos_are_those_of_every_layer():
+    model = tiny_model()
     inputs = video_inputs(model.config, [3, 2])
     features = model.model.get_video_features(**inputs, pruning_ratio=0.5, output_hidden_states=True)
     config = model.config.vision_config

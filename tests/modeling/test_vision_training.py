@@ -6,7 +6,6 @@ import torch
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.plan_stts import VideoFeatures
 from tests.modeling.towers import (
-    FFD,
     assert_gradients_close,
     encode,
     encode_naively,
@@ -45,9 +44,8 @@ def training_gradients(model: STTSForConditionalGeneration, inputs: dict[str, to
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the layers below a trained scorer
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-trained", "scorer-alone"])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-@pytest.mark.parametrize("packing", ["varlen", FFD])
-def test_gradient_checkpointing_changes_no_gradient(packing, use_reentrant, frozen):
-    model = tiny_model(tiny_config(packing=packing)).train()
+def test_gradient_checkpointing_changes_no_gradient(use_reentrant, frozen):
+    model = tiny_model().train()
     if frozen:
         model.requires_grad_(False)
         model.model.vision_tower.scorer.requires_grad_(True)
@@ -63,9 +61,8 @@ def test_gradient_checkpointing_changes_no_gradient(packing, use_reentrant, froz
     assert_gradients_close(actual, expected)
 
 
-@pytest.mark.parametrize("packing", ["varlen", FFD])
-def test_bfloat16_autocast_keeps_scores_in_float32(packing):
-    model = tiny_model(tiny_config(packing=packing)).train()
+def test_bfloat16_autocast_keeps_scores_in_float32():
+    model = tiny_model().train()
     inputs = video_inputs(model.config, [4, 2])
     exact = encode(model, inputs, 0.5)
     with torch.autocast("cpu", torch.bfloat16):

@@ -18,11 +18,7 @@ NUM_SPECIAL = 4  # ids at the end of the text vocabulary that random text leaves
 
 
 def _molmo2(
-    vision: Sequence[int],
-    pruning_layer: int,
-    feature_layers: Sequence[int],
-    text: dict[str, Any],
-    side: int = 378,
+    vision: Sequence[int], pruning_layer: int, feature_layers: Sequence[int], text: dict[str, Any], side: int = 378
 ) -> STTSConfig:
     """vision: width, MLP, layers, heads, head's width. feature_layers: of the ViT, which the connector takes."""
     width, mlp, layers, heads, head_dim = vision

@@ -48,8 +48,6 @@ def check_runnable(preset: Preset, device: torch.device) -> None:
             needs = "a GPU"
         elif workload.backend in FLASH_BACKENDS and not FLASH_BACKENDS[workload.backend]():
             needs = "its package"
-        elif workload.backend in FLASH_BACKENDS and workload.layout != "varlen":
-            needs = "--layouts varlen"
         if needs:
             raise ValueError(f"backend {workload.backend!r} needs {needs}; or use --backends sdpa")
         set_pruning(GEOMETRIES[workload.geometry].config(), workload)

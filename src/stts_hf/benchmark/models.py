@@ -82,6 +82,6 @@ def configure(models: Models, workload: Workload, backend: str) -> None:
 def set_pruning(config: Any, workload: Workload) -> None:
     """Sets a workload's pruning fields. Raises `ValueError` for a layer that the tower does not have."""
     vision, own = config.vision_config, GEOMETRIES[workload.geometry].config().vision_config
-    vision.packing, vision.selector = workload.layout, workload.selector
+    vision.selector = workload.selector
     vision.pruning_layer = own.pruning_layer if workload.pruning_layer is None else workload.pruning_layer
     vision.validate_pruning()

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 ALL, PRUNED = (0.0, 0.3, 0.4, 0.5), (0.3, 0.4, 0.5)
 
@@ -14,9 +14,9 @@ class Workload:
     """
     mode: "tower" (tower and connector), "inference" (pixels to logits, then `decode_tokens` tokens one by one) or
         "training" (forward, backward, optimiser step). frames: per video. batch: rows, one video each. ratios: pruning
-    ratios `k`, each compared with the stock model. layout: `packing`. backend: `attn_implementation`. text_tokens: per
-    row. timestamp_tokens: per frame of the tower. checkpointing: gradient checkpointing, in both models.
-    pruning_layer: `l`; None takes the geometry's.
+    ratios `k`, each compared with the stock model. backend: `attn_implementation`. text_tokens: per row.
+    timestamp_tokens: per frame of the tower. checkpointing: gradient checkpointing, in both models. pruning_layer: `l`;
+    None takes the geometry's.
     """
 
     mode: str
@@ -24,7 +24,6 @@ class Workload:
     frames: int
     ratios: tuple[float, ...] = ALL
     batch: int = 1
-    layout: Literal["varlen", "first_fit_descending"] = "varlen"
     backend: str = "sdpa"
     dtype: str = "float32"
     text_tokens: int = 64
@@ -37,7 +36,7 @@ class Workload:
     @property
     def title(self) -> str:
         rows = f"{self.batch} x " if self.batch > 1 else ""
-        words = [self.mode, f"{rows}{self.frames} frames", self.geometry, self.layout, self.backend, self.dtype]
+        words = [self.mode, f"{rows}{self.frames} frames", self.geometry, self.backend, self.dtype]
         words += ["gradient checkpointing"] if self.checkpointing and self.mode == "training" else []
         words += [self.selector] if self.selector != Workload.selector else []
         words += [f"l = {self.pruning_layer}"] if self.pruning_layer is not None else []
@@ -66,7 +65,7 @@ _SMALL = Workload("inference", "molmo2-small", 64, text_tokens=858, timestamp_to
 _LONG = Workload("inference", "molmo2-small-long", 256, PRUNED, text_tokens=750, timestamp_tokens=3, checkpointing=True)
 _QWEN_SMALL = Workload("inference", "qwen3-vl-small", 64, (0.3, 0.5, 0.7), timestamp_tokens=1)
 _PAPER = tuple(
-    Workload(mode, "molmo2-4b", frames, ratios, batch, "varlen", backend, "bfloat16", text, checkpointing=True)
+    Workload(mode, "molmo2-4b", frames, ratios, batch, backend, "bfloat16", text, checkpointing=True)
     for mode in ("inference", "training")
     # Text up to the paper's tokens per instance: 15670 in two rows of 64 frames, 25307 in one of 256.
     for frames, batch, text in ((64, 2, 15670 // 2 - 64 * 90), (256, 1, 25307 - 256 * 90))
@@ -88,7 +87,6 @@ PRESETS = {
             "10 s, 1 GB",
             (
                 _TINY,
-                replace(_TINY, layout="first_fit_descending"),
                 *prompt_and_training(replace(_TINY, mode="inference", batch=2)),
                 *prompt_and_training(replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8)),
             ),

@@ -18,14 +18,7 @@ from stts_hf.modeling.settings_stts import PruningConfig
 
 from .atomic_folder import atomic_folder
 from .card import inherited_metadata, write_model_card
-from .checks import (
-    check_generation_config,
-    check_processor,
-    check_vocabulary,
-    compare_weights,
-    empty_model,
-    is_scorer,
-)
+from .checks import check_generation_config, check_processor, check_vocabulary, compare_weights, empty_model, is_scorer
 from .families import OWN, STOCK, family_of_checkpoint
 from .files import Finding, check_folder, decides, raise_findings, read_json, usable
 from .original_weights import is_original, open_original

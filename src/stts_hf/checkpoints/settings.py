@@ -73,7 +73,7 @@ def override(config: Any, processor: Any, given: Mapping[str, Any]) -> None:
             set_rule(config.vision_config, {name: value})
     with usable("the settings cannot be used together", "choose others"):
         config.keep_rule(given)
-    if config.vision_config.packing != "first_fit_descending":
+    if given.get("packing") == "varlen":
         config.vision_config.refill_single_frame_bins = False
     if given.get("pruning_ratio", 1) < 1 and hasattr(processor.video_processor, "pruning_ratio"):
         processor.video_processor.pruning_ratio = given["pruning_ratio"]  # what its `test_time_scaling` counts with

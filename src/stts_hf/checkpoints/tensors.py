@@ -127,10 +127,7 @@ class _Progress(tqdm):
 
 
 def write_safetensors(
-    folder: Path,
-    tensors: Mapping[str, StoredTensor],
-    dtype: torch.dtype,
-    max_shard_size: int | str,
+    folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, max_shard_size: int | str
 ) -> int:
     """Writes tensors as `save_pretrained` does, one file in memory at a time, and returns their bytes."""
     split = split_torch_state_dict_into_shards(

@@ -29,7 +29,6 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "batches": ("batch", {"type": count, "metavar": "B", "help": "rows, each with one video"}),
     "selectors": ("selector", {"choices": SELECTORS}),
     "pruning_layers": ("pruning_layer", {"type": int, "metavar": "L", "help": "ViT layers after which blocks drop"}),
-    "layouts": ("layout", {"choices": ("varlen", "first_fit_descending")}),
     "backends": ("backend", {"choices": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}),
     "dtypes": ("dtype", {"choices": ("float32", "bfloat16", "float16")}),
 }

@@ -53,12 +53,12 @@ def execute(arguments: argparse.Namespace) -> None:
     with refused("", ValueError, FileExistsError):
         result = convert_checkpoint(**{name: value for name, value in vars(arguments).items() if name != "command"})
     vision = result.config.vision_config
-    layout = vision.packing + (" with refill" if vision.refill_single_frame_bins else "")
+    refill = ", with refill" if vision.refill_single_frame_bins else ""
     print(f"checkpoint: {result.folder} ({tqdm.format_sizeof(result.num_bytes, 'B')}, {result.dtype})")
     print(f"scorer:     {'trained' if result.scorer_trained else 'new, untrained'}")
     print(
         f"pruning:    {in_words(result.config.keep_rule()).removesuffix(' dropped')} after layer "
-        f"{vision.pruning_layer}, {vision.selector}, {layout}"
+        f"{vision.pruning_layer}, {vision.selector}{refill}"
     )
     for sentence in result.notes:
         print(f"note: {sentence}", file=sys.stderr)

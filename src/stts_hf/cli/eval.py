@@ -101,14 +101,6 @@ def print_table(summary: Mapping[str, Any]) -> None:
     width = max(map(len, lines))
     print(" " * width + "".join(f"{column:>14}" for column in COLUMNS))
     for name, sums in lines.items():
-        cells = (
-            sums["questions"],
-            sums["right"],
-            f"{sums['accuracy']:.1%}",
-            sums["no_option"],
-            sums["errors"],
-            f"{sums['video_tokens']:.1f}",
-            f"{sums['video_tokens_kept']:.1f}",
-            f"{sums['seconds']:.1f}",
-        )
-        print(f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
+        counts = sums["questions"], sums["right"], f"{sums['accuracy']:.1%}", sums["no_option"], sums["errors"]
+        others = (f"{sums[column]:.1f}" for column in ("video_tokens", "video_tokens_kept", "seconds"))
+        print(f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in (*counts, *others)))

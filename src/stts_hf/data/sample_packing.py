@@ -40,13 +40,7 @@ class PackedDataset(Dataset):
     """
 
     def __init__(
-        self,
-        rows: Any,
-        lengths: Sequence[int],
-        budget: int,
-        *,
-        seed: int = 0,
-        max_samples: int | None = None,
+        self, rows: Any, lengths: Sequence[int], budget: int, *, seed: int = 0, max_samples: int | None = None
     ) -> None:
         for name, value in (("budget", budget), ("max_samples", max_samples or 1)):
             check_count(name, value)

@@ -49,11 +49,7 @@ class Page:
     """
 
     def __init__(
-        self,
-        answerer: Answerer,
-        sample: Path,
-        about: str = "",
-        on_gpu: Callable[[Answer], Answer] | None = None,
+        self, answerer: Answerer, sample: Path, about: str = "", on_gpu: Callable[[Answer], Answer] | None = None
     ):
         self.answerer, self.limits, self.sample = answerer, answerer.limits, sample
         self.answer: Answer = on_gpu(answerer.answer) if on_gpu else answerer.answer

@@ -60,11 +60,7 @@ def summary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def open_answers(
-    path: Path,
-    settings: Mapping[str, Any],
-    *,
-    columns: Mapping[str, Any] | None = None,
-    retry_errors: bool = True,
+    path: Path, settings: Mapping[str, Any], *, columns: Mapping[str, Any] | None = None, retry_errors: bool = True
 ) -> Iterator[AnswersFile]:
     """
     Opens a new file, or continues one with the same settings; a last line that is cut off is dropped.

@@ -128,13 +128,7 @@ class Clip:
     """
 
     def __init__(
-        self,
-        model: Any,
-        processor: Processor,
-        video: Any,
-        *,
-        processing: Mapping[str, Any] | None = None,
-        **keep: Any,
+        self, model: Any, processor: Processor, video: Any, *, processing: Mapping[str, Any] | None = None, **keep: Any
     ):
         check_vision_config(model.config.vision_config)
         if unknown := keep.keys() - {*KEEP_ARGUMENTS}:

@@ -125,11 +125,7 @@ class ServingModel(nn.Module, SupportsMultiModal, SupportsMRoPE):
         return torch.cat([embeds, places.to(embeds), notes.to(embeds)], dim=-1)
 
     def embed_input_ids(
-        self,
-        input_ids: torch.Tensor,
-        multimodal_embeddings: Any = None,
-        *,
-        is_multimodal: torch.Tensor | None = None,
+        self, input_ids: torch.Tensor, multimodal_embeddings: Any = None, *, is_multimodal: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Embeddings (tokens, hidden size) of a step; takes the notes of its videos and images for `forward`."""
         hidden_size, self.notes = self.config.text_config.hidden_size, None

@@ -21,7 +21,8 @@ from transformers.utils import logging
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
 from stts_hf.checkpoints.files import reason_of
-from stts_hf.modeling.settings_stts import Packing, PositionRule, ScoreRescaling, ScorerTarget
+from stts_hf.modeling.configuration_stts import Packing
+from stts_hf.modeling.settings_stts import PositionRule, ScoreRescaling, ScorerTarget
 from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import LANGUAGE_MODEL, PAPER_LEARNING_RATES, STTSTrainingArguments, setting
 from stts_hf.versions import __version__

@@ -115,8 +115,8 @@ def describe_training(run: TrainingSetup, model: PreTrainedModel) -> dict[str, s
     autocast = ", bfloat16 autocast" if arguments.bf16 else ", float16 autocast" if arguments.fp16 else ""
     lines = {
         "precision": f"{run.config.model.dtype} weights{autocast}",
-        "pruning": f"{in_words(run.model_config.keep_rule())} after layer {vision.pruning_layer}, {vision.selector}, "
-        f"{vision.packing}; temporal loss x {run.model_config.temporal_loss_weight:g}",
+        "pruning": f"{in_words(run.model_config.keep_rule())} after layer {vision.pruning_layer}, {vision.selector}; "
+        f"temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
     low, high = (percent(ratio) for ratio in arguments.pruning_ratio_range or DEPLOYED_RATIOS)
     if run.model_config.scorer_target == "answers":

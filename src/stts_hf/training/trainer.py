@@ -33,6 +33,7 @@ from stts_hf.training.worth import AnswersTarget, draw_ratios, measure_unit, wor
 
 logger = logging.get_logger(__name__)
 
+COUNTED = ("labels", "blocks", "rows")  # what each of `LOSSES` is a mean over
 NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # entries of a batch for the trainer
 
 
@@ -226,14 +227,10 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         statistics = self.statistics if training else self._eval_statistics
         if statistics is not None:
             with torch.no_grad():
-                labels, blocks, rows = counts
                 statistics.observe(outputs, inputs)
-                statistics.add("labels", labels)
-                statistics.add("blocks", blocks)
-                statistics.add("rows", rows)
-                for name, number in zip(LOSSES, counts, strict=True):
-                    value = losses[name]
-                    statistics.add(name, value * (scale if training else number))
+                for name, (of, number) in zip(LOSSES, zip(COUNTED, counts, strict=True), strict=True):
+                    statistics.add(of, number)
+                    statistics.add(name, losses[name] * (scale if training else number))
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -295,9 +292,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     def _total(self, losses: Mapping[str, Any]) -> Any:
         """The loss that is trained on."""
-        of_scorer = self.model.config.temporal_loss_weight * losses.get("temporal_loss", 0) + losses.get(
-            "worth_loss", 0
-        )
+        temporal = self.model.config.temporal_loss_weight * losses.get("temporal_loss", 0)
+        of_scorer = temporal + losses.get("worth_loss", 0)
         return of_scorer if self.args.scorer_only else of_scorer + losses["task_loss"]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -348,7 +344,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             self._eval_statistics = None
         sums, _ = statistics.read(self.accelerator)
         if sums["labels"] or sums["blocks"]:
-            counts = dict(zip(LOSSES, ("labels", "blocks", "rows"), strict=True))
+            counts = dict(zip(LOSSES, COUNTED, strict=True))
             found = {name: sums[name] / max(sums[counts[name]], 1) for name in self._logged_losses}
             found |= {"loss": self._total(found)} | describe(sums)
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})

@@ -29,11 +29,7 @@ def score_range(scores: np.ndarray) -> tuple[float, float]:
 
 
 def comparison(
-    frames: Array,
-    keep_masks: Mapping[str, Array],
-    grid: tuple[int, int],
-    timestamps: Sequence[float],
-    tubelet: int = 1,
+    frames: Array, keep_masks: Mapping[str, Array], grid: tuple[int, int], timestamps: Sequence[float], tubelet: int = 1
 ) -> Figure:
     """
     Selectors side by side, as in the paper's qualitative figures: a row of at most 8 frames, spread evenly from the

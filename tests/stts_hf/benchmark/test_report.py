@@ -22,7 +22,7 @@ def failing() -> dict:
 
 def test_the_table_holds_every_figure():
     rows = rows_of(markdown(result([pruned_twice()])))
-    assert rows["**tower, 8 frames, tiny, varlen, sdpa, float32**, 3 rounds"] == ["", "", ""]
+    assert rows["**tower, 8 frames, tiny, sdpa, float32**, 3 rounds"] == ["", "", ""]
     assert rows["total"][0] == "8000 ± 1000"
     assert rows["total"][2] == "5000 ± 2500, 1.600x of 2.000 (80.0%)"
     assert rows["vision tower"][1] == "5000 ± 0.00, 0.800x of 0.800 (100.0%)"
@@ -35,8 +35,8 @@ def test_the_table_holds_every_figure():
 def test_what_failed_says_so_and_why():
     lost = pruned_twice() | {"status": "failed", "reason": "RuntimeError: no kernel", "variants": []}
     page = markdown(result([failing(), lost]))
-    assert rows_of(page)["**tower, 8 frames, tiny, varlen, sdpa, float32**"] == [""] * 3
-    assert "| **tower, 8 frames, tiny, varlen, sdpa, float32**, 3 rounds | out of memory |  |  |" in page
+    assert rows_of(page)["**tower, 8 frames, tiny, sdpa, float32**"] == [""] * 3
+    assert "| **tower, 8 frames, tiny, sdpa, float32**, 3 rounds | out of memory |  |  |" in page
     assert ", stock: out of memory (1 TB)." in page
     assert "float32: failed (RuntimeError: no kernel)." in page
 
