@@ -87,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = [part for part in parts if not arguments.parts or part.name in arguments.parts]
     folder = (arguments.output or (BENCHMARKS if arguments.size == "full" else ELSEWHERE)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    at_once = 2 if device == "cpu" else 1  # tiny figures mean nothing, so parts may share the cores
+    # Tiny figures mean nothing, so parts may share the cores, one thread each: two threads of each would fight.
+    at_once, threads = (2, {"OMP_NUM_THREADS": "1"}) if device == "cpu" else (1, {})
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the parts as Ctrl-C does
-    outcomes = run_parts(parts, folder, 3600 * arguments.hours, ENVIRONMENT, note, at_once)
+    outcomes = run_parts(parts, folder, 3600 * arguments.hours, ENVIRONMENT | threads, note, at_once)
     results = read_results(parts, folder)
     where = torch.cuda.get_device_name() if device == "cuda" else "a CPU; figures of this size mean nothing"
     about = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}, {device}, size {arguments.size}: {where}."
