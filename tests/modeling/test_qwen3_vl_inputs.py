@@ -134,7 +134,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "a-processor-of-molmo2": (
         lambda inputs: tiny.build_inputs([[3, tiny.Video(2), 4]]),
-        "`pixel_values_videos` needs `video_grid_thw`, but it is None; pass all that this model's processor returns",
+        "`pixel_values_videos` needs `video_grid_thw`, but it is None; pass all that the processor returns",
     ),
     "lists": (change("video_grid_thw", lambda grids: grids.tolist()), "`video_grid_thw` is a list"),
     "a-ratio-out-of-range": (lambda inputs: inputs | {"pruning_ratio": 1.5}, "`pruning_ratio` is 1.5"),

@@ -203,7 +203,7 @@ def test_the_command_converts_and_tells_what_it_made(sources, tmp_path, capsys):
     assert main(arguments) == 0
     output = capsys.readouterr().out
     assert "trained" in output
-    assert "50% after layer 3, scorer, first_fit_descending with refill" in output
+    assert "50% after layer 3, scorer, with refill" in output
 
 
 def write_training_checkpoint(folder: Path, without_pruning: bool = False, more_layers: int = 0) -> None:
