@@ -119,6 +119,7 @@ def test_smoke_configuration(monkeypatch, tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paper.yaml", "lora.yaml", "scorer_only.yaml", "scorer_start.yaml"])
 def test_configurations_for_gpus(name, checkpoint, data, tmp_path):
     """The shipped file but for what a CPU and two clips ask for."""

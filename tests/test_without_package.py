@@ -66,6 +66,7 @@ def clip(tmp_path_factory):
     return str(write_clip(tmp_path_factory.mktemp("clip") / "clip.mp4", 20, fps=20))
 
 
+@pytest.mark.slow
 def test_remote_code_answers_saves_and_loads_as_the_package_does(hub_configs, clip, run_without_package, tmp_path):
     checkpoints = {name: (str(folder), FROM_FILE[name]) for name, folder in TINIES.items()}
     presets = [str(hub_configs / f"stts-{preset}") for preset in PRESETS]

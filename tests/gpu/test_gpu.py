@@ -92,6 +92,7 @@ def test_a_check_that_differs_or_raises_is_a_row_of_its_own():
     assert relative_error(torch.tensor([1.0, torch.nan]), torch.ones(2)) == float("inf")
 
 
+@pytest.mark.slow
 def test_a_call_goes_on_where_the_time_of_the_last_one_was_up(tmp_path):
     ran: list[str] = []
 

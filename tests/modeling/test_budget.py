@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.plan_stts import TowerCache
-from tests.backbones import Clip, Inputs, Picture, Rows, longer, prompt
+from tests.backbones import DAILY, Backbone, Clip, Inputs, Picture, Rows, longer, prompt
 from tests.modeling.reference import (
     CLOSE,
     assert_gradients_equal,
@@ -41,6 +41,11 @@ def level(model: Any, inputs: Inputs, share: float) -> float:
 def ratios_of(keep_mask) -> list[float]:
     """A ratio for each video that keeps as many blocks."""
     return [float((~mask).sum()) / mask.numel() for mask in keep_mask]
+
+
+@pytest.fixture(scope="module", params=DAILY, ids=lambda backbone: backbone.name)
+def backbone(request) -> Backbone:
+    return request.param
 
 
 @pytest.fixture(params=SELECTORS)

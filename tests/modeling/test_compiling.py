@@ -52,7 +52,9 @@ def train_step(model, seed: int, rows=ROWS, **options) -> tuple[torch.Tensor, di
 
 @since_torch_2_14
 @pytest.mark.parametrize(
-    ("overrides", "backend"), [({}, "aot_eager"), ({"image_size": [14, 20]}, "eager")], ids=["", "borders"]
+    ("overrides", "backend"),
+    [({}, "aot_eager"), pytest.param({"image_size": [14, 20]}, "eager", marks=pytest.mark.slow)],
+    ids=["", "borders"],
 )
 def test_training_compiles_once_and_changes_nothing(overrides, backend):
     config = tiny_config(**overrides)
@@ -168,6 +170,7 @@ def test_counts_that_follow_the_video_stop_compiling(backbone):
     assert counts[2] == counts[-1]
 
 
+@pytest.mark.slow
 @since_torch_2_14
 @pytest.mark.parametrize("backbone", BACKBONES[:1], ids=lambda backbone: backbone.name, indirect=True)
 @torch.no_grad()
@@ -215,6 +218,7 @@ def test_the_whole_model_compiles_for_a_padded_batch():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("backbone", DAILY, ids=lambda backbone: backbone.name, indirect=True)
 @pytest.mark.parametrize("way", ["export", "compile"])
 def test_the_tower_of_every_backbone_is_one_graph(backbone, way):
     if backbone.name != "molmo2" and Version(torch.__version__) < Version("2.14"):

@@ -19,7 +19,7 @@ from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.plan_stts import PruningPlan
 from stts_hf.modeling.pruning_stts import Call
 from stts_hf.modeling.sequence_stts import Tokens
-from tests.backbones import Clip, Inputs, Rows
+from tests.backbones import DAILY, Backbone, Clip, Inputs, Rows
 from tests.tiny import Part, Video, build_inputs, tiny_config, tiny_model
 
 ONE: list[list[Part]] = [[3, Video(4), 5]]
@@ -48,6 +48,11 @@ WAITING = {
     "aten._unique2",
     "aten.repeat_interleave",
 }
+
+
+@pytest.fixture(scope="module", params=DAILY, ids=lambda backbone: backbone.name)
+def backbone(request) -> Backbone:
+    return request.param
 
 
 class Recorder(TorchDispatchMode):

@@ -17,7 +17,7 @@ from tests.version_marks import since_transformers_5_23
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), 3, Clip(2), 9]]
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
-DTYPES = [torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -155,12 +155,14 @@ def is_allowed(name: str, arguments: str, paths: list[str], home: Path) -> bool:
     return bool(paths) and all(re.fullmatch(allowed, path) for path in paths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", TINIES)
 def test_remote_code_writes_nothing_connects_nowhere_and_starts_nothing(report, backbone):
     """But for the copy of the code that transformers makes in its own folder of modules."""
     assert report[str(TINIES[backbone])] == {"copied": True, "loading": [], "working": []}
 
 
+@pytest.mark.slow
 def test_the_hooks_see_what_they_look_for(report):
     assert report["control"] == [True] * 7 + [False]
 

@@ -29,7 +29,10 @@ def answer(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "stts-answers" else pytest.param(name, marks=pytest.mark.slow) for name in TRAINED],
+)
 def test_a_method_trains_with_drawn_ratios_and_answers(checkpoint, tmp_path, name):
     model = load_method(name, checkpoint, 0.5)
     model.config.worth_unit = 1e-3  # as after `scorer_only`

@@ -153,6 +153,7 @@ def test_a_line_to_copy_without_a_place_to_write_to(run):
     assert loaded.model.config.vision_config.score_threshold == threshold_of(out)
 
 
+@pytest.mark.slow
 def test_made_up_videos_keep_the_share_that_was_fitted_to_others():
     """Within two points on held-out videos of the same kind, with scores of any level."""
     random = np.random.default_rng(0)
